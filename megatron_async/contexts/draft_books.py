@@ -7,8 +7,7 @@ drafts were accepted.
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,59 +20,12 @@ from megatron_async.contexts.width_choice import (
     ExpectedGain,
     is_wide_worth_it,
 )
+from megatron_async.observe.verified_drafts import REASONS, FewerDrafts, Verified
 from megatron_async.ops.sampling.slot_records import RowFeature
 
-
-class FewerDrafts(IntEnum):
-    """Why a row verified fewer drafts than `num_speculative_tokens`: of several reasons the one
-    that allows the fewest drafts, and of equal ones the first."""
-
-    GRAMMAR = 0
-    """Its request has a grammar."""
-    REQUEST = 1
-    """Its request asks for fewer."""
-    LENGTH = 2
-    """Its request ends before."""
-    NOTHING_FOUND = 3
-    """The drafter had no more."""
-    BLOCKS = 4
-    """There were too few KV blocks for a wider step."""
-    NARROW_STEP = 5
-    """The step had width 1, because a wider one did not seem worth its time."""
-
-
-_REASONS = 8
-"""A limit of drafts times this, plus its reason, is one number: the least of several is the limit
-that holds."""
 FEW_ROWS = 4
 """So many rows are booked one by one, in 5 microseconds each: arrays take 20 for any number, and,
 after a wait that has emptied the caches, 80."""
-
-
-class Verified(NamedTuple):
-    """What a step's decode rows verified, without rows of ended requests."""
-
-    limits: IntArray
-    """int32 `[rows]`: drafts that the row verified, times 8, plus why not more: a
-    `FewerDrafts`."""
-    counts: IntArray
-    """int32 `[rows]`: tokens that it yields."""
-
-    @property
-    def drafted(self) -> IntArray:
-        """int32 `[rows]`: drafts that the row verified."""
-        drafted: IntArray = self.limits // _REASONS
-        return drafted
-
-    @property
-    def accepted(self) -> IntArray:
-        """int32 `[rows]`: verified drafts that equal the tokens of plain decoding."""
-        return np.minimum(np.maximum(self.counts - 1, 0), self.drafted)
-
-    def fewer(self, count: int) -> IntArray:
-        """int64 `[reasons]`: rows that verified fewer than `count`, by `FewerDrafts`."""
-        reasons = self.limits[self.limits < count * _REASONS] % _REASONS
-        return np.bincount(reasons, minlength=len(FewerDrafts))
 
 
 FOUND, FIRST, RIGHT, HITS, GAIN, MOST = range(6)
@@ -161,7 +113,7 @@ class DraftBooks:
         hits += _step_to(hits, target)
         (drafts >= 0).sum(axis=1, out=before)
         first[:] = drafts[:, 0]
-        gain[:] = self._expected.of(before, right, hits, most // _REASONS)
+        gain[:] = self._expected.of(before, right, hits, most // REASONS)
         self._entries[:, owners] = entries
         return Verified(limits, counts[:decoding].copy())
 
@@ -182,7 +134,7 @@ class DraftBooks:
             found, first, right, hits, _, most = self._entries[:, slot].tolist()  # sync-ok: NumPy
             if decodes:
                 left = max(int(slots.max_length[slot] - slots.num_known[slot]) - 1, 0)
-                limit = min(most, found * _REASONS + _BY_FINDING, left * _REASONS + _BY_LENGTH)
+                limit = min(most, found * REASONS + _BY_FINDING, left * REASONS + _BY_LENGTH)
                 limits.append(min(limit, by_step))
                 yielded.append(counts[row])
             target = ONE if found and first == sampled[row, 0] else 0
@@ -190,7 +142,7 @@ class DraftBooks:
             hits += _step_to(hits, target)
             report = drafts[row].tolist()  # sync-ok: NumPy
             found = sum(draft >= 0 for draft in report)
-            gain = self._expected.of_row(found, right, hits, most // _REASONS)
+            gain = self._expected.of_row(found, right, hits, most // REASONS)
             self._entries[:MOST, slot] = found, report[0], right, hits, gain
         return Verified(np.array(limits, dtype=np.int32), np.array(yielded, dtype=np.int32))
 
@@ -200,7 +152,7 @@ class DraftBooks:
         entries = np.zeros((MOST + 1, len(owners)), dtype=np.int32)
         entries[RIGHT] = ONE // 2
         by_grammar = (slots.features[owners] & RowFeature.CONSTRAINED) != 0
-        asked = np.minimum(slots.drafts[owners], self._count) * _REASONS + _BY_REQUEST
+        asked = np.minimum(slots.drafts[owners], self._count) * REASONS + _BY_REQUEST
         entries[MOST] = np.where(by_grammar, _BY_GRAMMAR, asked)
         return entries
 
@@ -208,14 +160,14 @@ class DraftBooks:
         """Drafts that decode rows verified, and why not more: `Verified.limits`."""
         slots = self._slots
         left = np.maximum(slots.max_length[owners] - slots.num_known[owners] - 1, 0)
-        limits = np.minimum(entries[MOST], entries[FOUND] * _REASONS + _BY_FINDING)
-        limits = np.minimum(limits, left * _REASONS + _BY_LENGTH)
+        limits = np.minimum(entries[MOST], entries[FOUND] * REASONS + _BY_FINDING)
+        limits = np.minimum(limits, left * REASONS + _BY_LENGTH)
         by_step: IntArray = np.minimum(limits, self._limit_of(plan))
         return by_step
 
     def _limit_of(self, plan: StepPlan) -> int:
         """The limit that a step sets to all its rows."""
-        return (plan.width - 1) * _REASONS + (_BY_BLOCKS if plan.short_of_blocks else _BY_STEP)
+        return (plan.width - 1) * REASONS + (_BY_BLOCKS if plan.short_of_blocks else _BY_STEP)
 
 
 def _step_to(share: Any, target: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_async.contexts.graph_shapes import GraphShapes
+from megatron_async.captured_steps.graph_shapes import GraphShapes
 from megatron_async.contexts.plan_features import NO_FEATURES, plan_features
 from megatron_async.contexts.request_slots import NO_SLOTS, DecodeRows, RequestSlots, SlotState
 from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StatePlan, StepPlan

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.contexts.draft_books import Verified
 from megatron_async.contexts.request_slots import NO_SLOTS, RequestSlots
 from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.observe.verified_drafts import Verified
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_async.contexts.graph_shapes import GraphShapes
+from megatron_async.captured_steps.graph_shapes import GraphShapes
 from megatron_async.contexts.step_plan import IntArray
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 

@@ -21,11 +21,11 @@ from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.invalidation import make_invalidation
 from megatron_async.engines.job_loss import JobLoss
 from megatron_async.engines.pausing import EngineState, Pausing
-from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.step_report import step_report
 from megatron_async.observe.listener import EngineListener
+from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.observe.step_log import StepLog
 from megatron_async.ranks.follower import follow
 from megatron_async.ranks.rank_group import RankGroup

@@ -6,7 +6,7 @@ from collections import deque
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 

@@ -11,13 +11,13 @@ from typing import override
 
 import numpy as np
 
+from megatron_async.captured_steps.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.contexts.request_slots import ALL, SlotState
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.observe.listener import EngineListener
+from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.observe.step_costs import StepCosts, StepWork
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_async.captured_steps.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.contexts.request_slots import SlotState
 
 SHARE = 0.5

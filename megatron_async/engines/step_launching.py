@@ -12,8 +12,8 @@ from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.late_launch import LateLaunch, launches_late
 from megatron_async.engines.prefill_pace import PrefillPace
 from megatron_async.engines.prompt_share import PromptShare
-from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.observe.listener import EngineListener
+from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import (

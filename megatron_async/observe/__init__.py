@@ -1,4 +1,5 @@
-"""Watching a running engine: its events (`listener.py`), ranges, a timeline, log lines, metrics.
+"""Watching a running engine: counters (`statistics.py`), its events (`listener.py`), ranges, a
+timeline, log lines, metrics.
 
-Counters are in `engines/statistics.py`; reports are made of them in `profiling/`.
+Reports are made of these in `profiling/`.
 """

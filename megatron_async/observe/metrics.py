@@ -22,8 +22,8 @@ from megatron_async.observe.metrics_server import MetricsServer
 from megatron_async.observe.stage_times import BOUNDS_NS, BUCKETS_PER_OCTAVE, TimeHistogram
 
 if TYPE_CHECKING:
-    from megatron_async.engines.draft_statistics import DraftStatistics
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.observe.draft_statistics import DraftStatistics
 
 PREFIX = "megatron_async_"
 

@@ -19,7 +19,7 @@ from megatron_async.requests.trace_context import named
 if TYPE_CHECKING:
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
     from megatron_async.contexts.step_plan import StepPlan
-    from megatron_async.engines.statistics import EngineStatistics
+    from megatron_async.observe.statistics import EngineStatistics
     from megatron_async.requests.inference_request import DynamicInferenceRequest
     from megatron_async.requests.trace_log import TraceLog
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_async.engines.statistics import NoOverlapReason
+from megatron_async.observe.statistics import NoOverlapReason
 from megatron_async.observe.timeline import NO_OVERLAP, Span, Timeline
 from megatron_async.profiling.benchmark_record import distribution
 

@@ -25,7 +25,7 @@ from megatron_async.text.structured_output import TokenGrammar
 
 if TYPE_CHECKING:
     from megatron_async.contexts.request_slots import RequestSlots
-    from megatron_async.engines.statistics import EngineStatistics
+    from megatron_async.observe.statistics import EngineStatistics
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.invalidation import Invalidation
-from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.rollback.known_tokens import known_tokens
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 

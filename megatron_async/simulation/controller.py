@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from megatron_async.captured_steps.step_graphs import CaptureReport
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.device_state.feed_back import COUNT, TOKENS
@@ -14,7 +15,6 @@ from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.reach import Work, work_of
 from megatron_async.simulation.virtual_device import VirtualDevice
-from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport
 from megatron_async.text_generation_controllers.drafting import Drafter, Drafting
 from megatron_async.text_generation_controllers.sample_buffers import SampleBuffers
 from megatron_async.text_generation_controllers.text_generation_controller import (

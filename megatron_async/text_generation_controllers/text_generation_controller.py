@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_async.captured_steps.step_graphs import CaptureReport, StepGraphs
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.feed_back import COUNT, TOKENS
@@ -22,7 +23,6 @@ from megatron_async.text_generation_controllers.constrained_sampling import (
     ConstrainedSampler,
     StepLogits,
 )
-from megatron_async.text_generation_controllers.cuda_graphs import CaptureReport, StepGraphs
 from megatron_async.text_generation_controllers.drafting import Drafter, Drafting, make_drafting
 from megatron_async.text_generation_controllers.prompt_log_probs import PromptLogProbs
 from megatron_async.text_generation_controllers.sample_buffers import SampleBuffers

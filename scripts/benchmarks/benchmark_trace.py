@@ -25,7 +25,7 @@ from model_options import add_model_options, routed
 from step_times import captured_by_nsys, counted
 
 from megatron_async import LLM, DynamicInferenceEngine
-from megatron_async.engines.statistics import EngineStatistics
+from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.profiling.benchmark_record import distribution, write_record
 from megatron_async.profiling.gap_report import GapReport, gap_report
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device

@@ -23,7 +23,7 @@ from megatron_async.profiling.benchmark_record import distribution
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-    from megatron_async.engines.statistics import EngineStatistics
+    from megatron_async.observe.statistics import EngineStatistics
 
 NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
 """Environment variable that nsys sets for the program it profiles."""

@@ -16,7 +16,7 @@ from mtp_watch import MtpWatch, WholeSequences
 from pieces import Pieces
 
 from megatron_async import DynamicInferenceEngine, StructuredOutput
-from megatron_async.contexts.graph_shapes import GraphShapes
+from megatron_async.captured_steps.graph_shapes import GraphShapes
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.simulation.recorder import Recorder

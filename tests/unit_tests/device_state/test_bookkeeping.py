@@ -7,14 +7,14 @@ import pytest
 import torch
 from ready_requests import made_ready
 
-from megatron_async.config import InferenceConfig
-from megatron_async.contexts.graph_shapes import (
+from megatron_async.captured_steps.graph_shapes import (
     GraphShapes,
     graph_sizes,
     make_graph_shapes,
     mixed_graph_sizes,
     packed_graph_sizes,
 )
+from megatron_async.config import InferenceConfig
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import NO_DECODE, DecodeRows, RequestSlots
 from megatron_async.device_state.batch_dimensions import BatchDimensions

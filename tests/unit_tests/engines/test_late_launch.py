@@ -20,9 +20,9 @@ from megatron_async.engines.late_launch import (
     MARGIN_US,
     LateLaunch,
 )
-from megatron_async.engines.statistics import EngineStatistics
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
 from megatron_async.simulation.device_times import MACHINES
 from megatron_async.simulation.model_shape import ModelShape

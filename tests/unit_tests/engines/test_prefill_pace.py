@@ -9,8 +9,8 @@ import pytest
 from harness import TINY, drain, greedy, make_engine, make_model, random_prompts
 from memory_channel import FollowingEngine
 
+from megatron_async.captured_steps.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.engines.prefill_pace import FIRST_TOKENS
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES

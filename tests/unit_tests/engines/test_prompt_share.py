@@ -11,13 +11,13 @@ import pytest
 from harness import TINY, drain, greedy, make_engine, make_model, random_prompts
 from memory_channel import FollowingEngine
 
-from megatron_async.config import InferenceConfig
-from megatron_async.contexts.graph_shapes import (
+from megatron_async.captured_steps.graph_shapes import (
     LEAST_PREFILL_TOKENS,
     MOST_TIMED,
     STRETCH,
     GraphShapes,
 )
+from megatron_async.config import InferenceConfig
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.prompt_share import SHARE, PromptShare

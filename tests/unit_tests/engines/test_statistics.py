@@ -11,8 +11,8 @@ from megatron_async import SamplingParams
 from megatron_async.contexts.plan_builder import dummy_plan
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import Chaos, CpuDevice
-from megatron_async.engines.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.observe.stage_times import BOUNDS_NS, TimeHistogram
+from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
 
 PLAN = replace(
     dummy_plan(BatchDimensions(decode_rows=1, prefill_lengths=((5, 9),))),

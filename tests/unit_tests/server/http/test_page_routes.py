@@ -11,7 +11,7 @@ import pytest
 
 from megatron_async.cli.main import build_parser
 from megatron_async.cli.serve import read_settings
-from megatron_async.engines.statistics import NoOverlapReason
+from megatron_async.observe.statistics import NoOverlapReason
 from megatron_async.server.api_config import ApiConfig, KeyDigest
 from megatron_async.server.http.access import Access
 from megatron_async.server.http.app import App

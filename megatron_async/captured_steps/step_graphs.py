@@ -14,7 +14,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from megatron_async.contexts.graph_shapes import FINE_TOKENS, GraphShapes
+from megatron_async.captured_steps.graph_shapes import FINE_TOKENS, GraphShapes
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import Device, Graph
 from megatron_async.models.parallel_state import agree_on_least

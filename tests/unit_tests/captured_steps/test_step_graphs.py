@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from megatron_async.contexts.graph_shapes import FINE_TOKENS, GraphShapes, mixed_graph_sizes
-from megatron_async.device_state.batch_dimensions import BatchDimensions
-from megatron_async.devices import CpuDevice
-from megatron_async.ops.sampling.sampling import SamplingMode
-from megatron_async.text_generation_controllers import cuda_graphs
-from megatron_async.text_generation_controllers.cuda_graphs import (
+from megatron_async.captured_steps import step_graphs
+from megatron_async.captured_steps.graph_shapes import FINE_TOKENS, GraphShapes, mixed_graph_sizes
+from megatron_async.captured_steps.step_graphs import (
     CAPTURED_MODES,
     MOST_GENERAL,
     EagerStep,
     StepGraphs,
 )
+from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.devices import CpuDevice
+from megatron_async.ops.sampling.sampling import SamplingMode
 
 
 class NamedGraph:
@@ -117,7 +117,7 @@ def test_a_shape_that_is_slow_on_one_rank_stays(monkeypatch: pytest.MonkeyPatch)
         asked.append(value)
         return 0
 
-    monkeypatch.setattr(cuda_graphs, "agree_on_least", least)
+    monkeypatch.setattr(step_graphs, "agree_on_least", least)
     graphs.time_mixed_shapes(shapes, nothing)
     assert asked == [1, 0], "every rank says as many numbers"
     assert list(shapes.mixed_sizes) == [64, 128]

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.draft_statistics import DraftStatistics
+from megatron_async.observe.draft_statistics import DraftStatistics
 from megatron_async.observe.stage_times import TimeHistogram
 
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
     from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.contexts.step_plan import StepPlan
 
 SLOW_LAUNCH_NS = 1_000_000
 """A replayed step takes a tenth of that, one launched kernel by kernel several times as much."""

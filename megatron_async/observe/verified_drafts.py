@@ -1,0 +1,60 @@
+"""What steps verified of their drafts, as the books report it and counters add it up."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.step_plan import IntArray
+
+
+class FewerDrafts(IntEnum):
+    """Why a row verified fewer drafts than `num_speculative_tokens`: of several reasons the one
+    that allows the fewest drafts, and of equal ones the first."""
+
+    GRAMMAR = 0
+    """Its request has a grammar."""
+    REQUEST = 1
+    """Its request asks for fewer."""
+    LENGTH = 2
+    """Its request ends before."""
+    NOTHING_FOUND = 3
+    """The drafter had no more."""
+    BLOCKS = 4
+    """There were too few KV blocks for a wider step."""
+    NARROW_STEP = 5
+    """The step had width 1, because a wider one did not seem worth its time."""
+
+
+REASONS = 8
+"""A limit of drafts times this, plus its reason, is one number: the least of several is the limit
+that holds."""
+
+
+class Verified(NamedTuple):
+    """What a step's decode rows verified, without rows of ended requests."""
+
+    limits: IntArray
+    """int32 `[rows]`: drafts that the row verified, times 8, plus why not more: a
+    `FewerDrafts`."""
+    counts: IntArray
+    """int32 `[rows]`: tokens that it yields."""
+
+    @property
+    def drafted(self) -> IntArray:
+        """int32 `[rows]`: drafts that the row verified."""
+        drafted: IntArray = self.limits // REASONS
+        return drafted
+
+    @property
+    def accepted(self) -> IntArray:
+        """int32 `[rows]`: verified drafts that equal the tokens of plain decoding."""
+        return np.minimum(np.maximum(self.counts - 1, 0), self.drafted)
+
+    def fewer(self, count: int) -> IntArray:
+        """int64 `[reasons]`: rows that verified fewer than `count`, by `FewerDrafts`."""
+        reasons = self.limits[self.limits < count * REASONS] % REASONS
+        return np.bincount(reasons, minlength=len(FewerDrafts))
