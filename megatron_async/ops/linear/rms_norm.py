@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.linear.streamed_plan import ONE_WARPGROUP, STREAMED_FROM, STREAMED_INPUTS
 
 MAX_HIDDEN = 16384
 """A row is held in the registers of one program."""
@@ -21,10 +22,10 @@ PER_WARP = 512
 """Elements of a row that a warp takes."""
 EARLY_WIDTH = 1024
 """Longest rows after whose norm the next product is let start before the norm's own wait, so that
-its weights arrive while the kernel before the norm ends; of one row, whatever its length. The step
-of 64 rows of SmolLM2 takes 0.697 instead of 0.726 ms by it, of Granite-4.0-H-350M 1.18 instead of
-1.22; that of Llama-3.1-8B took 5.12 instead of 5.05, with another change in the same run
-(docs/records/products.md, 2026-11-25)."""
+its weights arrive while the kernel before the norm ends; of one row, whatever its length, and of
+rows for a streamed product. The step of 64 rows of SmolLM2 takes 0.697 instead of 0.726 ms by it,
+of Granite-4.0-H-350M 1.18 instead of 1.22, of Llama-3.1-8B 4.649 instead of 4.664; that of
+Llama-3.2-1B would take 1.092 instead of 1.082 (docs/records/products.md, 2026-11-25 and 27)."""
 
 
 def add_rms_norm(
@@ -88,7 +89,7 @@ def add_rms_norm(
             block=block,
             has_residual=residual is not None,
             parts=parts,
-            early=tokens == 1 or hidden <= EARLY_WIDTH,
+            early=tokens == 1 or hidden <= EARLY_WIDTH or _is_streamed(tokens, hidden),
             num_warps=min(max(block // PER_WARP, 1), 16),
             **launch_options(x),
         )
@@ -105,6 +106,11 @@ def add_rms_norm_reference(
     if weight.dtype == total.dtype:
         return F.rms_norm(total, weight.shape, weight, eps), total
     return F.rms_norm(total.to(weight.dtype), weight.shape, weight, eps).to(total.dtype), total
+
+
+def _is_streamed(tokens: int, hidden: int) -> bool:
+    """Whether products of such rows ask for their first weights before they wait, all at once."""
+    return STREAMED_FROM <= tokens <= ONE_WARPGROUP and hidden >= STREAMED_INPUTS
 
 
 @triton.jit

@@ -4,6 +4,7 @@ import pytest
 import torch
 from triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
+from megatron_async.ops.linear import rms_norm
 from megatron_async.ops.linear.rms_norm import MAX_HIDDEN, add_rms_norm, add_rms_norm_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -96,3 +97,27 @@ def test_replays_in_a_graph():
         graph.replay()
         expected = add_rms_norm_reference(x, residual, weight, 1e-5)
         torch.testing.assert_close((normed, total), expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "is_early"),
+    [
+        (1, 8192, True),  # one row
+        (500, 1024, True),  # short rows
+        (16, 4096, True),  # of a streamed product
+        (64, 8192, True),
+        (8, 4096, False),
+        (65, 4096, False),
+        (16, 2048, False),
+    ],
+)
+def test_when_the_next_kernel_may_start_early(tokens, hidden, is_early, monkeypatch):
+    found = {}
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **constants: found.update(constants)
+
+    monkeypatch.setattr(rms_norm, "_add_rms_norm_kernel", Kernel())
+    add_rms_norm(torch.ones(tokens, hidden), None, torch.ones(hidden), 1e-5)
+    assert found["early"] == is_early
