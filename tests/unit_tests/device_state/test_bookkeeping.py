@@ -231,6 +231,14 @@ def test_packed_shapes_hold_every_step_and_pad_little(requests, tokens):
             assert dims.tokens <= max(total + 31, total * 9 // 8, 64)
 
 
+def test_few_decode_rows_and_prompts_have_64_rows_of_logits():
+    """So many rows of the vocabulary's product take the least for a row."""
+    config = InferenceConfig(max_requests=256, max_tokens=2048)
+    shapes = make_graph_shapes(config, captures_graphs=True, captures_prefill=True)
+    for tokens in (100, 256, 500):
+        assert shapes.find(30, 1, tokens).rows == 64
+
+
 def test_a_mixed_step_that_fits_no_shape_runs_eagerly(slots):
     builder = PlanBuilder(slots, GraphShapes((4,), {8: (0,)}, prefill_rows=1))
     first = builder.build(NO_DECODE, [PrefillChunk(0, 0, 6)])
