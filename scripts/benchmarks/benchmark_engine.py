@@ -19,6 +19,7 @@ LOADS = {
     "ranks": "steady decode over several ranks (torchrun)",
     "throughput": "requests arrive at random: latency and throughput",
     "features": "what each feature of a request costs",
+    "mixed": "decode rows beside prompts: step time by tokens",
     "prefill": "time to first token of one prompt",
     "prefix-cache": "prompts that share tokens, and prompts that do not",
     "pipeline": "how busy each stage of a pipeline is (torchrun)",

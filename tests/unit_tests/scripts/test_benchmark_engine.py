@@ -48,6 +48,37 @@ def test_events(tmp_path):
     assert 0 < row["ahead"] <= 1
 
 
+MIXED = ("--models", "dummy:tiny", "--device", "cpu", "--decode-rows", 4, "--context-tokens", 20)
+
+
+def test_mixed(tmp_path):
+    """Each step has the tokens that its line says, or the load fails."""
+    options = ("--tokens", 10, 60, "--prompt-tokens", 9, "--steps", 3, "--max-requests", 32)
+    record = run_script("benchmark_engine", tmp_path, "mixed", *MIXED, *options, "--rounds", 2)
+    rows = record["figures"]
+    assert [row["tokens"] for row in rows] == [4, 10, 60]
+    for row in rows:
+        assert row["token_us"] == pytest.approx(row["step_ms"] * 1e3 / row["tokens"])
+        assert (row["captured"], row["padded_tokens"]) == (0, row["tokens"])
+    alone = rows[0]["step_ms"]
+    for row in rows[1:]:
+        assert row["prompt_us"] * (row["tokens"] - 4) == pytest.approx(
+            (row["step_ms"] - alone) * 1e3
+        )
+
+
+def test_mixed_says_when_its_steps_are_not_full():
+    options = ("--tokens", 60, "--prompt-tokens", 4, "--steps", 3, "--max-requests", 10)
+    with pytest.raises(SystemExit, match="instead of 56: give more --max-requests"):
+        benchmark_engine.main(["mixed", *map(str, (*MIXED, *options))])
+
+
+def test_mixed_wants_room_for_prompts(capsys):
+    with pytest.raises(SystemExit):
+        benchmark_engine.main(["mixed", *map(str, MIXED), "--tokens", "4"])
+    assert "--tokens 4 must be more than --decode-rows 4" in capsys.readouterr().err
+
+
 def test_features(tmp_path):
     options = ("--batch-size", 2, "--windows", 1, "--rounds", 1)
     record = run_script("benchmark_engine", tmp_path, "features", *TINY, *options)
