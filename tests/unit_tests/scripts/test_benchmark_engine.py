@@ -3,9 +3,10 @@
 import benchmark_engine
 import pytest
 from benchmark_scripts import run_script
+from capturing_cpu import CapturingCpu
 from engine_loads.features import FEATURES, ONE
 
-from megatron_async import SamplingParams
+from megatron_async import SamplingParams, llm
 
 
 @pytest.mark.parametrize("load", benchmark_engine.LOADS)
@@ -65,6 +66,16 @@ def test_mixed(tmp_path):
         assert row["prompt_us"] * (row["tokens"] - 4) == pytest.approx(
             (row["step_ms"] - alone) * 1e3
         )
+
+
+def test_mixed_says_what_is_captured(tmp_path, monkeypatch):
+    """Three decode rows are padded to four; attention of prompts is not captured on a CPU."""
+    monkeypatch.setattr(llm, "make_device", lambda _name: CapturingCpu())
+    options = ("--tokens", 10, "--prompt-tokens", 9, "--steps", 2, "--max-requests", 32)
+    rows_of = ("--decode-rows", 3, "--rounds", 1)
+    record = run_script("benchmark_engine", tmp_path, "mixed", *MIXED, *options, *rows_of)
+    found = [(row["tokens"], row["captured"], row["padded_tokens"]) for row in record["figures"]]
+    assert found == [(3, 1, 4), (10, 0, 10)]
 
 
 def test_mixed_says_when_its_steps_are_not_full():
