@@ -72,7 +72,7 @@ class MixedSteps:
 
 def open_engine(model: str, args: argparse.Namespace) -> LLM:
     """A model with room for the largest step."""
-    most = max(*args.tokens, args.decode_rows)
+    most = max(*args.tokens, args.max_requests)
     steps = FIRST_STEPS + args.steps
     decoded = steady_decode_tokens(args.decode_rows, args.context_tokens, most, steps)
     longest = max(args.context_tokens + decoded, most)
