@@ -63,9 +63,9 @@ class GraphShapes:
             `SHORT_PROMPT` tokens, so that a burst of short prompts finds a graph.
         longest_sequence: tokens.
         widths: query tokens of a decode row, ascending; each shape is captured for each.
-        mixed_step_tokens: of the largest short mixed step by measurement, the default of
-            `InferenceConfig.mixed_step_tokens`; None: not measured, or even the largest step that
-            was measured is short.
+        mixed_step_tokens: of the short mixed step whose tokens are cheapest by measurement, the
+            default of `InferenceConfig.mixed_step_tokens`; None: not measured, or even the largest
+            step that was measured is short.
     """
 
     decode_sizes: tuple[int, ...] = ()

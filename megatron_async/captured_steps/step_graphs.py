@@ -73,8 +73,8 @@ class CaptureReport:
     mixed_sizes: tuple[int, ...] = ()
     """Token counts for which mixed steps are captured (`GraphShapes.mixed_sizes`)."""
     mixed_step_tokens: int | None = None
-    """Tokens of the largest mixed step that is short (`GraphShapes.limit_mixed_steps`); None: all
-    that were timed are."""
+    """Tokens of the short mixed step whose tokens are cheapest (`GraphShapes.limit_mixed_steps`);
+    None: all that were timed are short."""
     eager_steps: tuple[EagerStep, ...] = ()
     """The measurements: launching a larger mixed step takes the CPU little of the time
     for which it keeps the GPU busy (`LAUNCH_SHARE`), so it runs eagerly."""

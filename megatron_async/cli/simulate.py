@@ -52,7 +52,7 @@ ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
         int,
         None,
         "tokens of a step with running requests, while few prompt\n"
-        "tokens wait (default: of the machine's longest short step)",
+        "tokens wait (default: of the machine's short step with the cheapest tokens)",
     ),
     ("block_size_tokens", int, 64, "tokens in a KV block"),
     ("num_kv_blocks", int, None, "KV blocks (default: enough for all requests at their longest)"),
