@@ -28,7 +28,7 @@ DECODE_STRIDE = 64
 """Decode rows between captured shapes of one number of prefill tokens, or an eighth of these."""
 PACKED_DECODE_ROWS = 48
 """Fewest decode rows of a packed shape that has some: with the 16 prefill rows of most graphs they
-are 64 rows of logits. On an H200 the 8B shape's vocabulary takes 249 us for these, and 280 for
+are 64 rows of logits. On an H200 the 8B shape's vocabulary takes 249 us for these, and 276 for
 80."""
 PACKED_STRIDE = 32
 """Tokens between packed shapes of up to `PACKED_FINE` tokens; beyond, an eighth of the power of two

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64
 FIRST_STEPS = 6
 """Mixed steps before those that are timed."""
+HELD_STEPS = 3
+"""Steps whose prompts hold blocks at once: in flight, or planned; and one to spare."""
 COLUMNS = {
     "step_ms": "step ms",
     "token_us": "token us",
@@ -47,27 +49,35 @@ class MixedSteps:
 
     Args:
         engine: that has room for them.
-        prompt_tokens: of all prompts of a step.
-        mean: tokens of one of them, about.
+        lengths: tokens of each prompt of a step.
         seed: of the prompts.
     """
 
-    def __init__(
-        self, engine: DynamicInferenceEngine, prompt_tokens: int, mean: int, seed: int
-    ) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, lengths: Sequence[int], seed: int) -> None:
         self._engine = engine
         self._random = np.random.default_rng(seed)
-        prompts = max(1, round(prompt_tokens / mean))
-        self.lengths = [len(part) for part in np.array_split(np.arange(prompt_tokens), prompts)]
+        self._lengths = lengths
         self._ids = count(1 << 32)  # decode rows are numbered from 0 on
 
     def before_step(self) -> None:
         """The step's arrivals."""
         vocabulary = self._engine.controller.vocab_size
-        for length in self.lengths:
-            if length:
-                prompt = self._random.integers(vocabulary, size=length)
-                self._engine.add_request(next(self._ids), prompt, greedy(1))
+        for length in self._lengths:
+            prompt = self._random.integers(vocabulary, size=length)
+            self._engine.add_request(next(self._ids), prompt, greedy(1))
+
+
+def prompt_lengths(tokens: int, mean: int) -> list[int]:
+    """Lengths of prompts of about `mean` tokens each that have so many tokens together."""
+    prompts = max(1, round(tokens / mean))
+    short, longer = divmod(tokens, prompts)
+    lengths = [short + 1] * longer + [short] * (prompts - longer)
+    return [length for length in lengths if length]
+
+
+def blocks_of(lengths: Sequence[int]) -> int:
+    """KV blocks of such prompts, each with its first token."""
+    return sum(length // BLOCK_SIZE + 1 for length in lengths)
 
 
 def open_engine(model: str, args: argparse.Namespace) -> LLM:
@@ -76,7 +86,12 @@ def open_engine(model: str, args: argparse.Namespace) -> LLM:
     steps = FIRST_STEPS + args.steps
     decoded = steady_decode_tokens(args.decode_rows, args.context_tokens, most, steps)
     longest = max(args.context_tokens + decoded, most)
-    blocks = args.decode_rows * (longest // BLOCK_SIZE + 1) + 4 * (most // BLOCK_SIZE + most)
+    arrivals = [prompt_lengths(size - args.decode_rows, args.prompt_tokens) for size in args.tokens]
+    # Prompts hold blocks from their arrival to the resolve of their step.
+    held = HELD_STEPS * max(map(blocks_of, arrivals))
+    # And one that an admission leaves for each row.
+    decoding = (args.context_tokens + decoded) // BLOCK_SIZE + 2
+    blocks = args.decode_rows * decoding + held
     return LLM(
         model,
         enable_prefix_caching=False,  # all prompts are to be computed
@@ -103,7 +118,8 @@ def measure(
         SystemExit: the steps had other numbers of prompt tokens.
     """
     wanted = tokens - args.decode_rows
-    mixed = MixedSteps(engine, wanted, args.prompt_tokens, seed=tokens)
+    lengths = prompt_lengths(wanted, args.prompt_tokens)
+    mixed = MixedSteps(engine, lengths, seed=tokens)
     steps = FIRST_STEPS + args.steps
     start_steady_decode(engine, args.decode_rows, args.context_tokens, steps)
     time_steps(engine, 1, FIRST_STEPS, mixed.before_step)
@@ -120,7 +136,7 @@ def measure(
             "--max-requests (each prompt holds a slot until its step is resolved)."
         )
     shapes = engine.context.graph_shapes
-    dims = shapes.find(args.decode_rows, len(mixed.lengths) if wanted else 0, wanted)
+    dims = shapes.find(args.decode_rows, len(lengths), wanted)
     padded = tokens if dims is None or not captured else dims.tokens
     return {
         "step_ms": times.step_ms,

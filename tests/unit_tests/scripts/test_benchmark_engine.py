@@ -4,6 +4,7 @@ import benchmark_engine
 import pytest
 from benchmark_scripts import run_script
 from capturing_cpu import CapturingCpu
+from engine_loads import mixed
 from engine_loads.features import FEATURES, ONE
 
 from megatron_async import SamplingParams, llm
@@ -66,6 +67,15 @@ def test_mixed(tmp_path):
         assert row["prompt_us"] * (row["tokens"] - 4) == pytest.approx(
             (row["step_ms"] - alone) * 1e3
         )
+
+
+@pytest.mark.parametrize(("tokens", "mean"), [(0, 9), (1, 9), (56, 9), (2020, 228), (5, 1)])
+def test_prompts_of_a_mixed_step(tokens, mean):
+    lengths = mixed.prompt_lengths(tokens, mean)
+    assert sum(lengths) == tokens
+    assert len(lengths) in (round(tokens / mean), min(tokens, 1))
+    assert not lengths or max(lengths) - min(lengths) <= 1
+    assert mixed.blocks_of(lengths) <= tokens // mixed.BLOCK_SIZE + len(lengths)
 
 
 def test_mixed_says_what_is_captured(tmp_path, monkeypatch):
