@@ -40,7 +40,7 @@ def test_bad_grammars_hold_up_nobody(
     these compile, and good grammars besides."""
     monkeypatch.setattr(grammar_limits, "MAX_RULES", 10**9)
     engine = make_tiny_engine(lookahead=lookahead, tokenizer=make_ascii_tokenizer())
-    engine.grammars.limit_s = 1.0
+    engine.grammars.limit_s = 2.0
     endless = engine.add_request(0, [1, 2], limited(ENDLESS))
     crash = engine.add_request(1, [1, 2], limited(CHAIN))
     aborted = engine.add_request(2, [1, 2], limited(ENDLESS))
@@ -67,7 +67,7 @@ def test_streams_and_futures_come_while_others_compile(
     make_tiny_engine: EngineFactory, lookahead: int
 ) -> None:
     engine = make_tiny_engine(lookahead=lookahead, tokenizer=make_ascii_tokenizer())
-    engine.grammars.limit_s = 1.0
+    engine.grammars.limit_s = 2.0
 
     async def run() -> None:
         runner = asyncio.create_task(engine.run_engine())
