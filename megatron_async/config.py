@@ -30,7 +30,7 @@ query tokens, one tile of the kernels for few rows. On edited text the third dra
 7 of 10 cases; on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("int8", "auto", "none")
-ATTENTION_BACKENDS = ("triton", "flash_attn_4", "flash_attn_3", "torch")
+ATTENTION_BACKENDS = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3", "torch")
 
 
 @dataclass
@@ -192,10 +192,10 @@ class InferenceConfig:
     (docs/quantization.md). None (or "none"): the model's own weights."""
 
     attention_backend: str | None = None
-    """Attention of prefill chunks on a GPU: triton, flash_attn_4, flash_attn_3 or torch. "triton"
-    is our kernel, FlashAttention's are packages for 16-bit dtypes, "torch" is the reference, with
-    which steps with prefill are not captured. Decode rows always use our kernel. None: the fastest
-    of the installed ones, timed when the engine starts."""
+    """Attention of prefill chunks on a GPU: triton (our kernel), warpgroup (ours for Hopper GPUs
+    and 16-bit dtypes; new, not chosen by itself), flash_attn_4, flash_attn_3 (packages, 16-bit
+    dtypes) or torch (the reference; steps with prefill are not captured). Decode rows always use
+    our kernel. None: the fastest of triton and the packages there are, timed at the start."""
 
     check_integrity: bool = False
     """Check after every step that each KV block and slot has exactly one owner (slow: for

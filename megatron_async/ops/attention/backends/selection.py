@@ -27,18 +27,21 @@ from megatron_async.ops.attention.backends.flash_attn_3 import FlashAttention3Pr
 from megatron_async.ops.attention.backends.flash_attn_4 import FlashAttention4Prefill
 from megatron_async.ops.attention.backends.torch_backend import TorchPrefill
 from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
+from megatron_async.ops.attention.backends.warpgroup_backend import WarpgroupPrefill
 
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[AttentionShape], PrefillBackend]] = {
     "triton": TritonPrefill,
+    "warpgroup": WarpgroupPrefill,
     "flash_attn_4": FlashAttention4Prefill,
     "flash_attn_3": FlashAttention3Prefill,
     "torch": TorchPrefill,
 }
 """By name in `InferenceConfig.attention_backend`."""
 CANDIDATES = ("triton", "flash_attn_4", "flash_attn_3")
-"""Backends to choose from; torch is a reference, and never the fastest."""
+"""Backends to choose from; torch is a reference, and never the fastest; warpgroup has only been
+emulated and compiled so far, and serves who names it."""
 
 CALLS = 4
 """Layers in a measured graph."""

@@ -11,8 +11,12 @@ from prefill_batch import PrefillBatch, random_chunks
 from megatron_async import LLM, SamplingParams
 from megatron_async.config import ATTENTION_BACKENDS
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops.attention.backends import flash_attn_3, selection
-from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
+from megatron_async.ops.attention.backends import flash_attn_3, selection, warpgroup_backend
+from megatron_async.ops.attention.backends.base import (
+    AttentionShape,
+    BackendUnavailable,
+    PrefillBackend,
+)
 from megatron_async.ops.attention.backends.selection import (
     BACKENDS,
     STEP_CLASSES,
@@ -20,6 +24,7 @@ from megatron_async.ops.attention.backends.selection import (
     choose_prefill,
 )
 
+OURS = ("triton", "warpgroup")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -77,6 +82,27 @@ def test_flash_attention_3_is_checked_before_use(monkeypatch):
         BACKENDS["flash_attn_3"](shape)
 
 
+def test_warpgroups_are_for_hopper():
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(BackendUnavailable, match=r"cpu is not a Hopper GPU; use .*'triton'"):
+        BACKENDS["warpgroup"](shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        ((4, 2, 64, 64, 4, torch.float32), "not torch.float32; change dtype or use"),
+        ((4, 2, 96, 64, 4, torch.bfloat16), "dimension 96 with blocks of 64 tokens are not heads"),
+        ((4, 2, 64, 48, 4, torch.bfloat16), "blocks of a multiple of 64; change block_size_tokens"),
+    ],
+)
+def test_shapes_that_warpgroups_do_not_serve(shape, problem, monkeypatch):
+    """The message comes before anything touches the device."""
+    monkeypatch.setattr(warpgroup_backend, "is_supported", lambda index: True)
+    with pytest.raises(BackendUnavailable, match=problem):
+        BACKENDS["warpgroup"](AttentionShape(*shape, torch.device("cuda", 0)))
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [("flash_attn_4", "pip install 'flash-attn-4"), ("flash_attn_3", "build FlashAttention-3")],
@@ -115,8 +141,15 @@ def backend_name(request) -> str:
     return request.param
 
 
+def backend_of(name: str, batch: PrefillBatch) -> PrefillBackend:
+    try:
+        return BACKENDS[name](shape_of(batch))
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
+
+
 every_backend = pytest.mark.parametrize(
-    "backend_name", ["triton", "flash_attn_4", "torch"], indirect=True
+    "backend_name", ["triton", "warpgroup", "flash_attn_4", "torch"], indirect=True
 )
 
 
@@ -144,13 +177,13 @@ class TestOnGpu:
         batch = self.batch(
             backend_name, 980, 6, 2000, block_size, kv_heads, group, dim, torch.bfloat16
         )
-        backend = BACKENDS[backend_name](shape_of(batch))
+        backend = backend_of(backend_name, batch)
         for number in range(30):
             chunks = random_chunks(rng, 6, 900, 2000)
             filled = batch.refill(chunks, first=rng.choice([0, 1, 80]))
             host_knows = number % 2 or not backend.captures
             attend(backend, batch, batch.rows(filled if host_knows else ()))
-            batch.check(padding_is_left_alone=backend_name == "triton")
+            batch.check(padding_is_left_alone=backend_name in OURS)
 
     @every_backend
     @pytest.mark.parametrize("block_size", [64, 128])
@@ -158,7 +191,7 @@ class TestOnGpu:
         """Dummy rows, padding tokens, other lengths and tables at every replay."""
         rng = random.Random(1)
         batch = self.batch(backend_name, 512, 8, 2000, block_size, 8, 4, 128, torch.bfloat16)
-        backend = BACKENDS[backend_name](shape_of(batch))
+        backend = backend_of(backend_name, batch)
         if not backend.captures:
             pytest.skip("is not captured")
         batch.refill([(3, 5)])
@@ -170,7 +203,7 @@ class TestOnGpu:
             first = rng.choice([0, 3, 100])
             batch.refill(random_chunks(rng, 8, 512 - first, 2000) if number else [], first=first)
             graph.replay()
-            batch.check(padding_is_left_alone=backend_name == "triton")
+            batch.check(padding_is_left_alone=backend_name in OURS)
 
     @every_backend
     def test_engine(self, backend_name):

@@ -5,27 +5,31 @@ as late as it may be: a copy spoils its place at once and fills it when somebody
 barrier, and a product reads its operands when somebody waits for it. So a kernel that reads too
 early, or asks for a place that is still read, has NaN in its results. A kernel fails that waits for
 what nobody asked for, expects other bytes than come, reads rows before its wait for the kernel
-before, or ends with copies on their way.
+before, or ends with copies on their way. Partitions of a program run in an order drawn by a seed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from partitions import Partitions
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import constexpr
 from triton.runtime.jit import JITCallable
 
 
 @dataclass
 class Pointer:
-    """Elements of a contiguous tensor."""
+    """Elements of memory from a tensor's first one on."""
 
     memory: Tensor
     place: Any = 0
@@ -37,24 +41,40 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.place + offset)
 
+    @property
+    def elements(self) -> Tensor:
+        whole = self.memory.untyped_storage().nbytes() // self.memory.itemsize
+        return self.memory.as_strided((whole - self.memory.storage_offset(),), (1,))
+
 
 @dataclass
 class Barrier:
-    """Of one arrival a phase."""
+    """Of `count` arrivals a phase; who expects copies arrives."""
 
+    count: int = 1
     phase: int = 0
+    arrived: int = 0
     expected: int | None = None
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def wait(self, phase: int) -> None:
-        if self.phase != phase:
-            return
-        assert self.expected is not None, "waits for copies that nobody asked for"
-        found = sum(value.numel() * value.itemsize for _, value in self.copies)
-        assert found == self.expected, f"{found} bytes come, and {self.expected} are expected"
-        for place, value in self.copies:
-            place.copy_(value)
-        self.copies, self.expected, self.phase = [], None, 1 - self.phase
+    def arrive(self) -> None:
+        self.arrived += 1
+        assert self.arrived <= self.count, "more arrive than the barrier waits for"
+        if self.arrived == self.count and self.expected is None:
+            self.arrived, self.phase = 0, 1 - self.phase
+
+    def is_over(self, phase: int) -> bool:
+        """Whether the phase is; copies are there when somebody asks."""
+        if self.phase == phase and self.arrived == self.count:
+            assert self.expected is not None
+            found = sum(value.numel() * value.itemsize for _, value in self.copies)
+            assert found <= self.expected, f"{found} bytes come, and {self.expected} are expected"
+            if found == self.expected:
+                for place, value in self.copies:
+                    place.copy_(value)
+                self.copies, self.expected, self.arrived = [], None, 0
+                self.phase = 1 - self.phase
+        return self.phase != phase
 
 
 @dataclass
@@ -76,8 +96,30 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
 
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.memory.narrow(dim, start, length))
+
+    def store(self, value: Tensor) -> None:
+        assert value.dtype == self.memory.dtype
+        self.memory.copy_(value)
+
+    def load(self, layout: Any) -> Tensor:
+        return self.memory.clone()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.memory.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
+
 
 class Barriers(list[Barrier]):
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), 1
+
     def index(self, i: int) -> Barrier:
         return self[i]
 
@@ -86,14 +128,15 @@ class Barriers(list[Barrier]):
 class Product:
     """A product that may not have been computed yet, and its sums."""
 
-    left: Shared
+    left: Shared | Tensor
     right: Shared
     before: Any
     sums: Tensor | None = None
 
     def compute(self) -> None:
         before = self.before.sums if isinstance(self.before, Product) else self.before
-        self.sums = before + self.left.memory.float() @ self.right.memory.float()
+        left = self.left.memory if isinstance(self.left, Shared) else self.left
+        self.sums = before + left.float() @ self.right.memory.float()
 
 
 class Descriptor:
@@ -116,15 +159,22 @@ class Descriptor:
 class Program:
     """The functions of Gluon, as one program calls them."""
 
-    def __init__(self, number: tuple[int, ...]) -> None:
-        self.number, self.has_waited = number, False
-        self.products: list[Product] = []
+    def __init__(self, number: tuple[int, ...], seed: int = 0) -> None:
+        self.number, self.has_waited, self.copies = number, False, 0
+        self.partitions = Partitions(seed)
+        self.products_of: defaultdict[int, list[Product]] = defaultdict(list)
         self.barriers: list[Barrier] = []
+
+    @property
+    def products(self) -> list[Product]:
+        """Of the partition that runs, those that nobody waited for."""
+        return self.products_of[self.partitions.number]
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Barriers:
         if dtype == torch.int64:
-            self.barriers = Barriers(Barrier() for _ in range(shape[0]))
-            return self.barriers
+            barriers = Barriers(Barrier() for _ in range(shape[0]))
+            self.barriers += barriers
+            return barriers
         return Shared(torch.full(shape, torch.nan, dtype=dtype))
 
     def copy(
@@ -133,6 +183,7 @@ class Program:
         if pred:
             assert self.has_waited or not of.is_written_before, "reads rows before its wait"
             assert list(to.memory.shape) == list(of.block_shape)
+            self.copies += 1
             to.memory.fill_(torch.nan)
             barrier.copies.append((to.memory, of.block(place)))
 
@@ -140,6 +191,26 @@ class Program:
         if pred:
             assert barrier.expected is None, "asks for a place again before it waited for it"
             barrier.expected = size
+            barrier.arrive()
+
+    def init(self, barrier: Barrier, count: int) -> None:
+        barrier.count = count
+
+    def arrive(self, barrier: Barrier, count: int) -> None:
+        assert count == 1
+        barrier.arrive()
+
+    def wait_at(self, barrier: Barrier, phase: int) -> None:
+        self.partitions.wait(lambda: barrier.is_over(phase))
+
+    def specialize(
+        self,
+        parts: list[tuple[Callable[..., None], tuple[Any, ...]]],
+        warps: list[int],
+        registers: list[int],
+    ) -> None:
+        assert len(warps) == len(registers) == len(parts) - 1
+        self.partitions.run([partial(function, *arguments) for function, arguments in parts])
 
     def multiply(self, left: Shared, right: Shared, before: Any, is_async: bool) -> Product:
         self.products.append(Product(left, right, before))
@@ -148,15 +219,16 @@ class Program:
     def wait(self, running: int, deps: tuple[Any, ...]) -> Any:
         while len(self.products) > running:
             self.products.pop(0).compute()
-        if running == 0:
-            deps = tuple(d.sums if isinstance(d, Product) else d for d in deps)
+        # What is not there yet stays a `Product`, with which nothing can be computed.
+        is_there = [isinstance(d, Product) and d.sums is not None for d in deps]
+        deps = tuple(d.sums if there else d for d, there in zip(deps, is_there, strict=True))
         return deps[0] if len(deps) == 1 else deps
 
     def wait_for_previous(self) -> None:
         self.has_waited = True
 
     def end(self) -> None:
-        assert not self.products, "ends with products on their way"
+        assert not any(self.products_of.values()), "ends with products on their way"
         assert not any(b.copies or b.expected for b in self.barriers), "ends with copies underway"
 
     def names(self) -> dict[str, Any]:
@@ -164,8 +236,12 @@ class Program:
         gl = SimpleNamespace(
             program_id=self.number.__getitem__, static_range=range, full=_full, where=_where,
             arange=lambda start, end, layout: torch.arange(start, end), load=_load, store=_store,
-            exp=torch.exp, maximum=lambda y, least: y.clamp_min(least), float32=torch.float32,
-            int64=torch.int64, allocate_shared_memory=self.allocate,
+            exp=torch.exp, exp2=torch.exp2, float32=torch.float32, int32=torch.int32,
+            maximum=_pair(torch.maximum), minimum=_pair(torch.minimum), max=torch.amax,
+            int64=torch.int64, allocate_shared_memory=self.allocate, zeros_like=torch.zeros_like,
+            associative_scan=lambda value, axis, _: value.cumsum(axis),
+            inline_asm_elementwise=lambda *asm, **_: asm[2][0], DotOperandLayout=_none,
+            warp_specialize=self.specialize,
             SliceLayout=_none, NVMMADistributedLayout=_none, BlockedLayout=_none, rsqrt=torch.rsqrt,
             zeros=lambda shape, dtype, layout: torch.zeros(shape), sum=torch.sum,
             convert_layout=lambda value, layout: value, split=lambda value: value.unbind(-1),
@@ -175,8 +251,13 @@ class Program:
             "tl": gl,
             "tma": SimpleNamespace(async_copy_global_to_shared=self.copy),
             "mbarrier": SimpleNamespace(
-                init=_none, expect=self.expect, wait=Barrier.wait, MBarrierLayout=_none
+                init=self.init,
+                expect=self.expect,
+                wait=self.wait_at,
+                arrive=self.arrive,
+                MBarrierLayout=_none,
             ),
+            "fence_async_shared": _none,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_init": lambda sums: sums,
             "warpgroup_mma_wait": self.wait,
@@ -193,49 +274,79 @@ def _full(shape: list[int], value: float, dtype: torch.dtype, layout: Any) -> Te
     return torch.full(shape, value, dtype=dtype)
 
 
-def _where(condition: bool, one: int, other: int) -> int:
+def _where(condition: Any, one: Any, other: Any) -> Any:
+    if isinstance(condition, Tensor):
+        return torch.where(condition, one, other)
     return one if condition else other
 
 
+def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """The function for numbers too."""
+    return lambda one, other: function(torch.as_tensor(one), torch.as_tensor(other))
+
+
 def _load(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
-    place, mask = torch.broadcast_tensors(pointer.place, torch.as_tensor(mask))
+    place, mask = torch.broadcast_tensors(torch.as_tensor(pointer.place), torch.as_tensor(mask))
     found = torch.full(place.shape, other, dtype=pointer.memory.dtype)
-    found[mask] = pointer.memory.view(-1)[place[mask]]
+    found[mask] = pointer.elements[place[mask]]
     return found
 
 
 def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
     place, mask = torch.broadcast_tensors(pointer.place, mask)
-    assert pointer.memory.view(-1)[place[mask]].isnan().all(), "an output is written twice"
-    pointer.memory.view(-1)[place[mask]] = value[mask]
+    assert pointer.elements[place[mask]].isnan().all(), "an output is written twice"
+    pointer.elements[place[mask]] = value[mask]
+
+
+def _as_python(
+    fn: FunctionType, gluon: dict[str, Any], done: dict[str, dict[str, Any]]
+) -> FunctionType:
+    """The function with `gluon` in the place of Gluon, and so those of ours that it calls.
+
+    Args:
+        fn: what Gluon compiles.
+        gluon: replacements by name.
+        done: names of each module so far.
+    """
+    module = fn.__module__
+    if module not in done:
+        done[module] = names = fn.__globals__ | gluon
+        for name, value in fn.__globals__.items():
+            if isinstance(value, constexpr):
+                names[name] = value.value
+            elif isinstance(value, JITCallable) and name not in gluon:
+                names[name] = _as_python(value.fn, gluon, done)
+    return FunctionType(fn.__code__, done[module], fn.__name__, fn.__defaults__)
 
 
 @dataclass
 class EmulatedKernel:
-    """Takes a kernel's place in its module; the first descriptor is of what the kernel before
-    writes."""
+    """Takes a kernel's place in its module.
+
+    Arguments `written_before` may be descriptors of what the kernel before writes. Partitions run
+    in an order drawn by `seed`.
+    """
 
     module: ModuleType
     name: str
+    written_before: tuple[int, ...] = (0,)
+    seed: int = 0
+    copies: int = 0
+    """Of all programs so far."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             for number in itertools.product(*map(range, grid)):
-                program = Program(number)
-                names = vars(self.module) | program.names()
-                kernels = {k: v for k, v in names.items() if hasattr(v, "fn")}
-                kernels |= {k: v for k, v in names.items() if isinstance(v, JITCallable)}
-                kernels[self.name] = self.original
-                for name, kernel in kernels.items():
-                    fn = kernel.fn
-                    names[name] = FunctionType(fn.__code__, names, name, fn.__defaults__)
+                program = Program(number, self.seed)
+                kernel = _as_python(self.original.fn, program.names(), {})
                 values: list[Any] = []
                 for value in arguments:
                     if isinstance(value, TensorDescriptor):
-                        value = Descriptor(value, not values)
+                        value = Descriptor(value, len(values) in self.written_before)
                     values.append(Pointer(value) if isinstance(value, Tensor) else value)
-                names[self.name](*values, **constants)
+                kernel(*values, **constants)
                 program.end()
+                self.copies += program.copies
 
         return launch
 

@@ -1,0 +1,75 @@
+"""Prefill attention with our own kernel for Hopper's warpgroups."""
+
+from __future__ import annotations
+
+from typing import override
+
+import torch
+from torch import Tensor
+
+from megatron_async.ops.attention.backends.base import AttentionShape, PrefillBackend, require
+from megatron_async.ops.attention.warpgroup_attention import (
+    DIMS,
+    DTYPES,
+    is_supported,
+    tile_of,
+    warpgroup_prefill_attention,
+)
+
+OTHER = "use attention_backend='triton'"
+
+
+class WarpgroupPrefill(PrefillBackend):
+    """Prefill attention by the Gluon kernel of `ops/attention/warpgroup_attention_kernel.py`.
+
+    Args:
+        shape: of the engine's attention.
+
+    Raises:
+        BackendUnavailable: the GPU or the shape does not fit.
+    """
+
+    name = "warpgroup"
+    captures = True
+    lets_others_start = True
+
+    def __init__(self, shape: AttentionShape) -> None:
+        is_hopper = shape.device.type == "cuda" and is_supported(shape.device.index or 0)
+        require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
+        require(
+            shape.dtype in DTYPES,
+            self.name,
+            f"it computes in bfloat16 or float16, not {shape.dtype}",
+            f"change dtype or {OTHER}",
+        )
+        require(
+            tile_of(shape.dim, shape.block_size) is not None,
+            self.name,
+            f"heads of dimension {shape.dim} with blocks of {shape.block_size} tokens are not "
+            f"heads of {' or '.join(map(str, DIMS))} with blocks of a multiple of 64",
+            f"change block_size_tokens or {OTHER}",
+        )
+
+    @override
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        rows = self.rows
+        out = torch.empty_like(query) if out is None else out
+        warpgroup_prefill_attention(
+            query,
+            key_cache,
+            value_cache,
+            rows.block_tables,
+            rows.kv_lengths,
+            rows.starts,
+            rows.max_query_length,
+            scale,
+            out,
+        )
+        return out
