@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.attention.decode_join import JOIN_CHUNK, join_if_last, join_kernel
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
+from megatron_async.ops.attention.join_parts import JOIN_CHUNK, join_if_last, join_kernel
 from megatron_async.ops.dependent_launch import (
     await_previous,
     launch_options,

@@ -4,21 +4,21 @@ Flash attention (Dao et al. 2022) with a block-table lookup: one program takes a
 queries, the query heads of one KV head packed together (as FlashAttention-3 does for few queries),
 and walks their keys and values once. Lengths and places stay on the device: programs find their row
 by the chunks' starts, so that a captured step serves any chunks that fit its shape. A program
-without tokens ends at once.
+without tokens ends at once. The keys of few queries are divided among programs
+(`prefill_parts.py`).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_async.ops.dependent_launch import HOPPER, launch_options, wait_for_previous
+from megatron_async.ops.attention.join_parts import is_last_part, join_parts
+from megatron_async.ops.attention.prefill_parts import LEAST_KEYS, PrefillParts, parts_of_rows
+from megatron_async.ops.attention.prefill_tiles import Tile, tile_of
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
 LOG2_E = 1.4426950408889634
 
@@ -34,6 +34,7 @@ def paged_prefill_attention(
     scale: float,
     out: Tensor,
     first_key: int = 0,
+    parts: PrefillParts | None = None,
 ) -> None:
     """Attention of prefill rows over the paged cache, this step's keys and values already in place.
 
@@ -49,6 +50,8 @@ def paged_prefill_attention(
         out: `[tokens, heads, dim]`, contiguous; written for the rows' tokens, left alone for
             others.
         first_key: queries behind this position do not see the keys before it; less than 16.
+        parts: for partial results; then the keys of few queries are divided, unless there is a
+            `first_key`. None: they are not.
 
     Raises:
         ValueError: shapes do not match.
@@ -75,7 +78,21 @@ def paged_prefill_attention(
         rows * triton.cdiv(max_query_length * group, tile.queries),
         (tokens * group + rows * (tile.queries - 1)) // tile.queries,
     )
-    _prefill_kernel[kv_heads, tiles](
+    shares = 0
+    if parts is not None and not first_key:
+        if (parts.kv_heads, parts.queries, parts.dim) != (kv_heads, tile.queries, dim):
+            raise ValueError(
+                f"paged_prefill_attention: parts were made for {parts.kv_heads} KV heads and tiles "
+                f"of {parts.queries} queries of {parts.dim}; here are {kv_heads}, {tile.queries} "
+                f"and {dim}."
+            )
+        # If the tokens are tiles for the whole device there is nothing to divide.
+        shares = parts.shares_of(tile.programs(dim))
+        shares = shares if tokens * group < shares * tile.queries else 0
+    buffers = None
+    if parts is not None and shares:
+        buffers = parts.output, parts.maximum, parts.total, parts.arrived
+    _prefill_kernel[kv_heads, max(tiles, shares)](
         query,
         key_cache,
         value_cache,
@@ -87,6 +104,10 @@ def paged_prefill_attention(
         scale * LOG2_E,
         out,
         *_descriptors(key_cache, value_cache, tile),
+        *(buffers or (None,) * 4),
+        shares,
+        divides=buffers is not None,
+        least_keys=LEAST_KEYS,
         block_size=block_size,
         group=group,
         kv_heads=kv_heads,
@@ -100,55 +121,6 @@ def paged_prefill_attention(
         num_stages=tile.stages,
         **launch_options(query),
     )
-
-
-class Tile(NamedTuple):
-    """Sizes of a program's tile, and options of its compilation."""
-
-    queries: int
-    """Query tokens times query heads of one KV head."""
-    keys: int
-    stages: int
-    descriptors: bool = False
-    """Whether keys and values are loaded by tensor descriptors (TMA)."""
-
-
-FEW_PROGRAMS = 128
-"""A GPU runs as many at once: with fewer, a program's own time counts."""
-
-
-def tile_of(query: Tensor, block_size: int) -> Tile:
-    """The tile for a step: 64 queries and 4 warps, so that two or more programs share a processor
-    and one computes softmax while the other multiplies.
-
-    Measured on an H200; docs/records/prefill_attention.md has the figures.
-
-    Args:
-        query: `[tokens, heads, dim]`.
-        block_size: tokens a KV block.
-    """
-    tokens, heads, dim = query.shape
-    if query.dtype == torch.float32 or dim > 128:
-        return Tile(32, 32, 2)
-    # Larger key tiles are fewer round trips for a program, and leave room for fewer programs.
-    few = tokens * heads <= FEW_PROGRAMS * 64
-    if block_size % 128 == 0 and (dim <= 64 or few):
-        return Tile(64, 128, 3, _descriptors_fit(query))
-    fits = block_size % 64 == 0 and _descriptors_fit(query)
-    return Tile(64, 64, 2 if dim > 64 else 3, fits)
-
-
-def _descriptors_fit(query: Tensor) -> bool:
-    dim = query.size(2)
-    if dim != triton.next_power_of_2(dim):
-        return False
-    # Off a GPU there is only Triton's interpreter, which has them.
-    return not query.is_cuda or _is_hopper(query.device.index)
-
-
-@lru_cache
-def _is_hopper(device_index: int) -> bool:
-    return torch.cuda.get_device_capability(device_index)[0] >= HOPPER
 
 
 def _descriptors(
@@ -183,6 +155,7 @@ def _attend_tiles(
     kv_head: tl.tensor,
     scale: tl.tensor,
     masked: tl.constexpr,
+    divides: tl.constexpr,
     block_size: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
@@ -225,8 +198,12 @@ def _attend_tiles(
             score = tl.where(sees, score, -float("inf"))
         # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
         new_maximum = tl.maximum(maximum, tl.max(score, 1))
-        weight = tl.exp2(score * scale - (new_maximum * scale)[:, None])
-        shrink = tl.exp2((maximum - new_maximum) * scale)
+        base = new_maximum
+        if masked and divides:
+            # A query may see nothing of a part: its weights are 0, and no NaN.
+            base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        weight = tl.exp2(score * scale - (base * scale)[:, None])
+        shrink = tl.exp2((maximum - base) * scale)
         total = total * shrink + tl.sum(weight, 1)
         gathered = gathered * shrink[:, None]
         gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
@@ -236,7 +213,7 @@ def _attend_tiles(
 
 # Where prefill rows begin among a step's rows varies, and with it what is aligned.
 @triton.jit(
-    do_not_specialize=["table_stride", "rows"],
+    do_not_specialize=["table_stride", "rows", "shares"],
     do_not_specialize_on_alignment=["tables", "kv_lengths", "starts"],
 )
 def _prefill_kernel(
@@ -252,6 +229,13 @@ def _prefill_kernel(
     out: tl.tensor,
     key_descriptor: tl.tensor,
     value_descriptor: tl.tensor,
+    part_output: tl.tensor,
+    part_maximum: tl.tensor,
+    part_total: tl.tensor,
+    arrived: tl.tensor,
+    shares: tl.tensor,
+    divides: tl.constexpr,
+    least_keys: tl.constexpr,
     block_size: tl.constexpr,
     group: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -271,11 +255,19 @@ def _prefill_kernel(
     begins = tl.load(starts + each, mask=each < rows, other=0)
     ends = tl.load(starts + each + 1, mask=each < rows, other=0)
     tiles_of = ((ends - begins) * group + query_tile - 1) // query_tile
-    tiles_to = tl.cumsum(tiles_of, 0)
-    number = tl.sum(tiles_of, 0) - 1 - tl.program_id(1)
+    # A unit is a tile of queries, or a part of its keys.
+    parts_of = tl.full((rows_tile,), 1, tl.int32)
+    if divides:
+        lengths = tl.load(kv_lengths + each, mask=each < rows, other=0)
+        parts_of = parts_of_rows(tiles_of, lengths, shares, key_tile, least_keys)
+    units_of = tiles_of * parts_of
+    units_to = tl.cumsum(units_of, 0)
+    number = tl.sum(units_of, 0) - 1 - tl.program_id(1)
     if number >= 0:
-        row = tl.sum((tiles_to <= number).to(tl.int32), 0)
-        tile = number - tl.sum(tl.where(each < row, tiles_of, 0), 0)
+        row = tl.sum((units_to <= number).to(tl.int32), 0)
+        unit = number - tl.sum(tl.where(each < row, units_of, 0), 0)
+        parts = tl.sum(tl.where(each == row, parts_of, 0), 0)
+        tile, part = unit // parts, unit % parts
         start = tl.load(starts + row)
         tokens = tl.load(starts + row + 1) - start
         length = tl.load(kv_lengths + row)
@@ -300,25 +292,52 @@ def _prefill_kernel(
         seen = (first + 1) // key_tile * key_tile
         end = tl.minimum(before + (tile * query_tile + query_tile - 1) // group + 1, length)
         begin = 0
+        if divides:
+            tiles = tl.cdiv(tl.cdiv(end, key_tile), parts)
+            begin = part * tiles * key_tile
+            end = tl.minimum(begin + tiles * key_tile, end)
+            seen = tl.minimum(seen, end)
         if first_key > 0:
             # The first tile has keys that are not seen.
             begin = tl.minimum(key_tile, end)
             gathered, maximum, total = _attend_tiles(
                 q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-                gathered, maximum, total, 0, begin, length, kv_head, scale, True,
+                gathered, maximum, total, 0, begin, length, kv_head, scale, True, divides,
                 block_size, kv_heads, dim, dim_tile, key_tile, first_key,
             )  # fmt: skip
             begin = key_tile
             seen = tl.maximum(seen, key_tile)
         gathered, maximum, total = _attend_tiles(
             q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            gathered, maximum, total, begin, seen, length, kv_head, scale, False,
+            gathered, maximum, total, begin, seen, length, kv_head, scale, False, divides,
             block_size, kv_heads, dim, dim_tile, key_tile, first_key,
         )  # fmt: skip
         gathered, maximum, total = _attend_tiles(
             q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            gathered, maximum, total, seen, end, length, kv_head, scale, True,
+            gathered, maximum, total, tl.maximum(seen, begin), end, length, kv_head, scale, True,
+            divides,
             block_size, kv_heads, dim, dim_tile, key_tile, first_key,
         )  # fmt: skip
-        result = gathered / total[:, None]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+        if divides:
+            slot = kv_head * shares + number
+            query_in_tile = tl.arange(0, query_tile)
+            place_in_slot = query_in_tile[:, None] * dim + column[None, :]
+            if parts > 1:
+                at = slot * query_tile + query_in_tile
+                tl.store(part_maximum + at, maximum * scale)
+                tl.store(part_total + at, total)
+                in_slot = part_output + slot.to(tl.int64) * query_tile * dim + place_in_slot
+                tl.store(in_slot, gathered, mask=inside)
+                first_slot = slot - part
+                if is_last_part(arrived + first_slot, parts):
+                    result = join_parts(
+                        part_output, part_maximum, part_total, first_slot, parts, query_in_tile,
+                        place_in_slot, inside, query_tile, dim,
+                    )  # fmt: skip
+                    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+            else:
+                result = gathered / total[:, None]
+                tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+        else:
+            result = gathered / total[:, None]
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)

@@ -36,6 +36,8 @@ CHUNKS: dict[str, Chunks] = {
     "32k": [(32768, 32768)],
     "2k over 32k": [(2048, 32768)],
     "128 over 8k": [(128, 8192)],
+    "256 over 16k": [(256, 16384)],
+    "16 over 32k": [(16, 32768)],
     # One prompt's tail, a chunk of a long prompt, and short prompts: 2048 tokens.
     "ragged": [(37, 3000), (1024, 5120), (600, 600), (200, 200), (90, 90), (64, 64), (33, 33)],
 }

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_async.ops.attention.backends.base import AttentionShape, PrefillBackend
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
+from megatron_async.ops.attention.prefill_parts import PrefillParts
+from megatron_async.ops.attention.prefill_tiles import queries_of
 
 
 class TritonPrefill(PrefillBackend):
@@ -24,8 +26,14 @@ class TritonPrefill(PrefillBackend):
     lets_others_start = True
 
     def __init__(self, shape: AttentionShape, first_key: int = 0) -> None:
-        """Nothing of the shape is needed beforehand."""
         self._first_key = first_key
+        self._parts: PrefillParts | None = None
+        if shape.device.type == "cuda" and not first_key:
+            properties = torch.cuda.get_device_properties(shape.device)
+            queries = queries_of(shape.dtype, shape.dim)
+            self._parts = PrefillParts(
+                properties.multi_processor_count, shape.kv_heads, queries, shape.dim, shape.device
+            )
 
     @override
     def attend(
@@ -49,5 +57,6 @@ class TritonPrefill(PrefillBackend):
             scale,
             out,
             self._first_key,
+            self._parts,
         )
         return out

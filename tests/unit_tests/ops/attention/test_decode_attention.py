@@ -11,8 +11,8 @@ from megatron_async.ops.attention.decode_attention import (
     DecodeWorkspace,
     paged_decode_attention,
 )
-from megatron_async.ops.attention.decode_join import JOIN_CHUNK
 from megatron_async.ops.attention.decode_schedule import schedule_reference
+from megatron_async.ops.attention.join_parts import JOIN_CHUNK
 
 SHAPES = [(3, 3, 64), (8, 4, 128), (2, 8, 64), (1, 1, 128), (4, 7, 80), (2, 5, 112)]
 """(KV heads, query heads of each, dimension)."""

@@ -1,8 +1,8 @@
-"""Parts of a decode row's attention, joined by their maxima and totals.
+"""Parts of a row's attention, joined by their maxima and totals.
 
 A part has the largest score of each head, the sum of its weights by that, and the sum of the values
-by the weights. The last program of a row's head joins them, or a second kernel
-(`ops/attention/decode_attention.py`).
+by the weights. The last program of a row's head, or of a tile of queries, joins them
+(`prefill_attention.py`), or a second kernel (`decode_attention.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,71 @@ JOIN_CHUNK = 16
 """Parts that a program of the second kernel reads at once. Its one warp adds them up without a
 barrier: 1.4 microseconds a layer at 1 to 16 rows, where 2 to 4 warps and a pass of its own over all
 maxima took 2.8 to 5.6."""
+
+
+@triton.jit
+def is_last_part(counter: tl.tensor, parts: tl.tensor) -> tl.tensor:
+    """Whether all other programs have stored their parts; this program's is stored.
+
+    Args:
+        counter: a number of these parts; 0 before and after.
+        parts: how many there are.
+    """
+    # All threads have stored before one counts this part.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def join_parts(
+    part_output: tl.tensor,
+    part_maximum: tl.tensor,
+    part_total: tl.tensor,
+    first_slot: tl.tensor,
+    parts: tl.tensor,
+    head: tl.tensor,
+    place: tl.tensor,
+    inside: tl.tensor,
+    heads: tl.constexpr,
+    dim: tl.constexpr,
+) -> tl.tensor:
+    """Sum of parts in their order, float32 `[members, dim]`.
+
+    Args:
+        part_output, part_maximum, part_total: float32 `[slots, heads, dim]`, `[slots, heads]`.
+        first_slot, parts: slots that are joined.
+        head: `[members]`: rows of a slot.
+        place, inside: `[members, dim]`: their elements in a slot, and which of them there are.
+        heads, dim: of a slot.
+    """
+    members: tl.constexpr = inside.shape[0]
+    size: tl.constexpr = inside.shape[1]
+    maximum = tl.full((members,), -float("inf"), tl.float32)
+    total = tl.zeros((members,), tl.float32)
+    gathered = tl.zeros((members, size), tl.float32)
+    mine = tl.max(inside.to(tl.int32), 1) > 0
+    for part in range(first_slot, first_slot + parts):
+        at = part * heads
+        # From the second cache: the first one may have what an earlier layer stored there.
+        its_maximum = tl.load(
+            part_maximum + at + head, mask=mine, other=-float("inf"), cache_modifier=".cg"
+        )
+        its_total = tl.load(part_total + at + head, mask=mine, other=0.0, cache_modifier=".cg")
+        output = tl.load(
+            part_output + at * dim + place, mask=inside, other=0.0, cache_modifier=".cg"
+        )
+        new_maximum = tl.maximum(maximum, its_maximum)
+        # A query token may see nothing of a part: its weights are 0, and no NaN.
+        base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        weight = tl.exp2(its_maximum - base)
+        shrink = tl.exp2(maximum - base)
+        total = total * shrink + its_total * weight
+        gathered = gathered * shrink[:, None] + output * weight[:, None]
+        maximum = new_maximum
+    return gathered / tl.maximum(total, 1e-30)[:, None]
 
 
 @triton.jit
@@ -47,35 +112,11 @@ def join_if_last(
         row: of `out`.
         heads, dim: of a row; of a head.
     """
-    # All threads have stored before one counts this part.
-    tl.debug_barrier()
-    if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-        tl.store(counter, 0)
-        members: tl.constexpr = inside.shape[0]
-        size: tl.constexpr = inside.shape[1]
-        maximum = tl.full((members,), -float("inf"), tl.float32)
-        total = tl.zeros((members,), tl.float32)
-        gathered = tl.zeros((members, size), tl.float32)
-        mine = tl.max(inside.to(tl.int32), 1) > 0
-        for part in range(first_slot, first_slot + parts):
-            at = part * heads
-            # From the second cache: the first one may have what an earlier layer stored there.
-            its_maximum = tl.load(
-                part_maximum + at + head, mask=mine, other=-float("inf"), cache_modifier=".cg"
-            )
-            its_total = tl.load(part_total + at + head, mask=mine, other=0.0, cache_modifier=".cg")
-            output = tl.load(
-                part_output + at * dim + place, mask=inside, other=0.0, cache_modifier=".cg"
-            )
-            new_maximum = tl.maximum(maximum, its_maximum)
-            # A query token may see nothing of a part: its weights are 0, and no NaN.
-            base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            weight = tl.exp2(its_maximum - base)
-            shrink = tl.exp2(maximum - base)
-            total = total * shrink + its_total * weight
-            gathered = gathered * shrink[:, None] + output * weight[:, None]
-            maximum = new_maximum
-        result = gathered / tl.maximum(total, 1e-30)[:, None]
+    if is_last_part(counter, parts):
+        result = join_parts(
+            part_output, part_maximum, part_total, first_slot, parts, head, place, inside, heads,
+            dim,
+        )  # fmt: skip
         target = out + row * heads * dim + place
         tl.store(target, result.to(out.dtype.element_ty), mask=inside)
 
