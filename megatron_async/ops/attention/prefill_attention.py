@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_async.ops.attention.join_parts import is_last_part, join_parts
 from megatron_async.ops.attention.prefill_parts import LEAST_KEYS, PrefillParts, parts_of_rows
-from megatron_async.ops.attention.prefill_tiles import Tile, tile_of
+from megatron_async.ops.attention.prefill_tiles import Tile, check_rows, most_tiles, tile_of
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
 LOG2_E = 1.4426950408889634
@@ -56,28 +56,24 @@ def paged_prefill_attention(
     Raises:
         ValueError: shapes do not match.
     """
+    check_rows(
+        "paged_prefill_attention",
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        kv_lengths,
+        starts,
+        out,
+    )
     tokens, heads, dim = query.shape
-    _blocks, block_size, kv_heads, cache_dim = key_cache.shape
+    block_size, kv_heads = key_cache.shape[1:3]
     rows = kv_lengths.numel()
-    if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
-        raise ValueError(
-            f"paged_prefill_attention: query {tuple(query.shape)} does not fit caches "
-            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}."
-        )
-    if starts.numel() != rows + 1 or block_tables.size(0) != rows or out.shape != query.shape:
-        raise ValueError(
-            f"paged_prefill_attention: {rows} rows want {rows + 1} starts and {rows} block tables, "
-            f"found {starts.numel()} and {block_tables.size(0)}; out must be like query."
-        )
     if not rows or not max_query_length:
         return
     group = heads // kv_heads
     tile = tile_of(query, block_size)
-    # Every row may end with a tile that is not full.
-    tiles = min(
-        rows * triton.cdiv(max_query_length * group, tile.queries),
-        (tokens * group + rows * (tile.queries - 1)) // tile.queries,
-    )
+    tiles = most_tiles(query, group, rows, max_query_length, tile.queries)
     shares = 0
     if parts is not None and not first_key:
         if (parts.kv_heads, parts.queries, parts.dim) != (kv_heads, tile.queries, dim):

@@ -1,4 +1,4 @@
-"""Sizes of the tiles of prefill attention (`prefill_attention.py`), as measured on an H200.
+"""Arguments of prefill attention's kernels, and their tiles' sizes, as measured on an H200.
 
 docs/records/prefill_attention.md has the figures.
 """
@@ -71,3 +71,50 @@ def _descriptors_fit(query: Tensor) -> bool:
 @lru_cache
 def _is_hopper(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] >= HOPPER
+
+
+def most_tiles(query: Tensor, group: int, rows: int, max_query_length: int, queries: int) -> int:
+    """Tiles of queries that a KV head of any such rows has at most.
+
+    Args:
+        query: `[tokens, heads, dim]`.
+        group: query heads of a KV head.
+        rows: chunks.
+        max_query_length: no chunk has more tokens.
+        queries: of a tile.
+    """
+    # Every row may end with a tile that is not full.
+    return min(
+        rows * triton.cdiv(max_query_length * group, queries),
+        (len(query) * group + rows * (queries - 1)) // queries,
+    )
+
+
+def check_rows(
+    name: str,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    kv_lengths: Tensor,
+    starts: Tensor,
+    out: Tensor,
+) -> None:
+    """Check arguments of `paged_prefill_attention`, or of another function of this `name`.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
+    rows = kv_lengths.numel()
+    heads, dim = query.shape[1:]
+    kv_heads, cache_dim = key_cache.shape[2:]
+    if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
+        raise ValueError(
+            f"{name}: query {tuple(query.shape)} does not fit caches {tuple(key_cache.shape)} and "
+            f"{tuple(value_cache.shape)}."
+        )
+    if starts.numel() != rows + 1 or block_tables.size(0) != rows or out.shape != query.shape:
+        raise ValueError(
+            f"{name}: {rows} rows want {rows + 1} starts and {rows} block tables, found "
+            f"{starts.numel()} and {block_tables.size(0)}; out must be like query."
+        )

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_async.ops.attention.prefill_attention import LOG2_E
+from megatron_async.ops.attention.prefill_tiles import check_rows, most_tiles
 from megatron_async.ops.attention.warpgroup_attention_kernel import (
     GROUP_QUERIES,
     warpgroup_attention_kernel,
@@ -88,19 +89,19 @@ def warpgroup_prefill_attention(
     Raises:
         ValueError: shapes do not match, or there is no tile for them.
     """
-    tokens, heads, dim = query.shape
-    _blocks, block_size, kv_heads, cache_dim = key_cache.shape
+    check_rows(
+        "warpgroup_prefill_attention",
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        kv_lengths,
+        starts,
+        out,
+    )
+    _tokens, heads, dim = query.shape
+    block_size, kv_heads = key_cache.shape[1:3]
     rows = kv_lengths.numel()
-    if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
-        raise ValueError(
-            f"warpgroup_prefill_attention: query {tuple(query.shape)} does not fit caches "
-            f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}."
-        )
-    if starts.numel() != rows + 1 or block_tables.size(0) != rows or out.shape != query.shape:
-        raise ValueError(
-            f"warpgroup_prefill_attention: {rows} rows want {rows + 1} starts and {rows} block "
-            f"tables, found {starts.numel()} and {block_tables.size(0)}; out must be like query."
-        )
     tile = tile or tile_of(dim, block_size)
     if tile is None or query.dtype not in DTYPES or block_size % tile.keys:
         raise ValueError(
@@ -111,11 +112,7 @@ def warpgroup_prefill_attention(
     if not rows or not max_query_length:
         return
     group = heads // kv_heads
-    # Every row may end with a tile that is not full.
-    tiles = min(
-        rows * triton.cdiv(max_query_length * group, tile.queries),
-        (tokens * group + rows * (tile.queries - 1)) // tile.queries,
-    )
+    tiles = most_tiles(query, group, rows, max_query_length, tile.queries)
     keys, values = (
         TensorDescriptor.from_tensor(
             cache.view(-1, kv_heads * dim), [tile.keys, dim], IN_SHARED_MEMORY

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import override
-
-import torch
-from torch import Tensor
-
-from megatron_async.ops.attention.backends.base import AttentionShape, PrefillBackend, require
+from megatron_async.ops.attention.backends.base import AttentionShape, require
+from megatron_async.ops.attention.backends.own_kernel import OwnKernelPrefill
 from megatron_async.ops.attention.warpgroup_attention import (
     DIMS,
     DTYPES,
@@ -19,7 +15,7 @@ from megatron_async.ops.attention.warpgroup_attention import (
 OTHER = "use attention_backend='triton'"
 
 
-class WarpgroupPrefill(PrefillBackend):
+class WarpgroupPrefill(OwnKernelPrefill):
     """Prefill attention by the Gluon kernel of `ops/attention/warpgroup_attention_kernel.py`.
 
     Args:
@@ -30,8 +26,6 @@ class WarpgroupPrefill(PrefillBackend):
     """
 
     name = "warpgroup"
-    captures = True
-    lets_others_start = True
 
     def __init__(self, shape: AttentionShape) -> None:
         is_hopper = shape.device.type == "cuda" and is_supported(shape.device.index or 0)
@@ -49,27 +43,4 @@ class WarpgroupPrefill(PrefillBackend):
             f"heads of {' or '.join(map(str, DIMS))} with blocks of a multiple of 64",
             f"change block_size_tokens or {OTHER}",
         )
-
-    @override
-    def attend(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        scale: float,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        rows = self.rows
-        out = torch.empty_like(query) if out is None else out
-        warpgroup_prefill_attention(
-            query,
-            key_cache,
-            value_cache,
-            rows.block_tables,
-            rows.kv_lengths,
-            rows.starts,
-            rows.max_query_length,
-            scale,
-            out,
-        )
-        return out
+        super().__init__(warpgroup_prefill_attention)
