@@ -10,9 +10,12 @@ from triton.compiler import ASTSource
 from triton_interpreter import INTERPRETED
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
-from megatron_async.ops.attention.backends.base import AttentionShape
-from megatron_async.ops.attention.backends.selection import STEP_CLASSES, PrefillChoice
-from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
+from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
+from megatron_async.ops.attention.backends.selection import (
+    BACKENDS,
+    STEP_CLASSES,
+    PrefillChoice,
+)
 from megatron_async.ops.attention.decode_attention import _parts_kernel
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.rope_append import rope_append
@@ -58,7 +61,8 @@ def test_compiled(joins):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("prompts", [[5], [300], [64, 1, 200]])
 @pytest.mark.parametrize("decode", [[1], [70, 500, 3], [200] * 90])
-def test_a_chain_of_layers_in_a_graph(decode, prompts, monkeypatch):
+@pytest.mark.parametrize("name", ["triton", "warpgroup"])
+def test_a_chain_of_layers_in_a_graph(name, decode, prompts, monkeypatch):
     """Layers that append keys and values, attend and read what attention wrote, by kernels that
     start early, have the bits of layers in which attention runs one after the other.
 
@@ -100,7 +104,10 @@ def test_a_chain_of_layers_in_a_graph(decode, prompts, monkeypatch):
     of = AttentionShape(
         HEADS, KV_HEADS, DIM, block_size, max(blocks), torch.bfloat16, torch.device("cuda")
     )
-    backend = TritonPrefill(of)
+    try:
+        backend = BACKENDS[name](of)
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
     choice = PrefillChoice((backend,) * len(STEP_CLASSES))
     attention = GpuPagedAttention(
         block_size, max(blocks), len(lengths), HEADS, KV_HEADS, DIM, of.device, choice
