@@ -4,9 +4,16 @@ import random
 
 import pytest
 import torch
+import triton
 from prefill_batch import PrefillBatch, random_chunks
+from test_resident_kernel import HOPPER, spilled_bytes
+from triton.compiler import ASTSource
+from triton_interpreter import INTERPRETED
 
-from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
+from megatron_async.ops.attention.prefill_attention import (
+    _prefill_kernel,
+    paged_prefill_attention,
+)
 from megatron_async.ops.attention.prefill_parts import LEAST_KEYS, PrefillParts
 from megatron_async.ops.attention.prefill_tiles import queries_of, tile_of
 
@@ -131,6 +138,37 @@ def test_queries_of_a_tile_do_not_depend_on_the_step(dim, dtype):
     for tokens in (1, 10_000):
         query = torch.empty(tokens, 1, dim, dtype=dtype)
         assert {tile_of(query, block).queries for block in (16, 256)} == {queries_of(dtype, dim)}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize(
+    ("dtype", "dim", "queries", "keys", "stages", "block_size"),
+    [("bf16", 128, 64, 64, 2, 64), ("fp16", 80, 64, 64, 3, 16), ("fp32", 64, 32, 32, 2, 64)],
+)
+def test_compiled(dtype, dim, queries, keys, stages, block_size, tmp_path):
+    """No more registers are spilled than without parts, and a program counts itself once."""
+    constants = {
+        "divides": True, "least_keys": LEAST_KEYS, "block_size": block_size, "group": 4,
+        "kv_heads": 8, "dim": dim, "dim_tile": triton.next_power_of_2(dim), "rows_tile": 16,
+        "query_tile": queries, "key_tile": keys, "first_key": 0, "overlap": True,
+    }  # fmt: skip
+    types = dict.fromkeys(("table_stride", "rows", "shares"), "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("tables", "kv_lengths", "starts", "arrived"), "*i32")
+    types |= dict.fromkeys(("part_output", "part_maximum", "part_total"), "*fp32")
+    descriptors = ("key_descriptor", "value_descriptor")
+    if dim == triton.next_power_of_2(dim) and dtype != "fp32":
+        types |= dict.fromkeys(descriptors, f"tensordesc<{dtype}[{keys}, {dim}]>")
+    else:
+        constants |= dict.fromkeys(descriptors)
+    names = _prefill_kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "*" + dtype) for n in names}
+    aligned = ("query", "out", "key_cache", "value_cache", "part_output", "part_maximum")
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in (*aligned, "part_total")}
+    source = ASTSource(_prefill_kernel, signature, constants, attributes)
+    options = {"num_warps": 4, "num_stages": stages, "launch_pdl": True}
+    asm = triton.compile(source, target=HOPPER, options=options).asm
+    assert spilled_bytes(asm, tmp_path) <= 8
+    assert asm["ptx"].count("atom.") == 1
 
 
 @pytest.mark.gpu
