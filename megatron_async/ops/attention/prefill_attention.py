@@ -207,6 +207,11 @@ def _attend_tiles(
     return gathered, maximum, total
 
 
+@triton.jit
+def _store(result: tl.tensor, out: tl.tensor, place: tl.tensor, inside: tl.tensor) -> None:
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+
+
 # Where prefill rows begin among a step's rows varies, and with it what is aligned.
 @triton.jit(
     do_not_specialize=["table_stride", "rows", "shares"],
@@ -252,18 +257,20 @@ def _prefill_kernel(
     ends = tl.load(starts + each + 1, mask=each < rows, other=0)
     tiles_of = ((ends - begins) * group + query_tile - 1) // query_tile
     # A unit is a tile of queries, or a part of its keys.
-    parts_of = tl.full((rows_tile,), 1, tl.int32)
+    units_of = tiles_of
     if divides:
         lengths = tl.load(kv_lengths + each, mask=each < rows, other=0)
         parts_of = parts_of_rows(tiles_of, lengths, shares, key_tile, least_keys)
-    units_of = tiles_of * parts_of
+        units_of = tiles_of * parts_of
     units_to = tl.cumsum(units_of, 0)
     number = tl.sum(units_of, 0) - 1 - tl.program_id(1)
     if number >= 0:
         row = tl.sum((units_to <= number).to(tl.int32), 0)
-        unit = number - tl.sum(tl.where(each < row, units_of, 0), 0)
-        parts = tl.sum(tl.where(each == row, parts_of, 0), 0)
-        tile, part = unit // parts, unit % parts
+        tile = number - tl.sum(tl.where(each < row, units_of, 0), 0)
+        if divides:
+            parts = tl.sum(tl.where(each == row, parts_of, 0), 0)
+            part = tile % parts
+            tile = tile // parts
         start = tl.load(starts + row)
         tokens = tl.load(starts + row + 1) - start
         length = tl.load(kv_lengths + row)
@@ -288,11 +295,13 @@ def _prefill_kernel(
         seen = (first + 1) // key_tile * key_tile
         end = tl.minimum(before + (tile * query_tile + query_tile - 1) // group + 1, length)
         begin = 0
+        masked = seen
         if divides:
             tiles = tl.cdiv(tl.cdiv(end, key_tile), parts)
             begin = part * tiles * key_tile
             end = tl.minimum(begin + tiles * key_tile, end)
             seen = tl.minimum(seen, end)
+            masked = tl.maximum(seen, begin)
         if first_key > 0:
             # The first tile has keys that are not seen.
             begin = tl.minimum(key_tile, end)
@@ -303,6 +312,7 @@ def _prefill_kernel(
             )  # fmt: skip
             begin = key_tile
             seen = tl.maximum(seen, key_tile)
+            masked = seen
         gathered, maximum, total = _attend_tiles(
             q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
             gathered, maximum, total, begin, seen, length, kv_head, scale, False, divides,
@@ -310,8 +320,7 @@ def _prefill_kernel(
         )  # fmt: skip
         gathered, maximum, total = _attend_tiles(
             q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            gathered, maximum, total, tl.maximum(seen, begin), end, length, kv_head, scale, True,
-            divides,
+            gathered, maximum, total, masked, end, length, kv_head, scale, True, divides,
             block_size, kv_heads, dim, dim_tile, key_tile, first_key,
         )  # fmt: skip
         if divides:
@@ -330,10 +339,8 @@ def _prefill_kernel(
                         part_output, part_maximum, part_total, first_slot, parts, query_in_tile,
                         place_in_slot, inside, query_tile, dim,
                     )  # fmt: skip
-                    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+                    _store(result, out, place, inside)
             else:
-                result = gathered / total[:, None]
-                tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+                _store(gathered / total[:, None], out, place, inside)
         else:
-            result = gathered / total[:, None]
-            tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+            _store(gathered / total[:, None], out, place, inside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -34,6 +33,8 @@ class WarpgroupTile(NamedTuple):
     keys: int
     stages: int
     """Tiles of keys, and of values, in shared memory at a time."""
+    in_turns: bool = True
+    """Whether the products of one warpgroup are behind those of the other, not between them."""
 
     @property
     def queries(self) -> int:
@@ -137,13 +138,12 @@ def warpgroup_prefill_attention(
         warpgroups=tile.warpgroups,
         stages=tile.stages,
         registers=tile.registers,
-        in_turns=True,
+        in_turns=tile.in_turns,
         num_warps=4,
         **launch_options(query),
     )
 
 
-@lru_cache
-def is_supported(device_index: int) -> bool:
-    """Whether a GPU has the matrix units of these warpgroups: compute capability 9.x alone."""
-    return torch.cuda.get_device_capability(device_index)[0] == HOPPER
+def is_supported(device: torch.device) -> bool:
+    """Whether a device has the matrix units of these warpgroups: compute capability 9.x alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER

@@ -28,7 +28,7 @@ class WarpgroupPrefill(OwnKernelPrefill):
     name = "warpgroup"
 
     def __init__(self, shape: AttentionShape) -> None:
-        is_hopper = shape.device.type == "cuda" and is_supported(shape.device.index or 0)
+        is_hopper = is_supported(shape.device)
         require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
         require(
             shape.dtype in DTYPES,

@@ -98,7 +98,7 @@ def test_warpgroups_are_for_hopper():
 )
 def test_shapes_that_warpgroups_do_not_serve(shape, problem, monkeypatch):
     """The message comes before anything touches the device."""
-    monkeypatch.setattr(warpgroup_backend, "is_supported", lambda index: True)
+    monkeypatch.setattr(warpgroup_backend, "is_supported", lambda device: True)
     with pytest.raises(BackendUnavailable, match=problem):
         BACKENDS["warpgroup"](AttentionShape(*shape, torch.device("cuda", 0)))
 

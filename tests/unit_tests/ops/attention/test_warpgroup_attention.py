@@ -74,10 +74,15 @@ def test_emulated(chunks, block_size, kv_heads, group, dim, captured, emulated):
 
 
 @pytest.mark.parametrize(
-    "tile", [WarpgroupTile(2, 64, 1), WarpgroupTile(2, 64, 4), WarpgroupTile(3, 128, 2)]
+    "tile",
+    [
+        WarpgroupTile(2, 64, 1),  # each tile waits for the one before it
+        WarpgroupTile(2, 64, 4),
+        WarpgroupTile(3, 128, 2),
+        WarpgroupTile(3, 128, 2, in_turns=False),
+    ],
 )
 def test_emulated_tiles(tile, emulated):
-    """One stage: each tile waits for the one before it."""
     for seed in range(4):
         emulated.seed = seed
         check([(70, 400), (3, 140)], 128, 1, 2, 64, BRAIN, "cpu", True, tile)
@@ -133,7 +138,7 @@ def compiled(dim, block_size, group):
     constants = {
         "block_size": block_size, "group": group, "kv_heads": 8, "rows_tile": 16,
         "warpgroups": tile.warpgroups, "stages": tile.stages, "registers": tile.registers,
-        "in_turns": True, "overlap": True,
+        "in_turns": tile.in_turns, "overlap": True,
     }  # fmt: skip
     block = f"tensordesc<bf16[{tile.keys}, {dim}],{IN_SHARED_MEMORY!r}>"
     types = {"key_chunks": block, "value_chunks": block, "scale": "fp32"}

@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from partitions import Partitions
+from gluon_partitions import Partitions
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
@@ -332,7 +332,7 @@ class EmulatedKernel:
     written_before: tuple[int, ...] = (0,)
     seed: int = 0
     copies: int = 0
-    """Of all programs so far."""
+    """Copies that all programs so far asked for."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
