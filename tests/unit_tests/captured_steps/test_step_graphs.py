@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from megatron_async.captured_steps.step_graphs import (
     StepGraphs,
 )
 from megatron_async.device_state.batch_dimensions import BatchDimensions
-from megatron_async.devices import CpuDevice
+from megatron_async.devices import CpuDevice, cpu
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 
@@ -30,7 +31,7 @@ class NamedGraph:
 
 
 class SlowToLaunch(CpuDevice):
-    """Launching a step takes `launch_ms`, and running it a millisecond for 16 tokens."""
+    """Launching a step takes `launch_ms` of the host's time, if it is slow at all."""
 
     captures_graphs = True
     launch_ms = 8.0
@@ -39,13 +40,28 @@ class SlowToLaunch(CpuDevice):
         return NamedGraph(work)
 
 
+class Clocks:
+    """Nanoseconds of the host and of the device, which move with their work alone."""
+
+    host = device = 0
+
+
+@pytest.fixture(autouse=True)
+def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clocks.host = Clocks.device = 0
+    host = SimpleNamespace(perf_counter=lambda: Clocks.host / 1e9)
+    device = SimpleNamespace(**vars(time) | {"perf_counter_ns": lambda: Clocks.device})
+    monkeypatch.setattr(step_graphs, "time", host)
+    monkeypatch.setattr(cpu, "time", device)
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SlowToLaunch:
     device = SlowToLaunch()
     launch = device.compute.launch
 
     def slow(work: Any) -> None:
-        time.sleep(device.launch_ms / 1e3)
+        Clocks.host += int(device.launch_ms * 1e6)
         launch(work)
 
     monkeypatch.setattr(device.compute, "launch", slow)
@@ -57,7 +73,8 @@ def nothing(*_: Any) -> None:
 
 
 def run(dims: BatchDimensions, _mode: SamplingMode) -> None:
-    time.sleep(dims.tokens / 16 / 1e3)
+    """A millisecond, and one more for each 16 tokens."""
+    Clocks.device += 1_000_000 + dims.tokens * 62_500
 
 
 def shapes_of(*sizes: int) -> GraphShapes:
@@ -65,7 +82,7 @@ def shapes_of(*sizes: int) -> GraphShapes:
 
 
 def test_shapes_are_captured_until_launching_is_cheap(device: SlowToLaunch) -> None:
-    """8 ms are a fifth of 40 ms, which 640 tokens take."""
+    """8 ms are a fifth of 40 ms, which 624 tokens take."""
     shapes = shapes_of(64, 128, 256, 1024, 2048)
     measured = StepGraphs(device).measure_mixed_shapes(shapes, nothing, run)
     assert [step.prefill_tokens for step in measured] == [64, 128, 256, 1024]
@@ -81,7 +98,7 @@ def test_a_fast_host_captures_none() -> None:
 
 
 def test_short_mixed_steps_are_found_by_replays() -> None:
-    """64 tokens take 4 ms, 80 take 5, 256 take 16: more than 1.8 times as long."""
+    """64 tokens take 5 ms, 80 take 6, 256 take 17: more than 1.8 times as long."""
     graphs, shapes, prepared = StepGraphs(SlowToLaunch()), shapes_of(64, 80, 256), []
     graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
     graphs.time_mixed_shapes(shapes, prepared.append)
