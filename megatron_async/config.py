@@ -193,9 +193,9 @@ class InferenceConfig:
 
     attention_backend: str | None = None
     """Attention of prefill chunks on a GPU: triton (our kernel), warpgroup (ours for Hopper GPUs
-    and 16-bit dtypes; new, not chosen by itself), flash_attn_4, flash_attn_3 (packages, 16-bit
-    dtypes) or torch (the reference; steps with prefill are not captured). Decode rows always use
-    our kernel. None: the fastest of triton and the packages there are, timed at the start."""
+    and 16-bit dtypes), flash_attn_4, flash_attn_3 (packages, 16-bit dtypes) or torch (the
+    reference; steps with prefill are not captured). Decode rows always use our kernel. None: the
+    fastest of those there are, timed at the start."""
 
     check_integrity: bool = False
     """Check after every step that each KV block and slot has exactly one owner (slow: for

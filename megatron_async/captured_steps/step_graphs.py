@@ -153,7 +153,7 @@ class StepGraphs:
             host_s = time.perf_counter() - start
             compute.record(compute_end)
             compute_end.wait()
-        device_ms = (compute_end.time_us() - compute_start.time_us()) / 1e3
+        device_ms = compute_end.us_since(compute_start) / 1e3
         return EagerStep(dims.prefill_tokens, dims.decode_rows, host_s * 1e3, device_ms)
 
     def capture(
@@ -204,7 +204,7 @@ class StepGraphs:
         compute.launch(graph.replay)
         compute.record(end)
         end.wait()
-        return (end.time_us() - start.time_us()) / 1e3
+        return end.us_since(start) / 1e3
 
     def _modes_of(self, dims: BatchDimensions) -> tuple[SamplingMode, ...]:
         return self._modes if dims.prefill_tokens <= FINE_TOKENS else (MOST_GENERAL,)

@@ -45,6 +45,11 @@ class Event(ABC):
         Only for events made with `timing=True`, and only once reached.
         """
 
+    def us_since(self, start: Event) -> float:
+        """Microseconds from `start` to this point, both of one device, made with `timing=True` and
+        reached."""
+        return self.time_us() - start.time_us()
+
 
 class Stream(ABC):
     """An in-order queue of device work."""

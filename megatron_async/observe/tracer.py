@@ -123,6 +123,7 @@ class Tracer:
         for noted in pending:
             sink, name, step, start, end = noted
             if end.query():
-                sink(Span("device", name, step, start.time_us(), end.time_us()))
+                begin = start.time_us()
+                sink(Span("device", name, step, begin, begin + end.us_since(start)))
             else:
                 self._pending.append(noted)

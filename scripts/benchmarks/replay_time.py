@@ -66,7 +66,7 @@ def replay_ms(
             device.compute.launch(graph.replay)
         device.compute.record(end)
         end.wait()
-        times.append((end.time_us() - start.time_us()) / 1e3 / replays)
+        times.append(end.us_since(start) / 1e3 / replays)
     return statistics.median(times)
 
 
@@ -101,7 +101,7 @@ def call_us(device: Device, call: Callable[[], object], calls: int = 64, repeats
         device.compute.launch(graph.replay)
         device.compute.record(end)
         end.wait()
-        times.append((end.time_us() - start.time_us()) / calls)
+        times.append(end.us_since(start) / calls)
     slowest = torch.tensor([statistics.median(times)])
     if dist.is_initialized():
         dist.all_reduce(slowest, dist.ReduceOp.MAX)

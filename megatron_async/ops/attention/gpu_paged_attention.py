@@ -72,6 +72,7 @@ class GpuPagedAttention(TorchPagedAttention):
                     block_tables[decode:],
                     kv_lengths[decode:],
                     prefill_starts,
+                    dims.prefill_tokens,
                     dims.max_query_length,
                     dims.max_prefill_kv_length,
                     dims.prefill_lengths,

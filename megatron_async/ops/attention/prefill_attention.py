@@ -2,10 +2,9 @@
 
 Flash attention (Dao et al. 2022) with a block-table lookup: one program takes a tile of a chunk's
 queries, the query heads of one KV head packed together (as FlashAttention-3 does for few queries),
-and walks their keys and values once. Lengths and places stay on the device: programs find their row
-by the chunks' starts, so that a captured step serves any chunks that fit its shape. A program
-without tokens ends at once. The keys of few queries are divided among programs
-(`prefill_parts.py`).
+and walks their keys and values once, or a part of them. Lengths and places stay on the device,
+which decides what each program does (`prefill_schedule.py`), so that a captured step serves any
+chunks that fit its shape.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_async.ops.attention.join_parts import is_last_part, join_parts
-from megatron_async.ops.attention.prefill_parts import LEAST_KEYS, PrefillParts, parts_of_rows
-from megatron_async.ops.attention.prefill_tiles import Tile, check_rows, most_tiles, tile_of
+from megatron_async.ops.attention.prefill_schedule import UNIT, PrefillSchedule
+from megatron_async.ops.attention.prefill_tiles import Tile, check_rows
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
 LOG2_E = 1.4426950408889634
@@ -28,13 +27,12 @@ def paged_prefill_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    kv_lengths: Tensor,
-    starts: Tensor,
-    max_query_length: int,
+    schedule: PrefillSchedule,
+    tile: Tile,
     scale: float,
     out: Tensor,
+    is_settled: bool = False,
     first_key: int = 0,
-    parts: PrefillParts | None = None,
 ) -> None:
     """Attention of prefill rows over the paged cache, this step's keys and values already in place.
 
@@ -43,15 +41,16 @@ def paged_prefill_attention(
             others.
         key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous.
         block_tables: int32 `[rows, blocks]`.
-        kv_lengths: int32 `[rows]`: a chunk's last token is at position KV length - 1.
-        starts: int32 `[rows + 1]`: tokens of row i are starts[i] .. starts[i + 1] - 1.
-        max_query_length: no chunk has more tokens.
+        schedule: of the step's rows, made for `tile`.
+        tile: as `tile_of` chooses it.
         scale: softmax scale, above 0.
         out: `[tokens, heads, dim]`, contiguous; written for the rows' tokens, left alone for
             others.
-        first_key: queries behind this position do not see the keys before it; less than 16.
-        parts: for partial results; then the keys of few queries are divided, unless there is a
-            `first_key`. None: they are not.
+        is_settled: schedule and block tables were written before the previous kernel, and that
+            kernel, or one between, waited for them before it let the next one start: so they may be
+            read while it still runs.
+        first_key: queries behind this position do not see the keys before it; less than 16. Then
+            the schedule divides no keys.
 
     Raises:
         ValueError: shapes do not match.
@@ -62,57 +61,42 @@ def paged_prefill_attention(
         key_cache,
         value_cache,
         block_tables,
-        kv_lengths,
-        starts,
+        schedule,
+        tile.queries,
         out,
     )
-    tokens, heads, dim = query.shape
+    dim = query.size(2)
     block_size, kv_heads = key_cache.shape[1:3]
-    rows = kv_lengths.numel()
-    if not rows or not max_query_length:
+    parts = schedule.parts
+    if parts is not None and first_key:
+        raise ValueError(
+            f"paged_prefill_attention: keys are divided, which first_key={first_key} does not "
+            "allow; make the schedule with processors=0."
+        )
+    if not len(schedule.units):
         return
-    group = heads // kv_heads
-    tile = tile_of(query, block_size)
-    tiles = most_tiles(query, group, rows, max_query_length, tile.queries)
-    shares = 0
-    if parts is not None and not first_key:
-        if (parts.kv_heads, parts.queries, parts.dim) != (kv_heads, tile.queries, dim):
-            raise ValueError(
-                f"paged_prefill_attention: parts were made for {parts.kv_heads} KV heads and tiles "
-                f"of {parts.queries} queries of {parts.dim}; here are {kv_heads}, {tile.queries} "
-                f"and {dim}."
-            )
-        # If the tokens are tiles for the whole device there is nothing to divide.
-        shares = parts.shares_of(tile.programs(dim))
-        shares = shares if tokens * group < shares * tile.queries else 0
-    buffers = None
-    if parts is not None and shares:
-        buffers = parts.output, parts.maximum, parts.total, parts.arrived
-    _prefill_kernel[kv_heads, max(tiles, shares)](
+    _prefill_kernel[kv_heads, len(schedule.units)](
         query,
         key_cache,
         value_cache,
         block_tables,
         block_tables.stride(0),
-        kv_lengths,
-        starts,
-        rows,
+        schedule.units,
         scale * LOG2_E,
         out,
         *_descriptors(key_cache, value_cache, tile),
-        *(buffers or (None,) * 4),
-        shares,
-        divides=buffers is not None,
-        least_keys=LEAST_KEYS,
+        *(parts or (None,) * 4),
+        schedule.slots,
+        divides=parts is not None,
         block_size=block_size,
-        group=group,
+        group=schedule.group,
         kv_heads=kv_heads,
         dim=dim,
         dim_tile=triton.next_power_of_2(dim),
-        rows_tile=max(triton.next_power_of_2(rows), 16),
         query_tile=tile.queries,
         key_tile=tile.keys,
         first_key=first_key,
+        is_settled=is_settled,
         num_warps=4,
         num_stages=tile.stages,
         **launch_options(query),
@@ -212,20 +196,14 @@ def _store(result: tl.tensor, out: tl.tensor, place: tl.tensor, inside: tl.tenso
     tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
 
 
-# Where prefill rows begin among a step's rows varies, and with it what is aligned.
-@triton.jit(
-    do_not_specialize=["table_stride", "rows", "shares"],
-    do_not_specialize_on_alignment=["tables", "kv_lengths", "starts"],
-)
+@triton.jit(do_not_specialize=["table_stride", "slots"], do_not_specialize_on_alignment=["tables"])
 def _prefill_kernel(
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     tables: tl.tensor,
     table_stride: tl.tensor,
-    kv_lengths: tl.tensor,
-    starts: tl.tensor,
-    rows: tl.tensor,
+    units: tl.tensor,
     scale: tl.tensor,
     out: tl.tensor,
     key_descriptor: tl.tensor,
@@ -234,55 +212,43 @@ def _prefill_kernel(
     part_maximum: tl.tensor,
     part_total: tl.tensor,
     arrived: tl.tensor,
-    shares: tl.tensor,
+    slots: tl.tensor,
     divides: tl.constexpr,
-    least_keys: tl.constexpr,
     block_size: tl.constexpr,
     group: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
-    rows_tile: tl.constexpr,
     query_tile: tl.constexpr,
     key_tile: tl.constexpr,
     first_key: tl.constexpr,
+    is_settled: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    wait_for_previous(overlap)
-    # Which row's tile this is. The last tiles of a chunk have the most keys: they begin first, for
-    # all heads.
+    if not is_settled:
+        wait_for_previous(overlap)
     kv_head = tl.program_id(0)
-    each = tl.arange(0, rows_tile)
-    begins = tl.load(starts + each, mask=each < rows, other=0)
-    ends = tl.load(starts + each + 1, mask=each < rows, other=0)
-    tiles_of = ((ends - begins) * group + query_tile - 1) // query_tile
-    # A unit is a tile of queries, or a part of its keys.
-    units_of = tiles_of
-    if divides:
-        lengths = tl.load(kv_lengths + each, mask=each < rows, other=0)
-        parts_of = parts_of_rows(tiles_of, lengths, shares, key_tile, least_keys)
-        units_of = tiles_of * parts_of
-    units_to = tl.cumsum(units_of, 0)
-    number = tl.sum(units_of, 0) - 1 - tl.program_id(1)
-    if number >= 0:
-        row = tl.sum((units_to <= number).to(tl.int32), 0)
-        tile = number - tl.sum(tl.where(each < row, units_of, 0), 0)
-        if divides:
-            parts = tl.sum(tl.where(each == row, parts_of, 0), 0)
-            part = tile % parts
-            tile = tile // parts
-        start = tl.load(starts + row)
-        tokens = tl.load(starts + row + 1) - start
-        length = tl.load(kv_lengths + row)
+    number = tl.program_id(1)
+    unit = units + number * UNIT
+    row = tl.load(unit)
+    first_query = tl.load(unit + 1)
+    start = tl.load(unit + 2)
+    tokens = tl.load(unit + 3)
+    length = tl.load(unit + 4)
+    begin_tile = tl.load(unit + 5)
+    end_tile = tl.load(unit + 6)
+    # The query heads of a KV head share its keys: they are rows of one tile, token by token.
+    local = first_query + tl.arange(0, query_tile)
+    token = local // group
+    head = kv_head * group + local % group
+    column = tl.arange(0, dim_tile)
+    inside = (token < tokens)[:, None] & (column < dim)[None, :]
+    query_row = (start + token).to(tl.int64) * (kv_heads * group) + head
+    place = query_row[:, None] * dim + column[None, :]
+    if is_settled:
+        wait_for_previous(overlap)
+    if row >= 0:
         before = length - tokens
-        # The query heads of a KV head share its keys: they are rows of one tile, token by token.
-        local = tile * query_tile + tl.arange(0, query_tile)
-        token = local // group
-        head = kv_head * group + local % group
-        column = tl.arange(0, dim_tile)
-        inside = (token < tokens)[:, None] & (column < dim)[None, :]
-        query_row = (start + token).to(tl.int64) * (kv_heads * group) + head
-        place = query_row[:, None] * dim + column[None, :]
         q = tl.load(query + place, mask=inside, other=0.0)
         # Tokens behind the chunk's end attend like its last one, and are not stored.
         position = before + tl.minimum(token, tokens - 1)
@@ -290,16 +256,13 @@ def _prefill_kernel(
         maximum = tl.full((query_tile,), -float("inf"), tl.float32)
         total = tl.zeros((query_tile,), tl.float32)
         table = tables + row.to(tl.int64) * table_stride
+        begin = begin_tile * key_tile
+        last = before + (first_query + query_tile - 1) // group + 1
+        end = tl.minimum(tl.minimum(last, length), end_tile * key_tile)
         # Keys that every query of the tile sees need no mask.
-        first = before + tile * query_tile // group
-        seen = (first + 1) // key_tile * key_tile
-        end = tl.minimum(before + (tile * query_tile + query_tile - 1) // group + 1, length)
-        begin = 0
+        seen = (before + first_query // group + 1) // key_tile * key_tile
         masked = seen
         if divides:
-            tiles = tl.cdiv(tl.cdiv(end, key_tile), parts)
-            begin = part * tiles * key_tile
-            end = tl.minimum(begin + tiles * key_tile, end)
             seen = tl.minimum(seen, end)
             masked = tl.maximum(seen, begin)
         if first_key > 0:
@@ -324,10 +287,12 @@ def _prefill_kernel(
             block_size, kv_heads, dim, dim_tile, key_tile, first_key,
         )  # fmt: skip
         if divides:
-            slot = kv_head * shares + number
-            query_in_tile = tl.arange(0, query_tile)
-            place_in_slot = query_in_tile[:, None] * dim + column[None, :]
+            part = tl.load(unit + 7)
+            parts = tl.load(unit + 8)
             if parts > 1:
+                slot = kv_head * slots + number
+                query_in_tile = tl.arange(0, query_tile)
+                place_in_slot = query_in_tile[:, None] * dim + column[None, :]
                 at = slot * query_tile + query_in_tile
                 tl.store(part_maximum + at, maximum * scale)
                 tl.store(part_total + at, total)

@@ -12,8 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_async.ops.attention.prefill_parts import PROGRAMS_A_PROCESSOR
+from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
 from megatron_async.ops.dependent_launch import HOPPER
+
+PROGRAMS_A_PROCESSOR = 2
+"""Programs that the parts of a step should make, if two fit a processor; decode attention's parts
+make as many (`decode_schedule.py`)."""
 
 
 class Tile(NamedTuple):
@@ -25,11 +29,8 @@ class Tile(NamedTuple):
     stages: int
     descriptors: bool = False
     """Whether keys and values are loaded by tensor descriptors (TMA)."""
-
-    def programs(self, dim: int) -> int:
-        """Programs that should share a processor, if their keys can be divided: with tiles of 128
-        keys of 128 elements in three stages one fits."""
-        return 1 if self.keys * dim > 64 * 128 else PROGRAMS_A_PROCESSOR
+    programs: int = 1
+    """That should share a processor, if their keys can be divided."""
 
 
 FEW_PROGRAMS = 128
@@ -41,53 +42,41 @@ def queries_of(dtype: torch.dtype, dim: int) -> int:
     return 32 if dtype == torch.float32 or dim > 128 else 64
 
 
-def tile_of(query: Tensor, block_size: int) -> Tile:
+def tile_of(
+    tokens: int, heads: int, dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Tile:
     """The tile for a step: 64 queries and 4 warps, so that two or more programs share a processor
     and one computes softmax while the other multiplies.
 
     Args:
-        query: `[tokens, heads, dim]`.
+        tokens: of the step's chunks, at most.
+        heads, dim: query heads, and size of a head.
         block_size: tokens a KV block.
+        dtype: of queries and cache.
+        device: where they are.
     """
-    tokens, heads, dim = query.shape
-    if queries_of(query.dtype, dim) == 32:
-        return Tile(32, 32, 2)
+    if queries_of(dtype, dim) == 32:
+        return Tile(32, 32, 2, programs=PROGRAMS_A_PROCESSOR)
     # Larger key tiles are fewer round trips for a program, and leave room for fewer programs.
     few = tokens * heads <= FEW_PROGRAMS * 64
     if block_size % 128 == 0 and (dim <= 64 or few):
-        return Tile(64, 128, 3, _descriptors_fit(query))
-    fits = block_size % 64 == 0 and _descriptors_fit(query)
-    return Tile(64, 64, 2 if dim > 64 else 3, fits)
+        # In three stages, tiles of 128 keys of 128 elements leave room for one program.
+        programs = 1 if dim > 64 else PROGRAMS_A_PROCESSOR
+        return Tile(64, 128, 3, _descriptors_fit(dim, device), programs)
+    fits = block_size % 64 == 0 and _descriptors_fit(dim, device)
+    return Tile(64, 64, 2 if dim > 64 else 3, fits, PROGRAMS_A_PROCESSOR)
 
 
-def _descriptors_fit(query: Tensor) -> bool:
-    dim = query.size(2)
+def _descriptors_fit(dim: int, device: torch.device) -> bool:
     if dim != triton.next_power_of_2(dim):
         return False
     # Off a GPU there is only Triton's interpreter, which has them.
-    return not query.is_cuda or _is_hopper(query.device.index)
+    return device.type != "cuda" or _is_hopper(device.index)
 
 
 @lru_cache
 def _is_hopper(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] >= HOPPER
-
-
-def most_tiles(query: Tensor, group: int, rows: int, max_query_length: int, queries: int) -> int:
-    """Tiles of queries that a KV head of any such rows has at most.
-
-    Args:
-        query: `[tokens, heads, dim]`.
-        group: query heads of a KV head.
-        rows: chunks.
-        max_query_length: no chunk has more tokens.
-        queries: of a tile.
-    """
-    # Every row may end with a tile that is not full.
-    return min(
-        rows * triton.cdiv(max_query_length * group, queries),
-        (len(query) * group + rows * (queries - 1)) // queries,
-    )
 
 
 def check_rows(
@@ -96,8 +85,8 @@ def check_rows(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    kv_lengths: Tensor,
-    starts: Tensor,
+    schedule: PrefillSchedule,
+    queries: int,
     out: Tensor,
 ) -> None:
     """Check arguments of `paged_prefill_attention`, or of another function of this `name`.
@@ -105,7 +94,6 @@ def check_rows(
     Raises:
         ValueError: shapes do not match.
     """
-    rows = kv_lengths.numel()
     heads, dim = query.shape[1:]
     kv_heads, cache_dim = key_cache.shape[2:]
     if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
@@ -113,8 +101,15 @@ def check_rows(
             f"{name}: query {tuple(query.shape)} does not fit caches {tuple(key_cache.shape)} and "
             f"{tuple(value_cache.shape)}."
         )
-    if starts.numel() != rows + 1 or block_tables.size(0) != rows or out.shape != query.shape:
+    if block_tables.size(0) != schedule.rows or out.shape != query.shape:
         raise ValueError(
-            f"{name}: {rows} rows want {rows + 1} starts and {rows} block tables, found "
-            f"{starts.numel()} and {block_tables.size(0)}; out must be like query."
+            f"{name}: {schedule.rows} rows want {schedule.rows} block tables, found "
+            f"{block_tables.size(0)}; out must be like query."
+        )
+    made_for = schedule.kv_heads, schedule.group, schedule.queries, schedule.dim
+    if made_for != (kv_heads, heads // kv_heads, queries, dim):
+        raise ValueError(
+            f"{name}: the schedule was made for {made_for[0]} KV heads of {made_for[1]} query "
+            f"heads and tiles of {made_for[2]} queries of {made_for[3]}; here are {kv_heads} of "
+            f"{heads // kv_heads}, {queries} and {dim}."
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_async.ops.attention.prefill_attention import LOG2_E
-from megatron_async.ops.attention.prefill_tiles import check_rows, most_tiles
+from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
+from megatron_async.ops.attention.prefill_tiles import check_rows
 from megatron_async.ops.attention.warpgroup_attention_kernel import (
     GROUP_QUERIES,
     warpgroup_attention_kernel,
@@ -23,6 +23,8 @@ IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128)
 """Head dimensions that the kernel serves."""
+MANY_TOKENS = 4096
+"""Of a step, for which large tiles of queries are enough for the whole device."""
 
 
 class WarpgroupTile(NamedTuple):
@@ -35,6 +37,8 @@ class WarpgroupTile(NamedTuple):
     """Tiles of keys, and of values, in shared memory at a time."""
     in_turns: bool = True
     """Whether the products of one warpgroup are behind those of the other, not between them."""
+    programs: int = 1
+    """That fit a processor."""
 
     @property
     def queries(self) -> int:
@@ -48,16 +52,24 @@ class WarpgroupTile(NamedTuple):
         return 240 if self.warpgroups == 2 else 160
 
 
-def tile_of(dim: int, block_size: int) -> WarpgroupTile | None:
-    """The tile for heads of `dim` elements and KV blocks of `block_size` tokens; None: there is
-    none, as a tile of keys lies in one block."""
-    if dim not in DIMS:
+def tile_of(dim: int, block_size: int, tokens: int = MANY_TOKENS) -> WarpgroupTile | None:
+    """The tile for heads of `dim` elements, KV blocks of `block_size` tokens and a step of at most
+    `tokens` tokens; None: there is none, as a tile of keys lies in one block.
+
+    Tiles of 192 queries need fewer bytes, but are too large for few tokens. Products in turns pay
+    with heads of 128, whose products take longer than their weights, and if a program has tens of
+    tiles of keys (docs/records/prefill_attention.md).
+    """
+    if dim not in DIMS or block_size % 64:
         return None
-    if block_size % 128 == 0:
-        return WarpgroupTile(2, 128, 2 if dim == 128 else 3)
-    if block_size % 64 == 0:
-        return WarpgroupTile(3, 64, 3 if dim == 128 else 4)
-    return None
+    if dim == 128:
+        are_many = tokens >= 2048
+        if block_size % 128 == 0:
+            return WarpgroupTile(2, 128, 2, in_turns=are_many)
+        return WarpgroupTile(3, 64, 3) if are_many else WarpgroupTile(2, 64, 4, in_turns=False)
+    if block_size % 128 == 0 and tokens < MANY_TOKENS:
+        return WarpgroupTile(2, 128, 3, in_turns=False)
+    return WarpgroupTile(3, 64, 4, in_turns=False)
 
 
 def warpgroup_prefill_attention(
@@ -65,12 +77,11 @@ def warpgroup_prefill_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    kv_lengths: Tensor,
-    starts: Tensor,
-    max_query_length: int,
+    schedule: PrefillSchedule,
+    tile: WarpgroupTile,
     scale: float,
     out: Tensor,
-    tile: WarpgroupTile | None = None,
+    is_settled: bool = False,
 ) -> None:
     """Attention of prefill rows over the paged cache, this step's keys and values already in place.
 
@@ -79,16 +90,15 @@ def warpgroup_prefill_attention(
             end, perhaps between others.
         key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous.
         block_tables: int32 `[rows, blocks]`.
-        kv_lengths: int32 `[rows]`: a chunk's last token is at position KV length - 1.
-        starts: int32 `[rows + 1]`: tokens of row i are starts[i] .. starts[i + 1] - 1.
-        max_query_length: no chunk has more tokens.
+        schedule: of the step's rows, made for `tile`.
+        tile: its keys divide the block size (`tile_of`).
         scale: softmax scale, above 0.
         out: `[tokens, heads, dim]`, contiguous; written for the rows' tokens, left alone for
             others.
-        tile: its keys divide the block size; None: the rule's (`tile_of`).
+        is_settled: as of `paged_prefill_attention`.
 
     Raises:
-        ValueError: shapes do not match, or there is no tile for them.
+        ValueError: shapes do not match, or the tile does not serve them.
     """
     check_rows(
         "warpgroup_prefill_attention",
@@ -96,49 +106,49 @@ def warpgroup_prefill_attention(
         key_cache,
         value_cache,
         block_tables,
-        kv_lengths,
-        starts,
+        schedule,
+        tile.queries,
         out,
     )
-    _tokens, heads, dim = query.shape
+    dim = query.size(2)
     block_size, kv_heads = key_cache.shape[1:3]
-    rows = kv_lengths.numel()
-    tile = tile or tile_of(dim, block_size)
-    if tile is None or query.dtype not in DTYPES or block_size % tile.keys:
+    if dim not in DIMS or query.dtype not in DTYPES or block_size % tile.keys:
         raise ValueError(
-            f"warpgroup_prefill_attention: no tile for {query.dtype}, heads of {dim} and blocks of "
-            f"{block_size} tokens; it serves 16-bit dtypes, heads of 64 and 128 and blocks of a "
-            "multiple of 64 (use paged_prefill_attention)."
+            f"warpgroup_prefill_attention: no tile of {tile.keys} keys for {query.dtype}, heads of "
+            f"{dim} and blocks of {block_size} tokens; it serves 16-bit dtypes, heads of 64 and "
+            "128 and blocks of whole tiles (use paged_prefill_attention)."
         )
-    if not rows or not max_query_length:
+    if not len(schedule.units):
         return
-    group = heads // kv_heads
-    tiles = most_tiles(query, group, rows, max_query_length, tile.queries)
     keys, values = (
         TensorDescriptor.from_tensor(
             cache.view(-1, kv_heads * dim), [tile.keys, dim], IN_SHARED_MEMORY
         )
         for cache in (key_cache, value_cache)
     )
-    warpgroup_attention_kernel[kv_heads, tiles](
+    parts = schedule.parts
+    # Without parts nothing is read of these.
+    nothing = (out, out, out, schedule.units)
+    warpgroup_attention_kernel[kv_heads, len(schedule.units)](
         query,
         keys,
         values,
         block_tables,
         block_tables.stride(0),
-        kv_lengths,
-        starts,
-        rows,
+        schedule.units,
         scale * LOG2_E,
         out,
+        *(parts or nothing),
+        schedule.slots,
+        divides=parts is not None,
         block_size=block_size,
-        group=group,
+        group=schedule.group,
         kv_heads=kv_heads,
-        rows_tile=max(triton.next_power_of_2(rows), 16),
         warpgroups=tile.warpgroups,
         stages=tile.stages,
         registers=tile.registers,
         in_turns=tile.in_turns,
+        is_settled=is_settled,
         num_warps=4,
         **launch_options(query),
     )

@@ -2,7 +2,8 @@
 
 As FlashAttention-3 (Shah et al. 2024) does, one warp brings keys and values by the copy engine, and
 warpgroups of 64 queries each share them. Here a tile's queries are those of the query heads of one
-KV head, and keys and values are found by block tables.
+KV head, keys and values are found by block tables, and a program has its work from a schedule
+(`prefill_schedule.py`).
 
 Written in Gluon, the form of Triton in which a program states the place of each element.
 """
@@ -15,15 +16,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from megatron_async.ops.attention.prefill_schedule import UNIT as UNIT_NUMBERS
 from megatron_async.ops.attention.warpgroup_attention_steps import attend, load_tiles
+
+UNIT = gl.constexpr(UNIT_NUMBERS.value)
+"""Numbers of a unit of the schedule."""
 
 GROUP_QUERIES = gl.constexpr(64)
 """Queries of a warpgroup: rows of one product of the matrix units."""
-
-
-@gluon.jit
-def _add(one: gl.tensor, other: gl.tensor) -> gl.tensor:
-    return one + other
 
 
 @gluon.jit
@@ -36,61 +36,59 @@ def _uniform(value: gl.tensor) -> gl.tensor:
     )  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=["table_stride", "rows"],
-    do_not_specialize_on_alignment=["tables", "kv_lengths", "starts"],
-)
+@gluon.jit(do_not_specialize=["table_stride", "slots"], do_not_specialize_on_alignment=["tables"])
 def warpgroup_attention_kernel(
     query: gl.tensor,
     key_chunks: tma.tensor_descriptor,
     value_chunks: tma.tensor_descriptor,
     tables: gl.tensor,
     table_stride: gl.tensor,
-    kv_lengths: gl.tensor,
-    starts: gl.tensor,
-    rows: gl.tensor,
+    units: gl.tensor,
     scale: gl.tensor,
     out: gl.tensor,
+    part_output: gl.tensor,
+    part_maximum: gl.tensor,
+    part_total: gl.tensor,
+    arrived: gl.tensor,
+    slots: gl.tensor,
+    divides: gl.constexpr,
     block_size: gl.constexpr,
     group: gl.constexpr,
     kv_heads: gl.constexpr,
-    rows_tile: gl.constexpr,
     warpgroups: gl.constexpr,
     stages: gl.constexpr,
     registers: gl.constexpr,
     in_turns: gl.constexpr,
+    is_settled: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
-    """A tile of `warpgroups` times 64 queries of one chunk and one KV head."""
-    if overlap:
+    """A tile of `warpgroups` times 64 queries of one chunk and one KV head, and its keys or a part
+    of them."""
+    if overlap and not is_settled:
         gdc_wait()
         gdc_launch_dependents()
     dtype: gl.constexpr = key_chunks.dtype
     key_tile: gl.constexpr = key_chunks.block_shape[0]
     dim: gl.constexpr = key_chunks.block_shape[1]
-    query_tile: gl.constexpr = warpgroups * GROUP_QUERIES
-    # Which row's tile this is. The last tiles of a chunk have the most keys: they begin first, for
-    # all heads.
     kv_head = gl.program_id(0)
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    each = gl.arange(0, rows_tile, layout=line)
-    begins = gl.load(starts + each, mask=each < rows, other=0)
-    ends = gl.load(starts + each + 1, mask=each < rows, other=0)
-    tiles_of = ((ends - begins) * group + query_tile - 1) // query_tile
-    tiles_to = gl.associative_scan(tiles_of, 0, _add)
-    number = gl.sum(tiles_of, 0) - 1 - gl.program_id(1)
-    if number >= 0:
-        row = _uniform(gl.sum((tiles_to <= number).to(gl.int32), 0))
-        tile = _uniform(number - gl.sum(gl.where(each < row, tiles_of, 0), 0))
-        start = gl.load(starts + row)
-        tokens = gl.load(starts + row + 1) - start
-        length = gl.load(kv_lengths + row)
-        first_query = tile * query_tile
-        before = length - tokens
+    number = gl.program_id(1)
+    unit = units + number * UNIT
+    row = _uniform(gl.load(unit))
+    first_query = _uniform(gl.load(unit + 1))
+    start = gl.load(unit + 2)
+    tokens = gl.load(unit + 3)
+    length = gl.load(unit + 4)
+    begin = gl.load(unit + 5)
+    end = gl.load(unit + 6)
+    part = gl.load(unit + 7)
+    parts = gl.load(unit + 8)
+    if overlap and is_settled:
+        gdc_wait()
+        gdc_launch_dependents()
+    if row >= 0:
+        tiles = end - begin
         # Keys that every query of the tile sees need no mask.
-        unmasked = (before + first_query // group + 1) // key_tile
-        end = gl.minimum(before + (first_query + query_tile - 1) // group + 1, length)
-        tiles = (end + key_tile - 1) // key_tile
+        unmasked = (length - tokens + first_query // group + 1) // key_tile
         table = tables + row.to(gl.int64) * table_stride
 
         queries = gl.allocate_shared_memory(
@@ -112,37 +110,39 @@ def warpgroup_attention_kernel(
         for i in gl.static_range(warpgroups):
             mbarrier.init(turns.index(i), count=1)
         chunk = (start, tokens, length)
+        slot = kv_head * slots + number
+        partial = (part_output, part_maximum, part_total, arrived, slot, part, parts)
         shared = (keys, values, keys_there, values_there, keys_read, values_read, turns)
         # A tuple that is assigned has no constants, so these are written where they are used.
         if warpgroups == 2:
             gl.warp_specialize([
                 (attend, (
-                    0, query, out, chunk, first_query, kv_head, tiles, unmasked, scale,
-                    queries, shared, kv_heads, group, dim, in_turns,
+                    0, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
+                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
                 )),
                 (attend, (
-                    1, query, out, chunk, first_query, kv_head, tiles, unmasked, scale,
-                    queries, shared, kv_heads, group, dim, in_turns,
+                    1, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
+                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
                 )),
                 (load_tiles, (
-                    key_chunks, value_chunks, table, tiles, kv_head * dim, shared, block_size,
+                    key_chunks, value_chunks, table, end, tiles, kv_head * dim, shared, block_size,
                 )),
             ], [4, 1], [registers, 24])  # fmt: skip
         else:
             gl.warp_specialize([
                 (attend, (
-                    0, query, out, chunk, first_query, kv_head, tiles, unmasked, scale,
-                    queries, shared, kv_heads, group, dim, in_turns,
+                    0, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
+                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
                 )),
                 (attend, (
-                    1, query, out, chunk, first_query, kv_head, tiles, unmasked, scale,
-                    queries, shared, kv_heads, group, dim, in_turns,
+                    1, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
+                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
                 )),
                 (attend, (
-                    2, query, out, chunk, first_query, kv_head, tiles, unmasked, scale,
-                    queries, shared, kv_heads, group, dim, in_turns,
+                    2, query, out, chunk, first_query, kv_head, end, tiles, unmasked, scale,
+                    queries, shared, partial, divides, kv_heads, group, dim, in_turns,
                 )),
                 (load_tiles, (
-                    key_chunks, value_chunks, table, tiles, kv_head * dim, shared, block_size,
+                    key_chunks, value_chunks, table, end, tiles, kv_head * dim, shared, block_size,
                 )),
             ], [4, 4, 1], [registers, registers, 24])  # fmt: skip

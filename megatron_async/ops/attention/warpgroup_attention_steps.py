@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megatron_async.ops.attention.warpgroup_join import join_parts_of_queries, of_product
+
 PIECE = gl.constexpr(16)
 """Keys whose values are cleared at a time."""
 
@@ -31,15 +33,9 @@ def _in_memory(dim: int) -> gl.BlockedLayout:
 
 
 @gluon.constexpr_function
-def _of_product(columns: int) -> gl.NVMMADistributedLayout:
-    """Layout in which the matrix units leave 64 rows of one warpgroup."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
 def _as_factor(columns: int) -> gl.DotOperandLayout:
     """Layout in which they take the rows of weights that meet values of so many columns."""
-    return gl.DotOperandLayout(0, _of_product(columns), 2)
+    return gl.DotOperandLayout(0, of_product(columns), 2)
 
 
 @gluon.jit
@@ -47,17 +43,19 @@ def load_tiles(
     key_chunks: tma.tensor_descriptor,
     value_chunks: tma.tensor_descriptor,
     table: gl.tensor,
+    end: gl.tensor,
     tiles: gl.tensor,
     column: gl.tensor,
     shared: gl.tuple,
     block_size: gl.constexpr,
 ) -> None:
-    """Bring tiles of keys and values from the last one to the first, when their places are free."""
+    """Bring `tiles` tiles of keys and values from the one before `end` on backwards, when their
+    places are free."""
     keys, values, keys_there, values_there, keys_read, values_read, _turns = shared
     stages: gl.constexpr = keys.shape[0]
     key_tile: gl.constexpr = keys.shape[1]
     for i in range(tiles):
-        first = (tiles - 1 - i) * key_tile
+        first = (end - 1 - i) * key_tile
         cell = gl.load(table + first // block_size) * block_size + first % block_size
         slot = i % stages
         phase = i // stages % 2
@@ -87,7 +85,7 @@ def _weights(
     far."""
     key_tile: gl.constexpr = scores.shape[1]
     if masked:
-        key = first + gl.arange(0, key_tile, layout=gl.SliceLayout(0, _of_product(key_tile)))
+        key = first + gl.arange(0, key_tile, layout=gl.SliceLayout(0, of_product(key_tile)))
         scores = gl.where(position[:, None] >= key[None, :], scores, -float("inf"))
     # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
@@ -103,8 +101,8 @@ def _weights(
 @gluon.jit
 def _add_tiles(
     begin: gl.tensor,
+    stop: gl.tensor,
     end: gl.tensor,
-    tiles: gl.tensor,
     queries: gl.shared_memory_descriptor,
     shared: gl.tuple,
     weights: gl.tensor,
@@ -117,16 +115,16 @@ def _add_tiles(
     masked: gl.constexpr,
     in_turns: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Tiles `begin` .. `end` - 1 in the order of `load_tiles`: their scores and weights, and the
-    values of the tile before each."""
+    """Tiles `begin` .. `stop` - 1 in the order of `load_tiles`, from `end` on backwards: their
+    scores and weights, and the values of the tile before each."""
     keys, values, keys_there, values_there, keys_read, values_read, turns = shared
     warpgroups: gl.constexpr = turns.shape[0]
     stages: gl.constexpr = keys.shape[0]
     key_tile: gl.constexpr = keys.shape[1]
     count: gl.constexpr = queries.shape[0]
     dim: gl.constexpr = queries.shape[1]
-    rows: gl.constexpr = gl.SliceLayout(1, _of_product(dim))
-    for i in range(begin, end):
+    rows: gl.constexpr = gl.SliceLayout(1, of_product(dim))
+    for i in range(begin, stop):
         slot = i % stages
         before = (i - 1) % stages
         before_phase = (i - 1) // stages % 2
@@ -136,7 +134,7 @@ def _add_tiles(
             # One warpgroup's products are behind the other's, not between them: so one computes
             # weights while the other multiplies. The first one's first turn is free.
             mbarrier.wait(turns.index(number), (i - 1) % 2 if number > 0 else i % 2)
-        zeros = gl.zeros([count, key_tile], gl.float32, layout=_of_product(key_tile))
+        zeros = gl.zeros([count, key_tile], gl.float32, layout=of_product(key_tile))
         scores = warpgroup_mma(
             queries, keys.index(slot).permute((1, 0)), warpgroup_mma_init(zeros), is_async=True
         )
@@ -148,7 +146,7 @@ def _add_tiles(
             mbarrier.arrive(turns.index((number + 1) % warpgroups), count=1)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(keys_read.index(slot), count=1)
-        first = (tiles - 1 - i) * key_tile
+        first = (end - 1 - i) * key_tile
         weights, maximum, total, shrink = _weights(
             scores, maximum, total, position, first, scale, masked
         )
@@ -214,25 +212,28 @@ def attend(
     chunk: gl.tuple,
     first_query: gl.tensor,
     kv_head: gl.tensor,
+    end: gl.tensor,
     tiles: gl.tensor,
     unmasked: gl.tensor,
     scale: gl.tensor,
     all_queries: gl.shared_memory_descriptor,
     shared: gl.tuple,
+    partial: gl.tuple,
+    divides: gl.constexpr,
     kv_heads: gl.constexpr,
     group: gl.constexpr,
     dim: gl.constexpr,
     in_turns: gl.constexpr,
 ) -> None:
-    """One warpgroup's queries over all tiles."""
+    """One warpgroup's queries over the `tiles` tiles before tile `end`."""
     start, tokens, length = chunk
     keys, values, keys_there, values_there, keys_read, _values_read, _turns = shared
     key_tile: gl.constexpr = keys.shape[1]
     count: gl.constexpr = all_queries.shape[1]
     dtype: gl.constexpr = query.dtype.element_ty
     flat: gl.constexpr = _in_memory(dim)
-    layout: gl.constexpr = _of_product(key_tile)
-    sums: gl.constexpr = _of_product(dim)
+    layout: gl.constexpr = of_product(key_tile)
+    sums: gl.constexpr = of_product(dim)
     own = first_query + number * count
     place, exists = _places(own, start, tokens, kv_head, count, kv_heads, group, dim)
     queries = all_queries.index(number)
@@ -251,21 +252,21 @@ def attend(
     mbarrier.arrive(keys_read.index(0), count=1)
     maximum = gl.full([count], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
     total = gl.zeros([count], gl.float32, layout=gl.SliceLayout(1, layout))
-    first = (tiles - 1) * key_tile
+    first = (end - 1) * key_tile
     weights, maximum, total, _shrink = _weights(
         scores, maximum, total, position, first, scale, True
     )
     gathered = gl.zeros([count, dim], gl.float32, layout=sums)
-    if length < tiles * key_tile:
+    if length < end * key_tile:
         mbarrier.wait(values_there.index(0), 0)
         _clear_behind(values.index(0), length - first, flat)
-    masked = tiles - unmasked
+    masked = gl.minimum(end - unmasked, tiles)
     weights, gathered, maximum, total = _add_tiles(
-        1, masked, tiles, queries, shared,
+        1, masked, end, queries, shared,
         weights, gathered, maximum, total, position, scale, number, True, in_turns,
     )  # fmt: skip
     weights, gathered, maximum, total = _add_tiles(
-        gl.maximum(masked, 1), tiles, tiles, queries, shared,
+        gl.maximum(masked, 1), tiles, end, queries, shared,
         weights, gathered, maximum, total, position, scale, number, False, in_turns,
     )  # fmt: skip
     stages: gl.constexpr = keys.shape[0]
@@ -276,8 +277,22 @@ def attend(
         multiplied, values.index(last), warpgroup_mma_init(gathered), is_async=True
     )
     gathered, multiplied = warpgroup_mma_wait(0, deps=(adding, multiplied))
-    result = gathered / gl.convert_layout(total, gl.SliceLayout(1, sums))[:, None]
-    # Through the place of the queries, so that a thread writes adjacent elements.
-    queries.store(result.to(dtype))
-    place, exists = _places(_again(own), start, tokens, kv_head, count, kv_heads, group, dim)
-    gl.store(out + place, queries.load(flat), mask=exists)
+    total = gl.convert_layout(total, gl.SliceLayout(1, sums))
+    is_there = True
+    if divides:
+        _parts = partial[6]
+        is_there = _parts == 1
+        if is_there:
+            gathered = gathered / total[:, None]
+        else:
+            highest = gl.convert_layout(maximum * scale, gl.SliceLayout(1, sums))
+            gathered, is_there = join_parts_of_queries(
+                partial, gathered, highest, total, number, all_queries.shape[0]
+            )
+    else:
+        gathered = gathered / total[:, None]
+    if is_there:
+        # Through the place of the queries, so that a thread writes adjacent elements.
+        queries.store(gathered.to(dtype))
+        place, exists = _places(_again(own), start, tokens, kv_head, count, kv_heads, group, dim)
+        gl.store(out + place, queries.load(flat), mask=exists)

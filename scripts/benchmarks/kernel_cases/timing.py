@@ -32,7 +32,7 @@ def microseconds(chain: Chain, replays: int) -> float:
             device.compute.launch(again)
         device.compute.record(end)
         end.wait()
-        times.append((end.time_us() - start.time_us()) / replays)
+        times.append(end.us_since(start) / replays)
     return statistics.median(times[1:]) / chain.links
 
 

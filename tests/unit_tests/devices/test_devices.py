@@ -65,6 +65,7 @@ def test_timed_events_are_on_the_host_clock(device):
     end.wait()
     after = time.perf_counter_ns() / 1e3
     assert before - 500 <= start.time_us() <= end.time_us() <= after + 500
+    assert end.us_since(start) == pytest.approx(end.time_us() - start.time_us(), abs=5)
 
 
 def test_a_launch_returns_before_its_work_is_done():

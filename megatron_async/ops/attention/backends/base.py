@@ -46,6 +46,8 @@ class PrefillRows:
     """int32 `[rows]`, this step's tokens included: a chunk's last token is at length - 1."""
     starts: Tensor
     """int32 `[rows + 1]`: tokens of row i are starts[i] .. starts[i + 1] - 1 of the step's."""
+    tokens: int
+    """The rows have no more tokens together."""
     max_query_length: int
     """No row has more tokens in this step."""
     max_kv_length: int

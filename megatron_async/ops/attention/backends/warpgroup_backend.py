@@ -7,6 +7,8 @@ from megatron_async.ops.attention.backends.own_kernel import OwnKernelPrefill
 from megatron_async.ops.attention.warpgroup_attention import (
     DIMS,
     DTYPES,
+    MANY_TOKENS,
+    WarpgroupTile,
     is_supported,
     tile_of,
     warpgroup_prefill_attention,
@@ -43,4 +45,11 @@ class WarpgroupPrefill(OwnKernelPrefill):
             f"heads of {' or '.join(map(str, DIMS))} with blocks of a multiple of 64",
             f"change block_size_tokens or {OTHER}",
         )
-        super().__init__(warpgroup_prefill_attention)
+
+        def tile(tokens: int) -> WarpgroupTile:
+            found = tile_of(shape.dim, shape.block_size, tokens)
+            assert found is not None
+            return found
+
+        queries = {tile(tokens).queries for tokens in (1, MANY_TOKENS)}
+        super().__init__(shape, warpgroup_prefill_attention, tile, sorted(queries))

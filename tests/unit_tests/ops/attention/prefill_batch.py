@@ -5,6 +5,9 @@ import random
 import torch
 
 from megatron_async.ops.attention.backends.base import PrefillRows
+from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
+from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
+from megatron_async.ops.attention.prefill_tiles import PROGRAMS_A_PROCESSOR, tile_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PADDING = 2**30
@@ -100,11 +103,48 @@ class PrefillBatch:
 
     def rows(self, chunks=(), max_query_length=None):
         """As a backend sees them; without `chunks` as in a captured step."""
-        bounds = max_query_length or len(self.query), self.longest
+        bounds = len(self.query), max_query_length or len(self.query), self.longest
         if chunks:
-            bounds = max(query for query, _ in chunks), max(kv for _, kv in chunks)
+            queries, lengths = zip(*chunks, strict=True)
+            bounds = sum(queries), max(queries), max(lengths)
         first = self.first if chunks else 0
         return PrefillRows(self.tables, self.lengths, self.starts, *bounds, tuple(chunks), first)
+
+    def tile(self, tokens=None):
+        """The Triton kernel's, for so many tokens; all if None."""
+        heads, dim = self.query.shape[1:]
+        tokens = len(self.query) if tokens is None else tokens
+        return tile_of(tokens, heads, dim, self.block_size, self.query.dtype, self.query.device)
+
+    def schedule(self, processors=0, tile=None):
+        """A schedule that divides keys if there are processors. Partial results are NaN."""
+        kv_heads, dim = self.keys.shape[2:]
+        queries = (tile or self.tile()).queries
+        schedule = PrefillSchedule(
+            kv_heads, self.group, queries, dim, self.query.device, processors, PROGRAMS_A_PROCESSOR
+        )
+        for tensor in (schedule._parts or ())[:3]:
+            tensor.fill_(float("nan"))
+        return schedule
+
+    def plan(self, schedule, rows, tile=None):
+        """The step's schedule; returns its tile."""
+        tile = tile or self.tile(rows.tokens)
+        schedule.update(
+            rows.kv_lengths, rows.starts, rows.tokens, rows.max_query_length, tile.keys,
+            tile.programs,
+        )  # fmt: skip
+        return tile
+
+    def attend(self, rows, schedule=None, is_settled=False):
+        """By the Triton kernel."""
+        if schedule is None:
+            schedule = self.schedule()
+        tile = self.plan(schedule, rows)
+        paged_prefill_attention(
+            self.query, self.keys, self.values, rows.block_tables, schedule, tile, self.scale,
+            self.out, is_settled, self.first_key,
+        )  # fmt: skip
 
     def check(self, padding_is_left_alone=True):
         own = slice(self.first, self.tokens)

@@ -212,8 +212,10 @@ class TestOnGpu:
         prompts = [list(range(5, 5 + 37 * length)) for length in range(1, 9)]
         params = SamplingParams(temperature=0.0, num_tokens_to_generate=8, termination_id=-1)
         found = {}
+        # Warpgroups serve no heads of 16.
+        model = "dummy:smollm2-135m" if backend_name == "warpgroup" else "dummy:tiny"
         for name in {"torch", backend_name}:
-            with LLM("dummy:tiny", attention_backend=name, **settings) as llm:
+            with LLM(model, attention_backend=name, **settings) as llm:
                 results = llm.generate(prompts, params)
                 assert all(result.error is None for result in results)
                 found[name] = [result.generated_tokens for result in results]
@@ -233,7 +235,7 @@ class TestOnGpu:
             assert selection._measured[shape][0] == choice.microseconds
             assert choose_prefill(None, shape, device).microseconds == choice.microseconds
         else:
-            assert {backend.name for backend in choice.backends} == {"triton"}
+            assert {backend.name for backend in choice.backends} == {"triton"}, "the only one"
         assert choice.captures
 
     def test_unfit_shape(self):

@@ -1,27 +1,14 @@
 """The prefill kernel against a gathered softmax in float64; see `PrefillBatch`."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from prefill_batch import PrefillBatch, random_chunks
 
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
-
-
-def attend(batch, rows):
-    paged_prefill_attention(
-        batch.query,
-        batch.keys,
-        batch.values,
-        rows.block_tables,
-        rows.kv_lengths,
-        rows.starts,
-        rows.max_query_length,
-        batch.scale,
-        batch.out,
-        batch.first_key,
-    )
+from megatron_async.ops.attention.prefill_tiles import Tile
 
 
 @pytest.mark.parametrize(
@@ -51,7 +38,7 @@ def test_against_softmax(chunks, block_size, kv_heads, group, dim, dtype, captur
         tokens, rows = tokens + 7 + 9, rows + 2
     batch = PrefillBatch(tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device)
     batch.refill(chunks, first=9 if captured else 0)
-    attend(batch, batch.rows(() if captured else chunks))
+    batch.attend(batch.rows(() if captured else chunks))
     batch.check()
 
 
@@ -64,14 +51,14 @@ def test_keys_that_are_not_there(block_size, dim, dtype, device):
     chunks = [(70, 70), (1, 1), (2, 2), (20, 85), (3, 130)]
     batch = PrefillBatch(100, 6, 130, block_size, 2, 2, dim, dtype, device, first_key=1)
     batch.refill(chunks)
-    attend(batch, batch.rows(chunks))
+    batch.attend(batch.rows(chunks))
     batch.check()
 
 
 def test_only_dummy_rows(device):
     batch = PrefillBatch(20, 3, 64, 64, 1, 1, 32, torch.float32, device)
     batch.refill([])
-    attend(batch, batch.rows())
+    batch.attend(batch.rows())
     batch.check()
 
 
@@ -79,7 +66,7 @@ def test_scores_far_from_zero(device):
     """Scores of some hundreds, whose exponentials overflow: only differences may be taken."""
     batch = PrefillBatch(30, 1, 60, 16, 1, 2, 32, torch.float16, device)
     batch.refill([(30, 60)], query_scale=100.0)
-    attend(batch, batch.rows([(30, 60)]))
+    batch.attend(batch.rows([(30, 60)]))
     batch.check()
 
 
@@ -87,42 +74,53 @@ def test_rows_do_not_depend_on_each_other(device):
     """A row's result is the same bits beside other rows, for an equal bound of query lengths."""
     batch = PrefillBatch(40, 2, 64, 16, 2, 2, 32, torch.float32, device)
     batch.refill([(20, 50), (20, 64)])
-    attend(batch, batch.rows())
+    batch.attend(batch.rows())
     together = batch.out.clone()
     batch.out.fill_(float("nan"))
     rows = batch.rows()
-    paged_prefill_attention(
-        batch.query, batch.keys, batch.values, rows.block_tables[1:], rows.kv_lengths[1:],
-        rows.starts[1:], rows.max_query_length, batch.scale, batch.out,
+    batch.attend(
+        replace(
+            rows, block_tables=rows.block_tables[1:], kv_lengths=rows.kv_lengths[1:],
+            starts=rows.starts[1:],
+        )
     )  # fmt: skip
     assert batch.out[:20].isnan().all()
     assert torch.equal(batch.out[20:], together[20:])
 
 
-def test_shapes_that_do_not_match():
+def test_shapes_that_do_not_match(interpreter):
     batch = PrefillBatch(8, 2, 16, 16, 2, 2, 32, torch.float32, "cpu")
     rows = batch.rows()
+    schedule = batch.schedule()
     arguments = {
         "query": batch.query,
         "key_cache": batch.keys,
         "value_cache": batch.values,
         "block_tables": rows.block_tables,
-        "kv_lengths": rows.kv_lengths,
-        "starts": rows.starts,
-        "max_query_length": 8,
+        "schedule": schedule,
+        "tile": batch.tile(),
         "scale": 1.0,
         "out": batch.out,
     }
+    with pytest.raises(ValueError, match="2 rows want 3 starts, found 2"):
+        batch.plan(schedule, replace(rows, starts=rows.starts[:2]))
+    with pytest.raises(ValueError, match=r"0 rows .* needs no schedule"):
+        batch.plan(schedule, replace(rows, kv_lengths=rows.kv_lengths[:0]))
+    schedule.rows = 2
     for name, wrong, message in (
         ("query", batch.query[:, :3], "does not fit caches"),
         ("key_cache", batch.keys[..., :16], "does not fit caches"),
         ("value_cache", batch.values[..., :1, :], "does not fit caches"),
-        ("starts", rows.starts[:2], "2 rows want 3 starts"),
-        ("block_tables", rows.block_tables[:1], "2 block tables, found 3 and 1"),
+        ("block_tables", rows.block_tables[:1], "2 block tables, found 1"),
         ("out", batch.out[:4], "like query"),
+        ("tile", Tile(64, 32, 2), r"2 KV heads of 2 .* 32 queries of 32; here are 2 of 2, 64 and"),
     ):
         with pytest.raises(ValueError, match=message):
             paged_prefill_attention(**{**arguments, name: wrong})
+    schedule = batch.schedule(4)
+    assert batch.plan(schedule, rows) == batch.tile()
+    with pytest.raises(ValueError, match="first_key=1 does not allow; make the schedule with"):
+        paged_prefill_attention(**{**arguments, "schedule": schedule, "first_key": 1})
 
 
 @pytest.mark.gpu
@@ -142,7 +140,7 @@ class TestOnGpu:
         batch = PrefillBatch(700, 6, 1500, block_size, kv_heads, group, dim, dtype, "cuda")
         for number in range(84):
             filled = batch.refill(random_chunks(rng, 6, 700, 1500))
-            attend(batch, batch.rows(filled if number % 2 else ()))
+            batch.attend(batch.rows(filled if number % 2 else ()))
             batch.check()
 
     def test_graph_replays_with_other_rows(self):
@@ -150,10 +148,10 @@ class TestOnGpu:
         batch = PrefillBatch(256, 8, 2000, 64, 3, 3, 64, torch.bfloat16, "cuda")
         batch.refill([])
         rows = batch.rows()
-        attend(batch, rows)
+        batch.attend(rows)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            attend(batch, rows)
+            batch.attend(rows)
         for _ in range(20):
             batch.refill(random_chunks(rng, 8, 256, 2000))
             graph.replay()
@@ -165,7 +163,7 @@ class TestOnGpu:
             pytest.skip("needs 24 GB free")
         batch = PrefillBatch(64, 1, 100, 64, 8, 1, 128, torch.bfloat16, "cuda")
         batch.refill([(64, 100)])
-        attend(batch, batch.rows([(64, 100)]))
+        batch.attend(batch.rows([(64, 100)]))
         near = batch.out.clone()
         blocks = 33_000
         for name in ("keys", "values"):
@@ -174,5 +172,5 @@ class TestOnGpu:
             large[-len(small) :] = small
             setattr(batch, name, large)
         batch.tables += blocks - 2
-        attend(batch, batch.rows([(64, 100)]))
+        batch.attend(batch.rows([(64, 100)]))
         assert torch.equal(batch.out, near)

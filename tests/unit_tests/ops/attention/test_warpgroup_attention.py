@@ -9,10 +9,12 @@ import torch
 import triton
 from gluon_emulator import EmulatedKernel
 from prefill_batch import PrefillBatch, random_chunks
+from schedule_reference import ReferenceKernel
 from test_resident_kernel import HOPPER, TOOLS, spilled_bytes
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton_interpreter import INTERPRETED
 
+from megatron_async.ops.attention import prefill_schedule
 from megatron_async.ops.attention import warpgroup_attention as launch_module
 from megatron_async.ops.attention import warpgroup_attention_kernel as kernel_module
 from megatron_async.ops.attention.warpgroup_attention import (
@@ -37,24 +39,39 @@ CASES = [
 ]
 
 
-def attend(batch, rows, tile=None):
+def attend(batch, rows, tile=None, processors=0, schedule=None, is_settled=False):
+    """The schedule, which is made if there is none."""
+    dim = batch.query.size(2)
+    tile = tile or tile_of(dim, batch.block_size, rows.tokens)
+    schedule = schedule or batch.schedule(processors, tile)
+    batch.plan(schedule, rows, tile)
     warpgroup_prefill_attention(
-        batch.query, batch.keys, batch.values, rows.block_tables, rows.kv_lengths, rows.starts,
-        rows.max_query_length, batch.scale, batch.out, tile,
+        batch.query, batch.keys, batch.values, rows.block_tables, schedule, tile, batch.scale,
+        batch.out, is_settled,
     )  # fmt: skip
+    return schedule
 
 
-def check(chunks, block_size, kv_heads, group, dim, dtype, device, captured, tile=None):
+def check(
+    chunks, block_size, kv_heads, group, dim, dtype, device, captured, tile=None, processors=0
+):
     """Captured: behind nine decode tokens, with two dummy rows, seven padding tokens, and no
-    lengths on the host."""
+    lengths on the host. Twice, as counters and partial results are left over."""
     tokens, rows = sum(query for query, _ in chunks), len(chunks)
     if captured:
         tokens, rows = tokens + 7 + 9, rows + 2
     longest = max(kv for _, kv in chunks)
     batch = PrefillBatch(tokens, rows, longest, block_size, kv_heads, group, dim, dtype, device)
-    batch.refill(chunks, first=9 if captured else 0)
-    attend(batch, batch.rows(() if captured else chunks), tile)
-    batch.check()
+    schedule = None
+    for number in range(2 if processors else 1):
+        batch.refill(chunks, first=9 if captured else 0)
+        schedule = attend(
+            batch, batch.rows(() if captured else chunks), tile, processors, schedule, number > 0
+        )
+        batch.check()
+    if processors:
+        assert not schedule._parts.arrived.any(), "counters are zeros between two launches"
+        assert (schedule.units[:, 8] > 1).any()
 
 
 @pytest.fixture
@@ -62,6 +79,7 @@ def emulated(monkeypatch):
     kernel = EmulatedKernel(kernel_module, "warpgroup_attention_kernel", (1, 2))
     monkeypatch.setattr(launch_module, "warpgroup_attention_kernel", kernel)
     monkeypatch.setattr(launch_module, "launch_options", lambda x: {"overlap": True})
+    monkeypatch.setattr(prefill_schedule, "_schedule_kernel", ReferenceKernel())
     return kernel
 
 
@@ -88,13 +106,35 @@ def test_emulated_tiles(tile, emulated):
         check([(70, 400), (3, 140)], 128, 1, 2, 64, BRAIN, "cpu", True, tile)
 
 
+PARTS = [
+    # chunks, block size, KV heads, group, head dimension, processors
+    ([(3, 2100)], 128, 2, 4, 128, 8),
+    ([(150, 1600), (40, 40)], 64, 1, 1, 64, 7),
+    ([(30, 1537), (1, 1100), (5, 9)], 128, 1, 3, 64, 12),
+    # The last part has one key, which the last query alone sees.
+    ([(30, 3585)], 128, 1, 1, 128, 8),
+    ([(600, 600), (2, 1300)], 64, 1, 1, 128, 11),  # the first queries see less than a part
+]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("chunks", "block_size", "kv_heads", "group", "dim", "processors"), PARTS)
+def test_emulated_parts(chunks, block_size, kv_heads, group, dim, processors, captured, emulated):
+    """Break it: parts counted by all warpgroups together, a counter left as it is, the part that
+    comes last joined without its own sums."""
+    for seed, dtype in enumerate((BRAIN, HALF)):
+        emulated.seed = seed
+        sizes = block_size, kv_heads, group, dim
+        check(chunks, *sizes, dtype, "cpu", captured, processors=processors)
+
+
 def test_emulated_random_batches(emulated):
     rng = random.Random(0)
     batch = PrefillBatch(300, 4, 700, 128, 1, 3, 64, BRAIN, "cpu")
     for number in range(8):
         emulated.seed = number
         filled = batch.refill(random_chunks(rng, 4, 300, 700))
-        attend(batch, batch.rows(filled if number % 2 else ()))
+        attend(batch, batch.rows(filled if number % 2 else ()), processors=number // 2 * 4)
         batch.check()
 
 
@@ -115,38 +155,43 @@ def test_emulated_dummy_rows_and_scores_far_from_zero(emulated):
     batch.check()
 
 
-def test_tiles_that_do_not_exist():
+def test_tiles_that_do_not_exist(emulated):
     assert tile_of(96, 128) is None
     assert tile_of(128, 48) is None
+    tile = WarpgroupTile(2, 64, 2)
     for dim, dtype, block_size in ((80, BRAIN, 64), (64, torch.float32, 64), (64, BRAIN, 48)):
         batch = PrefillBatch(8, 2, 16, block_size, 1, 2, dim, dtype, "cpu")
-        with pytest.raises(ValueError, match=f"no tile for {dtype}, heads of {dim} and blocks of"):
-            attend(batch, batch.rows())
+        batch.refill([])
+        with pytest.raises(ValueError, match=f"64 keys for {dtype}, heads of {dim} and blocks of"):
+            attend(batch, batch.rows(), tile)
     batch = PrefillBatch(8, 2, 16, 64, 1, 2, 64, BRAIN, "cpu")
-    with pytest.raises(ValueError, match="no tile"):
+    batch.refill([])
+    with pytest.raises(ValueError, match="no tile of 128 keys for"):
         attend(batch, batch.rows(), WarpgroupTile(2, 128, 2))
-    batch.starts = batch.starts[:2]
-    with pytest.raises(ValueError, match="2 rows want 3 starts"):
-        attend(batch, batch.rows())
+    with pytest.raises(ValueError, match=r"tiles of 128 queries of 64; here are .* 192"):
+        attend(batch, batch.rows(), WarpgroupTile(3, 64, 2), schedule=batch.schedule(0, tile))
     batch.keys = batch.keys[..., :16]
     with pytest.raises(ValueError, match="does not fit caches"):
-        attend(batch, batch.rows())
+        attend(batch, batch.rows(), tile)
 
 
-def compiled(dim, block_size, group):
-    tile = tile_of(dim, block_size)
+def compiled(dim, block_size, group, divides):
+    tile = tile_of(dim, block_size, 128 if divides else 8192)
     constants = {
-        "block_size": block_size, "group": group, "kv_heads": 8, "rows_tile": 16,
+        "block_size": block_size, "group": group, "kv_heads": 8, "divides": divides,
         "warpgroups": tile.warpgroups, "stages": tile.stages, "registers": tile.registers,
-        "in_turns": tile.in_turns, "overlap": True,
+        "in_turns": tile.in_turns, "is_settled": True, "overlap": True,
     }  # fmt: skip
     block = f"tensordesc<bf16[{tile.keys}, {dim}],{IN_SHARED_MEMORY!r}>"
     types = {"key_chunks": block, "value_chunks": block, "scale": "fp32"}
-    types |= dict.fromkeys(("tables", "kv_lengths", "starts"), "*i32")
-    types |= dict.fromkeys(("table_stride", "rows"), "i32")
+    types |= dict.fromkeys(("tables", "units", "arrived"), "*i32")
+    types |= dict.fromkeys(("part_output", "part_maximum", "part_total"), "*fp32")
+    types |= dict.fromkeys(("table_stride", "slots"), "i32")
     names = warpgroup_attention_kernel.arg_names
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in ("query", "out")}
+    aligned = {
+        (names.index(n),): [["tt.divisibility", 16]] for n in ("query", "out", "part_output")
+    }
     source = GluonASTSource(warpgroup_attention_kernel, signature, constants, aligned)
     options = {"num_warps": 4, "launch_pdl": True}
     return tile, triton.compile(source, target=HOPPER, options=options)
@@ -159,12 +204,13 @@ def instructions(kernel, folder):
 
 
 @compiles
+@pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize(
     ("dim", "block_size", "group"), [(128, 256, 4), (64, 256, 3), (128, 64, 4), (64, 64, 3)]
 )
-def test_weights_are_computed_beside_a_product(dim, block_size, group, tmp_path):
+def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, tmp_path):
     """Break it: no second wait for the values, which are there."""
-    tile, kernel = compiled(dim, block_size, group)
+    tile, kernel = compiled(dim, block_size, group, divides)
     assert kernel.metadata.shared <= 227 * 1024
     assert spilled_bytes(kernel.asm, tmp_path) <= 32
     loops = 2 * tile.warpgroups  # with a mask and without
@@ -178,7 +224,8 @@ def test_weights_are_computed_beside_a_product(dim, block_size, group, tmp_path)
         assert part.count("MUFU.EX2") == tile.keys // 2 + 2
         assert "HGMMA" not in part
     before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
-    assert not re.search(r"(ld|st)\.[\w.]*global|cp\.async", before)
+    assert not re.search(r"st\.[\w.]*global|cp\.async", before)
+    assert len(re.findall(r"ld\.[\w.]*global", before)) == (9 if divides else 7), "the unit"
     assert "griddepcontrol.launch_dependents" in after
 
 

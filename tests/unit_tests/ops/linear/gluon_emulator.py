@@ -5,13 +5,15 @@ as late as it may be: a copy spoils its place at once and fills it when somebody
 barrier, and a product reads its operands when somebody waits for it. So a kernel that reads too
 early, or asks for a place that is still read, has NaN in its results. A kernel fails that waits for
 what nobody asked for, expects other bytes than come, reads rows before its wait for the kernel
-before, or ends with copies on their way. Partitions of a program run in an order drawn by a seed.
+before, or ends with copies on their way. Programs, and partitions of a program, run in an order
+drawn by a seed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -244,6 +246,7 @@ class Program:
             warp_specialize=self.specialize,
             SliceLayout=_none, NVMMADistributedLayout=_none, BlockedLayout=_none, rsqrt=torch.rsqrt,
             zeros=lambda shape, dtype, layout: torch.zeros(shape), sum=torch.sum,
+            thread_barrier=_none, atomic_add=_atomic_add,
             convert_layout=lambda value, layout: value, split=lambda value: value.unbind(-1),
         )  # fmt: skip
         return {
@@ -285,17 +288,29 @@ def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], 
     return lambda one, other: function(torch.as_tensor(one), torch.as_tensor(other))
 
 
-def _load(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
+def _load(
+    pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = ""
+) -> Tensor:
     place, mask = torch.broadcast_tensors(torch.as_tensor(pointer.place), torch.as_tensor(mask))
     found = torch.full(place.shape, other, dtype=pointer.memory.dtype)
     found[mask] = pointer.elements[place[mask]]
     return found
 
 
-def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
-    place, mask = torch.broadcast_tensors(pointer.place, mask)
-    assert pointer.elements[place[mask]].isnan().all(), "an output is written twice"
+def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    place, mask = torch.broadcast_tensors(torch.as_tensor(pointer.place), torch.as_tensor(mask))
+    is_output = pointer.memory.is_floating_point() and pointer.memory.itemsize == 2
+    if is_output:
+        assert pointer.elements[place[mask]].isnan().all(), "an output is written twice"
+    value = torch.as_tensor(value, dtype=pointer.memory.dtype).expand(place.shape)
     pointer.elements[place[mask]] = value[mask]
+
+
+def _atomic_add(pointer: Pointer, value: int, sem: str) -> Tensor:
+    assert sem == "acq_rel"
+    before = pointer.elements[pointer.place].clone()
+    pointer.elements[pointer.place] += value
+    return before
 
 
 def _as_python(
@@ -323,8 +338,8 @@ def _as_python(
 class EmulatedKernel:
     """Takes a kernel's place in its module.
 
-    Arguments `written_before` may be descriptors of what the kernel before writes. Partitions run
-    in an order drawn by `seed`.
+    Arguments `written_before` may be descriptors of what the kernel before writes. Programs and
+    partitions run in an order drawn by `seed`.
     """
 
     module: ModuleType
@@ -336,7 +351,9 @@ class EmulatedKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
-            for number in itertools.product(*map(range, grid)):
+            numbers = list(itertools.product(*map(range, grid)))
+            random.Random(self.seed).shuffle(numbers)
+            for number in numbers:
                 program = Program(number, self.seed)
                 kernel = _as_python(self.original.fn, program.names(), {})
                 values: list[Any] = []

