@@ -92,12 +92,11 @@ def join_parts_of_queries(
                 sources, i + 1, end, member, place, queries
             )
             new_maximum = gl.maximum(maximum, its_maximum)
-            # A query may see nothing of a part: its weights are 0, and no NaN.
-            base = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            weight = gl.exp2(its_maximum - base)
-            shrink = gl.exp2(maximum - base)
+            # All queries see the first part, so there is a maximum.
+            weight = gl.exp2(its_maximum - new_maximum)
+            shrink = gl.exp2(maximum - new_maximum)
             total = total * shrink + its_total * weight
             gathered = gathered * shrink[:, None] + its_output * weight[:, None]
             maximum = new_maximum
-        gathered = gathered / gl.maximum(total, 1e-30)[:, None]
+        gathered = gathered / total[:, None]
     return gathered, is_last

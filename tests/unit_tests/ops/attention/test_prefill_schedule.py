@@ -33,13 +33,13 @@ def units_used(schedule):
 def test_units(processors, group, rows, device):
     """Break it: parts in the other order, a tile of keys left out, units of a dummy row."""
     rng = random.Random(rows)
-    batch = PrefillBatch(300, rows, 4000, 64, 1, group, 64, HALF, device)
+    batch = PrefillBatch(1500, rows, 4000, 64, 1, group, 64, HALF, device)
     schedule = batch.schedule(processors)
-    divided = 0
+    divided = idle = 0
     for number in range(20):
-        tokens = rng.choice([8, 64, 300])
-        chunks = random_chunks(rng, rows, tokens, 4000)
-        first = rng.choice([0, 300 - tokens])
+        tokens = rng.choice([8, 64, 300, 1500]) if number else 1500
+        chunks = random_chunks(rng, rows, tokens, 4000) if number else [(tokens, 1500)]
+        first = rng.choice([0, 1500 - tokens])
         dummies = [(0, 1 + i) for i in range(rows - len(chunks))]
         starts = torch.tensor([first] + [query for query, _ in chunks + dummies]).cumsum(0)
         batch.starts.copy_(starts)
@@ -48,18 +48,24 @@ def test_units(processors, group, rows, device):
         bound = tokens if number % 2 else max(query for query, _ in chunks)
         schedule.update(batch.lengths, batch.starts, tokens, bound, tile.keys, tile.programs)
         assert (schedule.parts is not None) == (schedule.parts is schedule._parts is not None)
-        shares = schedule.shares_of(tile.programs) if schedule.parts else 0
+        shares = schedule.shares_of(tile.programs) if processors else 0
+        if tokens * group >= shares * tile.queries:
+            shares = 0
+        assert (schedule.parts is not None) == (shares > 0)
         expected = schedule_reference(chunks + dummies, first, group, tile, shares)
         found = schedule.units.tolist()
         assert len(found) >= len(expected)
         for unit, wanted in zip(found, expected, strict=False):
             assert (unit[0] == -1) if wanted is None else (tuple(unit[:9]) == wanted)
+            idle += wanted is None
         assert all(unit[0] == -1 for unit in found[len(expected) :])
         is_part = [unit[0] >= 0 and unit[8] > 1 for unit in found]
         assert not any(is_part[schedule.slots :])
         divided += any(is_part)
     if rows == 1 or processors in (0, 24):
         assert (divided > 0) == (processors > 0)
+    if (group, processors) == (1, 24):
+        assert idle > 0
 
 
 def test_equal_parts_fill_the_device():
@@ -76,8 +82,8 @@ CASES = [
     ([(8, 3000), (30, 40), (5, 1200)], 256, 1, 4, 128, torch.float16, 12, [6, 1, 3]),
     ([(20, 2000)], 16, 2, 2, 80, torch.float32, 8, [4]),
     ([(70, 1025)], 64, 1, 1, 64, torch.float16, 4, [3]),
-    # The last part has one key, which the last query alone sees.
-    ([(30, 3585)], 64, 1, 1, 64, torch.float16, 5, [8]),
+    # The first queries see fewer tiles of keys than there are parts, or nothing of a part.
+    ([(1100, 1110)], 64, 1, 1, 64, torch.float16, 24, [2]),
     ([(200, 900)], 64, 2, 2, 64, torch.float16, 2, [1]),  # tokens fill the device
     # So do tiles, as none is full; in a step of more tokens all tiles would be divided.
     ([(2, 1200)] * 4 + [(2, 3000)], 64, 1, 1, 64, torch.float16, 2, [1] * 5),

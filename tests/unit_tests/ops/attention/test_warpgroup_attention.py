@@ -111,9 +111,9 @@ PARTS = [
     ([(3, 2100)], 128, 2, 4, 128, 8),
     ([(150, 1600), (40, 40)], 64, 1, 1, 64, 7),
     ([(30, 1537), (1, 1100), (5, 9)], 128, 1, 3, 64, 12),
-    # The last part has one key, which the last query alone sees.
     ([(30, 3585)], 128, 1, 1, 128, 8),
-    ([(600, 600), (2, 1300)], 64, 1, 1, 128, 11),  # the first queries see less than a part
+    ([(1100, 1110)], 64, 1, 1, 64, 24),  # the first queries see nothing of a part
+    ([(600, 600), (2, 1300)], 64, 1, 1, 128, 14),  # and fewer tiles of keys than parts
 ]
 
 
@@ -227,6 +227,11 @@ def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, 
     assert not re.search(r"st\.[\w.]*global|cp\.async", before)
     assert len(re.findall(r"ld\.[\w.]*global", before)) == (9 if divides else 7), "the unit"
     assert "griddepcontrol.launch_dependents" in after
+    # A part is counted once all threads of its warpgroup have stored it.
+    *stored, _ = kernel.asm["ptx"].split("atom.global.gpu.acq_rel.add")
+    assert len(stored) == (tile.warpgroups if divides else 0)
+    for part in stored:
+        assert "bar.sync" in part[part.rindex("st.global") :]
 
 
 @pytest.mark.gpu
