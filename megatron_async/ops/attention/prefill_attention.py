@@ -20,6 +20,9 @@ from megatron_async.ops.attention.prefill_tiles import Tile, check_rows
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
 LOG2_E = 1.4426950408889634
+NO_MAXIMUM = tl.constexpr(-1e30)
+"""Of scores before the first one; finite, so that a query that sees nothing of a tile or a part has
+weights of 0, and no NaN."""
 
 
 def paged_prefill_attention(
@@ -135,7 +138,6 @@ def _attend_tiles(
     kv_head: tl.tensor,
     scale: tl.tensor,
     masked: tl.constexpr,
-    divides: tl.constexpr,
     block_size: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
@@ -178,12 +180,8 @@ def _attend_tiles(
             score = tl.where(sees, score, -float("inf"))
         # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
         new_maximum = tl.maximum(maximum, tl.max(score, 1))
-        base = new_maximum
-        if masked and divides:
-            # A query may see nothing of a part: its weights are 0, and no NaN.
-            base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        weight = tl.exp2(score * scale - (base * scale)[:, None])
-        shrink = tl.exp2((maximum - base) * scale)
+        weight = tl.exp2(score * scale - (new_maximum * scale)[:, None])
+        shrink = tl.exp2((maximum - new_maximum) * scale)
         total = total * shrink + tl.sum(weight, 1)
         gathered = gathered * shrink[:, None]
         gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
@@ -253,7 +251,7 @@ def _prefill_kernel(
         # Tokens behind the chunk's end attend like its last one, and are not stored.
         position = before + tl.minimum(token, tokens - 1)
         gathered = tl.zeros((query_tile, dim_tile), tl.float32)
-        maximum = tl.full((query_tile,), -float("inf"), tl.float32)
+        maximum = tl.full((query_tile,), NO_MAXIMUM, tl.float32)
         total = tl.zeros((query_tile,), tl.float32)
         table = tables + row.to(tl.int64) * table_stride
         begin = begin_tile * key_tile
@@ -270,7 +268,7 @@ def _prefill_kernel(
             begin = tl.minimum(key_tile, end)
             gathered, maximum, total = _attend_tiles(
                 q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-                gathered, maximum, total, 0, begin, length, kv_head, scale, True, divides,
+                gathered, maximum, total, 0, begin, length, kv_head, scale, True,
                 block_size, kv_heads, dim, dim_tile, key_tile, first_key,
             )  # fmt: skip
             begin = key_tile
@@ -278,12 +276,12 @@ def _prefill_kernel(
             masked = seen
         gathered, maximum, total = _attend_tiles(
             q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            gathered, maximum, total, begin, seen, length, kv_head, scale, False, divides,
+            gathered, maximum, total, begin, seen, length, kv_head, scale, False,
             block_size, kv_heads, dim, dim_tile, key_tile, first_key,
         )  # fmt: skip
         gathered, maximum, total = _attend_tiles(
             q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            gathered, maximum, total, masked, end, length, kv_head, scale, True, divides,
+            gathered, maximum, total, masked, end, length, kv_head, scale, True,
             block_size, kv_heads, dim, dim_tile, key_tile, first_key,
         )  # fmt: skip
         if divides:
