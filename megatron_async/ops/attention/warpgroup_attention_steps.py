@@ -90,6 +90,9 @@ def _weights(
     # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
     new_maximum = gl.maximum(maximum, gl.max(scores, 1))
     subtracted = new_maximum * scale
+    if masked:
+        # A query that sees nothing yet has no maximum.
+        subtracted = gl.where(new_maximum == -float("inf"), 0.0, subtracted)
     weights = gl.exp2(scores * scale - subtracted[:, None])
     shrink = gl.exp2(maximum * scale - subtracted)
     return weights, new_maximum, total * shrink + gl.sum(weights, 1), shrink
@@ -247,8 +250,7 @@ def attend(
     )
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(keys_read.index(0), count=1)
-    # Finite, so that a query that sees nothing of a tile has weights of 0, and no NaN.
-    maximum = gl.full([count], -1e30, gl.float32, layout=gl.SliceLayout(1, layout))
+    maximum = gl.full([count], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
     total = gl.zeros([count], gl.float32, layout=gl.SliceLayout(1, layout))
     first = (end - 1) * key_tile
     weights, maximum, total, _shrink = _weights(
