@@ -19,8 +19,9 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
 LEAST_KEYS = 512
-"""Keys of a part. An estimate: some 8 microseconds of walking, where a partial result and its share
-of the join take about 2."""
+"""Fewest keys of a part: some 8 microseconds of walking, where a partial result and its share of
+the join take 1 to 3. With 256 and 1,024 the shapes measured were as fast or slower in sum
+(docs/records/prefill_attention.md)."""
 UNIT = tl.constexpr(16)
 """Numbers of a unit, the last of which are not used: units begin at multiples of 64 bytes."""
 TILE_ELEMENTS = 8192
@@ -132,8 +133,9 @@ class PrefillSchedule:
         )
         self.parts, shares = None, 0
         # If the tokens are tiles for the whole device there is nothing to divide.
-        if self._parts and tokens * self.group < self.shares_of(programs) * self.queries:
-            self.parts, shares = self._parts, self.shares_of(programs)
+        most = min(self.shares_of(programs), self.slots)
+        if self._parts and tokens * self.group < most * self.queries:
+            self.parts, shares = self._parts, most
         units = max(units, shares)
         self.rows = rows
         # A captured step has its own, in its graph's memory.

@@ -1,27 +1,38 @@
 """Prefill attention alone, several layers in a graph, by backend.
 
 The floor is the larger of the causal operations' time and that of the bytes of keys and values,
-read once. "ours" is the triton backend.
+read once. "ours" is the triton backend. What a step does once, as making a schedule, is not
+counted. With --decode-rows a layer also attends for decode rows, as in a mixed step: some backends
+leave room for that beside the prompts.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 
 from kernel_cases.case import OURS, Case, Chain, Family, Work
 from kernel_cases.hardware import Hardware, Need
+from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import make_device
-from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
+from megatron_async.ops.attention.backends.base import (
+    AttentionShape,
+    BackendUnavailable,
+    PrefillBackend,
+)
 from megatron_async.ops.attention.backends.selection import (
     BACKENDS,
     CALLS,
     CANDIDATES,
+    STEP_CLASSES,
+    PrefillChoice,
     layers_of_step,
 )
+from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3.1-8b": (32, 8, 128)}
 """(query heads, KV heads, head dimension)."""
@@ -29,6 +40,8 @@ BLOCK_SIZE = 256
 Chunks = list[tuple[int, int]]
 CHUNKS: dict[str, Chunks] = {
     "128": [(128, 128)],
+    "228 over 228": [(228, 228)],
+    "4 x 228": [(228, 228)] * 4,
     "16 x 128": [(128, 128)] * 16,
     "512": [(512, 512)],
     "2k": [(2048, 2048)],
@@ -47,11 +60,51 @@ OTHERS = [name for name in BACKENDS if name != OUR_BACKEND]
 
 
 def need(shape: AttentionShape, chunks: Chunks) -> Need:
-    """What one layer needs; see the module's head."""
+    """What one layer needs, as the module's head says; a decode row is a chunk of one token."""
     # Query i of a chunk sees the keys before the chunk and i + 1 of the chunk's own.
     seen = sum(query * (kv - query) + query * (query + 1) / 2 for query, kv in chunks)
     cell = 2 * shape.kv_heads * shape.dim * shape.dtype.itemsize
     return Need(sum(kv for _, kv in chunks) * cell, 4.0 * shape.heads * shape.dim * seen)
+
+
+def mixed_layers(
+    backend: PrefillBackend, shape: AttentionShape, chunks: Chunks, rows: int, keys: int
+) -> Callable[[], None]:
+    """A call that enqueues the attention of `CALLS` layers of a mixed step, each with a cache of
+    its own.
+
+    Args:
+        backend: of the chunks.
+        shape: of the attention.
+        chunks: (query length, KV length) of each prefill row.
+        rows: decode rows, which come first.
+        keys: KV length of each of these.
+    """
+    where, size = shape.device, shape.block_size
+    lengths = [keys] * rows + [kv for _, kv in chunks]
+    blocks = [-(-length // size) for length in lengths]
+    tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    for row, own in enumerate(torch.randperm(sum(blocks)).split(blocks)):
+        tables[row, : len(own)] = own
+    cells = (CALLS, 2, sum(blocks), size, shape.kv_heads, shape.dim)
+    caches = torch.randn(cells, dtype=shape.dtype, device=where)
+    starts = list(accumulate((query for query, _ in chunks), initial=rows))
+    query = torch.randn(starts[-1], shape.heads, shape.dim, dtype=shape.dtype, device=where)
+    choice = PrefillChoice((backend,) * len(STEP_CLASSES))
+    attention = GpuPagedAttention(
+        size, max(blocks), len(lengths), shape.heads, shape.kv_heads, shape.dim, where, choice
+    )
+    dims = BatchDimensions(rows, prefill_lengths=tuple(chunks), max_decode_kv_length=keys)
+    on_device = (
+        torch.tensor(numbers, dtype=torch.int32).to(where) for numbers in (lengths, starts)
+    )
+    attention.begin_step(dims, tables.to(where), *on_device)
+
+    def layers() -> None:
+        for key_cache, value_cache in caches:
+            attention.attend(query, key_cache, value_cache, shape.dim**-0.5)
+
+    return layers
 
 
 def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -> Iterator[Case]:
@@ -71,21 +124,28 @@ def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -
             except BackendUnavailable as reason:
                 refused[column] = str(reason)
                 continue
-            layers = layers_of_step(backend, shape, chunks)
+            if args.decode_rows:
+                layers = mixed_layers(backend, shape, chunks, args.decode_rows, args.decode_keys)
+            else:
+                layers = layers_of_step(backend, shape, chunks)
             chains[column] = Chain(layers, CALLS, backend.captures)
-        least = need(shape, chunks)
+        least = need(shape, chunks + [(1, args.decode_keys)] * args.decode_rows)
         figures = {"operations": least.operations}
         return Work(chains, hardware.floor_us(least), figures, refused)
 
     for name in shapes:
         for chunks in args.chunks:
             keys = {"shape": name, "chunks": chunks}
+            if args.decode_rows:
+                keys |= {"decode_rows": args.decode_rows, "decode_keys": args.decode_keys}
             yield Case(f"{name} {chunks}", keys, partial(prepare, name, CHUNKS[chunks]))
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
     """Options of this family."""
     group.add_argument("--chunks", nargs="+", default=list(CHUNKS), choices=CHUNKS)
+    group.add_argument("--decode-rows", type=int, default=0, help="beside the chunks (default 0)")
+    group.add_argument("--decode-keys", type=int, default=450, help="of each (default 450)")
     group.add_argument(
         "--backends", nargs="*", default=list(CANDIDATES[1:]), choices=OTHERS,
         help=f"beside ours, {OUR_BACKEND} (default {' '.join(CANDIDATES[1:])})",

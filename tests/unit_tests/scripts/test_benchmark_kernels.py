@@ -209,3 +209,18 @@ def test_every_family_is_timed(tmp_path, capsys):
             assert row["us"] > 0
             assert row["floor_us"] > 0
     assert "ours/floor" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_prompts_beside_decode_rows_are_timed(tmp_path):
+    options = "--family prefill_attention --shapes smollm2-135m --chunks 512 --replays 1 --json"
+    found = []
+    for rows in (0, 64):
+        path = tmp_path / f"{rows}.json"
+        more = [str(path), "--decode-rows", str(rows), "--decode-keys", "2000"]
+        benchmark_kernels.main([*options.split(), *more])
+        found.append(json.loads(path.read_text())["figures"][0])
+    alone, beside = found
+    assert beside["floor_us"] > alone["floor_us"]
+    assert beside["us"] > alone["us"]
