@@ -38,11 +38,8 @@ from megatron_async.models.partition import (
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.attention.backends.base import AttentionShape
-from megatron_async.ops.attention.backends.selection import (
-    STEP_CLASSES,
-    PrefillChoice,
-    choose_prefill,
-)
+from megatron_async.ops.attention.backends.selection import choose_prefill
+from megatron_async.ops.attention.backends.step_classes import PrefillChoice
 from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
@@ -314,7 +311,7 @@ def _make_attention(
     )
     if first_key:
         # The other backends have no such mask.
-        prefill = PrefillChoice((TritonPrefill(shape, first_key),) * len(STEP_CLASSES))
+        prefill = PrefillChoice.of_one(TritonPrefill(shape, first_key))
     else:
         agree = parallel_state.agree_on_least
         prefill = choose_prefill(config.attention_backend, shape, device, agree)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.attention.backends.base import PrefillBackend, PrefillRows
-from megatron_async.ops.attention.backends.selection import PrefillChoice
+from megatron_async.ops.attention.backends.step_classes import PrefillChoice
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 
@@ -66,7 +66,7 @@ class GpuPagedAttention(TorchPagedAttention):
         self._backend = None
         if dims.prefill_rows:
             assert prefill_starts is not None
-            self._backend = self._choice.pick(dims.max_query_length)
+            self._backend = self._choice.pick(dims.max_query_length, decode > 0)
             self._backend.begin_step(
                 PrefillRows(
                     block_tables[decode:],

@@ -9,30 +9,18 @@ leave room for that beside the prompts.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 
 import torch
 
 from kernel_cases.case import OURS, Case, Chain, Family, Work
 from kernel_cases.hardware import Hardware, Need
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import make_device
-from megatron_async.ops.attention.backends.base import (
-    AttentionShape,
-    BackendUnavailable,
-    PrefillBackend,
-)
-from megatron_async.ops.attention.backends.selection import (
-    BACKENDS,
-    CALLS,
-    CANDIDATES,
-    STEP_CLASSES,
-    PrefillChoice,
-    layers_of_step,
-)
-from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
+from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
+from megatron_async.ops.attention.backends.selection import BACKENDS, CANDIDATES
+from megatron_async.ops.attention.backends.step_classes import DECODE_KEYS
+from megatron_async.ops.attention.backends.timing import CALLS, layers_of_step
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3.1-8b": (32, 8, 128)}
 """(query heads, KV heads, head dimension)."""
@@ -67,53 +55,14 @@ def need(shape: AttentionShape, chunks: Chunks) -> Need:
     return Need(sum(kv for _, kv in chunks) * cell, 4.0 * shape.heads * shape.dim * seen)
 
 
-def mixed_layers(
-    backend: PrefillBackend, shape: AttentionShape, chunks: Chunks, rows: int, keys: int
-) -> Callable[[], None]:
-    """A call that enqueues the attention of `CALLS` layers of a mixed step, each with a cache of
-    its own.
-
-    Args:
-        backend: of the chunks.
-        shape: of the attention.
-        chunks: (query length, KV length) of each prefill row.
-        rows: decode rows, which come first.
-        keys: KV length of each of these.
-    """
-    where, size = shape.device, shape.block_size
-    lengths = [keys] * rows + [kv for _, kv in chunks]
-    blocks = [-(-length // size) for length in lengths]
-    tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
-    for row, own in enumerate(torch.randperm(sum(blocks)).split(blocks)):
-        tables[row, : len(own)] = own
-    cells = (CALLS, 2, sum(blocks), size, shape.kv_heads, shape.dim)
-    caches = torch.randn(cells, dtype=shape.dtype, device=where)
-    starts = list(accumulate((query for query, _ in chunks), initial=rows))
-    query = torch.randn(starts[-1], shape.heads, shape.dim, dtype=shape.dtype, device=where)
-    choice = PrefillChoice((backend,) * len(STEP_CLASSES))
-    attention = GpuPagedAttention(
-        size, max(blocks), len(lengths), shape.heads, shape.kv_heads, shape.dim, where, choice
-    )
-    dims = BatchDimensions(rows, prefill_lengths=tuple(chunks), max_decode_kv_length=keys)
-    on_device = (
-        torch.tensor(numbers, dtype=torch.int32).to(where) for numbers in (lengths, starts)
-    )
-    attention.begin_step(dims, tables.to(where), *on_device)
-
-    def layers() -> None:
-        for key_cache, value_cache in caches:
-            attention.attend(query, key_cache, value_cache, shape.dim**-0.5)
-
-    return layers
-
-
 def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -> Iterator[Case]:
     """Each shape with each set of chunks, by each backend."""
     block_size = args.block_size or BLOCK_SIZE
 
     def prepare(name: str, chunks: Chunks) -> Work:
         device = make_device("cuda")
-        blocks = -(-max(kv for _, kv in chunks) // block_size)
+        longest = max(args.decode_keys, *(kv for _, kv in chunks))
+        blocks = -(-longest // block_size)
         shape = AttentionShape(
             *SHAPES[name], block_size, blocks, torch.bfloat16, device.torch_device
         )
@@ -124,10 +73,7 @@ def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -
             except BackendUnavailable as reason:
                 refused[column] = str(reason)
                 continue
-            if args.decode_rows:
-                layers = mixed_layers(backend, shape, chunks, args.decode_rows, args.decode_keys)
-            else:
-                layers = layers_of_step(backend, shape, chunks)
+            layers = layers_of_step(backend, shape, chunks, args.decode_rows, args.decode_keys)
             chains[column] = Chain(layers, CALLS, backend.captures)
         least = need(shape, chunks + [(1, args.decode_keys)] * args.decode_rows)
         figures = {"operations": least.operations}
@@ -145,7 +91,9 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     """Options of this family."""
     group.add_argument("--chunks", nargs="+", default=list(CHUNKS), choices=CHUNKS)
     group.add_argument("--decode-rows", type=int, default=0, help="beside the chunks (default 0)")
-    group.add_argument("--decode-keys", type=int, default=450, help="of each (default 450)")
+    group.add_argument(
+        "--decode-keys", type=int, default=DECODE_KEYS, help=f"of each (default {DECODE_KEYS})"
+    )
     group.add_argument(
         "--backends", nargs="*", default=list(CANDIDATES[1:]), choices=OTHERS,
         help=f"beside ours, {OUR_BACKEND} (default {' '.join(CANDIDATES[1:])})",

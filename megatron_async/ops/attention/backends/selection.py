@@ -2,18 +2,14 @@
 
 Backends are timed once, when an engine starts, in a CUDA graph and on a typical shape of each class
 of steps: whole chunks, limited by the matrix units; short chunks after a long sequence, limited by
-the number of programs that share the sequence; and short prompts, limited by the launch.
+the number of programs that share the sequence; and short prompts, limited by the launch; each of
+them alone and beside decode rows.
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-
-import torch
+from collections.abc import Callable
 
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
@@ -21,10 +17,11 @@ from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     BackendUnavailable,
     PrefillBackend,
-    PrefillRows,
 )
 from megatron_async.ops.attention.backends.flash_attn_3 import FlashAttention3Prefill
 from megatron_async.ops.attention.backends.flash_attn_4 import FlashAttention4Prefill
+from megatron_async.ops.attention.backends.step_classes import STEP_CLASSES, PrefillChoice
+from megatron_async.ops.attention.backends.timing import time_backend
 from megatron_async.ops.attention.backends.torch_backend import TorchPrefill
 from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
 from megatron_async.ops.attention.backends.warpgroup_backend import WarpgroupPrefill
@@ -45,74 +42,7 @@ CANDIDATES = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3")
 WORTH = 0.95
 """Another backend is chosen if it takes at most so much of the time of the first one in
 `CANDIDATES`. Otherwise noise would choose where two are as fast: another one at each start, and
-with it other roundings. And beside the first one decode rows run at the same time (`is_beside` of
-`ops/attention/decode_attention.py`): steps of 256 to 2,048 tokens of short prompts take 0.5 to
-2.5 % less with it on the 8B shape, though warpgroup alone is as fast on them."""
-CALLS = 4
-"""Layers in a measured graph."""
-REPEATS = 5
-
-
-@dataclass(frozen=True)
-class StepClass:
-    """A class of steps and the one row that is timed for it."""
-
-    name: str
-    least_query: int
-    """Steps whose longest chunk has at least so many tokens belong to it."""
-    query: int
-    kv: int
-
-
-STEP_CLASSES = (
-    StepClass("chunks", 512, 2048, 2048),
-    StepClass("short chunks", 192, 256, 2048),
-    StepClass("short prompts", 0, 128, 128),
-)
-"""By falling `least_query`: the first that fits counts. A captured step may also have few tokens
-over a long sequence, but the host does not know; short prompts are the usual case."""
-
-
-@dataclass(frozen=True)
-class PrefillChoice:
-    """A backend for each of `STEP_CLASSES`.
-
-    Attributes:
-        backends: in the order of the classes.
-        microseconds: of a layer, by class and backend; empty where nothing was timed.
-        dropped: backends that were at hand but failed when they were timed, and why.
-    """
-
-    backends: tuple[PrefillBackend, ...]
-    microseconds: tuple[dict[str, float], ...] = ()
-    dropped: tuple[str, ...] = ()
-
-    @property
-    def captures(self) -> bool:
-        """Whether steps with prefill chunks can be captured."""
-        return all(backend.captures for backend in self.backends)
-
-    def pick(self, max_query_length: int) -> PrefillBackend:
-        """The backend for a step whose longest chunk has at most so many tokens."""
-        for step_class, backend in zip(STEP_CLASSES, self.backends, strict=True):
-            if max_query_length >= step_class.least_query:
-                return backend
-        raise AssertionError("the last class takes every step")
-
-    def __str__(self) -> str:
-        names = [backend.name for backend in self.backends]
-        if not self.microseconds:
-            text = f"prefill {names[0]}"
-        else:
-            parts = []
-            for step_class, name, times in zip(STEP_CLASSES, names, self.microseconds, strict=True):
-                others = [f"{o} {t:.0f}" for o, t in sorted(times.items()) if o != name]
-                parts.append(
-                    f"{step_class.name} {name} ({times[name]:.0f} us a layer; {', '.join(others)})"
-                )
-            text = "prefill " + ", ".join(parts)
-        return "attention: " + "; ".join((text, *self.dropped))
-
+with it other roundings."""
 
 _measured: dict[AttentionShape, tuple[tuple[dict[str, float], ...], tuple[str, ...]]] = {}
 """Times of this process, by shape (which names the device)."""
@@ -142,7 +72,7 @@ def choose_prefill(
             raise ConfigurationError(
                 f"attention_backend={name!r} is unknown: use one of {', '.join(BACKENDS)}, or None."
             )
-        return PrefillChoice((BACKENDS[name](shape),) * len(STEP_CLASSES))
+        return PrefillChoice.of_one(BACKENDS[name](shape))
     at_hand: dict[str, PrefillBackend] = {}
     for candidate in CANDIDATES:
         try:
@@ -156,7 +86,7 @@ def choose_prefill(
         if agree_on_least(int(candidate in at_hand))
     }
     if len(at_hand) == 1:
-        return PrefillChoice(tuple(at_hand.values()) * len(STEP_CLASSES))
+        return PrefillChoice.of_one(*at_hand.values())
     if shape not in _measured:
         _measured[shape] = _measure(at_hand, shape, device)
     times, dropped = _measured[shape]
@@ -183,7 +113,10 @@ def _measure(
     dropped: list[str] = []
     for name, backend in backends.items():
         try:
-            found = [time_backend(backend, shape, device, [(c.query, c.kv)]) for c in STEP_CLASSES]
+            found = [
+                time_backend(backend, shape, device, [(c.query, c.kv)], c.decode_rows)
+                for c in STEP_CLASSES
+            ]
         except Exception as error:
             # An optional package that does not run here is no reason to fail: ours always runs.
             if name == CANDIDATES[0]:
@@ -194,76 +127,3 @@ def _measure(
         for by_name, microseconds in zip(times, found, strict=True):
             by_name[name] = microseconds
     return times, tuple(dropped)
-
-
-@torch.inference_mode()
-def time_backend(
-    backend: PrefillBackend,
-    shape: AttentionShape,
-    device: Device,
-    chunks: Sequence[tuple[int, int]],
-) -> float:
-    """Median device time of a layer, microseconds.
-
-    Args:
-        backend: what is timed.
-        shape: of the attention.
-        device: a GPU; or a CPU, with a backend that is not captured.
-        chunks: (query length, KV length) of each row, cut to the longest sequence.
-    """
-    layers = layers_of_step(backend, shape, chunks)
-    device.fence()
-    device.compute.launch(layers)  # kernels are compiled
-    replay = device.capture(layers).replay if backend.captures else layers
-    device.compute.launch(replay)
-    times = []
-    for _ in range(REPEATS):
-        start, end = device.event(timing=True), device.event(timing=True)
-        device.compute.record(start)
-        device.compute.launch(replay)
-        device.compute.record(end)
-        end.wait()
-        times.append(end.us_since(start) / CALLS)
-    return statistics.median(times)
-
-
-def layers_of_step(
-    backend: PrefillBackend, shape: AttentionShape, chunks: Sequence[tuple[int, int]]
-) -> Callable[[], None]:
-    """A call that enqueues the attention of `CALLS` layers of one step, on random numbers. What a
-    step does once is done here.
-
-    Args:
-        backend: what attends.
-        shape: of the attention.
-        chunks: (query length, KV length) of each row, cut to the longest sequence.
-    """
-    where, dtype = shape.device, shape.dtype
-    lengths = []
-    for query_length, kv_length in chunks:
-        kv_length = min(kv_length, shape.longest_sequence)
-        lengths.append((min(query_length, kv_length), kv_length))
-    queries, kv_lengths = zip(*lengths, strict=True)
-    rows, blocks = len(lengths), -(-max(kv_lengths) // shape.block_size)
-    cells = (rows * blocks, shape.block_size, shape.kv_heads, shape.dim)
-    key_cache = torch.randn(cells, dtype=dtype, device=where)
-    value_cache = torch.randn(cells, dtype=dtype, device=where)
-    query = torch.randn(sum(queries), shape.heads, shape.dim, dtype=dtype, device=where)
-    starts = [0, *accumulate(queries)]
-    prefill_rows = PrefillRows(
-        torch.randperm(rows * blocks, device=where).int().view(rows, blocks),
-        torch.tensor(kv_lengths, dtype=torch.int32, device=where),  # sync-ok: at the start
-        torch.tensor(starts, dtype=torch.int32, device=where),  # sync-ok: at the start
-        sum(queries),
-        max(queries),
-        max(kv_lengths),
-        tuple(lengths),
-    )
-
-    backend.begin_step(prefill_rows)
-
-    def layers() -> None:
-        for _ in range(CALLS):
-            backend.attend(query, key_cache, value_cache, shape.dim**-0.5)
-
-    return layers

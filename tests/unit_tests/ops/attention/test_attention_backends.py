@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from decode_batch import processors
 from prefill_batch import PrefillBatch, random_chunks
 
 from megatron_async import LLM, SamplingParams
@@ -17,12 +18,9 @@ from megatron_async.ops.attention.backends.base import (
     BackendUnavailable,
     PrefillBackend,
 )
-from megatron_async.ops.attention.backends.selection import (
-    BACKENDS,
-    STEP_CLASSES,
-    PrefillChoice,
-    choose_prefill,
-)
+from megatron_async.ops.attention.backends.selection import BACKENDS, choose_prefill
+from megatron_async.ops.attention.backends.step_classes import STEP_CLASSES, PrefillChoice
+from megatron_async.ops.attention.backends.timing import CALLS, layers_of_step
 
 OURS = ("triton", "warpgroup")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -115,23 +113,52 @@ def test_package_that_is_not_installed(name, remedy, monkeypatch):
         BACKENDS[name](shape)
 
 
-def test_choice_by_longest_chunk():
+def test_choice_by_class():
     shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
     ours, reference = BACKENDS["triton"](shape), BACKENDS["torch"](shape)
-    times = ({"triton": 9.0, "torch": 70.0}, {"triton": 20.0, "torch": 10.0}) * 2
-    count = len(STEP_CLASSES)
-    backends = (ours, reference, ours)[:count]
-    choice = PrefillChoice(backends, times[:count], ("flash_attn_4 failed (OSError: no)",))
+    times = {"triton": 9.0, "torch": 70.0}, {"triton": 20.0, "torch": 10.0}
+    backends = (ours, reference, ours, reference, ours, ours)
+    by_class = tuple(times[backend is reference] for backend in backends)
+    choice = PrefillChoice(backends, by_class, ("flash_attn_4 failed (OSError: no)",))
     for step_class, backend in zip(STEP_CLASSES, backends, strict=True):
-        assert choice.pick(step_class.least_query) is backend
-    assert choice.pick(STEP_CLASSES[0].least_query - 1) is reference
-    assert choice.pick(10**6) is ours
+        beside = step_class.decode_rows > 0
+        assert choice.pick(step_class.least_query, beside) is backend
+    for beside, longer in ((False, reference), (True, ours)):
+        assert choice.pick(STEP_CLASSES[0].least_query - 1, beside) is longer
+    assert (choice.pick(10**6, False), choice.pick(10**6, True)) == (ours, reference)
     assert not choice.captures
     assert str(choice) == (
         "attention: prefill chunks triton (9 us a layer; torch 70), short chunks torch "
-        "(10 us a layer; triton 20), short prompts triton (9 us a layer; torch 70); "
-        "flash_attn_4 failed (OSError: no)"
+        "(10 us a layer; triton 20), short prompts triton (9 us a layer; torch 70); beside decode "
+        "rows chunks torch (10 us a layer; triton 20), short chunks triton (9 us a layer; torch "
+        "70), short prompts triton (9 us a layer; torch 70); flash_attn_4 failed (OSError: no)"
     )
+
+
+@pytest.mark.parametrize("decode_rows", [0, 3])
+def test_layers_that_are_timed(decode_rows, device):
+    """A step of chunks, and of decode rows if asked for: everything that it writes is a number."""
+    place = torch.device(device)
+    shape = AttentionShape(4, 2, 16, 16, 5, torch.float32, place)
+    with processors(4):
+        layers = layers_of_step(
+            BACKENDS["triton"](shape), shape, [(90, 90), (3, 40)], decode_rows, 20
+        )
+    outputs = []
+
+    def note(*arguments, **options):
+        made = empty_like(*arguments, **options)
+        outputs.append(made.fill_(torch.nan))
+        return made
+
+    empty_like = torch.empty_like
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", note)
+        layers()
+    assert len(outputs) == CALLS
+    for out in outputs:
+        assert out.shape == (decode_rows + 80 + 3, 4, 16)  # a sequence is cut at 80 tokens
+        assert out.isfinite().all()
 
 
 @pytest.mark.parametrize(

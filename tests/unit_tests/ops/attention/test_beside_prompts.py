@@ -11,11 +11,8 @@ from triton_interpreter import INTERPRETED
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
-from megatron_async.ops.attention.backends.selection import (
-    BACKENDS,
-    STEP_CLASSES,
-    PrefillChoice,
-)
+from megatron_async.ops.attention.backends.selection import BACKENDS
+from megatron_async.ops.attention.backends.step_classes import PrefillChoice
 from megatron_async.ops.attention.decode_attention import _parts_kernel
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.rope_append import rope_append
@@ -108,7 +105,7 @@ def test_a_chain_of_layers_in_a_graph(name, decode, prompts, monkeypatch):
         backend = BACKENDS[name](of)
     except BackendUnavailable as reason:
         pytest.skip(str(reason))
-    choice = PrefillChoice((backend,) * len(STEP_CLASSES))
+    choice = PrefillChoice.of_one(backend)
     attention = GpuPagedAttention(
         block_size, max(blocks), len(lengths), HEADS, KV_HEADS, DIM, of.device, choice
     )

@@ -9,7 +9,8 @@ from decode_batch import processors
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.attention.backends.base import AttentionShape
-from megatron_async.ops.attention.backends.selection import BACKENDS, STEP_CLASSES, PrefillChoice
+from megatron_async.ops.attention.backends.selection import BACKENDS
+from megatron_async.ops.attention.backends.step_classes import PrefillChoice
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu import host_attention
@@ -159,7 +160,7 @@ def test_gpu_kernels(block_size, decode, prefill, kv_heads, group, dim, dummies,
     def backend(size, blocks):
         where, heads = torch.device(device), kv_heads * group
         shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, where)
-        choice = PrefillChoice((BACKENDS["triton"](shape),) * len(STEP_CLASSES))
+        choice = PrefillChoice.of_one(BACKENDS["triton"](shape))
         rows = len(decode) + len(prefill) + dummies
         with processors(7):
             return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, where, choice)
@@ -206,7 +207,7 @@ class TestOnGpu:
             rows, heads = len(decode) + len(prefill), kv_heads * group
             cuda = torch.device("cuda")
             shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, cuda)
-            choice = PrefillChoice((BACKENDS[name](shape),) * len(STEP_CLASSES))
+            choice = PrefillChoice.of_one(BACKENDS[name](shape))
             return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, cuda, choice, 5)
 
         for width in (1, 2, 5):
