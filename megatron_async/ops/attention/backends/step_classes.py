@@ -56,7 +56,7 @@ class PrefillChoice:
 
     @classmethod
     def of_one(cls, backend: PrefillBackend) -> PrefillChoice:
-        """The same backend for all steps."""
+        """A choice of this backend for all steps."""
         return cls((backend,) * len(STEP_CLASSES))
 
     @property

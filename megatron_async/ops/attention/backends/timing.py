@@ -91,7 +91,7 @@ def layers_of_step(
     count = min(CALLS, max(MOST_BYTES // cell_bytes, 1)) if decode_rows else 1
     caches = torch.randn((count, 2, *cells), dtype=shape.dtype, device=where)
     query = torch.randn(starts[-1], shape.heads, shape.dim, dtype=shape.dtype, device=where)
-    block_tables = tables.to(where)  # sync-ok: at the start
+    block_tables = tables.to(where)
     kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=where)  # sync-ok: at the start
     first_tokens = torch.tensor(starts, dtype=torch.int32, device=where)  # sync-ok: at the start
     queries = [asked for asked, _ in cut]
