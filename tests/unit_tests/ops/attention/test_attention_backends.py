@@ -190,6 +190,59 @@ def test_ranks_agree_on_one_that_works_on_all():
 
 
 @pytest.fixture
+def two_candidates(monkeypatch):
+    """Times of two backends, by name and whether there are decode rows, as a GPU would tell."""
+    monkeypatch.setattr(selection, "CANDIDATES", ("triton", "torch"))
+    monkeypatch.setattr(selection, "_measured", {})
+    times = {}
+
+    def time_backend(backend, shape, device, chunks, decode_rows):
+        found = times[backend.name, decode_rows > 0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(selection, "time_backend", time_backend)
+    return times
+
+
+def chosen():
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
+    choice = choose_prefill(None, shape, None)
+    return choice, [[choice.pick(length, beside).name for length in (8, 4096)]
+                    for beside in (False, True)]  # fmt: skip
+
+
+def test_steps_with_decode_rows_are_a_class_of_their_own(two_candidates):
+    two_candidates |= {
+        ("triton", False): 10.0, ("torch", False): 8.0, ("triton", True): 11.0,
+        ("torch", True): 12.0,
+    }  # fmt: skip
+    choice, names = chosen()
+    assert names == [["torch"] * 2, ["triton"] * 2]
+    assert "chunks torch (8 us a layer; triton 10)" in str(choice)
+    assert "beside decode rows chunks triton (11 us a layer; torch 12)" in str(choice)
+
+
+def test_a_backend_that_cannot_be_timed_is_left_out(two_candidates, caplog):
+    two_candidates |= {("triton", False): 10.0, ("triton", True): 10.0}
+    two_candidates[("torch", False)] = RuntimeError("made up")
+    choice, names = chosen()
+    assert names == [["triton"] * 2] * 2
+    assert choice.dropped == ("torch failed (RuntimeError: made up)",)
+    assert "attention backend torch could not be timed" in caplog.text
+
+
+def test_ours_serves_if_it_cannot_be_timed(two_candidates, caplog):
+    two_candidates |= {("triton", False): 10.0, ("torch", False): 1.0, ("torch", True): 1.0}
+    two_candidates[("triton", True)] = RuntimeError("made up")
+    choice, names = chosen()
+    assert names == [["triton"] * 2] * 2
+    assert choice.dropped == ("nothing was timed (RuntimeError: made up)",)
+    assert "attention backend triton could not be timed" in caplog.text
+
+
+@pytest.fixture
 def backend_name(request) -> str:
     if request.param == "flash_attn_4":
         pytest.importorskip("flash_attn.cute")
