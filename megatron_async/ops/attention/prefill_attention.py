@@ -49,9 +49,9 @@ def paged_prefill_attention(
         scale: softmax scale, above 0.
         out: `[tokens, heads, dim]`, contiguous; written for the rows' tokens, left alone for
             others.
-        is_settled: schedule and block tables were written before the previous kernel, and that
-            kernel, or one between, waited for them before it let the next one start: so they may be
-            read while it still runs.
+        is_settled: the schedule was written before the previous kernel, and that kernel, or one
+            between, waited for it before it let the next one start: so it may be read while the
+            previous kernel still runs.
         first_key: queries behind this position do not see the keys before it; less than 16. Then
             the schedule divides no keys.
 

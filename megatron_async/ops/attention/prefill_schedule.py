@@ -20,10 +20,13 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 
 LEAST_KEYS = 512
 """Fewest keys of a part: some 8 microseconds of walking, where a partial result and its share of
-the join take 1 to 3. With 256 and 1,024 the shapes measured were as fast or slower in sum
+the join take some 2. With 256 and 1,024 the shapes measured were as fast or slower in sum
 (docs/records/prefill_attention.md)."""
 UNIT = tl.constexpr(16)
 """Numbers of a unit, the last of which are not used: units begin at multiples of 64 bytes."""
+GROUP_QUERIES = tl.constexpr(64)
+"""Queries of a warpgroup, which counts its parts itself: rows of one product of the matrix
+units."""
 TILE_ELEMENTS = 8192
 """Units times rows that a program of the schedule compares."""
 
@@ -42,7 +45,7 @@ class Parts(NamedTuple):
     """float32 `[kv heads * slots, queries]`."""
     arrived: Tensor
     """int32 `[kv heads * slots, warpgroups]`: parts stored of the tile that begins at this unit;
-    zeros between two launches."""
+    zeros between two launches. A tile of fewer than 64 queries has one."""
 
 
 class PrefillSchedule:
@@ -87,11 +90,12 @@ class PrefillSchedule:
         if processors:
             slots = kv_heads * self.slots
             places = (slots, queries)
+            groups = triton.cdiv(queries, GROUP_QUERIES.value)
             self._parts = Parts(
                 torch.empty((*places, dim), dtype=torch.float32, device=device),
                 torch.empty(places, dtype=torch.float32, device=device),
                 torch.empty(places, dtype=torch.float32, device=device),
-                torch.zeros((slots, -(-queries // 64)), dtype=torch.int32, device=device),
+                torch.zeros((slots, groups), dtype=torch.int32, device=device),
             )
 
     def shares_of(self, programs: int) -> int:

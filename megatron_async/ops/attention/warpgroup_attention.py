@@ -10,12 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_async.ops.attention.prefill_attention import LOG2_E
-from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
+from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, PrefillSchedule
 from megatron_async.ops.attention.prefill_tiles import check_rows
-from megatron_async.ops.attention.warpgroup_attention_kernel import (
-    GROUP_QUERIES,
-    warpgroup_attention_kernel,
-)
+from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
 from megatron_async.ops.dependent_launch import HOPPER, launch_options
 
 IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -37,8 +34,11 @@ class WarpgroupTile(NamedTuple):
     """Tiles of keys, and of values, in shared memory at a time."""
     in_turns: bool = True
     """Whether the products of one warpgroup are behind those of the other, not between them."""
-    programs: int = 1
-    """That fit a processor."""
+
+    @property
+    def programs(self) -> int:
+        """Programs that fit a processor."""
+        return 1
 
     @property
     def queries(self) -> int:

@@ -16,14 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from megatron_async.ops.attention.prefill_schedule import UNIT as UNIT_NUMBERS
+from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, UNIT
 from megatron_async.ops.attention.warpgroup_attention_steps import attend, load_tiles
-
-UNIT = gl.constexpr(UNIT_NUMBERS.value)
-"""Numbers of a unit of the schedule."""
-
-GROUP_QUERIES = gl.constexpr(64)
-"""Queries of a warpgroup: rows of one product of the matrix units."""
 
 
 @gluon.jit

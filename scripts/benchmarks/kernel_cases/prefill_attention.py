@@ -18,8 +18,8 @@ from kernel_cases.case import OURS, Case, Chain, Family, Work
 from kernel_cases.hardware import Hardware, Need
 from megatron_async.devices import make_device
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
+from megatron_async.ops.attention.backends.prefill_choice import DECODE_KEYS
 from megatron_async.ops.attention.backends.selection import BACKENDS, CANDIDATES
-from megatron_async.ops.attention.backends.step_classes import DECODE_KEYS
 from megatron_async.ops.attention.backends.timing import CALLS, layers_of_step
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3.1-8b": (32, 8, 128)}
@@ -61,8 +61,8 @@ def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -
 
     def prepare(name: str, chunks: Chunks) -> Work:
         device = make_device("cuda")
-        longest = max(args.decode_keys, *(kv for _, kv in chunks))
-        blocks = -(-longest // block_size)
+        lengths = [args.decode_keys] * bool(args.decode_rows) + [kv for _, kv in chunks]
+        blocks = -(-max(lengths) // block_size)
         shape = AttentionShape(
             *SHAPES[name], block_size, blocks, torch.bfloat16, device.torch_device
         )

@@ -20,7 +20,7 @@ from megatron_async.ops.attention.backends.base import (
 )
 from megatron_async.ops.attention.backends.flash_attn_3 import FlashAttention3Prefill
 from megatron_async.ops.attention.backends.flash_attn_4 import FlashAttention4Prefill
-from megatron_async.ops.attention.backends.step_classes import STEP_CLASSES, PrefillChoice
+from megatron_async.ops.attention.backends.prefill_choice import STEP_CLASSES, PrefillChoice
 from megatron_async.ops.attention.backends.timing import time_backend
 from megatron_async.ops.attention.backends.torch_backend import TorchPrefill
 from megatron_async.ops.attention.backends.triton_backend import TritonPrefill

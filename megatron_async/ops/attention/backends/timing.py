@@ -15,7 +15,7 @@ from megatron_async.ops.attention.backends.base import (
     PrefillBackend,
     PrefillRows,
 )
-from megatron_async.ops.attention.backends.step_classes import DECODE_KEYS
+from megatron_async.ops.attention.backends.prefill_choice import DECODE_KEYS
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 
 CALLS = 4

@@ -18,8 +18,8 @@ from megatron_async.ops.attention.backends.base import (
     BackendUnavailable,
     PrefillBackend,
 )
+from megatron_async.ops.attention.backends.prefill_choice import STEP_CLASSES, PrefillChoice
 from megatron_async.ops.attention.backends.selection import BACKENDS, choose_prefill
-from megatron_async.ops.attention.backends.step_classes import STEP_CLASSES, PrefillChoice
 from megatron_async.ops.attention.backends.timing import CALLS, layers_of_step
 
 OURS = ("triton", "warpgroup")
@@ -239,6 +239,7 @@ def test_ours_serves_if_it_cannot_be_timed(two_candidates, caplog):
     choice, names = chosen()
     assert names == [["triton"] * 2] * 2
     assert choice.dropped == ("nothing was timed (RuntimeError: made up)",)
+    assert "prefill chunks triton (not timed), short chunks triton (not timed)" in str(choice)
     assert "attention backend triton could not be timed" in caplog.text
 
 

@@ -11,8 +11,8 @@ from triton_interpreter import INTERPRETED
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
+from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
 from megatron_async.ops.attention.backends.selection import BACKENDS
-from megatron_async.ops.attention.backends.step_classes import PrefillChoice
 from megatron_async.ops.attention.decode_attention import _parts_kernel
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.rope_append import rope_append

@@ -9,8 +9,8 @@ from decode_batch import processors
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.attention.backends.base import AttentionShape
+from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
 from megatron_async.ops.attention.backends.selection import BACKENDS
-from megatron_async.ops.attention.backends.step_classes import PrefillChoice
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu import host_attention

@@ -25,6 +25,8 @@ from megatron_async.ops.attention.warpgroup_attention import (
 )
 from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
 
+PARTIAL = (8, 9, 10, 11)
+"""Arguments of partial results, which launches share."""
 BRAIN, HALF = torch.bfloat16, torch.float16
 compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
 
@@ -76,7 +78,7 @@ def check(
 
 @pytest.fixture
 def emulated(monkeypatch):
-    kernel = EmulatedKernel(kernel_module, "warpgroup_attention_kernel", (1, 2))
+    kernel = EmulatedKernel(kernel_module, "warpgroup_attention_kernel", (1, 2), PARTIAL)
     monkeypatch.setattr(launch_module, "warpgroup_attention_kernel", kernel)
     monkeypatch.setattr(launch_module, "launch_options", lambda x: {"overlap": True})
     monkeypatch.setattr(prefill_schedule, "_schedule_kernel", ReferenceKernel())

@@ -35,13 +35,14 @@ class Pointer:
 
     memory: Tensor
     place: Any = 0
+    is_stored_again: bool = False
 
     @property
     def dtype(self) -> SimpleNamespace:
         return SimpleNamespace(element_ty=self.memory.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.memory, self.place + offset)
+        return Pointer(self.memory, self.place + offset, self.is_stored_again)
 
     @property
     def elements(self) -> Tensor:
@@ -299,8 +300,7 @@ def _load(
 
 def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     place, mask = torch.broadcast_tensors(torch.as_tensor(pointer.place), torch.as_tensor(mask))
-    is_output = pointer.memory.is_floating_point() and pointer.memory.itemsize == 2
-    if is_output:
+    if not pointer.is_stored_again:
         assert pointer.elements[place[mask]].isnan().all(), "an output is written twice"
     value = torch.as_tensor(value, dtype=pointer.memory.dtype).expand(place.shape)
     pointer.elements[place[mask]] = value[mask]
@@ -338,13 +338,15 @@ def _as_python(
 class EmulatedKernel:
     """Takes a kernel's place in its module.
 
-    Arguments `written_before` may be descriptors of what the kernel before writes. Programs and
-    partitions run in an order drawn by `seed`.
+    Arguments `written_before` may be descriptors of what the kernel before writes, and those
+    `stored_again` point to what a launch finds as an earlier one left it; all others that are
+    written hold NaN. Programs and partitions run in an order drawn by `seed`.
     """
 
     module: ModuleType
     name: str
     written_before: tuple[int, ...] = (0,)
+    stored_again: tuple[int, ...] = ()
     seed: int = 0
     copies: int = 0
     """Copies that all programs so far asked for."""
@@ -360,7 +362,9 @@ class EmulatedKernel:
                 for value in arguments:
                     if isinstance(value, TensorDescriptor):
                         value = Descriptor(value, len(values) in self.written_before)
-                    values.append(Pointer(value) if isinstance(value, Tensor) else value)
+                    if isinstance(value, Tensor):
+                        value = Pointer(value, is_stored_again=len(values) in self.stored_again)
+                    values.append(value)
                 kernel(*values, **constants)
                 program.end()
                 self.copies += program.copies

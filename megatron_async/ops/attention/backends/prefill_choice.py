@@ -46,7 +46,8 @@ class PrefillChoice:
 
     Attributes:
         backends: in the order of the classes.
-        microseconds: of a layer, by class and backend; empty where nothing was timed.
+        microseconds: of a layer, by class and backend; 0 if it could not be timed. Empty where
+            there was one backend alone.
         dropped: backends that were at hand but failed when they were timed, and why.
     """
 
@@ -79,9 +80,11 @@ class PrefillChoice:
         else:
             parts: dict[bool, list[str]] = {False: [], True: []}
             for step_class, name, times in zip(STEP_CLASSES, names, self.microseconds, strict=True):
+                found = [f"{times[name]:.0f} us a layer" if times[name] else "not timed"]
                 others = [f"{o} {t:.0f}" for o, t in sorted(times.items()) if o != name]
+                found += [", ".join(others)] if others else []
                 parts[step_class.decode_rows > 0].append(
-                    f"{step_class.name} {name} ({times[name]:.0f} us a layer; {', '.join(others)})"
+                    f"{step_class.name} {name} ({'; '.join(found)})"
                 )
             text = "prefill " + ", ".join(parts[False])
             text += "; beside decode rows " + ", ".join(parts[True])
