@@ -12,17 +12,22 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+MOST_POLLS = 1 << 26
+"""Of one word: some 20 seconds, where a whole step takes milliseconds."""
+
 
 def _poll(count: int) -> tuple[str, str]:
     """PTX that reads `count` adjacent words until all have their epoch, and its constraints.
 
     Operands: values out; then of each word its address, its epoch and whether it is wanted, of
     which those of the first word count. Values of unwanted words are 0. A warp leaves the loop as
-    one: else the compiler takes its threads for divergent ever after.
+    one: else the compiler takes its threads for divergent ever after. A word that never comes ends
+    the launch with an error of the device, not the process's life with a GPU that is busy for ever.
     """
     words = range(count)
     step = 1 if count == 1 else 2
-    lines = ["{", ".reg .pred late, wanted;", ".reg .b32 zero;", "mov.b32 zero, 0;"]
+    lines = ["{", ".reg .pred late, wanted, lost;", ".reg .b32 zero, polls;", "mov.b32 zero, 0;"]
+    lines.append("mov.b32 polls, 0;")
     lines += [f".reg .b64 w{i}; .reg .b32 v{i}, e{i};" for i in words]
     lines += [f"mov.b64 w{i}, {{zero, ${2 * count}}};" for i in words]
     lines += [f"setp.ne.s32 wanted, ${3 * count}, 0;", "AGAIN:"]
@@ -33,6 +38,7 @@ def _poll(count: int) -> tuple[str, str]:
     lines += [f"mov.b64 {{v{i}, e{i}}}, w{i};" for i in words]
     lines.append(f"setp.ne.s32 late, e0, ${2 * count};")
     lines += [f"setp.ne.or.s32 late, e{i}, ${2 * count}, late;" for i in words[1:]]
+    lines += ["add.u32 polls, polls, 1;", f"setp.gt.u32 lost, polls, {MOST_POLLS};", "@lost trap;"]
     lines += ["vote.sync.any.pred late, late, 0xffffffff;", "@late bra.uni AGAIN;"]
     lines += [f"mov.b32 ${i}, v{i};" for i in words] + ["}"]
     operands = ["=r"] * count + ["l"] * count + ["r"] * (2 * count)

@@ -67,10 +67,10 @@ class PersistentLayers:
         self._sizes, self._eps, self._scale, self._plan = sizes, eps, scale, plan
         self._layers = list(layers)
         addresses = [[weight.data_ptr() for weight in layer] for layer in layers]
-        table = torch.tensor(addresses, dtype=torch.int64)
-        self._table = table.to(device)  # sync-ok: at the start
+        kind = torch.int64
+        self._table = torch.tensor(addresses, dtype=kind, device=device)  # sync-ok: at the start
         # Words, and behind them the number of the step: saved and restored together, if at all.
-        self._state = torch.zeros(plan.words(sizes) + 1, dtype=torch.int64, device=device)
+        self._state = torch.zeros(plan.words(sizes) + 1, dtype=kind, device=device)
 
     def run(
         self,

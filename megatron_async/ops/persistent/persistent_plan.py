@@ -12,6 +12,8 @@ WARPS = 8
 """Of a program; each has a row of weights at a time."""
 DIMS = (64, 128)
 """Of heads: so a key is eight elements of 8 or 16 lanes."""
+MOST_TOGETHER = 16
+"""Words that a thread reads at a time, all of one vector."""
 MOST_UNIT_CHUNKS = 8
 """Chunks of a unit: 4 KB a warp."""
 MOST_SLOTS = 16
@@ -98,7 +100,7 @@ def plan_layers(sizes: LayerSizes, processors: int, shared_bytes: int) -> Persis
     outputs as the device needs there are no more programs than that takes.
     """
     vectors = (sizes.hidden, sizes.heads * sizes.dim, sizes.ffn)
-    if sizes.dim not in DIMS or any(size % 8 for size in vectors):
+    if sizes.dim not in DIMS or any(size % MOST_TOGETHER for size in vectors):
         return None
     chunk = CHUNK.value
     unit_chunks = min(triton.cdiv(sizes.hidden, chunk), MOST_UNIT_CHUNKS)

@@ -48,7 +48,8 @@ def test_a_balanced_last_round():
     ("sizes", "processors", "shared"),
     [
         (LayerSizes(576, 1536, 3, 3, 80), *HOPPER),
-        (LayerSizes(580, 1536, 3, 3, 64), *HOPPER),
+        (LayerSizes(584, 1536, 3, 3, 64), *HOPPER),
+        (LayerSizes(576, 1544, 3, 3, 64), *HOPPER),  # words of two vectors read together
         (LayerSizes(8192, 28672, 8, 8, 128), *HOPPER),  # no room for a ring
         (LayerSizes(576, 1536, 3, 3, 64), 132, 64 << 10),
         (LayerSizes(4096, 200, 32, 1, 128), *HOPPER),  # fewer programs than heads
