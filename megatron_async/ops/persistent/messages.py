@@ -12,6 +12,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+MOST_TOGETHER = gl.constexpr(16)
+"""Words that a thread reads at a time."""
 MOST_POLLS = 1 << 26
 """Of one word: some 20 seconds, where a whole step takes milliseconds."""
 

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from megatron_async.ops.persistent.messages import last_sent, receive, send
+from megatron_async.ops.persistent.messages import MOST_TOGETHER, last_sent, receive, send
 from megatron_async.ops.persistent.persistent_attention import (
     LOG2_E,
     attend,
@@ -44,7 +44,7 @@ def _gather(
     warps: gl.constexpr,
 ) -> None:
     """All values of a phase to shared memory, 0 behind them; a word is read once a program."""
-    each: gl.constexpr = min(16, padded // (32 * warps))
+    each: gl.constexpr = min(MOST_TOGETHER, padded // (32 * warps))
     layout: gl.constexpr = gl.BlockedLayout([each], [32], [warps], [0])
     index = gl.arange(0, padded, layout)
     value = receive(words, index, epoch, index < size, each)
@@ -63,7 +63,7 @@ def _gather_normed(
     warps: gl.constexpr,
 ) -> gl.tensor:
     """The residual stream times a norm's factors; gives what products are to be multiplied by."""
-    each: gl.constexpr = min(16, padded // (32 * warps))
+    each: gl.constexpr = min(MOST_TOGETHER, padded // (32 * warps))
     layout: gl.constexpr = gl.BlockedLayout([each], [32], [warps], [0])
     index = gl.arange(0, padded, layout)
     scale = factors.load(layout).to(gl.float32)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import triton
 
+from megatron_async.ops.persistent.messages import MOST_TOGETHER
 from megatron_async.ops.persistent.weight_ring import CHUNK
 
 WARPS = 8
 """Of a program; each has a row of weights at a time."""
 DIMS = (64, 128)
 """Of heads: so a key is eight elements of 8 or 16 lanes."""
-MOST_TOGETHER = 16
-"""Words that a thread reads at a time, all of one vector."""
 MOST_UNIT_CHUNKS = 8
 """Chunks of a unit: 4 KB a warp."""
 MOST_SLOTS = 16
@@ -97,10 +96,11 @@ def plan_layers(sizes: LayerSizes, processors: int, shared_bytes: int) -> Persis
     a program; None: the kernel does not serve these sizes there.
 
     All programs have an output of fc1, which the kernel relies on; and with as few rounds of
-    outputs as the device needs there are no more programs than that takes.
+    outputs as the device needs there are no more programs than that takes. Words that a thread
+    reads at a time are of one vector.
     """
     vectors = (sizes.hidden, sizes.heads * sizes.dim, sizes.ffn)
-    if sizes.dim not in DIMS or any(size % MOST_TOGETHER for size in vectors):
+    if sizes.dim not in DIMS or any(size % MOST_TOGETHER.value for size in vectors):
         return None
     chunk = CHUNK.value
     unit_chunks = min(triton.cdiv(sizes.hidden, chunk), MOST_UNIT_CHUNKS)

@@ -14,6 +14,7 @@ from megatron_async.ops.persistent.persistent_attention import join_parts
 from megatron_async.ops.persistent.persistent_kernel import persistent_layers_kernel
 from megatron_async.ops.persistent.persistent_layers import LayerWeights, PersistentLayers
 from megatron_async.ops.persistent.persistent_plan import (
+    TILE,
     WARPS,
     LayerSizes,
     PersistentPlan,
@@ -84,7 +85,7 @@ def rms(x, factors):
     return x * torch.rsqrt((x * x).mean() + 1e-5) * factors.float()
 
 
-def run(model, words, step, plan, tile=32, seed=0):
+def run(model, words, step, plan, tile=32, warps=4, seed=0):
     """One step; `words` and `step` are kept for the next one."""
     table = torch.tensor([[w.data_ptr() for w in layer] for layer in model.weights])
     weights = {w.data_ptr(): w.flatten() for layer in model.weights for w in layer}
@@ -94,7 +95,7 @@ def run(model, words, step, plan, tile=32, seed=0):
         torch.tensor([model.length - 1]), torch.tensor([model.new_place]), cache, model.table,
         cache.stride(0), cache.stride(1), model.layers, 1e-5, model.sizes.dim**-0.5,
     ]  # fmt: skip
-    constants = plan.constants(model.sizes, BLOCK) | {"tile": tile, "warps": 4}
+    constants = plan.constants(model.sizes, BLOCK) | {"tile": tile, "warps": warps}
     run_programs(
         persistent_layers_kernel, plan.programs, arguments, constants, weights,
         stored_again=(4, 9), seed=seed,
@@ -128,6 +129,17 @@ def test_against_plain_layers(sizes, layers, length, options):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(after.float(), cache.float(), rtol=1e-2, atol=1e-2)
         assert step.item() == seed + 1
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b"])
+def test_a_layer_as_on_a_gpu(name):
+    """Of real size, with the plan for an H200."""
+    sizes = SHAPES[name]
+    model = Model(sizes.hidden, sizes.ffn, sizes.kv_heads, sizes.group, sizes.dim, 1, 300)
+    plan = plan_layers(sizes, 132, 232448)
+    words, step = Words.zeros(plan.words(sizes)), torch.zeros(1, dtype=torch.int64)
+    found, _cache = run(model, words, step, plan, TILE, WARPS)
+    torch.testing.assert_close(found, model.reference()[0], rtol=1e-2, atol=1e-2)
 
 
 def test_parts_that_are_not_used_have_no_weight():
