@@ -48,7 +48,9 @@ def _gather(
     layout: gl.constexpr = gl.BlockedLayout([each], [32], [warps], [0])
     index = gl.arange(0, padded, layout)
     value = receive(words, index, epoch, index < size, each)
+    gl.thread_barrier()  # all have read the vector before
     _flat(vector, padded).store(value)
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -66,9 +68,11 @@ def _gather_normed(
     each: gl.constexpr = min(MOST_TOGETHER, padded // (32 * warps))
     layout: gl.constexpr = gl.BlockedLayout([each], [32], [warps], [0])
     index = gl.arange(0, padded, layout)
-    scale = factors.load(layout).to(gl.float32)
     value = receive(words, index, epoch, index < size, each)
+    gl.thread_barrier()  # all have read the vector before, and their factors are there
+    scale = factors.load(layout).to(gl.float32)
     _flat(vector, padded).store(gl.where(index < size, value * scale, 0.0))
+    gl.thread_barrier()
     return gl.rsqrt(gl.sum(value * value, 0) / size + eps)
 
 
@@ -139,6 +143,9 @@ def persistent_layers_kernel(
     units: gl.constexpr = (hidden + long - 1) // long
     head_units: gl.constexpr = (heads * dim + long - 1) // long
     ffn_units: gl.constexpr = (ffn + long - 1) // long
+    hidden_rounds: gl.constexpr = (hidden + rows - 1) // rows
+    ffn_rounds: gl.constexpr = (ffn + rows - 1) // rows
+    later_groups: gl.constexpr = 2 * ffn_rounds * units + hidden_rounds * ffn_units
     longest: gl.constexpr = max(max(hidden_padded, heads_padded), max(ffn_padded, members * dim))
     # Words of a step by phase.
     at_heads: gl.constexpr = qkv
@@ -194,7 +201,7 @@ def persistent_layers_kernel(
     place = places_of(block_table, key, is_kept, kv_head, block_size, kv_heads, dim)
 
     # The embedding is what the first layer's norm waits for.
-    for t in range((hidden + rows - 1) // rows):
+    for t in range(hidden_rounds):
         at = here + t * rows
         first = gl.load(hidden_states + at, mask=at < hidden, other=0.0).to(gl.float32)
         send(words + at_hidden, at, first, epoch, at < hidden)
@@ -212,9 +219,9 @@ def persistent_layers_kernel(
     nothing = gl.zeros([warps, 32], gl.float32, lanes)
     for layer in range(layers):
         keys = cache + gl.cast(layer, gl.int64) * layer_elements
-        # qkv, rotated and appended.
-        async_copy.wait_group(slots - 1)
-        gl.thread_barrier()
+        # qkv, rotated and appended. Behind the copies of its first keys and factors were those of
+        # some units.
+        async_copy.wait_group(min(slots - 1, later_groups))
         norm = _gather_normed(
             words + at_hidden, vector, factors.index(0), hidden, hidden_padded, epoch, eps, warps
         )
@@ -271,10 +278,9 @@ def persistent_layers_kernel(
                 parts, parts_padded, dim, joined,
             )  # fmt: skip
         # proj.
-        gl.thread_barrier()
         _gather(words + at_heads, vector, heads * dim, heads_padded, epoch, warps)
         sums = nothing
-        for n in range((hidden + rows - 1) // rows * head_units):
+        for n in range(hidden_rounds * head_units):
             at = here + n // head_units * rows
             fits = at < hidden
             before = last_sent(words + at_hidden, gl.minimum(at, hidden - 1))
@@ -289,9 +295,18 @@ def persistent_layers_kernel(
         norm = _gather_normed(
             words + at_middle, vector, factors.index(1), hidden, hidden_padded, epoch, eps, warps
         )
+        # What the next layer reads besides weights; nobody reads this layer's any more.
+        later = gl.minimum(layer + 1, layers - 1)
+        later_keys = cache + gl.cast(later, gl.int64) * layer_elements
+        copy_first_keys(
+            first_keys, first_values, later_keys, value_offset, place, is_kept, dim, tiles
+        )
+        _copy_factors(factors.index(0), address_of(table, later, 4), hidden, hidden_padded, warps)
+        _copy_factors(factors.index(1), address_of(table, later, 5), hidden, hidden_padded, warps)
+        async_copy.commit_group()
         first_sums = nothing
         second_sums = nothing
-        for n in range((ffn + rows - 1) // rows * units):
+        for n in range(ffn_rounds * units):
             first_sums, cursor = multiply_next(
                 first_sums, vector, n % units, ring, cursor, table, layers, row,
                 hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights, lanes,
@@ -308,20 +323,10 @@ def persistent_layers_kernel(
                 send(words + at_ffn, at, activated, epoch, at < ffn)
                 first_sums = nothing
                 second_sums = nothing
-        # What the next layer reads besides weights; nobody reads the old ones any more.
-        later = gl.minimum(layer + 1, layers - 1)
-        later_keys = cache + gl.cast(later, gl.int64) * layer_elements
-        copy_first_keys(
-            first_keys, first_values, later_keys, value_offset, place, is_kept, dim, tiles
-        )
-        _copy_factors(factors.index(0), address_of(table, later, 4), hidden, hidden_padded, warps)
-        _copy_factors(factors.index(1), address_of(table, later, 5), hidden, hidden_padded, warps)
-        async_copy.commit_group()
         # fc2.
-        gl.thread_barrier()
         _gather(words + at_ffn, vector, ffn, ffn_padded, epoch, warps)
         sums = nothing
-        for n in range((hidden + rows - 1) // rows * ffn_units):
+        for n in range(hidden_rounds * ffn_units):
             at = here + n // ffn_units * rows
             fits = at < hidden
             before = last_sent(words + at_middle, gl.minimum(at, hidden - 1))

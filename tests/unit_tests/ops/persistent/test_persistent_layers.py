@@ -116,7 +116,9 @@ def divided(sizes, programs=6, parts=3, slots=3, unit_chunks=1):
         ((320, 50, 2, 3, 64), 2, 40, {}),
         ((320, 50, 2, 3, 64), 2, 1, {}),
         ((320, 600, 1, 2, 64), 2, 600, {"parts": 4, "unit_chunks": 2}),
-        ((520, 90, 2, 1, 128), 1, 290, {"unit_chunks": 3, "slots": 5}),
+        ((528, 90, 2, 1, 128), 2, 290, {"unit_chunks": 3, "slots": 5}),
+        ((320, 50, 2, 3, 64), 3, 70, {"slots": 11}),
+        ((320, 24, 1, 2, 64), 3, 70, {"slots": 16, "unit_chunks": 2}),
     ],
 )
 def test_against_plain_layers(sizes, layers, length, options):
@@ -132,10 +134,10 @@ def test_against_plain_layers(sizes, layers, length, options):
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b"])
-def test_a_layer_as_on_a_gpu(name):
+def test_layers_as_on_a_gpu(name):
     """Of real size, with the plan for an H200."""
     sizes = SHAPES[name]
-    model = Model(sizes.hidden, sizes.ffn, sizes.kv_heads, sizes.group, sizes.dim, 1, 300)
+    model = Model(sizes.hidden, sizes.ffn, sizes.kv_heads, sizes.group, sizes.dim, 2, 300)
     plan = plan_layers(sizes, 132, 232448)
     words, step = Words.zeros(plan.words(sizes)), torch.zeros(1, dtype=torch.int64)
     found, _cache = run(model, words, step, plan, TILE, WARPS)
