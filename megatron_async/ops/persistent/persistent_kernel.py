@@ -28,7 +28,7 @@ from megatron_async.ops.persistent.persistent_attention import (
     places_of,
     send_attended,
 )
-from megatron_async.ops.persistent.weight_ring import CHUNK, address_of, ask_next, multiply_next
+from megatron_async.ops.persistent.weight_ring import CHUNK, address_of, ask_next, multiply_unit
 
 PART_KEYS = gl.constexpr(256)
 """Keys of a part, if there are parts enough."""
@@ -228,13 +228,13 @@ def persistent_layers_kernel(
         first_sums = nothing
         second_sums = nothing
         for n in range((qkv // 2 + rows - 1) // rows * units):
-            first_sums, cursor = multiply_next(
-                first_sums, vector, n % units, ring, cursor, table, layers, row,
-                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights, lanes,
+            first_sums = multiply_unit(
+                first_sums, vector, n % units, ring, cursor[0], slots - 1, unit_chunks, weights,
+                lanes,
             )  # fmt: skip
-            second_sums, cursor = multiply_next(
-                second_sums, vector, n % units, ring, cursor, table, layers, row,
-                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights, lanes,
+            second_sums = multiply_unit(
+                second_sums, vector, n % units, ring, (cursor[0] + 1) % slots, slots - 2,
+                unit_chunks, weights, lanes,
             )  # fmt: skip
             if n % units == units - 1:
                 pair = here + n // units * rows
@@ -259,6 +259,14 @@ def persistent_layers_kernel(
                 gl.store(keys + to + half, y.to(gl.bfloat16), mask=is_cached)
                 first_sums = nothing
                 second_sums = nothing
+            cursor = ask_next(
+                ring, cursor, table, layers, row,
+                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights,
+            )  # fmt: skip
+            cursor = ask_next(
+                ring, cursor, table, layers, row,
+                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights,
+            )  # fmt: skip
         # Attention.
         if attends:
             member_words = words + kv_head * ((group + 2) * dim)
@@ -284,13 +292,24 @@ def persistent_layers_kernel(
             at = here + n // head_units * rows
             fits = at < hidden
             before = last_sent(words + at_hidden, gl.minimum(at, hidden - 1))
-            sums, cursor = multiply_next(
-                sums, vector, n % head_units, ring, cursor, table, layers, row,
-                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights, lanes,
-            )  # fmt: skip
+            sums = multiply_unit(
+                sums,
+                vector,
+                n % head_units,
+                ring,
+                cursor[0],
+                slots - 1,
+                unit_chunks,
+                weights,
+                lanes,
+            )
             if n % head_units == head_units - 1:
                 send(words + at_middle, at, before + gl.sum(sums, 1), epoch, fits)
                 sums = nothing
+            cursor = ask_next(
+                ring, cursor, table, layers, row,
+                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights,
+            )  # fmt: skip
         # fc1 and SwiGLU.
         norm = _gather_normed(
             words + at_middle, vector, factors.index(1), hidden, hidden_padded, epoch, eps, warps
@@ -307,13 +326,13 @@ def persistent_layers_kernel(
         first_sums = nothing
         second_sums = nothing
         for n in range(ffn_rounds * units):
-            first_sums, cursor = multiply_next(
-                first_sums, vector, n % units, ring, cursor, table, layers, row,
-                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights, lanes,
+            first_sums = multiply_unit(
+                first_sums, vector, n % units, ring, cursor[0], slots - 1, unit_chunks, weights,
+                lanes,
             )  # fmt: skip
-            second_sums, cursor = multiply_next(
-                second_sums, vector, n % units, ring, cursor, table, layers, row,
-                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights, lanes,
+            second_sums = multiply_unit(
+                second_sums, vector, n % units, ring, (cursor[0] + 1) % slots, slots - 2,
+                unit_chunks, weights, lanes,
             )  # fmt: skip
             if n % units == units - 1:
                 at = here + n // units * rows
@@ -323,6 +342,14 @@ def persistent_layers_kernel(
                 send(words + at_ffn, at, activated, epoch, at < ffn)
                 first_sums = nothing
                 second_sums = nothing
+            cursor = ask_next(
+                ring, cursor, table, layers, row,
+                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights,
+            )  # fmt: skip
+            cursor = ask_next(
+                ring, cursor, table, layers, row,
+                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights,
+            )  # fmt: skip
         # fc2.
         _gather(words + at_ffn, vector, ffn, ffn_padded, epoch, warps)
         sums = nothing
@@ -330,15 +357,18 @@ def persistent_layers_kernel(
             at = here + n // ffn_units * rows
             fits = at < hidden
             before = last_sent(words + at_middle, gl.minimum(at, hidden - 1))
-            sums, cursor = multiply_next(
-                sums, vector, n % ffn_units, ring, cursor, table, layers, row,
-                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights, lanes,
-            )  # fmt: skip
+            sums = multiply_unit(
+                sums, vector, n % ffn_units, ring, cursor[0], slots - 1, unit_chunks, weights, lanes
+            )
             if n % ffn_units == ffn_units - 1:
                 total = before + gl.sum(sums, 1)
                 send(words + at_hidden, at, total, epoch + 1, fits)
                 gl.store(out + at, total.to(gl.bfloat16), mask=fits & (layer + 1 == layers))
                 sums = nothing
+            cursor = ask_next(
+                ring, cursor, table, layers, row,
+                hidden, ffn, kv_heads, group, dim, rows, unit_chunks, weights,
+            )  # fmt: skip
         epoch += 1
     async_copy.wait_group(0)
     if program == 0:

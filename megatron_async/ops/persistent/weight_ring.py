@@ -134,46 +134,34 @@ def ask_next(
 
 
 @gluon.jit
-def multiply_next(
+def multiply_unit(
     sums: gl.tensor,
     vector: gl.tensor,
     unit: gl.tensor,
     ring: gl.tensor,
-    cursor: gl.tuple,
-    table: gl.tensor,
-    layers: gl.tensor,
-    row: gl.tensor,
-    hidden: gl.constexpr,
-    ffn: gl.constexpr,
-    kv_heads: gl.constexpr,
-    group: gl.constexpr,
-    dim: gl.constexpr,
-    rows: gl.constexpr,
+    slot: gl.tensor,
+    after: gl.constexpr,
     unit_chunks: gl.constexpr,
     layout: gl.constexpr,
     lanes: gl.constexpr,
-) -> tuple[gl.tensor, gl.tuple]:
-    """Multiply by the oldest unit of the ring, and ask for another one in its place.
+) -> gl.tensor:
+    """Multiply by a unit of the ring, once it has come.
 
     Args:
         sums: float32 `[warps, 32]`: each lane's.
         vector: float32 `[chunks, CHUNK]` in shared memory, 0 behind the last input.
         unit: of the vector, that belongs to the weights.
+        after: units that have been asked for after this one.
         layout, lanes: of `[warps, CHUNK]` and of `sums`.
 
     Returns:
-        the new sums and the cursor.
+        the new sums.
     """
-    slot = cursor[0]
     warps: gl.constexpr = ring.shape[1]
-    async_copy.wait_group(ring.shape[0] - 1)
+    async_copy.wait_group(after)
     for chunk in gl.static_range(unit_chunks):
         inputs = vector.index(unit * unit_chunks + chunk).load(gl.SliceLayout(0, layout))
         weights = ring.index(slot).slice(chunk * CHUNK, CHUNK, 1).load(layout).to(gl.float32)
         products = (weights * inputs[None, :]).reshape([warps, 32, CHUNK // 32])
         sums = sums + gl.convert_layout(gl.sum(products, 2), lanes)
-    cursor = ask_next(
-        ring, cursor, table, layers, row, hidden, ffn, kv_heads, group, dim, rows, unit_chunks,
-        layout,
-    )  # fmt: skip
-    return sums, cursor
+    return sums
