@@ -49,10 +49,15 @@ class PersistentPlan:
     """Constants of the kernel, by their names there."""
 
     programs: int
+    """At most one a processor."""
     parts: int
+    """Most parts of a sequence's keys: programs that attend for the same KV head."""
     slots: int
+    """Units of the ring: of weights that are on their way, or there."""
     unit_chunks: int
+    """Chunks of a row that are a unit."""
     hidden_padded: int
+    """Places of a vector of `hidden` numbers in shared memory, a power of two; so the next two."""
     heads_padded: int
     ffn_padded: int
 
