@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_async.contexts.step_plan import IntArray
 from megatron_async.ops.sampling.slot_records import Header
@@ -230,6 +231,13 @@ class RequestSlots:
             return int(self.num_prefilled[slot])
         # The sample of the step launched last has not been fed back.
         return int(min(self.at_least(slot) - 1, self.num_known[slot]))
+
+    def may_decode(self) -> NDArray[np.bool_]:
+        """Slots with their prompts in the cache that the steps in flight do not bring to their
+        length limits, bool `[slots]`."""
+        found: NDArray[np.bool_] = self.state >= SlotState.DECODING
+        found &= self.at_least(ALL) < self.max_length
+        return found
 
     def at_least(self, slots: IntArray | slice | int) -> IntArray:
         """Lower bound of the sequences' lengths after the steps in flight, int32 `[slots]`."""

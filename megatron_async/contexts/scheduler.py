@@ -127,8 +127,7 @@ class Scheduler:
         """
         slots, blocks = self._slots, self._blocks
         # All slots at once: cheaper than to pick some out of each array.
-        wants = slots.state >= SlotState.DECODING
-        wants &= slots.at_least(ALL) < slots.max_length
+        wants = slots.may_decode()
         # Under a grammar the mask of a token needs the token before it: one may be in flight.
         wants &= slots.in_flight_steps < slots.most_in_flight
         wants = self.micro_batches.members(wants, micro_batch)

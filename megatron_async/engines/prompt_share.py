@@ -16,7 +16,6 @@ import numpy as np
 
 from megatron_async.captured_steps.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.request_slots import SlotState
 
 SHARE = 0.5
 """Of the prompt tokens that wait, a step may have so many, whatever it takes."""
@@ -47,7 +46,7 @@ class PromptShare:
             waits += int((slots.num_known[started] - slots.num_prefilled[started]).sum())
         if not waits:
             return scheduler.prefill_limit
-        rows = -(-np.count_nonzero(slots.state >= SlotState.DECODING) // slots.num_micro_batches)
+        rows = -(-np.count_nonzero(slots.may_decode()) // slots.num_micro_batches)
         decode = int(rows) * slots.max_width
         least = min(LEAST_PREFILL_TOKENS, tokens)
         room = max(tokens - decode, SHARE * waits)

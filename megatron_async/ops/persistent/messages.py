@@ -95,6 +95,7 @@ def send(
 
 @gluon.jit
 def last_sent(words: gl.tensor, index: gl.tensor) -> gl.tensor:
-    """Values that this thread has sent itself, whatever their epoch."""
+    """Values that this program has sent itself, before a barrier of its threads, whatever their
+    epoch."""
     word = gl.load(words + index, cache_modifier=".cg")
     return (word & 0xFFFFFFFF).to(gl.int32).to(gl.float32, bitcast=True)

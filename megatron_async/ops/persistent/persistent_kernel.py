@@ -28,7 +28,13 @@ from megatron_async.ops.persistent.persistent_attention import (
     places_of,
     send_attended,
 )
-from megatron_async.ops.persistent.weight_ring import CHUNK, address_of, ask_next, multiply_unit
+from megatron_async.ops.persistent.weight_ring import (
+    CHUNK,
+    address_of,
+    ask_next,
+    multiply_pair,
+    multiply_unit,
+)
 
 PART_KEYS = gl.constexpr(256)
 """Keys of a part, if there are parts enough."""
@@ -228,13 +234,9 @@ def persistent_layers_kernel(
         first_sums = nothing
         second_sums = nothing
         for n in range((qkv // 2 + rows - 1) // rows * units):
-            first_sums = multiply_unit(
-                first_sums, vector, n % units, ring, cursor[0], slots - 1, unit_chunks, weights,
+            first_sums, second_sums = multiply_pair(
+                first_sums, second_sums, vector, n % units, ring, cursor[0], unit_chunks, weights,
                 lanes,
-            )  # fmt: skip
-            second_sums = multiply_unit(
-                second_sums, vector, n % units, ring, (cursor[0] + 1) % slots, slots - 2,
-                unit_chunks, weights, lanes,
             )  # fmt: skip
             if n % units == units - 1:
                 pair = here + n // units * rows
@@ -326,13 +328,9 @@ def persistent_layers_kernel(
         first_sums = nothing
         second_sums = nothing
         for n in range(ffn_rounds * units):
-            first_sums = multiply_unit(
-                first_sums, vector, n % units, ring, cursor[0], slots - 1, unit_chunks, weights,
+            first_sums, second_sums = multiply_pair(
+                first_sums, second_sums, vector, n % units, ring, cursor[0], unit_chunks, weights,
                 lanes,
-            )  # fmt: skip
-            second_sums = multiply_unit(
-                second_sums, vector, n % units, ring, (cursor[0] + 1) % slots, slots - 2,
-                unit_chunks, weights, lanes,
             )  # fmt: skip
             if n % units == units - 1:
                 at = here + n // units * rows

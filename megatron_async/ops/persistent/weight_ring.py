@@ -165,3 +165,32 @@ def multiply_unit(
         products = (weights * inputs[None, :]).reshape([warps, 32, CHUNK // 32])
         sums = sums + gl.convert_layout(gl.sum(products, 2), lanes)
     return sums
+
+
+@gluon.jit
+def multiply_pair(
+    first: gl.tensor,
+    second: gl.tensor,
+    vector: gl.tensor,
+    unit: gl.tensor,
+    ring: gl.tensor,
+    slot: gl.tensor,
+    unit_chunks: gl.constexpr,
+    layout: gl.constexpr,
+    lanes: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:
+    """Multiply by the ring's two oldest units, which belong to the same inputs.
+
+    Args:
+        first, second: sums of the one and of the other, as of `multiply_unit`.
+        slot: of the older unit.
+
+    Returns:
+        the new sums.
+    """
+    slots: gl.constexpr = ring.shape[0]
+    first = multiply_unit(first, vector, unit, ring, slot, slots - 1, unit_chunks, layout, lanes)
+    second = multiply_unit(
+        second, vector, unit, ring, (slot + 1) % slots, slots - 2, unit_chunks, layout, lanes
+    )
+    return first, second

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 64
 FIRST_STEPS = 6
 """Mixed steps before those that are timed."""
-HELD_STEPS = 5
-"""Steps whose prompts hold blocks at once: in flight, planned or resolved late, and some to spare.
-A prompt that waits for a block makes its step shorter than was asked for."""
+HELD_STEPS = 3
+"""Steps whose prompts hold blocks at once: in flight, or planned; and one to spare."""
 COLUMNS = {
     "step_ms": "step ms",
     "token_us": "token us",

@@ -15,36 +15,37 @@ import torch
 
 from kernel_cases.case import OURS, Case, Chain, Family, Work
 from kernel_cases.hardware import Hardware, Need
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.persistent.persistent_layers import LayerWeights, PersistentLayers
 from megatron_async.ops.persistent.persistent_plan import LayerSizes
 
-SHAPES = {
-    "smollm2-135m": (LayerSizes(576, 1536, 3, 3, 64), 30),
-    "llama-3.2-1b": (LayerSizes(2048, 8192, 8, 4, 64), 16),
-    "llama-3.1-8b": (LayerSizes(4096, 14336, 8, 4, 128), 32),
-}
-"""Sizes and number of layers."""
+SHAPES = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")
 LENGTHS = (128, 2048)
 BLOCK_SIZE = 64
 
 
-def weights_of(sizes: LayerSizes) -> int:
-    """Numbers of one layer's products."""
-    heads = sizes.heads * sizes.dim
-    return sizes.hidden * (sizes.qkv + heads + 3 * sizes.ffn)
+def sizes_of(shape: str) -> LayerSizes:
+    """Sizes of a model's layers."""
+    model = DUMMY_SHAPES[shape]
+    return LayerSizes(
+        model.hidden_size,
+        model.ffn_hidden_size,
+        model.num_query_groups,
+        model.num_attention_heads // model.num_query_groups,
+        model.kv_channels,
+    )
 
 
 def need(shape: str, length: int) -> Need:
     """The bytes of all weights, keys and values, and two operations for each weight."""
-    sizes, layers = SHAPES[shape]
-    keys = 2 * length * sizes.kv_heads * sizes.dim
-    weights = weights_of(sizes)
-    return Need(2 * layers * (weights + keys), 2.0 * layers * weights)
+    model = DUMMY_SHAPES[shape]
+    weights = sum(model.layer_parameters(kind, 0) for kind in model.pattern)
+    return Need(2 * weights + length * model.kv_bytes_per_token(2), 2.0 * weights)
 
 
 def chain(shape: str, length: int, block_size: int) -> Chain:
     """A step's layers, on random numbers."""
-    sizes, layers = SHAPES[shape]
+    sizes, layers = sizes_of(shape), DUMMY_SHAPES[shape].num_layers
     hidden, heads = sizes.hidden, sizes.heads * sizes.dim
 
     def numbers(*size: int) -> torch.Tensor:
@@ -93,8 +94,8 @@ def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -
 FAMILY = Family(
     name="layers",
     about="all layers of a step of one row in one kernel",
-    shapes=list(SHAPES),
-    default_shapes=list(SHAPES),
+    shapes=SHAPES,
+    default_shapes=SHAPES,
     parts=(),
     references=(),
     add_options=lambda group: None,

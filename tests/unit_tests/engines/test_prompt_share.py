@@ -94,7 +94,11 @@ class Books:
         known, done = np.zeros(64, np.int32), np.zeros(64, np.int32)
         known[rows], done[rows] = 700, 500
         slots = SimpleNamespace(
-            state=state, num_known=known, num_prefilled=done, max_width=1, num_micro_batches=1
+            may_decode=lambda: state == SlotState.DECODING,
+            num_known=known,
+            num_prefilled=done,
+            max_width=1,
+            num_micro_batches=1,
         )
         self.context: Any = SimpleNamespace(
             config=InferenceConfig(**{"max_tokens": 900, "max_requests": 64, **config}),
@@ -188,6 +192,26 @@ def test_tokens_are_the_same(lookahead: int) -> None:
     assert answers[0] == answers[1]
     assert min(map(len, most)) > 0
     assert most[1] != most[0], "prompts are divided"
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_requests_whose_last_token_is_on_its_way_take_no_room(lookahead: int) -> None:
+    """Four rows decode, and four prompts of one token's answer fill what is left of a step."""
+    settings = {**SETTINGS, "mixed_step_tokens": 4 + 4 * 4, "lookahead": lookahead}
+    settings["max_requests"] = 24
+    engine, chunks = make_engine(MODEL, **settings), Chunks()
+    prompts = iter(random_prompts(3, (4,) * 44, TINY.vocab_size))
+    for number in range(4):
+        engine.add_request(number, next(prompts), greedy(30))
+    engine.step_modern()
+    engine.listeners.append(chunks)
+    for step in range(10):
+        for number in range(4):
+            engine.add_request(100 + 4 * step + number, next(prompts), greedy(1))
+        engine.step_modern()
+    drain(engine)
+    assert chunks.counts == [16] * 10
+    engine.close()
 
 
 def test_followers_plan_by_their_leaders_measurement() -> None:

@@ -1,5 +1,6 @@
 import re
 import subprocess
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -28,6 +29,23 @@ def next_power(number):
     return 1 << (number - 1).bit_length()
 
 
+def random_numbers(generator, *shape, scale=1.0):
+    return (torch.randn(*shape, generator=generator) * scale).bfloat16()
+
+
+@lru_cache(maxsize=1)
+def weights_of(sizes, layers, seed):
+    """Of each layer; kept, as some take seconds to draw."""
+    draw = partial(random_numbers, torch.Generator().manual_seed(seed))
+    hidden, ffn, heads = sizes.hidden, sizes.ffn, sizes.heads * sizes.dim
+    shapes = [(sizes.qkv, hidden), (hidden, heads), (2 * ffn, hidden), (hidden, ffn)]
+    return [
+        [draw(*shape, scale=shape[1] ** -0.5) for shape in shapes]
+        + [1 + draw(hidden, scale=0.1) for _ in range(2)]
+        for _ in range(layers)
+    ]
+
+
 class Model:
     """Layers of random numbers, a cache and a row in it, and what they should give."""
 
@@ -35,14 +53,7 @@ class Model:
         self.generator = torch.Generator().manual_seed(seed)
         self.sizes = LayerSizes(hidden, ffn, kv_heads, group, dim)
         self.length, self.layers = length, layers
-        heads = kv_heads * group
-        qkv = kv_heads * (group + 2) * dim
-        shapes = [(qkv, hidden), (hidden, heads * dim), (2 * ffn, hidden), (hidden, ffn)]
-        self.weights = [
-            [self.random(*shape, scale=shape[1] ** -0.5) for shape in shapes]
-            + [1 + self.random(hidden, scale=0.1) for _ in range(2)]
-            for _ in range(layers)
-        ]
+        self.weights = weights_of(self.sizes, layers, seed)
         blocks = -(-length // BLOCK)
         self.table = torch.randperm(blocks + 3, generator=self.generator)[:blocks].int()
         self.cache = self.random(layers, 2, blocks + 3, BLOCK, kv_heads, dim)
@@ -50,8 +61,8 @@ class Model:
         self.cos, self.sin = angle.cos(), angle.sin()
         self.x = self.random(1, hidden)
 
-    def random(self, *shape, scale=1.0):
-        return (torch.randn(*shape, generator=self.generator) * scale).bfloat16()
+    def random(self, *shape):
+        return random_numbers(self.generator, *shape)
 
     @property
     def new_place(self):
