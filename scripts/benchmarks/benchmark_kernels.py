@@ -14,22 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_cases import (
-    decode_attention,
-    experts,
-    fused_ops,
-    layers,
-    linear,
-    prefill_attention,
-    recurrent,
-)
+from kernel_cases import decode_attention, experts, fused_ops, linear, prefill_attention, recurrent
 from kernel_cases.case import OURS, Case, Chain, Family
 from kernel_cases.hardware import BANDWIDTH, MATRIX_RATE, Hardware
 from kernel_cases.timing import microseconds
 
 from megatron_async.profiling.benchmark_record import write_record
 
-MODULES = (linear, experts, recurrent, decode_attention, prefill_attention, fused_ops, layers)
+MODULES = (linear, experts, recurrent, decode_attention, prefill_attention, fused_ops)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 NAME_WIDTH = 46
 BEST = 5

@@ -15,7 +15,7 @@ from kernel_cases.hardware import BANDWIDTH, MATRIX_RATE, Hardware, Need
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
 FAMILIES = {
-    "linear", "experts", "recurrent", "decode_attention", "prefill_attention", "fused_ops", "layers"
+    "linear", "experts", "recurrent", "decode_attention", "prefill_attention", "fused_ops"
 }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         assert self.from_here is not None
-        return Shared(self.from_here[: math.prod(shape)].view(*shape), self.from_here)
+        return Shared(self.from_here[: math.prod(shape)].view(*shape))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
