@@ -17,6 +17,7 @@ LOADS = {
     "ends": "requests end unforeseen, by policy",
     "streams": "an event loop and a stream for each request",
     "ranks": "steady decode over several ranks (torchrun)",
+    "arrivals": "requests arrive at several replicas, launches at once or late (torchrun)",
     "throughput": "requests arrive at random: latency and throughput",
     "features": "what each feature of a request costs",
     "mixed": "decode rows beside prompts: step time by tokens",

@@ -25,32 +25,13 @@ from model_options import add_model_options, routed
 from tqdm import tqdm
 
 from engine_loads.options import load_parser
+from engine_loads.trace_options import add_trace_options, make_trace
 from megatron_async import LLM
-from megatron_async.profiling.arrival_trace import (
-    LengthDistribution,
-    TraceRequest,
-    poisson_trace,
-)
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.trace_server import ServedTrace, serve_trace
 from megatron_async.profiling.trace_summary import latency_lines, summarize
 
 BLOCK_SIZE = 64
-
-
-def lengths(args: argparse.Namespace) -> tuple[LengthDistribution, LengthDistribution]:
-    """Distributions of prompt and output lengths."""
-    return (
-        LengthDistribution(args.prompt_mean, args.max_prompt_tokens, args.length_sigma),
-        LengthDistribution(args.output_mean, args.max_output_tokens, args.length_sigma),
-    )
-
-
-def make_trace(
-    args: argparse.Namespace, vocab_size: int, rate: float, count: int, seed: int
-) -> list[TraceRequest]:
-    """`count` requests with the lengths of the command line."""
-    return poisson_trace(rate, count, *lengths(args), vocab_size, seed)
 
 
 def serve_rates(lookahead: int, args: argparse.Namespace) -> list[tuple[float, ServedTrace]]:
@@ -121,23 +102,7 @@ def print_table(figures: Sequence[dict[str, Any]]) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = load_parser("throughput", __doc__)
-    trace = parser.add_argument_group("trace")
-    trace.add_argument(
-        "--rate", type=float, nargs="+", default=[8.0], help="arrivals a second (default 8)"
-    )
-    trace.add_argument("--num-requests", type=int, default=256, help="of a trace (default 256)")
-    trace.add_argument("--prompt-mean", type=float, default=256.0, help="tokens (default 256)")
-    trace.add_argument("--output-mean", type=float, default=128.0, help="tokens (default 128)")
-    trace.add_argument("--max-prompt-tokens", type=int, default=1024, help="default 1024")
-    trace.add_argument("--max-output-tokens", type=int, default=512, help="default 512")
-    trace.add_argument(
-        "--length-sigma",
-        type=float,
-        default=0.6,
-        help="standard deviation of the lengths' logarithm (default 0.6; 0: all equal)",
-    )
-    trace.add_argument("--seed", type=int, default=0, help="of the whole trace (default 0)")
-    trace.add_argument("--warmup-requests", type=int, default=32, help="default 32")
+    add_trace_options(parser)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2])
     engine.add_argument("--max-requests", type=int, default=256, help="default 256")

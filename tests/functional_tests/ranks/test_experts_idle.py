@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from functools import partial
 from typing import Any
 
+import pytest
 from ranks import run_ranks
 
 PROMPTS = [[1, 2, 3], list(range(40, 90)), [7], list(range(30)), [5, 6], [9] * 17, [4], [8, 1]]
@@ -60,10 +63,29 @@ async def _serve(engine: Any, rank: int) -> dict[int, Any]:
     return answers
 
 
-def _on_a_rank() -> tuple[dict[int, Any], int, int, int]:
-    """Answers, steps, steps without requests of its own, and looks at what the other does."""
-    looks = 0
-    with _llm(expert_model_parallel_size=2) as llm:
+def _on_a_rank(late: bool) -> tuple[dict[int, Any], int, int, int, int]:
+    """Answers, steps, steps without requests of its own, looks at what the other does, and launches
+    that waited, if they are `late`."""
+    from megatron_async.engines import late_launch
+
+    looks = waits = 0
+    with _llm(expert_model_parallel_size=2, late_launch=late) as llm:
+        if late:
+            foresight = llm.engine.launching.late
+            seconds_left = foresight.seconds_left
+
+            def counted() -> float:
+                nonlocal waits
+                left = seconds_left()
+                waits += left > 0
+                return left
+
+            foresight.seconds_left = counted
+            # Each look at the clock finds a millisecond gone, and no launch counts as late, however
+            # fast or busy the host is.
+            late_launch.MARGIN_US = late_launch.BACK_OFF_US = 0.0
+            ticks = itertools.count()
+            foresight._now_us = lambda: 1000.0 * next(ticks)
         consensus = llm.engine.group._consensus
         has_started = consensus._communicator.has_started
 
@@ -75,19 +97,21 @@ def _on_a_rank() -> tuple[dict[int, Any], int, int, int]:
         consensus._communicator.has_started = watched
         answers = asyncio.run(_serve(llm.engine, llm.data_parallel_rank))
         statistics = llm.engine.statistics
-        return answers, statistics.steps, statistics.dummy_steps, looks
+        return answers, statistics.steps, statistics.dummy_steps, looks, waits
 
 
-def test_arrivals_at_random_times_with_idle_gaps():
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late launches"])
+def test_arrivals_at_random_times_with_idle_gaps(late):
     with _llm() as llm:
         outputs = llm.generate(PROMPTS, [_params(number) for number in range(len(PROMPTS))])
     alone = {number: output.generated_tokens for number, output in enumerate(outputs)}
-    ranks = run_ranks(2, _on_a_rank)
+    ranks = run_ranks(2, partial(_on_a_rank, late))
     answers = {number: tokens for found in ranks for number, tokens in found[0].items()}
     assert answers == alone
     (_, steps, *_), (_, other_steps, *_) = ranks
     assert steps == other_steps
-    for _, steps, dummy_steps, looks in ranks:
+    for _, steps, dummy_steps, looks, waits in ranks:
+        assert (waits > 0) == late
         assert 0 < dummy_steps < steps
         # Idle for 0.6 s at least: a look every two milliseconds would be 300 more.
         assert looks < 3 * steps + 60

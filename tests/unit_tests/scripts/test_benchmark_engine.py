@@ -119,3 +119,18 @@ def test_ranks_alone(tmp_path):
     assert row["tokens_per_row"] == pytest.approx(1)
     assert row["agreement_us"] == 0, "a rank alone agrees with nobody"
     assert record["settings"]["world_size"] == 1
+
+
+def test_arrivals_at_one_replica(tmp_path):
+    options = ("--num-requests", 6, "--rate", 100, "--output-mean", 8, "--max-output-tokens", 16)
+    lengths = ("--prompt-mean", 8, "--max-prompt-tokens", 16, "--rounds", 2)
+    record = run_script(
+        "benchmark_engine", tmp_path, "arrivals", "--device", "cpu", *options, *lengths
+    )
+    rows = record["figures"]
+    assert [(row["round"], row["launches"]) for row in rows] == [
+        (round_, way) for round_ in range(2) for way in ("at once", "late")
+    ]
+    for row in rows:
+        assert 0 < row["ttft_p50"] <= row["ttft_p99"] < 1e3 * row["duration_s"]
+        assert row["steps"] >= 8
