@@ -128,7 +128,7 @@ class InferenceConfig:
     that arrives meanwhile joins that step, and has its first token up to a step earlier. The end of
     the running step is foreseen by earlier steps of its shape. For `async_step` and `run_engine`,
     as in a server, with lookahead 1; a loop of your own asks `engine.launching.seconds_left()`.
-    None: on with lookahead 1, but for replicas that share experts on CPUs."""
+    None: on with lookahead 1."""
 
     invalidation: str = "reconcile"
     """Policy for steps in flight of a request that ends unexpectedly, reconcile or rollback. (By a

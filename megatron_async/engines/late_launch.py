@@ -27,6 +27,10 @@ MARGIN_US = 1000.0
 MARGIN_SHARE = 0.15
 """A launch is due so many microseconds before the expected end of the running step, and this share
 of the step's expected time. So steps of a millisecond are launched at once."""
+HOST_MARGIN_US = 2500.0
+"""`MARGIN_US` where steps run on the host, whose cores the launch shares with them. With 1,000 a
+token of the demo model took 6 to 15 % longer on two cores (steps of 5.5 ms,
+docs/records/whole_steps.md, 2026-11-28)."""
 GROWTH = 1.02
 """The expected time of a shape follows a shorter step at once, and a longer one by at most this
 factor: a host that is late sees steps end late."""
@@ -37,7 +41,7 @@ RECOVERY = 0.99
 """Factor by which a launch in time shrinks what was added."""
 TICK_S = 1e-3
 """An event loop's timers may be so late; what is left is waited for by giving other coroutines
-their turn."""
+their turn. Not where steps run on the host: that would take a core from them."""
 
 Shape = tuple[int, int, int, int]
 """What steps of about the same time have in common: decode rows, tokens, width, sampling mode."""
@@ -46,15 +50,12 @@ Shape = tuple[int, int, int, int]
 def launches_late(context: DynamicInferenceContext) -> bool:
     """Whether an engine's launches wait: `InferenceConfig.late_launch`, or what None means there.
 
-    Replicas that share experts wait for each other in each step. On two H100s their first tokens
-    came after 29 to 32 instead of 39 ms; on two CPU cores not sooner, and each token 13 % later
+    Replicas that share experts wait for each other in each step, each with an end of its own in
+    view. These are the same step's: on two H100s first tokens came after 29 to 32 instead of 39 ms
     (docs/records/whole_steps.md, 2026-11-28).
     """
     wanted = context.config.late_launch
-    if wanted is not None:
-        return wanted
-    shares_experts = context.model_config.expert_model_parallel_size > 1
-    return context.config.lookahead == 1 and (context.device.captures_graphs or not shares_experts)
+    return context.config.lookahead == 1 if wanted is None else wanted
 
 
 class LateLaunch(EngineListener):
@@ -75,6 +76,8 @@ class LateLaunch(EngineListener):
         self._context, self._in_flight = context, in_flight
         self._statistics = statistics
         self._now_us = context.device.now_us
+        on_host = not context.device.captures_graphs
+        self._margin_us, self._tick_s = (HOST_MARGIN_US, 0.0) if on_host else (MARGIN_US, TICK_S)
         self._lasts_us: dict[Shape, float] = {}
         self._launched_us: dict[int, float] = {}
         self._ended_us = 0.0
@@ -96,13 +99,13 @@ class LateLaunch(EngineListener):
         if lasts_us is None:
             return 0.0
         begin_us = max(self._ended_us, self._launched_us.get(plan.step, 0.0))
-        margin_us = MARGIN_US + MARGIN_SHARE * lasts_us + self._back_off_us
+        margin_us = self._margin_us + MARGIN_SHARE * lasts_us + self._back_off_us
         return max(begin_us + lasts_us - margin_us - self._now_us(), 0.0) / 1e6
 
     async def until_due(self) -> None:
         """Let other coroutines run until the next launch is due."""
         while (left := self.seconds_left()) > 0:
-            await asyncio.sleep(left - TICK_S if left > 2 * TICK_S else 0)
+            await asyncio.sleep(left - self._tick_s if left > 2 * self._tick_s else 0)
 
     @override
     def launching(self, plan: StepPlan) -> None:

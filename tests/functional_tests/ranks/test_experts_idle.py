@@ -83,7 +83,7 @@ def _on_a_rank(late: bool) -> tuple[dict[int, Any], int, int, int, int]:
             foresight.seconds_left = counted
             # Each look at the clock finds a millisecond gone, and no launch counts as late, however
             # fast or busy the host is.
-            late_launch.MARGIN_US = late_launch.BACK_OFF_US = 0.0
+            late_launch.BACK_OFF_US = foresight._margin_us = 0.0
             ticks = itertools.count()
             foresight._now_us = lambda: 1000.0 * next(ticks)
         consensus = llm.engine.group._consensus
