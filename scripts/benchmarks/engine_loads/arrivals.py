@@ -1,10 +1,10 @@
-"""Serve requests that arrive at several replicas, as a server does. Start it with torchrun:
+"""Serve requests that arrive at replicas, as a server does. Start several with torchrun:
 
     torchrun --nproc-per-node 2 scripts/benchmarks/benchmark_engine.py arrivals \
         --model dummy:qwen3-30b-a3b:uniform --expert-model-parallel-size 2 --rate 16
 
-Each replica has a trace of its own in each round, `--rate` of its own, and an event loop
-in which `run_engine` steps. Times count from a request's arrival by the trace. Traces are served
+Each replica has a trace of its own in each round, `--rate` of its own, and an event loop in which
+`run_engine` steps. Times count from a request's arrival by the trace. Traces are served
 with launches as soon as possible ("at once") and shortly before the running step ends ("late",
 `InferenceConfig.late_launch`), by turns, `--rounds` times, on one engine.
 """
@@ -14,12 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from tqdm import tqdm
 
 from engine_loads.options import load_parser
 from engine_loads.table import cells, heads
@@ -49,6 +52,7 @@ def open_llm(args: argparse.Namespace) -> LLM:
         dtype=args.dtype,
         lookahead=1,
         late_launch=True,
+        progress=not args.no_progress,
         max_requests=args.max_requests,
         max_tokens=args.max_tokens,
         max_sequence_length=longest,
@@ -105,13 +109,13 @@ async def serve_all(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     other_seed = args.seed + args.rounds * llm.data_parallel_size + replica
     await serve(llm, make_trace(args, vocabulary, math.inf, args.warmup_requests, other_seed))
     found = []
-    for round_, seed in enumerate(seeds):
-        for rate in args.rate:
-            trace = make_trace(args, vocabulary, rate, args.num_requests, seed)
-            for way in (AT_ONCE, LATE):
-                launching.late = late if way == LATE else None
-                key = {"replica": replica, "round": round_, "rate": rate, "launches": way}
-                found.append(key | await serve(llm, trace))
+    hidden = True if args.no_progress or replica else None  # None: where nobody looks
+    plan = list(itertools.product(range(args.rounds), args.rate, (AT_ONCE, LATE)))
+    for round_, rate, way in tqdm(plan, unit="trace", disable=hidden):
+        trace = make_trace(args, vocabulary, rate, args.num_requests, seeds[round_])
+        launching.late = late if way == LATE else None
+        key = {"replica": replica, "round": round_, "rate": rate, "launches": way}
+        found.append(key | await serve(llm, trace))
     return found
 
 
@@ -122,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of all traces (default 2)")
     parser.add_argument("--max-requests", type=int, default=64, help="of a replica (default 64)")
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a step (default 2048)")
+    parser.add_argument("--no-progress", action="store_true", help="no bars")
     add_parallel(parser)
     args = parser.parse_args(arguments)
     found: list[dict[str, Any]] = []
