@@ -89,6 +89,7 @@ class Device(ABC):
         copy: the stream that carries to the host what steps do not write there themselves.
         upload: the stream that carries bookkeeping to the device; it may be `compute`.
         captures_graphs: whether `capture` works here.
+        shares_cores: whether steps run on the cores that the engine's thread needs.
     """
 
     torch_device: torch.device
@@ -96,6 +97,7 @@ class Device(ABC):
     copy: Stream
     upload: Stream
     captures_graphs = False
+    shares_cores = False
 
     @abstractmethod
     def event(self, timing: bool = False) -> Event:

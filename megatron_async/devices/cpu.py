@@ -198,6 +198,8 @@ def _stop_worker(worker: _Worker, timeout_s: float | None = None) -> None:
 class CpuDevice(Device):
     """The engine's device where there is no GPU."""
 
+    shares_cores = True
+
     def __init__(self, chaos: Chaos | None = None) -> None:
         self.torch_device = torch.device("cpu")
         self.compute: CpuStream = CpuStream("compute", chaos)

@@ -28,9 +28,9 @@ MARGIN_SHARE = 0.15
 """A launch is due so many microseconds before the expected end of the running step, and this share
 of the step's expected time. So steps of a millisecond are launched at once."""
 HOST_MARGIN_US = 2500.0
-"""`MARGIN_US` where steps run on the host, whose cores the launch shares with them. With 1,000 a
-token of the demo model took 6 to 15 % longer on two cores (steps of 5.5 ms,
-docs/records/whole_steps.md, 2026-11-28)."""
+"""`MARGIN_US` where steps run on the cores that the launch needs. On two cores a token of the demo
+model, with steps of 5.5 ms, took up to 15 % longer with 1,000 (docs/records/whole_steps.md,
+2026-11-28)."""
 GROWTH = 1.02
 """The expected time of a shape follows a shorter step at once, and a longer one by at most this
 factor: a host that is late sees steps end late."""
@@ -41,7 +41,7 @@ RECOVERY = 0.99
 """Factor by which a launch in time shrinks what was added."""
 TICK_S = 1e-3
 """An event loop's timers may be so late; what is left is waited for by giving other coroutines
-their turn. Not where steps run on the host: that would take a core from them."""
+their turn. Not where steps run on the same cores: it would take one of them."""
 
 Shape = tuple[int, int, int, int]
 """What steps of about the same time have in common: decode rows, tokens, width, sampling mode."""
@@ -76,8 +76,9 @@ class LateLaunch(EngineListener):
         self._context, self._in_flight = context, in_flight
         self._statistics = statistics
         self._now_us = context.device.now_us
-        on_host = not context.device.captures_graphs
-        self._margin_us, self._tick_s = (HOST_MARGIN_US, 0.0) if on_host else (MARGIN_US, TICK_S)
+        self._margin_us, self._tick_s = MARGIN_US, TICK_S
+        if context.device.shares_cores:
+            self._margin_us, self._tick_s = HOST_MARGIN_US, 0.0
         self._lasts_us: dict[Shape, float] = {}
         self._launched_us: dict[int, float] = {}
         self._ended_us = 0.0

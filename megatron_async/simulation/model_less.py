@@ -46,7 +46,8 @@ class ModelLessEngine(DynamicInferenceEngine):
                 "num_kv_blocks or buffer_size_gb."
             )
         captures = machine is not None and machine.device.captures_graphs
-        self.virtual_device = VirtualDevice(captures, clock)
+        is_cpu = machine is not None and not captures
+        self.virtual_device = VirtualDevice(captures, clock, is_cpu)
         context = DynamicInferenceContext(shape, config, self.virtual_device)
         if machine is not None:
             tracer = VirtualTracer(self.virtual_device, self.virtual_device.clock, machine.cpu)

@@ -112,15 +112,21 @@ class VirtualDevice(Device):
 
     Args:
         captures_graphs: pad steps to captured shapes, as on a GPU.
+        shares_cores: stand for a CPU.
         clock: the host's time; None: one that only moves when told.
 
     Attributes:
         clock: the host's time.
     """
 
-    def __init__(self, captures_graphs: bool = False, clock: VirtualClock | None = None) -> None:
+    def __init__(
+        self,
+        captures_graphs: bool = False,
+        clock: VirtualClock | None = None,
+        shares_cores: bool = False,
+    ) -> None:
         self.torch_device = torch.device("meta")
-        self.captures_graphs = captures_graphs
+        self.captures_graphs, self.shares_cores = captures_graphs, shares_cores
         self.clock = VirtualClock() if clock is None else clock
         self.compute: VirtualStream = VirtualStream(self.clock)
         self.copy: VirtualStream = VirtualStream(self.clock)

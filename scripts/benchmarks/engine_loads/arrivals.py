@@ -4,8 +4,8 @@
         --model dummy:qwen3-30b-a3b:uniform --expert-model-parallel-size 2 --rate 16
 
 Each replica has a trace of its own in each round, `--rate` of its own, and an event loop in which
-`run_engine` steps. Times count from a request's arrival by the trace. Traces are served
-with launches as soon as possible ("at once") and shortly before the running step ends ("late",
+`run_engine` steps. Times count from a request's arrival by the trace. Traces are served with
+launches as soon as possible ("at once") and shortly before the running step ends ("late",
 `InferenceConfig.late_launch`), by turns, `--rounds` times, on one engine.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from functools import partial
 from typing import Any
@@ -66,26 +65,11 @@ async def _serve(engine: Any, rank: int) -> dict[int, Any]:
 def _on_a_rank(late: bool) -> tuple[dict[int, Any], int, int, int, int]:
     """Answers, steps, steps without requests of its own, looks at what the other does, and launches
     that waited, if they are `late`."""
-    from megatron_async.engines import late_launch
+    from ticking_launches import TickingLaunches
 
-    looks = waits = 0
+    looks = 0
     with _llm(expert_model_parallel_size=2, late_launch=late) as llm:
-        if late:
-            foresight = llm.engine.launching.late
-            seconds_left = foresight.seconds_left
-
-            def counted() -> float:
-                nonlocal waits
-                left = seconds_left()
-                waits += left > 0
-                return left
-
-            foresight.seconds_left = counted
-            # Each look at the clock finds a millisecond gone, and no launch counts as late, however
-            # fast or busy the host is.
-            late_launch.BACK_OFF_US = foresight._margin_us = 0.0
-            ticks = itertools.count()
-            foresight._now_us = lambda: 1000.0 * next(ticks)
+        ticking = TickingLaunches(llm.engine.launching.late) if late else None
         consensus = llm.engine.group._consensus
         has_started = consensus._communicator.has_started
 
@@ -97,6 +81,7 @@ def _on_a_rank(late: bool) -> tuple[dict[int, Any], int, int, int, int]:
         consensus._communicator.has_started = watched
         answers = asyncio.run(_serve(llm.engine, llm.data_parallel_rank))
         statistics = llm.engine.statistics
+        waits = ticking.waits if ticking else 0
         return answers, statistics.steps, statistics.dummy_steps, looks, waits
 
 

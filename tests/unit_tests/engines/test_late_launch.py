@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import TINY, drain, greedy, make_engine, make_model, random_prompts
+from ticking_launches import TickingLaunches
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.config import InferenceConfig
-from megatron_async.engines import late_launch
 from megatron_async.engines.late_launch import (
     BACK_OFF_US,
     GROWTH,
@@ -40,9 +39,11 @@ MARGIN = MARGIN_US + MARGIN_SHARE * LONG_US
 class Steps:
     """A `LateLaunch` and the steps it is told of; the clock moves by hand."""
 
-    def __init__(self, captures_graphs: bool = True) -> None:
+    def __init__(self, captures_graphs: bool = True, shares_cores: bool = False) -> None:
         self.now_us, self.number = 0.0, 0
-        self.device = SimpleNamespace(now_us=lambda: self.now_us, captures_graphs=captures_graphs)
+        self.device = SimpleNamespace(
+            now_us=lambda: self.now_us, captures_graphs=captures_graphs, shares_cores=shares_cores
+        )
         self.context: Any = SimpleNamespace(
             device=self.device,
             waiting=[],
@@ -129,16 +130,16 @@ def test_expectations_fall_at_once_and_rise_slowly() -> None:
 
 def test_steps_on_the_host_leave_a_launch_more_time() -> None:
     """A launch there shares the step's cores, and so would a loop that spins until it is due."""
-    steps = Steps(captures_graphs=False)
+    steps = Steps(shares_cores=True)
     steps.run(LONG_US)
     assert steps.left_us == pytest.approx(LONG_US - MARGIN - HOST_MARGIN_US + MARGIN_US)
 
 
-@pytest.mark.parametrize("captures_graphs", [True, False], ids=["device", "host"])
+@pytest.mark.parametrize("shares_cores", [False, True], ids=["device", "host"])
 def test_who_waits_for_the_last_moments_spins_only_beside_a_device(
-    monkeypatch: pytest.MonkeyPatch, captures_graphs: bool
+    monkeypatch: pytest.MonkeyPatch, shares_cores: bool
 ) -> None:
-    steps = Steps(captures_graphs)
+    steps = Steps(shares_cores=shares_cores)
     steps.run(LONG_US)
     naps_us: list[float] = []
 
@@ -149,7 +150,7 @@ def test_who_waits_for_the_last_moments_spins_only_beside_a_device(
     monkeypatch.setattr(asyncio, "sleep", nap)
     left_us = steps.left_us
     asyncio.run(steps.late.until_due())
-    if captures_graphs:
+    if not shares_cores:
         assert naps_us[0] == pytest.approx(left_us - 1e6 * TICK_S)
         assert len(naps_us) > 5
         assert not any(naps_us[1:])
@@ -241,40 +242,22 @@ def test_first_tokens_come_earlier_and_the_device_is_as_busy() -> None:
     assert late["overlap_ratio"] > 0.99
 
 
-def test_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In `run_engine`, with requests that arrive while it waits for a launch to be due.
-
-    The clock counts the looks at it, and no launch counts as late: on a busy host every one is.
-    """
+def test_tokens_are_the_same() -> None:
+    """In `run_engine`, with requests that arrive while it waits for a launch to be due."""
     model, prompts = make_model(TINY), random_prompts(7, (4, 19, 33, 7, 12, 25), TINY.vocab_size)
     params = [greedy(12 + 5 * number) for number in range(len(prompts))]
     serial = make_engine(model, lookahead=0)
     futures = [serial.add_request(i, p, s) for i, (p, s) in enumerate(zip(prompts, params))]
     drain(serial)
     expected = [future.result().generated_tokens for future in futures]
-    monkeypatch.setattr(late_launch, "HOST_MARGIN_US", 0.0)
-    monkeypatch.setattr(late_launch, "BACK_OFF_US", 0.0)
     engine = make_engine(model, lookahead=1)
-    assert engine.launching.late is not None
-    looks = itertools.count()
-    monkeypatch.setattr(engine.launching.late, "_now_us", lambda: 1000.0 * next(looks))
-    waits = asyncio.run(_serve(engine, prompts, params, expected))
-    assert waits > 5
+    assert engine.context.device.shares_cores
+    ticking = TickingLaunches(engine.launching.late)
+    asyncio.run(_serve(engine, prompts, params, expected))
+    assert ticking.waits > 5
 
 
-async def _serve(engine: DynamicInferenceEngine, prompts: Any, params: Any, expected: Any) -> int:
-    """Returns how often a launch waited."""
-    late, waits = engine.launching.late, 0
-    assert late is not None
-    seconds_left = late.seconds_left
-
-    def counted() -> float:
-        nonlocal waits
-        left = seconds_left()
-        waits += left > 0
-        return left
-
-    late.seconds_left = counted  # type: ignore[method-assign]
+async def _serve(engine: DynamicInferenceEngine, prompts: Any, params: Any, expected: Any) -> None:
     runner = asyncio.create_task(engine.run_engine())
     futures = []
     for number, (prompt, mine) in enumerate(zip(prompts, params)):
@@ -284,7 +267,6 @@ async def _serve(engine: DynamicInferenceEngine, prompts: Any, params: Any, expe
     assert found == expected
     engine.close()
     await runner
-    return waits
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
