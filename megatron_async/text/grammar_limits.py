@@ -29,7 +29,11 @@ MAX_REGEX_DEPTH = 64
 _RULE = re.compile(
     r"^[ \t]*[?!]*[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?(?:\{[^}\n]*\})?\s*:", re.MULTILINE
 )
-_NO_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_PLACE = re.compile(r"[0-9]{1,9}")
+"""Of a list; Python refuses to read some thousand digits."""
+_NO_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)", re.DOTALL)
+"""An escaped character, or a class of characters. A class without an end goes to the end of the
+text: else each of many opening brackets would be read to there."""
 
 
 def check_size(name: str, characters: int) -> None:
@@ -103,7 +107,7 @@ def _resolve(schema: Any, target: str) -> Any:
         return None
     for key in unquote(target[1:]).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+        if isinstance(schema, list) and _PLACE.fullmatch(key) and int(key) < len(schema):
             schema = schema[int(key)]
         elif isinstance(schema, dict) and key in schema:
             schema = schema[key]

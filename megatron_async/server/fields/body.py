@@ -6,15 +6,19 @@ import re
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _FIELD = re.compile(r" - at `\$\.?([A-Za-z_]\w*)")
 _DEPTH_OF = np.zeros(256, np.int8)
 _DEPTH_OF[list(b"[{")] = 1
 _DEPTH_OF[list(b"]}")] = -1
+_QUOTE, _BACKSLASH, _COLON, _PLAIN = b'"\\: '
+_BLOCK_BYTES = 256 << 10
+_COUNTED = ("messages", "input", "tools", "stop", "stop_sequences", "stop_token_ids", "bad_words")
+"""Fields that are lists, and are looked at one by one."""
 
 
 def decode_body[T](body: bytes, kind: type[T], limits: Limits) -> T:
@@ -28,30 +32,80 @@ def decode_body[T](body: bytes, kind: type[T], limits: Limits) -> T:
             f"the body has {len(body)} bytes, and {limits.body_bytes} are allowed: send less in "
             "one request.", 413, code="request_too_large",
         )  # fmt: skip
-    check_depth(body, limits.json_depth)
+    check_shape(body, limits)
     try:
-        return msgspec.json.decode(body, type=kind)
+        found = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        found = _FIELD.search(str(error))
-        raise Refusal(f"{error}.", param=found and found[1]) from error
+        field = _FIELD.search(str(error))
+        raise Refusal(f"{error}.", param=field and field[1]) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"the body is not valid JSON: {error}.", code="invalid_json") from error
     except RecursionError as error:  # of a limit that is set very high
         raise Refusal("the body is nested too deeply: nest it less.") from error
+    for name in _COUNTED:
+        given = getattr(found, name, None)
+        if isinstance(given, list) and len(given) > limits.messages:
+            raise Refusal(
+                f"{name} has {len(given)} entries, and {limits.messages} are allowed: send fewer.",
+                param=name,
+            )
+    return found
 
 
-def check_depth(body: bytes, most: int) -> None:
-    """Raise Refusal if objects and lists are nested too deeply.
+def check_shape(body: bytes, limits: Limits) -> None:
+    """Raise Refusal if objects and lists are nested too deeply, or are too many: making them holds
+    Python's lock, so that every stream of the process would wait.
 
-    Few brackets are counted at the speed of memory; many, at some nanoseconds a byte.
+    Few brackets and colons are counted at the speed of memory; many, at some nanoseconds a byte,
+    without the lock.
     """
-    if body.count(b"[") + body.count(b"{") <= most:
+    most, brackets = limits.json_depth, body.count(b"[") + body.count(b"{")
+    if brackets <= most and brackets + body.count(b":") <= limits.json_parts:
         return
-    rest = np.frombuffer(_STRING.sub(b"", body), np.uint8)
-    steps = _DEPTH_OF[rest]
-    deepest = int(np.cumsum(steps[steps != 0], dtype=np.int32).max(initial=0))
-    if deepest > most:
-        raise Refusal(
-            f"the body nests objects and lists {deepest} deep, and {most} are allowed: nest it "
-            "less.", code="json_too_deep",
-        )  # fmt: skip
+    depth = deepest = parts = 0
+    is_inside = is_escaped = False
+    for start in range(0, len(body), _BLOCK_BYTES):
+        block = np.array(np.frombuffer(body[start : start + _BLOCK_BYTES], np.uint8))
+        is_escaped = _hide_escaped(block, is_escaped)
+        inside = np.logical_xor.accumulate(block == _QUOTE) ^ is_inside
+        is_inside = bool(inside[-1])
+        block[inside] = _PLAIN
+        steps = _DEPTH_OF[block]
+        parts += int(np.count_nonzero(steps > 0)) + int(np.count_nonzero(block == _COLON))
+        depths = np.cumsum(steps[steps != 0], dtype=np.int32) + depth
+        if len(depths):
+            depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
+        if deepest > most:
+            raise Refusal(
+                f"the body nests objects and lists {deepest} deep, and {most} are allowed: nest it "
+                "less.", code="json_too_deep",
+            )  # fmt: skip
+        if parts > limits.json_parts:
+            raise Refusal(
+                f"the body has more than {limits.json_parts} objects, lists and members of "
+                "objects: send less in one request.", code="json_too_many_parts",
+            )  # fmt: skip
+
+
+def _hide_escaped(block: NDArray[np.uint8], is_escaped: bool) -> bool:
+    """Replace escaped characters, so that each quote that is left begins or ends a string.
+
+    Args:
+        block: uint8 `[bytes]`, a part of a body; changed.
+        is_escaped: its first character is, by the part before.
+
+    Returns:
+        whether the next part's first character is escaped.
+    """
+    if is_escaped:
+        block[0] = _PLAIN
+    slashes = np.flatnonzero(block == _BACKSLASH)
+    if not len(slashes):
+        return False
+    is_first = np.diff(slashes, prepend=-2) > 1
+    places = np.arange(len(slashes))
+    in_run = places - places[is_first][np.cumsum(is_first) - 1]
+    behind = slashes[in_run % 2 == 0] + 1  # of two backslashes the first escapes the second
+    is_last = int(behind[-1]) == len(block)
+    block[behind[:-1] if is_last else behind] = _PLAIN
+    return is_last

@@ -11,9 +11,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         body_bytes: of the JSON text.
         json_depth: objects and lists inside one another.
+        json_parts: objects, lists and members of objects.
         choices: answers, which is n times the prompts.
         prompts: in one request for completions.
-        messages: of a chat.
+        messages: of a chat; and entries of any other list that is looked at one by one.
         tools: that a chat may offer.
         log_prob_values: prompt tokens times log probs at each, of all choices; they make an answer
             of about 50 bytes each.
@@ -24,6 +25,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     body_bytes: int = 32 << 20
     json_depth: int = 128
+    json_parts: int = 2**18
     choices: int = 128
     prompts: int = 128
     messages: int = 4096
