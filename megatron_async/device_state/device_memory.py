@@ -47,6 +47,7 @@ from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
+from megatron_async.ops.triton_folder import choose_triton_folder
 
 if TYPE_CHECKING:
     from megatron_async.device_state.state_sharing import StateSharing
@@ -290,6 +291,7 @@ def _make_attention(
         # Layers are compiled where their weights have 8 bits or less.
         takes_chunks = config.quantization is not None
         return HostPagedAttention(size, max_blocks, device.torch_device, first_key, takes_chunks)
+    choose_triton_folder()
     # Megatron's imports take seconds, and simulations do without them.
     from megatron_async.models import parallel_state
 

@@ -14,9 +14,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from megatron_async.ops.cpu.attention_kernels import attention_addresses
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.products.jobs import (
     ACTIVATE,
     ATTEND,

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.pointers import address_of
 
 REORDERS = {"reassoc", "contract", "arcp", "nsz"}

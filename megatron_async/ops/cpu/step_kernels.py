@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from torch import Tensor
+
+from megatron_async.ops.cpu.kept_loops import njit
 
 
 def arrays(*tensors: Tensor) -> tuple[Any, ...]:

@@ -40,13 +40,19 @@ class OwnCoordinator:
         address: where replicas and clients find it.
 
     Raises:
-        ConfigurationError: the folder for temporary files has so long a name that no socket can
-            lie in it.
+        ConfigurationError: the folder for temporary files cannot be written, or has so long a name
+            that no socket can lie in it.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        remove_left_folders(Path(tempfile.gettempdir()))
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))  # mode 0700
+        try:
+            remove_left_folders(Path(tempfile.gettempdir()))
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))  # mode 0700
+        except OSError as error:
+            raise ConfigurationError(
+                f"the service has no folder for its sockets ({error}): set TMPDIR to one that can "
+                "be written."
+            ) from error
         socket = self.folder / "coordinator"
         try:
             if len(bytes(socket)) > LONGEST_SOCKET_PATH:

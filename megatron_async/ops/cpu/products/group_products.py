@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.products.group_rows import row_bytes
 from megatron_async.ops.cpu.products.group_tile import (
     GROUP,

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic, register_jitable
 
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.products.group_tile import GROUP, INPUT_GROUP
 from megatron_async.ops.cpu.products.integer_products import LARGEST_FINITE, MAGNITUDE
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic, register_jitable
 
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.products.integer_tile import FETCHES, OUTPUTS, STEP, TileWriter
 from megatron_async.ops.cpu.row_kernels import LINE, floats, words
 

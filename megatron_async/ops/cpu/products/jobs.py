@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
 from numba.extending import register_jitable
 
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.products import atomics, row_jobs
 from megatron_async.ops.cpu.products.control import (
     ARGUMENT,

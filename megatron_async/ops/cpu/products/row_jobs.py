@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import carray, njit
+from numba import carray
 from numba.extending import register_jitable
 
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.pointers import call_at
 from megatron_async.ops.cpu.products.atomics import read
 from megatron_async.ops.cpu.products.control import LENGTH, argument

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.recurrent.recurrent_loops import add_entries, numbers, pool_rows
 from megatron_async.ops.cpu.row_kernels import REORDERS, longs, words
 

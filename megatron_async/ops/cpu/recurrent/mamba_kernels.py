@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.recurrent.recurrent_loops import (
     add_entries,
     convolve,

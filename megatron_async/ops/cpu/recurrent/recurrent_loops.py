@@ -12,10 +12,11 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.row_kernels import REORDERS, longs, words
 
 TURN = 4

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.sampling.ranking_kernels import drop
 from megatron_async.ops.cpu.sampling.sampling_kernels import likeliest
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, Header, RowFeature

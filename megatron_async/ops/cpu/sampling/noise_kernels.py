@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from megatron_async.ops.cpu.float_math import log
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.sampling import philox
 
 GROUPS = 16

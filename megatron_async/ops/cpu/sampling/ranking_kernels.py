@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.sampling.slot_records import Header
 
 _TOP_K, _TOP_P, _MIN_P = (int(word) for word in (Header.TOP_K, Header.TOP_P, Header.MIN_P))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from megatron_async.ops.cpu.float_math import exp
+from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.sampling.noise_kernels import (
     GROUPS,
     MOST_NOISE,

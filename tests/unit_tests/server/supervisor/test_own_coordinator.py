@@ -56,6 +56,13 @@ def test_a_folder_of_too_long_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(deep.iterdir())
 
 
+def test_a_folder_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(ConfigurationError, match="set TMPDIR to one that can be written"):
+        OwnCoordinator(CONFIG)
+
+
 def test_folders_of_services_that_were_killed_are_removed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass

@@ -1,0 +1,55 @@
+"""Where Triton keeps compiled kernels: its own folder, or another one where that takes nothing."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+from functools import cache
+
+from megatron_async.errors import ConfigurationError
+
+logger = logging.getLogger("megatron_async")
+
+VARIABLE = "TRITON_CACHE_DIR"
+PROBE = bytes(1 << 16)
+"""Is written to see whether a folder takes files: a full disk takes empty ones too."""
+
+
+@cache
+def choose_triton_folder() -> None:
+    """Let Triton, which needs a folder, have one of this process where its own cannot be written.
+
+    Raises:
+        ConfigurationError: nor can the folder for temporary files.
+    """
+    from triton import knobs
+
+    folder = knobs.cache.dir
+    try:
+        os.makedirs(folder, exist_ok=True)
+        _write_to(folder)
+    except OSError as error:
+        try:
+            own = tempfile.mkdtemp(prefix="megatron-async-triton-")
+            atexit.register(shutil.rmtree, own, ignore_errors=True)
+            _write_to(own)
+        except OSError as second:
+            raise ConfigurationError(
+                f"compiled kernels can be written neither to {folder} ({error}) nor to a temporary "
+                f"folder ({second}): set {VARIABLE} to a folder that can be written."
+            ) from second
+        logger.warning(
+            "Compiled kernels cannot be kept in %s (%s): each process compiles them again; make "
+            "room there, or set %s to a folder that can be written.", folder, error, VARIABLE,
+        )  # fmt: skip
+        knobs.cache.dir = own
+
+
+def _write_to(folder: str) -> None:
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(PROBE)
+        probe.flush()
+        os.fsync(probe.fileno())

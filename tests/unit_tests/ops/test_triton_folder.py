@@ -1,0 +1,53 @@
+"""Triton has a folder for its kernels, whatever has become of its own."""
+
+import os
+import tempfile
+
+import pytest
+
+from megatron_async.errors import ConfigurationError
+from megatron_async.ops.triton_folder import VARIABLE, choose_triton_folder
+
+knobs = pytest.importorskip("triton").knobs
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """Triton's folder lies below a file."""
+    (tmp_path / "file").touch()
+    own = str(tmp_path / "file" / "cache")
+    monkeypatch.setenv(VARIABLE, own)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    choose_triton_folder.cache_clear()
+    with knobs.cache.scope():
+        yield own
+    choose_triton_folder.cache_clear()
+
+
+def test_another_folder_and_a_word(own, caplog, tmp_path):
+    assert knobs.cache.dir == own
+    choose_triton_folder()
+    choose_triton_folder()
+    assert os.path.dirname(knobs.cache.dir) == str(tmp_path)
+    (told,) = caplog.messages
+    assert own in told
+    assert VARIABLE in told
+
+
+def test_a_full_disk(own, monkeypatch, tmp_path):
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigurationError, match=f"No space left.*set {VARIABLE}"):
+        choose_triton_folder()
+
+
+def test_a_folder_that_takes_files_stays(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "new" / "cache"))
+    choose_triton_folder.cache_clear()
+    with knobs.cache.scope():
+        choose_triton_folder()
+        assert knobs.cache.dir == str(tmp_path / "new" / "cache")
+    choose_triton_folder.cache_clear()
+    assert not caplog.messages
