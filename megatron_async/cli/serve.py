@@ -81,7 +81,11 @@ def _add_http(group: Any) -> None:
     )
     group.add_argument("--ssl-certfile", metavar="FILE", help="certificate for HTTPS, PEM")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="its private key, PEM")
-    group.add_argument("--ssl-keyfile-password", metavar="TEXT", help="password of the key")
+    group.add_argument(
+        "--ssl-keyfile-password", metavar="TEXT",
+        help="password of the key; other users of this host can read it here, but not in the "
+        "environment variable MEGATRON_ASYNC_SSL_KEYFILE_PASSWORD",
+    )  # fmt: skip
     group.add_argument(
         "--allowed-host", action="append", default=[], metavar="NAME",
         help="a further name in Host headers; may be repeated, * is any\n"
@@ -192,7 +196,11 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         ConfigurationError: a value, or two together, cannot work.
     """
     from megatron_async.errors import ConfigurationError
-    from megatron_async.server.supervisor.keys import read_admin_key, read_keys
+    from megatron_async.server.supervisor.keys import (
+        read_admin_key,
+        read_keys,
+        read_password,
+    )
     from megatron_async.server.supervisor.settings import ServeSettings
     from megatron_async.serving.records import CoordinatorConfig
     from megatron_async.serving.routing import make_policy
@@ -234,7 +242,7 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         root_path=arguments.root_path,
         certificate=arguments.ssl_certfile,
         certificate_key=arguments.ssl_keyfile,
-        certificate_password=arguments.ssl_keyfile_password,
+        certificate_password=read_password(arguments.ssl_keyfile_password, os.environ),
         metrics_names=arguments.metrics_names,
         shutdown_timeout_s=arguments.shutdown_timeout,
         profile_folder=arguments.profile_dir,

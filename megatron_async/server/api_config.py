@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import msgspec
+
+from megatron_async.errors import ConfigurationError
+
+ADMIN = "admin"
+"""The name of the admin key."""
 
 
 class KeyDigest(msgspec.Struct, frozen=True):
     """The stored form of a key.
 
     Attributes:
-        name: whose it is; requests are counted by it.
+        name: whose it is; requests are counted by it, and it is mixed into cache salts. It gives
+            no rights.
         sha256: hexadecimal digest of the key.
     """
 
@@ -68,3 +77,35 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     page: bool = True
     shutdown_timeout_s: float = 30.0
     otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        check_keys(self.keys, self.admin_key)
+
+
+def check_keys(keys: Sequence[KeyDigest], admin_key: KeyDigest | None) -> None:
+    """Check that no key has the rights, the limits or the cache of another one.
+
+    Args:
+        keys: of the API.
+        admin_key: of control endpoints; None: there is none.
+
+    Raises:
+        ConfigurationError: two keys have one name, or one is called as the admin key is, or is it.
+    """
+    names = Counter(key.name for key in keys)
+    for name, count in names.items():
+        if count > 1:
+            raise ConfigurationError(
+                f"{count} API keys are named {name!r}, and would share limits and caches: give "
+                "each key a name of its own (keys without a name are called key-1, key-2 and so "
+                "on)."
+            )
+        if name.casefold() == ADMIN or (admin_key is not None and name == admin_key.name):
+            raise ConfigurationError(
+                f"an API key is named {name!r}, which is the admin key's name: call it otherwise."
+            )
+    if admin_key is not None and admin_key.sha256 in {key.sha256 for key in keys}:
+        raise ConfigurationError(
+            "the admin key is an API key too: whoever may ask the model could stop it. Give "
+            "--admin-key a value of its own."
+        )

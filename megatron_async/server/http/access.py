@@ -11,6 +11,7 @@ from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal
 
+NOBODY = Caller()
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -23,9 +24,13 @@ class Access:
     """
 
     def __init__(self, config: ApiConfig) -> None:
-        self._keys = [(key.name, bytes.fromhex(key.sha256)) for key in config.keys]
-        admin = config.admin_key
-        self._admin = None if admin is None else (admin.name, bytes.fromhex(admin.sha256))
+        known = [(key, False) for key in config.keys]
+        if config.admin_key is not None:
+            known.append((config.admin_key, True))
+        self._known = [
+            (bytes.fromhex(key.sha256), Caller(key.name, is_admin)) for key, is_admin in known
+        ]
+        self._has_keys, self._has_admin = bool(config.keys), config.admin_key is not None
         self._any_host = "*" in config.allowed_hosts
         self._hosts = {name.lower() for name in (*LOCAL_NAMES, *config.allowed_hosts)}
 
@@ -56,26 +61,25 @@ class Access:
         Raises:
             Refusal: 401 without a valid key where one is needed; 403 where the admin key is.
         """
-        name, given = self._given(headers)
-        is_admin = self._admin is not None and name == self._admin[0]
-        if needs_admin and not is_admin:
-            if self._admin is None:
+        caller, given = self._given(headers)
+        if needs_admin and not (caller is not None and caller.is_admin):
+            if not self._has_admin:
                 why = "this server was started without --admin-key, so its control is closed."
             else:
                 why = "this path needs the admin key, as `Authorization: Bearer KEY`."
-            is_known = name is not None or self._admin is None
+            is_known = caller is not None or not self._has_admin
             raise Refusal(why, 403 if is_known else 401, code="admin_key_required")
-        if self._keys and not name:
+        if self._has_keys and caller is None:
             why = "is not valid" if given else "is missing"
             raise Refusal(
                 f"the API key {why}: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
                 401,
                 code="invalid_api_key",
             )  # fmt: skip
-        return Caller(name or "", is_admin)
+        return caller or NOBODY
 
-    def _given(self, headers: Mapping[bytes, bytes]) -> tuple[str | None, bool]:
-        """The name of the key that was given, and whether any was."""
+    def _given(self, headers: Mapping[bytes, bytes]) -> tuple[Caller | None, bool]:
+        """Whose key was given, None for an unknown one, and whether any was."""
         value = headers.get(b"authorization", b"")
         scheme, _, key = value.partition(b" ")
         if scheme.lower() != b"bearer" or not key:
@@ -84,11 +88,9 @@ class Access:
             return None, bool(value)
         digest = hashlib.sha256(key.strip()).digest()
         found = None
-        known = [*self._keys, self._admin] if self._admin is not None else self._keys
-        for entry in known:  # all of them: how long it takes tells nothing
-            assert entry is not None, "checked above"
-            if hmac.compare_digest(entry[1], digest):
-                found = entry[0]
+        for known, caller in self._known:  # all of them: how long it takes tells nothing
+            if hmac.compare_digest(known, digest):
+                found = caller
         return found, True
 
 

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.server.api_config import KeyDigest
+from megatron_async.server.api_config import ADMIN, KeyDigest
 
 KEY_VARIABLE = "MEGATRON_ASYNC_API_KEY"
 """Environment: keys, with commas between them."""
 ADMIN_VARIABLE = "MEGATRON_ASYNC_ADMIN_KEY"
 """Environment: the admin key."""
+PASSWORD_VARIABLE = "MEGATRON_ASYNC_SSL_KEYFILE_PASSWORD"
+"""Environment: the password of the certificate's key."""
+SECRETS = (KEY_VARIABLE, ADMIN_VARIABLE, PASSWORD_VARIABLE)
 MOST_KEYS = 1000
 """Every key is tried for every request: the time must not tell which one is nearly right."""
 LONGEST_KEY = 512
@@ -32,10 +35,11 @@ def read_keys(
         environment: of the process.
 
     Raises:
-        ConfigurationError: a key cannot be sent in a header, or there are too many; the message
-            does not repeat a key.
+        ConfigurationError: a key cannot be sent in a header, or has two names, or there are too
+            many; the message does not repeat a key. Names of several keys: see `check_keys`.
     """
     found: dict[str, KeyDigest] = {}
+    owners: dict[str, str] = {}
     lines: list[tuple[str, str, str]] = [("", key, "--api-key") for key in given]
     if file is not None:
         lines += _lines(file)
@@ -44,7 +48,14 @@ def read_keys(
     for number, (name, key, source) in enumerate(lines, 1):
         _check(key, source)
         digest = digest_of(key, name or f"key-{number}")
-        found.setdefault(digest.sha256, digest)
+        owner = owners.setdefault(digest.sha256, name)
+        if name and owner and name != owner:
+            raise ConfigurationError(
+                f"{source}: {owner!r} and {name!r} have the same key, and would be counted as one: "
+                "give each a key of its own."
+            )
+        if digest.sha256 not in found or (name and not owner):
+            owners[digest.sha256], found[digest.sha256] = owner or name, digest
     if len(found) > MOST_KEYS:
         raise ConfigurationError(f"{len(found)} API keys were given, at most {MOST_KEYS} may be.")
     return tuple(found.values())
@@ -58,7 +69,12 @@ def read_admin_key(given: str | None, environment: Mapping[str, str]) -> KeyDige
     if key is None:
         return None
     _check(key, source)
-    return digest_of(key, "admin")
+    return digest_of(key, ADMIN)
+
+
+def read_password(given: str | None, environment: Mapping[str, str]) -> str | None:
+    """The password of the certificate's key; None: it has none."""
+    return environment.get(PASSWORD_VARIABLE) if given is None else given
 
 
 def digest_of(key: str, name: str) -> KeyDigest:
@@ -68,7 +84,7 @@ def digest_of(key: str, name: str) -> KeyDigest:
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment for processes that need no keys."""
-    return {k: v for k, v in environment.items() if k not in (KEY_VARIABLE, ADMIN_VARIABLE)}
+    return {k: v for k, v in environment.items() if k not in SECRETS}
 
 
 def _lines(file: str) -> Iterable[tuple[str, str, str]]:
@@ -90,6 +106,10 @@ def _lines(file: str) -> Iterable[tuple[str, str, str]]:
         if len(words) > 2 or len(words[0]) > (LONGEST_NAME if len(words) == 2 else LONGEST_KEY):
             raise ConfigurationError(
                 f"{source}: write a key, or a name of at most {LONGEST_NAME} characters and a key."
+            )
+        if len(words) == 2 and not words[0].isprintable():
+            raise ConfigurationError(
+                f"{source}: the name {words[0]!r} must have printable characters only."
             )
         yield (words[0] if len(words) == 2 else ""), words[-1], source
     return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.server.api_config import KeyDigest
+from megatron_async.server.api_config import KeyDigest, check_keys
 from megatron_async.server.supervisor.listener import is_loopback, resolve
 from megatron_async.server.tracing import check_endpoint
 from megatron_async.serving.records import CoordinatorConfig
@@ -131,11 +131,7 @@ class ServeSettings:
                 "there could use the model: give --api-key-file FILE (or --api-key, or the "
                 "environment variable MEGATRON_ASYNC_API_KEY), or --host 127.0.0.1."
             )
-        if self.admin_key is not None and self.admin_key.sha256 in {k.sha256 for k in self.keys}:
-            raise ConfigurationError(
-                "the admin key is an API key too: whoever may ask the model could stop it. Give "
-                "--admin-key a value of its own."
-            )
+        check_keys(self.keys, self.admin_key)
 
     def _check_certificate(self) -> None:
         if self.certificate is None:
@@ -155,7 +151,7 @@ class ServeSettings:
             raise ConfigurationError(
                 f"--ssl-certfile {self.certificate} and --ssl-keyfile {self.certificate_key} "
                 f"cannot be used ({error}): give a certificate and its own key, both in PEM form, "
-                "and --ssl-keyfile-password where the key has one."
+                "and the key's password where it has one (--ssl-keyfile-password)."
             ) from error
 
 

@@ -4,7 +4,9 @@ import hashlib
 
 import pytest
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig, KeyDigest
+from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.access import Access, request_id
 
@@ -38,6 +40,22 @@ def test_keys():
         with pytest.raises(Refusal) as refused:
             access.caller(headers, needs_admin)
         assert refused.value.status == status, headers
+
+
+def test_a_name_gives_no_rights():
+    for name in ("admin", "Admin", "root"):
+        with pytest.raises(ConfigurationError, match=f"'{name}'"):
+            ApiConfig(
+                coordinator="x", keys=(digest(name, b"one"),), admin_key=digest("root", b"two")
+            )
+    with pytest.raises(ConfigurationError, match="2 API keys are named 'ann'"):
+        ApiConfig(coordinator="x", keys=(digest("ann", b"one"), digest("ann", b"two")))
+    with pytest.raises(ConfigurationError, match="is an API key too"):
+        ApiConfig(coordinator="x", keys=(digest("a", b"one"),), admin_key=digest("b", b"one"))
+    config = ApiConfig(coordinator="x", keys=(digest("a", b"one"),), admin_key=digest("b", b"two"))
+    access = Access(config)
+    for name, key in (("a", b"one"), ("b", b"two")):
+        assert access.caller(bearer(key), False) == Caller(name, is_admin=name == "b")
 
 
 def test_without_keys_all_are_served_but_administrators():

@@ -12,8 +12,10 @@ from megatron_async.server.supervisor.keys import (
     MOST_KEYS,
     read_admin_key,
     read_keys,
+    read_password,
     without_keys,
 )
+from megatron_async.server.supervisor.settings import ServeSettings
 
 
 def keys_file(folder: Path, text: str, mode: int = 0o600) -> str:
@@ -30,6 +32,34 @@ def test_three_sources_one_list(tmp_path: Path) -> None:
     assert [key.sha256 for key in keys] == digests
     assert [key.name for key in keys] == ["key-1", "key-2", "alice", "key-5"]
     assert read_keys([], None, {}) == ()
+
+
+def test_no_key_shares_a_name_by_accident(tmp_path: Path) -> None:
+    def check(text: str, given: tuple[str, ...] = ()) -> None:
+        ServeSettings(model="m", keys=read_keys(given, keys_file(tmp_path, text), {}))
+
+    check("alice sk-a\nbob sk-b\nsk-c")
+    for text, said in (
+        ("alice sk-a\nalice sk-b", "named 'alice'"),
+        ("key-2 sk-a\nsk-b", "named 'key-2'"),
+        ("admin sk-a", "'admin'"),
+        ("ADMIN sk-a", "'ADMIN'"),
+        ("alice sk-a\nbob sk-a", "'alice' and 'bob' have the same key"),
+        ("al\x1b[31mice sk-a", "printable"),
+    ):
+        with pytest.raises(ConfigurationError, match=said) as raised:
+            check(text)
+        assert "sk-" not in str(raised.value)
+    named = read_keys(["sk-a"], keys_file(tmp_path, "alice sk-a\nsk-a"), {})
+    assert [key.name for key in named] == ["alice"]
+
+
+def test_the_password_of_the_certificate() -> None:
+    environment = {"MEGATRON_ASYNC_SSL_KEYFILE_PASSWORD": "b"}
+    assert read_password("a", environment) == "a"
+    assert read_password(None, environment) == "b"
+    assert read_password(None, {}) is None
+    assert without_keys(environment) == {}
 
 
 def test_nothing_holds_a_key_itself(tmp_path: Path) -> None:
