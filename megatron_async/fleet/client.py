@@ -157,7 +157,7 @@ class FleetClient:
         """
         replicas = self._fleet.replicas()
         self._has_served |= bool(replicas)
-        none = "dead" if self._has_served else "loading"
+        none = "restarting" if self._has_served else "loading"
         state = "running" if replicas else none
         match what:
             case "health":

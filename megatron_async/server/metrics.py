@@ -23,7 +23,7 @@ from megatron_async.server.vllm_metrics import vllm_metrics
 from megatron_async.serving.service_counters import cumulative
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("loading", "running", "draining", "paused", "sleeping", "dead")
+STATES = ("loading", "running", "draining", "paused", "sleeping", "restarting", "dead")
 
 HISTOGRAM_HELP = {
     "ttft_seconds": "From a request's arrival to its first token.",

@@ -109,7 +109,9 @@ class Dispatcher(RequestBooks):
         """A peer is lost."""
         self.verbs.lost(identity)
         if (client := self.clients.pop(identity, None)) is not None:
-            if client.requests:
+            if client.requests and self.verbs.why_refused():
+                logger.info("%d requests are aborted, as the service ends.", len(client.requests))
+            elif client.requests:
                 logger.warning("A client is gone: %s; its requests are aborted.", reason)
             for request in list(client.requests.values()):
                 self._abort_at_replica(request)

@@ -81,7 +81,8 @@ class ServiceVerbs:
 
     Attributes:
         state: what the service does.
-        had_replica: whether one has ever joined: without one it loads, later it is dead.
+        had_replica: whether one has ever joined: without one it loads, later it restarts.
+        is_given_up: whether who starts the replicas has no hope that one comes again.
         on_shutdown: ends the coordinator for a client; None: no client may.
     """
 
@@ -90,7 +91,7 @@ class ServiceVerbs:
         self._questions: dict[int, Question] = {}
         self._next = 0
         self.state = ServiceState.RUNNING
-        self.had_replica = False
+        self.had_replica = self.is_given_up = False
         self.on_shutdown: Callable[[], None] | None = None
 
     @property
@@ -103,12 +104,14 @@ class ServiceVerbs:
         return REFUSALS.get(self.state, "")
 
     def state_name(self) -> str:
-        """The state as people see it: without replicas a service is "loading" or "dead", unless it
-        takes no requests anyway."""
+        """The state as people see it: without replicas a service is "loading", "restarting" or
+        "dead", unless it takes no requests anyway."""
         if self.state == ServiceState.DRAINING:
             return str(self.state)
         if not any(not replica.state.is_departing for replica in self._books.replicas.values()):
-            return "dead" if self.had_replica else "loading"
+            if not self.had_replica:
+                return "loading"
+            return "dead" if self.is_given_up else "restarting"
         return str(self.state)
 
     def ask(self, asker: bytes, ask: Ask) -> None:

@@ -130,7 +130,7 @@ class GenerateRoutes:
         """
         if self._served is None:
             state = await self._client.ask("health")
-            if state["state"] in ("loading", "dead"):
+            if state["state"] in ("loading", "restarting", "dead"):
                 raise Refusal(
                     f"the service is {state['state']}: ask /ready until it says 200.", 503,
                     code="not_ready", kind="server_error",

@@ -49,7 +49,8 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=max(int(config.shutdown_timeout_s), 1),
+                # Before the supervisor, whose limit it is, ends the process.
+                timeout_graceful_shutdown=max(int(config.shutdown_timeout_s) - 1, 1),
                 ssl_certfile=None if tls is None else tls.certificate,
                 ssl_keyfile=None if tls is None else tls.key,
                 ssl_keyfile_password=None if tls is None else tls.password,

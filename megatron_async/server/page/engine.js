@@ -75,7 +75,7 @@ function show(name) {
 }
 
 function take(answer) {
-  setState(answer.state, ["dead", "loading"].includes(answer.state));
+  setState(answer.state, ["dead", "loading", "restarting"].includes(answer.state));
   const names = Object.keys(answer.replicas).sort();
   if (!names.length) {
     by("engine-note").textContent = "No replica has joined yet: the model is being loaded, or was lost.";

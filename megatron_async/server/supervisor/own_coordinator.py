@@ -81,12 +81,23 @@ class OwnCoordinator:
         """Names of the replicas that have loaded their model and joined."""
         return set(self.stats["replicas"])
 
+    def give_up(self, has_no_hope: bool) -> None:
+        """Tell it whether its lost replicas will not come again, so that `/health` says so."""
+        self._coordinator.dispatcher.verbs.is_given_up = has_no_hope
+
     def drain(self) -> bool:
         """Let it refuse further requests; whether it does. Takes some seconds at most."""
+        return self._tell("drain")
+
+    def abort_all(self) -> bool:
+        """Let it end all requests, each client told; whether it does, as `drain`."""
+        return self._tell("abort", all=True)
+
+    def _tell(self, what: str, **fields: Any) -> bool:
         try:
-            asyncio.run(_ask(self.address, "drain"))
+            asyncio.run(_ask(self.address, what, fields))
         except (CoordinatorLost, TimeoutError, ValueError) as error:
-            logger.warning("The coordinator cannot be told to refuse requests: %s", error)
+            logger.warning("The coordinator cannot be told to %s: %s", what, error)
             return False
         return True
 
@@ -123,8 +134,8 @@ def remove_left_folders(parent: Path) -> None:
                 shutil.rmtree(folder)  # raises for a link
 
 
-async def _ask(address: str, what: str) -> dict[str, Any]:
+async def _ask(address: str, what: str, fields: dict[str, Any]) -> dict[str, Any]:
     async with asyncio.timeout(ASK_TIMEOUT_S):
         client = AsyncCoordinatorClient(address, ASK_TIMEOUT_S)
         async with client:
-            return await client.ask(what)
+            return await client.ask(what, **fields)

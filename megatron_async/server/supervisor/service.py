@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -27,11 +28,15 @@ logger = logging.getLogger("megatron_async")
 TURN_S = 0.25
 """Longest sleep of the loop; signals and ends of children wake it."""
 WRITERS_S = 5.0
-"""API processes have so long to write what is left and end, then they are killed."""
-REPLICAS_S = 15.0
-"""And replicas, which have nothing to do by then, to give their devices back."""
+"""API processes have at most so long to write what is left and end, then they are killed."""
+ENDS_S = 6.0
+"""Of `--shutdown-timeout` so much, or a third, is kept for the ends of processes: half of it for
+API processes, half for replicas, which have nothing to do by then, to give their devices back."""
+SHORTEST_S = 2.0
+"""Processes have so long to end, also where requests have no time at all."""
 MOST_EARLY_DEATHS = 5
-"""An API process that dies as often in a row does not live on this host."""
+"""An API process that dies as often in a row does not live on this host. Replicas without hope:
+each has died as often without having been ready again."""
 
 
 class Supervisor:
@@ -51,6 +56,8 @@ class Supervisor:
         self._coordinator: OwnCoordinator | None = None
         self._replicas: list[ChildProcess] = []
         self._fronts: list[ChildProcess] = []
+        self._vain_starts: Counter[str] = Counter()
+        """By replica: starts in a row from which it did not become ready."""
         self._is_announced = False
         self._failure = ""
         self.url = ""
@@ -142,6 +149,10 @@ class Supervisor:
             # Data-parallel ranks of one job have numbers behind its name.
             joined = replica.name in there or f"{replica.name}-0" in there
             replica.was_ready = replica.was_ready or joined
+            if joined and replica.is_alive:
+                self._vain_starts[replica.name] = 0
+        vain = [self._vain_starts[replica.name] for replica in self._replicas]
+        self._coordinator.give_up(min(vain) >= MOST_EARLY_DEATHS)
         if not self._is_announced and all(replica.was_ready for replica in self._replicas):
             self._is_announced = True
             lines = curl_line(self._settings, self.url)
@@ -156,6 +167,7 @@ class Supervisor:
         elif is_front and child.deaths >= MOST_EARLY_DEATHS:
             self._failure = f"{child.name} has ended {child.deaths} times: {why_ended(status)}"
         else:
+            self._vain_starts[child.name] += 1
             delay = child.start_later()
             logger.warning(
                 "%s is gone (%s): started again in %.1f s.", child.name, why_ended(status), delay
@@ -174,14 +186,19 @@ class Supervisor:
             self._say(f"ended: {self._failure}.")
         else:
             self._say("ending: no new requests; a second signal ends at once.")
-        asked = signals.leave
-        deadline = time.monotonic() + self._settings.shutdown_timeout_s
+        asked, limit_s = signals.leave, self._settings.shutdown_timeout_s
+        ends_s = max(min(limit_s / 3, ENDS_S), SHORTEST_S)
+        deadline = time.monotonic() + max(limit_s, ends_s)
+        last_of_fronts = deadline - (ends_s / 2 if self._replicas else 0.0)
         if not self._failure and self._coordinator is not None and self._coordinator.drain():
-            self._wait(signals, asked, deadline, self._is_drained)
-            deadline = 0.0  # what is left is writing
+            is_drained = self._wait(signals, asked, deadline - ends_s, self._is_drained)
+            if not is_drained and signals.leave == asked:
+                self._coordinator.abort_all()  # whoever waits is told why, and not cut off
+            # What is left is writing.
+            last_of_fronts = min(last_of_fronts, time.monotonic() + WRITERS_S)
         # Without an own coordinator it is API processes that refuse what comes.
-        self._end(signals, asked, self._fronts, max(deadline, time.monotonic() + WRITERS_S))
-        self._end(signals, asked, self._replicas, time.monotonic() + REPLICAS_S)
+        self._end(signals, asked, self._fronts, last_of_fronts)
+        self._end(signals, asked, self._replicas, deadline)
         if signals.leave > asked:
             return 128 + (signals.last or signal.SIGTERM)
         return 1 if self._failure else 0

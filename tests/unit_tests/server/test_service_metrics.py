@@ -30,7 +30,8 @@ def engine(**changes: float) -> dict[str, Any]:
         "kv_blocks_in_use": 4, "steps": 100, "evictions": 1, "prefix_cache_queries": 50,
         "prefix_cache_hits": 20,
     }  # fmt: skip
-    return {"engine": {**figures, **changes}}
+    unfinished = changes.pop("unfinished", figures["slots_in_use"] + figures["waiting_requests"])
+    return {"engine": {**figures, **changes}, "unfinished_requests": unfinished}
 
 
 def stats(**changes: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def stats(**changes: Any) -> dict[str, Any]:
     return {
         **{f"{outcome}_requests": 1 for outcome in outcomes},
         "state": "running", "unfinished_requests": 6, "queued_requests": 1, "clients": 2,
-        "replicas": {"replica-0": engine(), "replica-1": engine(slots_in_use=5)},
+        "replicas": {"replica-0": engine(), "replica-1": engine(slots_in_use=5, unfinished=7)},
         "service": counters.as_dict(), **changes,
     }  # fmt: skip
 
@@ -81,6 +82,15 @@ def test_boards_of_vllm_find_their_names() -> None:
     assert found["vllm:request_success_total", "stop", "tiny"] == 1
     assert found["vllm:generation_tokens_total", "tiny"] == 9
     assert found["megatron_async_slots_in_use",] == 8
+
+
+def test_what_runs_and_waits_is_what_the_coordinator_has_booked() -> None:
+    """An engine's figures are up to half a second old: 3 in slots and 2 waiting."""
+    for unfinished, running, waiting in ((0, 0, 0), (1, 0, 1), (5, 3, 2), (20, 8, 12)):
+        told = stats(queued_requests=0, replicas={"replica-0": engine(unfinished=unfinished)})
+        found = samples(told, "vllm")
+        assert found["vllm:num_requests_running", "tiny"] == running
+        assert found["vllm:num_requests_waiting", "tiny"] == waiting
 
 
 def test_a_service_without_replicas_has_all_names_too() -> None:

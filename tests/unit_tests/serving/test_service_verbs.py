@@ -38,7 +38,11 @@ def test_the_state_follows_replicas() -> None:
     service.join("a")
     assert value(service, "health") == {"state": "running", "replicas": 1}
     service.lose("a")
+    assert value(service, "health") == {"state": "restarting", "replicas": 0}
+    service.dispatcher.verbs.is_given_up = True
     assert value(service, "health") == {"state": "dead", "replicas": 0}
+    service.join("b")
+    assert value(service, "health") == {"state": "running", "replicas": 1}
 
 
 def test_a_paused_service_keeps_its_queue_and_who_joins_stands_still() -> None:
