@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -33,18 +34,22 @@ from megatron_async.observe.timeline import Timeline
 from megatron_async.other_names import ENGINE_NAMES, meant_by
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.join_group import join_group
-from megatron_async.requests.defaults import default_sampling_params
+from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.text.conversation import (
+    RAW_CHAT,
     Conversation,
     conversation_tokens,
     conversations,
+    is_raw_chat,
 )
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
+
+logger = logging.getLogger(__name__)
 
 LOADING_TIMEOUT_S = 3600.0
 """Seconds by which ranks may differ in the time to load their weights (a cold disk)."""
@@ -78,6 +83,7 @@ class LLM:
         engine: the `DynamicInferenceEngine`.
         tokenizer: the model's tokenizer, or None.
         timeline: the recorded `Timeline`, or None.
+        generation_defaults: what the model says of its sampling.
 
     Raises:
         ConfigurationError: an unknown setting, or a value that this machine or model does not
@@ -111,6 +117,8 @@ class LLM:
             expert_model_parallel_size,
             sequence_parallel,
         )
+        self.tokenizer = source.tokenizer
+        self.generation_defaults = generation_defaults(self.tokenizer)
         device = resolve_device_name(device)
         self.dtype = _resolve_dtype(dtype, device)
         asked = [inference_config.get(name) for name in ("lookahead", "async_sched_mode")]
@@ -135,7 +143,6 @@ class LLM:
         )
         source.load_weights(weights, progress=progress)
         job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)
-        self.tokenizer = source.tokenizer
         self.timeline = Timeline() if timeline else None
         context = DynamicInferenceContext(weights.config, config, self._device, self.timeline)
         wrapper = GPTInferenceWrapper(weights, context)
@@ -152,6 +159,7 @@ class LLM:
         self.engine = DynamicInferenceEngine(controller, context)
         self.engine.group, self._place = join_group(config.check_ranks_agree)
         self._recorder = None
+        self._said_raw = False
         if record is not None and self.is_primary_rank:
             self._recorder = Recorder(self.engine, self.replica_file(record))
 
@@ -169,8 +177,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of those.
-            sampling_params: for all prompts, or one for each. None: the likeliest tokens, at most
-                256 (`requests/defaults.py`), as on the command line.
+            sampling_params: for all prompts, or one for each. None: `default_sampling_params()`,
+                by the rule of the command line and of the server.
             progress: show tokens, tokens a second, prompts that have ended, rows and overlap on
                 stderr, if that is a terminal.
             on_end: called with each request as soon as it has ended, or failed.
@@ -187,7 +195,7 @@ class LLM:
             self.engine.follow()
             return []
         if sampling_params is None:
-            sampling_params = default_sampling_params()
+            sampling_params = self.default_sampling_params()
         try:
             return self._generate(prompts, sampling_params, progress, on_end)
         finally:
@@ -233,6 +241,15 @@ class LLM:
             for each in conversations(messages)
         ]
         return self.generate(prompts, sampling_params, progress, on_end)
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """Parameters of a request that names no others than these: the model's own (its
+        generation_config.json), else the likeliest tokens, at most 256 (`requests/defaults.py`).
+
+        Args:
+            **given: fields of `SamplingParams`.
+        """
+        return default_sampling_params(self.generation_defaults, **given)
 
     @property
     def is_primary_rank(self) -> bool:
@@ -298,6 +315,9 @@ class LLM:
         on_end: Callable[[DynamicInferenceRequest], None] | None,
     ) -> list[DynamicInferenceRequest]:
         batch = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        if not self._said_raw and is_raw_chat(self.tokenizer, batch):
+            self._said_raw = True
+            logger.warning(RAW_CHAT)
         with GenerationBar(self.engine, len(batch), shown=progress) as bar:
 
             def on_step(report: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 unset PYTHONDONTWRITEBYTECODE # compiled modules halve the time that torch and Megatron-Core import
-exec .venv/bin/megatron-async generate --model smollm2 --chat --lookahead 1 --max-new-tokens 128 \
+exec .venv/bin/megatron-async generate --model smollm2 --lookahead 1 --max-new-tokens 128 \
     --prompt "What is the capital of France?" \
     --prompt "Give me three tips for a good night's sleep." \
     --prompt "Write one sentence about the sea." \

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoints import gguf_sampling
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf_quants import dequantise
 from megatron_async.checkpoints.huggingface_config import family_of
@@ -115,7 +116,12 @@ class GGUFSource(NamedTensorSource):
         names = [name for name in self._reader.fields if name.startswith("tokenizer.")]
         if "tokenizer.ggml.tokens" not in names:
             return None
-        return Tokenizer.from_gguf({name: self._metadata(name) for name in names}, str(self.file))
+        found = Tokenizer.from_gguf({name: self._metadata(name) for name in names}, str(self.file))
+        sampling = [name for name in self._reader.fields if name.startswith(gguf_sampling.PREFIX)]
+        found.generation_config = gguf_sampling.generation_config(
+            {name: self._metadata(name) for name in sampling}, str(self.file)
+        )
+        return found
 
     @property
     def dtype(self) -> torch.dtype:

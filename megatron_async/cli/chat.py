@@ -23,7 +23,8 @@ from megatron_async.cli.options import (
     engine_options,
 )
 from megatron_async.cli.ranks import has_other_ranks
-from megatron_async.cli.sampling import add_sampling_options, sampling_params
+from megatron_async.cli.sampling import add_sampling_options, given_sampling
+from megatron_async.requests.defaults import default_sampling_params
 
 if TYPE_CHECKING:
     from megatron_async.cli.chat_session import Answer, ChatSession
@@ -62,11 +63,10 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
     source.add_argument("model", nargs="?", default=DEMO, metavar="MODEL", help=MODEL_HELP)
     source.add_argument("--system", metavar="TEXT", help="system message")
     source.add_argument("--draft-layer", metavar="FILE", help=DRAFT_LAYER_HELP)
-    add_sampling_options(chat)
+    add_sampling_options(chat, ANSWER_TOKENS)
     engine = chat.add_argument_group("engine")
     add_engine_options(engine)
     add_dtype(engine)
-    chat.set_defaults(num_tokens_to_generate=ANSWER_TOKENS)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
             f"chat runs as one process. For a model of several ranks: `{PROGRAM} serve`, and its "
             "page in a browser."
         )
-    sampling = sampling_params(arguments)
+    given = given_sampling(arguments)
     options = {"block_size_tokens": BLOCK_SIZE_TOKENS, **engine_options(arguments)}
     check_early(arguments.model, options)
     if arguments.model.startswith(DUMMY):
@@ -101,6 +101,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
         **options,
     )
     with llm:
+        most = arguments.most_tokens
+        sampling = default_sampling_params(llm.generation_defaults, most, **given)
         session = ChatSession(llm, sampling, arguments.system)
         try:
             bits = bits_of_weights(llm.engine.controller.inference_wrapped_model.model)

@@ -61,7 +61,7 @@ from megatron_async.cli.ranks import (
     quiet_ranks,
     say_goodbye_with,
 )
-from megatron_async.cli.sampling import add_sampling_options, sampling_params
+from megatron_async.cli.sampling import add_sampling_options, given_sampling
 from megatron_async.cli.serve import add_serve
 from megatron_async.cli.serving import add_serving
 from megatron_async.cli.simulate import add_record_option, add_replay_and_simulate
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Async-scheduled continuous-batching inference for Megatron-Core models.",
         formatter_class=HelpFormatter,
-        epilog=f"Try `{PROGRAM} chat`, or `{PROGRAM} generate smollm2 --chat -p 'Hello'`.",
+        epilog=f"Try `{PROGRAM} chat`, or `{PROGRAM} generate smollm2 -p 'Hello'`.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -106,7 +106,7 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Answer one or many prompts at once through the async engine.",
         formatter_class=HelpFormatter,
         epilog=f"""examples:
-  {PROGRAM} generate smollm2 --chat --prompt "Why is the sky blue?"
+  {PROGRAM} generate smollm2 --prompt "Why is the sky blue?"
   {PROGRAM} generate smollm2 -p "One" -p "Two" --temperature 0.8 --top-p 0.95
   {PROGRAM} generate ./my-llama --prompts-file prompts.txt --json > answers.json
   {PROGRAM} generate dummy:tiny --prompt "1 2 3" --timeline step.timeline.json""",
@@ -126,10 +126,16 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--prompts-file", metavar="FILE", help="prompts, one a line; '-' reads standard input"
     )
-    source.add_argument(
-        "--chat", action="store_true", help="wrap each prompt in the model's chat template"
+    form = source.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", action="store_true",
+        help="wrap each prompt in the model's chat template, as is done where it has one;\n"
+        "an error where it has none",
+    )  # fmt: skip
+    form.add_argument(
+        "--raw", action="store_true", help="go on from each prompt's text as it is, no template"
     )
-    source.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    source.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
 
     add_sampling_options(generate)
 
@@ -217,8 +223,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
     """Answer the prompts; 1 if any request failed."""
     arguments.model = take_model(arguments)
     prompts = read_prompts(arguments)
-    sampling = sampling_params(arguments)
-    if sampling.return_log_probs and not arguments.json:
+    given = given_sampling(arguments)
+    if given["return_log_probs"] and not arguments.json:
         raise ValueError("--log-probs and --prompt-log-probs are shown with --json: give that too.")
     options = engine_options(arguments)
     check_early(arguments.model, options)
@@ -250,6 +256,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         with llm:
             prompts = prompts[llm.data_parallel_rank :: llm.data_parallel_size]
             inputs = model_prompts(llm, prompts, arguments)
+            sampling = llm.default_sampling_params(**given)
             is_shown = not arguments.json and llm.data_parallel_size == 1
             with metrics_server(llm, arguments.metrics_port):
                 if is_shown and len(prompts) == 1 and not has_other_ranks():

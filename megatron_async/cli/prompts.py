@@ -26,8 +26,8 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
             raise ValueError(f"--prompts-file {arguments.prompts_file}: every line of it is empty.")
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT or --prompts-file FILE.")
-    if arguments.system is not None and not arguments.chat:
-        raise ValueError("--system is part of a chat template: give --chat too.")
+    if arguments.system is not None and arguments.raw:
+        raise ValueError("--system is part of the chat template, which --raw leaves out.")
     return prompts
 
 
@@ -43,8 +43,11 @@ def _text_of(file: str) -> str:
 def model_prompts(
     llm: LLM, prompts: Sequence[str], arguments: argparse.Namespace
 ) -> Sequence[str | list[int]]:
-    """What the model is given: texts, or token ids of chats or where there is no tokenizer."""
-    if arguments.chat:
+    """What the model is given: token ids of chats if it has a chat template, or must have one
+    (`--chat`, `--system`); else texts, or token ids where there is no tokenizer."""
+    has_template = getattr(llm.tokenizer, "chat_template", None) is not None
+    is_chat = arguments.chat or arguments.system is not None or has_template
+    if is_chat and not arguments.raw:
         return chat_prompts(llm, prompts, arguments.system)
     return [token_ids(prompt) for prompt in prompts] if llm.tokenizer is None else prompts
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.cli.early_checks import check_structure
 from megatron_async.cli.fields import add_fields, field_options, flag
 from megatron_async.cli.files import read_text
-from megatron_async.requests.defaults import NUM_TOKENS, TEMPERATURE
+from megatron_async.requests.defaults import NUM_TOKENS
 from megatron_async.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +42,18 @@ BY_OTHER_NAMES = {
 }
 """Fields that have options of other names or none, and why."""
 
+DEFAULTS = {
+    name: f"the model's own, else {told}"
+    for name, told in {
+        "temperature": "0; 1 with --top-k, --top-p or --min-p",
+        "top_k": "0",
+        "top_p": "0",
+        "min_p": "0",
+        "repetition_penalty": "1",
+    }.items()
+}
+"""What the help says of numbers that a model may have defaults of (`requests/defaults.py`)."""
+
 STRUCTURES = {
     "json_schema": "answer with JSON of this schema: a file, or the schema itself",
     "regex": "answer with a text that matches this regular expression",
@@ -49,14 +61,21 @@ STRUCTURES = {
 }
 
 
-def add_sampling_options(generate: argparse.ArgumentParser) -> None:
-    """The groups "choosing tokens" and "structured output"."""
+def add_sampling_options(generate: argparse.ArgumentParser, most: int = NUM_TOKENS) -> None:
+    """The groups "choosing tokens" and "structured output".
+
+    Args:
+        generate: the command's parser.
+        most: tokens of an answer, where neither the options nor the model say.
+    """
     sampling = generate.add_argument_group("choosing tokens")
     sampling.add_argument(
         "-n", "--max-new-tokens", "--num-tokens-to-generate", dest="num_tokens_to_generate",
-        type=int, default=NUM_TOKENS, metavar="N", help="most tokens in an answer",
+        type=int, metavar="N",
+        help=f"most tokens in an answer (default: the model's own, else {most})",
     )  # fmt: skip
-    add_fields(sampling, SamplingParams, FIELDS, {"temperature": f"{TEMPERATURE:g}"})
+    generate.set_defaults(most_tokens=most)
+    add_fields(sampling, SamplingParams, FIELDS, DEFAULTS)
     told = field_options(SamplingParams)
     for name, (option, kind, metavar) in REPEATED.items():
         text = told[name].help if name in told else "text that the answer must not contain"
@@ -83,27 +102,31 @@ def add_sampling_options(generate: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """The sampling options, checked before a model is loaded."""
-    values = ((name, getattr(arguments, name)) for name in (*FIELDS, *REPEATED))
-    given = {name: value for name, value in values if value is not None}
-    sampling = SamplingParams(
-        **{"temperature": TEMPERATURE, **given},
-        return_log_probs=arguments.log_probs or arguments.prompt_log_probs,
-        skip_prompt_log_probs=arguments.log_probs and not arguments.prompt_log_probs,
-        echo=arguments.echo,
-        num_tokens_to_generate=arguments.num_tokens_to_generate,
-        termination_id=-1 if arguments.ignore_eos else None,
-        structured_output=structured_output(arguments),
-    )
-    # Token ids are checked again by the engine, against the model's own vocabulary.
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the options name, checked before a model is loaded.
+
+    Raises:
+        ValueError: a value out of range, or two that exclude each other.
+    """
+    named = (*FIELDS, *REPEATED, "num_tokens_to_generate")
+    values = ((name, getattr(arguments, name)) for name in named)
+    given = {name: value for name, value in values if value is not None} | {
+        "return_log_probs": arguments.log_probs or arguments.prompt_log_probs,
+        "skip_prompt_log_probs": arguments.log_probs and not arguments.prompt_log_probs,
+        "echo": arguments.echo,
+        "termination_id": -1 if arguments.ignore_eos else None,
+        "structured_output": structured_output(arguments),
+    }
+    # Checked as they are written: a value that a model's defaults would hide is still wrong. Token
+    # ids are checked again by the engine, against the model's own vocabulary.
+    sampling = SamplingParams(**given)
     sampling.validate(vocab_size=2**31)
     if sampling.is_greedy and (sampling.top_k > 1 or sampling.top_p or sampling.min_p):
         raise ValueError(
             "--top-k, --top-p and --min-p choose among samples, but this is greedy "
             f"(temperature {sampling.temperature:g}): give --temperature 1, for example."
         )
-    return sampling
+    return given
 
 
 def structured_output(arguments: argparse.Namespace) -> StructuredOutput | None:

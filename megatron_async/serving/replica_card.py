@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.serving.model_card import ModelCard
-from megatron_async.text.tokenizer import GENERATION_CONFIG, Tokenizer
+from megatron_async.text.tokenizer import Tokenizer
 
 
 def card_of(engine: DynamicInferenceEngine, model: str, tokenizer: Any = None) -> ModelCard:
@@ -44,17 +43,8 @@ def _tokenizer_fields(tokenizer: Any) -> dict[str, Any]:
         "tokenizer_config": _plain(tokenizer.config),
         "chat_template": tokenizer.chat_template,
         "eos_ids": list(tokenizer.eos_ids),
-        "generation_config": _generation_config(Path(tokenizer.source)),
+        "generation_config": _plain(tokenizer.generation_config),
     }
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    """The fields of a model's `generation_config.json`, if there is a readable one."""
-    try:
-        fields = json.loads((folder / GENERATION_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,27 @@ from megatron_async.text.tokenizer import Tokenizer, TokenizerError
 type Conversation = Sequence[Mapping[str, Any]]
 """Messages, each with "role" ("system", "user", "assistant" or "tool") and "content"."""
 
+RAW_CHAT = (
+    "generate() goes on from a text as it is, and this model was trained on chats: "
+    "llm.chat([{'role': 'user', 'content': ...}]) asks it by its chat template."
+)
+"""What is said once of an LLM that is given such prompts."""
+
+
+def is_raw_chat(tokenizer: Tokenizer | None, prompts: Sequence[Any]) -> bool:
+    """Whether a prompt is a text without any mark of the model's chat template: poor answers.
+
+    Args:
+        tokenizer: of the model.
+        prompts: texts, or token ids, which are nobody's mistake.
+    """
+    if getattr(tokenizer, "chat_template", None) is None or tokenizer is None:
+        return False
+    # Who has rendered the template already has its special tokens in the text.
+    marks = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    return any(not any(mark in text for mark in marks) for text in texts)
+
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """One conversation, or several, as a list of conversations.

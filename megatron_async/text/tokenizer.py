@@ -53,6 +53,8 @@ class Tokenizer:
         eos_ids: tokens that end a generation, the tokenizer's own first.
         chat_template: jinja2 source, or None.
         source: what error messages call it.
+        generation_config: what the model says of its sampling, by the names of a
+            `generation_config.json` (`requests/defaults.py` reads it).
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class Tokenizer:
         eos_ids: Sequence[int],
         chat_template: str | None,
         source: str,
+        generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.backend = backend
         self.config = dict(config)
         self.eos_ids = tuple(eos_ids)
         self.chat_template = chat_template
         self.source = source
+        self.generation_config = dict(generation_config or {})
         # Files may ask for them, and a prompt must never be cut or filled without a word.
         backend.no_truncation()
         backend.no_padding()
@@ -105,7 +109,8 @@ class Tokenizer:
             template: str | None = template_file.read_text(encoding="utf-8")
         else:
             template = _default_template(config.get("chat_template"))
-        return cls(backend, config, read_eos_ids(folder, backend), template, str(folder))
+        eos, generation = read_eos_ids(folder, backend), _read_json(folder / GENERATION_CONFIG)
+        return cls(backend, config, eos, template, str(folder), generation)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], source: str) -> Tokenizer:
@@ -265,7 +270,8 @@ class Tokenizer:
         eos = list(self.eos_ids)
         ids = {"bos_token_id": self.bos, "eos_token_id": eos[0] if len(eos) == 1 else eos}
         _write_json(
-            folder / GENERATION_CONFIG, {k: v for k, v in ids.items() if v not in (None, [])}
+            folder / GENERATION_CONFIG,
+            self.generation_config | {k: v for k, v in ids.items() if v not in (None, [])},
         )
         if self.chat_template is not None:
             (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")

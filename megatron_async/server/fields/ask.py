@@ -103,8 +103,7 @@ def ask_chat(request: ChatRequest, served: ServedModel, caller: Caller) -> Asked
     if most is None:
         most = max_tokens_of("max_tokens", request.max_tokens)
     if most is None:
-        found = served.card.generation_config.get("max_new_tokens")
-        most = found if isinstance(found, int) and found >= 1 else None
+        most = served.defaults.max_new_tokens
     plan = tool_plan(request, served.chat, served.limits.tools)
     text = served.chat.render(request, plan.tools)
     ids = served.tokenize(text, request.add_special_tokens is True, "messages")

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+from megatron_async.requests.defaults import LIMITS
 from megatron_async.requests.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal, not_allowed
@@ -20,20 +21,8 @@ from megatron_async.server.fields.shared_fields import SharedFields
 from megatron_async.text.structured_output import StructuredOutput
 
 SEED_MASK = 2**63 - 1
-MAX_TEMPERATURE = 100.0
 SMALLEST = 1e-5
 """A smaller temperature or top_p is greedy: in float32 it may be 0, which means another thing."""
-MIN_REPETITION_PENALTY = 0.01
-NUMBERS = (
-    ("top_k", 0, -1, 2**63),
-    ("temperature", 1.0, 0, MAX_TEMPERATURE),
-    ("top_p", 1.0, 0, 1),
-    ("min_p", 0.0, 0, 1),
-    ("frequency_penalty", 0.0, -2, 2),
-    ("presence_penalty", 0.0, -2, 2),
-    ("repetition_penalty", 1.0, MIN_REPETITION_PENALTY, 100),
-)
-"""Field, the value that is off, the smallest and the largest one."""
 MAX_BIASES = 512
 MAX_SALT = 1024
 """Characters of a cache salt."""
@@ -51,7 +40,7 @@ def sampling_params(
     """What all choices of a request have in common: all but the seed.
 
     Args:
-        request: its fields; the model's `generation_config` has defaults.
+        request: its fields; `requests/defaults.py` says what stands for those that are missing.
         served: the model.
         caller: whose salt it is.
         most: tokens to generate, 1 or more; None: as many as fit.
@@ -60,17 +49,12 @@ def sampling_params(
     Raises:
         Refusal: naming the field and what is allowed.
     """
-    defaults = served.card.generation_config
-    params: dict[str, Any] = {}
-    for name, off, low, high in NUMBERS:
-        value = getattr(request, name)
-        if value is None:
-            value = defaults.get(name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            value = value if is_number else off
-        if not low <= value <= high:  # NaN is in no range
+    given = {name: getattr(request, name) for name in LIMITS}
+    for name, (_, low, high) in LIMITS.items():
+        value = given[name]
+        if value is not None and not low <= value <= high:  # NaN is in no range
             raise not_allowed(name, value, f"{low:g} to {high:g}")
-        params[name] = float(value)
+    params: dict[str, Any] = served.defaults.complete(given)
     top_k = int(params["top_k"])
     params["top_k"] = 0 if top_k >= served.card.vocab_size else max(top_k, 0)
     if params["temperature"] < SMALLEST:

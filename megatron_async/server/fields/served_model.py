@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_async.requests.defaults import GenerationDefaults, generation_defaults
 from megatron_async.server.answers.token_names import SpecialTokensView, TokenNames
 from megatron_async.server.chat.chat_format import ChatFormat
 from megatron_async.server.chat.thoughts import CLOSE, OPEN
@@ -76,6 +77,15 @@ class ServedModel:
             ChatFormat(card, tokenizer, tool_parser, limits.template_bytes),
             longest,
         )
+
+    @cached_property
+    def defaults(self) -> GenerationDefaults:
+        """What a request that says nothing is answered with.
+
+        Raises:
+            ConfigurationError: the card has a value that cannot be; no replica sends one.
+        """
+        return generation_defaults(self.card)
 
     @cached_property
     def text_with_special(self) -> SpecialTokensView | None:

@@ -284,4 +284,5 @@ def _model_object(name: str, served: ServedModel) -> dict[str, Any]:
         "owned_by": "megatron_async",
         "root": served.card.model,
         "max_model_len": served.card.max_sequence_length,
+        "generation_defaults": served.defaults.told(),
     }

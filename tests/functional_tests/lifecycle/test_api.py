@@ -40,6 +40,9 @@ from megatron_async.models.linear import (
 )
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.requests.defaults import NUM_TOKENS
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.replica_card import card_of
+from megatron_async.text.conversation import RAW_CHAT
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
@@ -101,6 +104,32 @@ def test_chat_as_written(smollm2_llm: LLM) -> None:
         answer.generated_text,
         llm.chat(told, params)[0].generated_text,
     ]
+
+
+def test_the_first_answer_of_the_demo_is_sane(smollm2_llm: LLM) -> None:
+    """At the shipped defaults, whatever the seed; the server's words become the same parameters."""
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    seeded = [
+        smollm2_llm.default_sampling_params(seed=seed, num_tokens_to_generate=12)
+        for seed in range(20)
+    ]
+    answers = smollm2_llm.chat([asked] * 20, seeded)
+    assert all("Paris" in answer.generated_text for answer in answers)
+    card = card_of(smollm2_llm.engine, "smollm2")
+    assert ServedModel.of(card).defaults == smollm2_llm.generation_defaults
+
+
+def test_a_text_for_a_chat_model_is_said_once(
+    smollm2_llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm, params = smollm2_llm, SamplingParams(num_tokens_to_generate=1)
+    llm._said_raw = False
+    rendered = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    llm.generate([rendered, [1, 2, 3]], params)
+    assert not caplog.records
+    for _ in range(2):
+        llm.generate("Hello", params)
+    assert [record.getMessage() for record in caplog.records] == [RAW_CHAT]
 
 
 def test_a_prompt_without_parameters_gets_the_same_tokens_every_time_and_ends() -> None:

@@ -15,12 +15,18 @@ from megatron_async.cli import main as cli
 from megatron_async.cli import output as cli_output
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
+from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.sampling_params import SamplingParams
 
 
 def parse(*arguments):
     return cli.build_parser().parse_args(["generate", "--model", "m", *arguments])
+
+
+def sampled(arguments):
+    """The parameters of a model that says nothing of its sampling."""
+    return default_sampling_params(generation_defaults(None), **cli.given_sampling(arguments))
 
 
 def test_help_needs_no_torch():
@@ -69,7 +75,7 @@ def test_sampling_options_reach_sampling_params():
         *("--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1"),
         *("--seed", "3", "--stop-token-id", "4", "--stop-token-id", "5", "--max-new-tokens", "6"),
     )
-    assert cli.sampling_params(arguments) == SamplingParams(
+    assert sampled(arguments) == SamplingParams(
         temperature=0.5,
         top_k=7,
         top_p=0.9,
@@ -120,13 +126,13 @@ def test_speculation(capsys, model):
 
 
 def test_defaults_are_greedy_and_256_tokens():
-    sampling = cli.sampling_params(parse())
+    sampling = sampled(parse())
     assert sampling.is_greedy
     assert (sampling.num_tokens_to_generate, sampling.termination_id) == (256, None)
 
 
 def test_ignore_eos_and_the_long_name_of_max_new_tokens():
-    sampling = cli.sampling_params(parse("--ignore-eos", "--num-tokens-to-generate", "9"))
+    sampling = sampled(parse("--ignore-eos", "--num-tokens-to-generate", "9"))
     assert (sampling.num_tokens_to_generate, sampling.termination_id) == (9, -1)
 
 
@@ -147,11 +153,12 @@ def test_prompts_from_standard_input(monkeypatch):
     [
         ([], "there is no prompt"),
         (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: no such file"),
-        (["--prompt", "1", "--system", "be brief"], "give --chat too"),
+        (["--prompt", "1", "--system", "be brief", "--raw"], "which --raw leaves out"),
+        (["--prompt", "1", "--system", "be brief"], "no chat template"),
         (["--prompt", "1", "--temperature", "nan"], "temperature=nan"),
         (["--prompt", "1", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "1", "--top-p", "1.5"], "top_p=1.5"),
-        (["--prompt", "1", "--top-k", "5"], "give --temperature 1"),
+        (["--prompt", "1", "--top-k", "5", "--temperature", "0"], "give --temperature 1"),
         (["--prompt", "1", "--max-new-tokens", "0"], "num_tokens_to_generate=0"),
         (["--prompt", "1", "--timeline", "/no/such/folder/t.json"], "no such folder"),
         (["--prompt", "1", "--record", "/no/such/folder/r.rec"], "--record /no/such/folder/r.rec"),

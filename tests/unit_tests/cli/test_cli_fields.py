@@ -11,6 +11,7 @@ from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.cli import options, sampling
 from megatron_async.cli.fields import add_fields, field_options
 from megatron_async.cli.main import build_parser
+from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 
 
 @dataclass
@@ -69,7 +70,8 @@ def test_options_that_are_not_given_leave_the_engine_its_defaults(command: str) 
 
 def test_sampling_options() -> None:
     words = "--top-p 0.9 --temperature 1 --stop-word a --stop-word b --logprobs-mode processed"
-    found = sampling.sampling_params(build_parser().parse_args(["generate", "m", *words.split()]))
+    given = sampling.given_sampling(build_parser().parse_args(["generate", "m", *words.split()]))
+    found = default_sampling_params(generation_defaults(None), **given)
     assert found == SamplingParams(
         top_p=0.9, stop_words=["a", "b"], logprobs_mode="processed", num_tokens_to_generate=256
     )

@@ -28,10 +28,10 @@ def refusal(chat: bool = False, **body: Any) -> Refusal:
     return caught.value
 
 
-def test_defaults_are_openais() -> None:
+def test_defaults_are_the_likeliest_token_and_openais() -> None:
     params = params_of()
     assert params.num_tokens_to_generate == 16
-    assert (params.temperature, params.top_p, params.top_k, params.seed) == (1, 1, 0, None)
+    assert (params.temperature, params.top_p, params.top_k, params.seed) == (0, 1, 0, None)
     assert params.stop_token_ids == [0]  # the card's second end; the first is the engine's own
     assert params.termination_id is None
     assert not params.return_log_probs
@@ -57,8 +57,10 @@ def test_defaults_are_openais() -> None:
         ({"logprobs": 3, "echo": True}, {"top_n_logprobs": 3, "skip_prompt_log_probs": False, "echo": True}),
         ({"prompt_logprobs": 2, "logprobs": 1}, {"top_n_logprobs": 2, "skip_prompt_log_probs": False}),
         ({"max_tokens": 0, "echo": True}, {"num_tokens_to_generate": 1}),
-        ({"max_tokens": None, "temperature": None, "stop": None, "n": None, "seed": None}, {"temperature": 1}),
-        ({"unknown": {"of": ["any", "kind"]}}, {"temperature": 1}),
+        ({"max_tokens": None, "temperature": None, "stop": None, "n": None, "seed": None}, {"temperature": 0}),
+        ({"unknown": {"of": ["any", "kind"]}}, {"temperature": 0}),
+        ({"top_p": 0.9}, {"temperature": 1, "top_p": 0.9}),
+        ({"min_p": 0.1, "temperature": 0.5}, {"temperature": 0.5, "min_p": 0.1}),
     ],
 )  # fmt: skip
 def test_fields_in_the_engines_words(body: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -182,7 +184,6 @@ def test_a_salt_is_of_its_key() -> None:
 def test_defaults_of_the_generation_config() -> None:
     config = {
         "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 7, "do_sample": True,
-        "repetition_penalty": "wrong",
     }  # fmt: skip
     served = ServedModel.of(demo_card(generation_config=config))
     params = asked_completion(served, prompt="a", top_p=0.5).choices[0].params

@@ -1,0 +1,93 @@
+"""What a request that says nothing is answered with: one rule, whoever asks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_async.checkpoints import gguf_sampling
+from megatron_async.errors import ConfigurationError
+from megatron_async.requests.defaults import default_sampling_params, generation_defaults
+
+
+def model(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(generation_config=fields, source="a/model")
+
+
+@pytest.mark.parametrize(
+    ("said", "given", "temperature"),
+    [
+        ({}, {}, 0),
+        ({}, {"temperature": 0.7}, 0.7),
+        ({}, {"top_p": 0.9}, 1),
+        ({}, {"top_k": 5}, 1),
+        ({}, {"min_p": 0.1}, 1),
+        ({}, {"top_p": 1, "top_k": -1, "min_p": 0}, 0),
+        ({}, {"top_p": 0, "top_k": 1}, 0),
+        ({}, {"top_p": 0.9, "temperature": 0}, 0),
+        ({"temperature": 0.6}, {}, 0.6),
+        ({"temperature": 0.6}, {"top_p": 0.5}, 0.6),
+        ({"temperature": 0.6}, {"temperature": 1}, 1),
+        ({"temperature": None, "top_k": None}, {}, 0),
+        ({"top_k": 20, "top_p": 0.8}, {}, 1),
+        ({"do_sample": True}, {}, 1),
+        ({"do_sample": True, "temperature": 0.2}, {}, 0.2),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {}, 0),
+        ({"do_sample": False, "temperature": 0.6}, {"top_p": 0.9}, 1),
+        ({"temperature": 0}, {"top_k": 5}, 1),
+    ],
+)
+def test_the_temperature(said: dict[str, Any], given: dict[str, Any], temperature: float) -> None:
+    defaults = generation_defaults(model(**said))
+    assert defaults.complete(given)["temperature"] == temperature
+    if not given:
+        assert defaults.told()["temperature"] == temperature
+
+
+def test_other_numbers_and_lengths() -> None:
+    said = generation_defaults(model(top_p=0.8, repetition_penalty=1.1, max_new_tokens=9))
+    params = default_sampling_params(said, min_p=0.1, seed=3)
+    assert (params.temperature, params.top_p, params.min_p) == (1, 0.8, 0.1)
+    assert (params.repetition_penalty, params.num_tokens_to_generate, params.seed) == (1.1, 9, 3)
+    assert default_sampling_params(said, num_tokens_to_generate=4).num_tokens_to_generate == 4
+    total = default_sampling_params(said, num_tokens_total=30)
+    assert (total.num_tokens_total, total.num_tokens_to_generate) == (30, None)
+    plain = default_sampling_params(generation_defaults(None))
+    assert (plain.temperature, plain.top_p, plain.num_tokens_to_generate) == (0, 0, 256)
+    assert said.told()["max_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"temperature": "hot"}, "temperature='hot', which must be a number from 0 to 100"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": True}, "top_p=True"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"do_sample": "yes"}, "do_sample='yes', which must be true or false"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as told:
+        generation_defaults(model(**said))
+    assert words in str(told.value)
+    assert str(told.value).startswith("a/model: ")
+
+
+def test_what_a_gguf_file_says(caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers of 32 bits are told as they were meant; what is not served is told."""
+    metadata = {
+        "general.sampling.temp": 0.949999988079071, "general.sampling.top_k": 20,
+        "general.sampling.penalty_repeat": 1.0499999523162842, "general.sampling.mirostat": 2,
+        "general.sampling.xtc_probability": 0.0,
+    }  # fmt: skip
+    found = gguf_sampling.generation_config(metadata, "m.gguf")
+    assert found == {"temperature": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    assert [record.getMessage() for record in caplog.records] == [
+        "m.gguf: general.sampling.mirostat = 2 is not served: answers go without it."
+    ]
