@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import PATIENCE_S
 
 # Some module initialises CUDA when it is imported, and a process that has cannot be forked.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
@@ -130,7 +131,7 @@ class Ranks:
         while ended_well - self._heard and time.monotonic() < deadline + 1.0:
             self._collect(outcomes, 0.01)
         for process in self.processes:
-            process.join(5)
+            process.join(PATIENCE_S)
         return outcomes
 
     def _collect(self, outcomes: list[RankOutcome], wait_s: float) -> None:

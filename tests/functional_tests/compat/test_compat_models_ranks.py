@@ -33,7 +33,7 @@ def assert_lively(found: list[RankFound]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_give_megatrons_tokens(name: str) -> None:
     changes, options, sizes, kind = CASES[name]
-    found: list[RankFound] = run_ranks(2, serve_part, changes, options, sizes, timeout_s=240)
+    found: list[RankFound] = run_ranks(2, serve_part, changes, options, sizes)
     for one in found:
         assert one.kind == kind
         assert one.tokens == [one.megatrons] * 2
@@ -44,7 +44,7 @@ def test_ranks_give_megatrons_tokens(name: str) -> None:
 
 def test_pipeline_stages_give_the_tokens_of_the_whole_model() -> None:
     changes = {"num_layers": 4, "pipeline_dtype": torch.float32}
-    found: list[RankFound] = run_ranks(2, serve_part, changes, UNTIED, PP, timeout_s=240)
+    found: list[RankFound] = run_ranks(2, serve_part, changes, UNTIED, PP)
     whole = gpt_model({"num_layers": 4}, UNTIED).eval()
     for prompt, *tokens in zip(prompts_of(0), *found[0].tokens, *found[1].tokens, strict=True):
         assert tokens[1:] == tokens[:1] * 3

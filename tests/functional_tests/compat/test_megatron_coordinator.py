@@ -10,6 +10,7 @@ import torch
 from compat_trio import PROMPTS, compat_engine, drive, greedy_params
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from patience import PATIENCE_S
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.inference.inference_client import InferenceClient
@@ -209,7 +210,7 @@ def test_a_late_rank_finds_states_that_have_passed() -> None:
         await states.wait_in_turn(EngineState.PAUSED)
         follow(states, Signal.UNPAUSE, Signal.PAUSE, Signal.SUSPEND, Signal.RESUME, Signal.STOP)
         for state in ("RUNNING", "PAUSED", "SUSPENDED", "RESUMED", "STOPPED"):
-            await asyncio.wait_for(states.wait_in_turn(EngineState[state]), 5)
+            await asyncio.wait_for(states.wait_in_turn(EngineState[state]), PATIENCE_S)
         with pytest.raises(EngineStopped, match="will not be SUSPENDED"):
             await states.wait_in_turn(EngineState.SUSPENDED)  # that one has been waited for
 
@@ -228,7 +229,7 @@ def test_a_rank_in_time_waits_for_what_comes() -> None:
         await asyncio.sleep(0)
         assert not again.done()
         states.confirm(Signal.PAUSE)
-        await asyncio.wait_for(again, 5)
+        await asyncio.wait_for(again, PATIENCE_S)
 
     run(use())
 

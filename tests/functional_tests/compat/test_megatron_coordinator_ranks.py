@@ -11,7 +11,7 @@ from ranks import run_ranks
 def test_two_ranks_share_the_requests_and_change_states_together() -> None:
     with compat_engine(make_model(TINY)) as engine:
         expected = [list(r.generated_tokens) for r in drive(engine, PROMPTS, greedy_params(12))]
-    first, second = run_ranks(2, serve_together, timeout_s=100)
+    first, second = run_ranks(2, serve_together)
     assert first["answers"] == expected * 2
     assert first["finished"] > 0
     assert second["finished"] > 0

@@ -17,6 +17,7 @@ from ascii_tokenizer import make_ascii_tokenizer
 from compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import Status
+from patience import PATIENCE_S
 
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
@@ -87,7 +88,7 @@ def test_serve(tiny_model: torch.nn.Module, expected: list[list[int]]) -> None:
         with pytest.raises(urllib.error.URLError):
             ask(port, prompt, attempts=1)
 
-    asyncio.run(asyncio.wait_for(use(), 60))
+    asyncio.run(asyncio.wait_for(use(), PATIENCE_S))
 
 
 def ask(port: int, prompt: list[int], attempts: int = 300) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def ask(port: int, prompt: list[int], attempts: int = 300) -> dict[str, Any]:
     )
     for attempt in range(1, attempts + 1):
         try:
-            with urllib.request.urlopen(request, timeout=20) as reply:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
                 return dict(json.load(reply))
         except urllib.error.HTTPError as error:
             if error.code != 503 or attempt == attempts:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compat_trio import compat_engine
+from patience import PATIENCE_S, eventually
 from ranks import Ranks, run_ranks
 from spread_service import (
     PROMPTS,
@@ -64,7 +65,7 @@ def test_ranks_give_one_ranks_tokens_and_change_states_together(name: str) -> No
     model, sizes, count = CASES[name]
     expected = alone(model)
     assert len({token for tokens in expected for token in tokens}) > TOKENS
-    found: list[dict[str, Any]] = run_ranks(count, serve_spread, model, sizes, timeout_s=150)
+    found: list[dict[str, Any]] = run_ranks(count, serve_spread, model, sizes)
     for number in range(2):
         assert found[0]["served"][number]["answers"] == expected
         assert [rank["served"][number]["states"] for rank in found] == [STATES] * count
@@ -81,7 +82,7 @@ def test_another_replica_serves_what_a_lost_rank_leaves(tmp_path: Path) -> None:
     wait_for(tmp_path / "serves", job)
     job.kill(3)
     (tmp_path / "killed").touch()
-    outcomes = job.join(100)
+    outcomes = job.join(PATIENCE_S)
     for outcome in outcomes[:2]:  # they need neither of the other replica's ranks
         assert (outcome.error, outcome.exit_code) == ("", 0)
         assert outcome.value["error"] == ""
@@ -97,10 +98,9 @@ def test_who_waits_for_a_state_learns_that_a_rank_is_lost(tmp_path: Path, lost: 
     for rank in range(2):
         wait_for(tmp_path / str(rank), job)
     job.kill(lost)
-    outcome = job.join(60)[1 - lost]
+    outcome = job.join()[1 - lost]
     assert outcome.error == ""
-    assert outcome.value["error"] == "RankLost"
-    assert outcome.value["seconds"] < 3
+    assert outcome.value == {"error": "RankLost"}
 
 
 def test_ranks_with_other_settings_are_refused_on_all_of_them() -> None:
@@ -124,11 +124,11 @@ def test_all_ranks_learn_that_the_coordinator_refuses_one(tiny_model: torch.nn.M
             while not client.stats()["replicas"]:
                 time.sleep(0.02)
             port = int(coordinator.address.rpartition(":")[2])
-            first, second = run_ranks(2, start_where_refused, port, TP, timeout_s=100)
+            first, second = run_ranks(2, start_where_refused, port, TP)
             client.remove_replica("dp-0")
-        threads[1].join(10)
+        threads[1].join(PATIENCE_S)
         coordinator.stop()
-        threads[0].join(10)
+        threads[0].join(PATIENCE_S)
     assert "a replica named 'dp-0' is there" in first["error"]
     assert "rank 0 could not come behind the coordinator: " in second["error"]
     assert first["error"] in second["error"]
@@ -138,7 +138,7 @@ def test_all_ranks_learn_that_the_coordinator_refuses_one(tiny_model: torch.nn.M
 @pytest.mark.parametrize("name", ["tensor", "experts"])
 def test_megatron_llm_serves_them(name: str) -> None:
     model, sizes, count = CASES[name]
-    found = run_ranks(count, generate_by_megatron_llm, model, sizes, timeout_s=100)
+    found = run_ranks(count, generate_by_megatron_llm, model, sizes)
     assert found[0]["answers"] == alone(model)[: len(PROMPTS)]
     assert found[1]["answers"] == []
     assert all(("use_coordinator" in one["refused"]) is (name == "experts") for one in found)
@@ -159,7 +159,5 @@ def test_groups_of_a_models_own_are_refused(tiny_model: torch.nn.Module) -> None
 
 
 def wait_for(file: Path, job: Ranks) -> None:
-    deadline = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < deadline, job.join(0)
-        time.sleep(0.02)
+    eventually(lambda: file.exists() or not all(each.is_alive() for each in job.processes))
+    assert file.exists(), job.join(0)

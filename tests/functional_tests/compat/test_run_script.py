@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from megatron_async.compat.__main__ import parse
 
@@ -91,7 +92,7 @@ def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{support}"}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megatron_async.compat", *words],
-        env=env, cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+        env=env, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
 
 

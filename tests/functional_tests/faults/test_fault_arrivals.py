@@ -16,6 +16,7 @@ from harness import (
     make_engine,
     random_prompts,
 )
+from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.errors import RequestError
@@ -59,7 +60,7 @@ def check_serves(engine: DynamicInferenceEngine, expected: list[int]) -> None:
             await asyncio.sleep(0)
             turns += 1
         future = engine.add_request(7, PROMPTS[0], greedy(TOKENS))
-        assert (await asyncio.wait_for(future, 20)).generated_tokens == expected
+        assert (await asyncio.wait_for(future, PATIENCE_S)).generated_tokens == expected
         runner.cancel()
 
     asyncio.run(main())

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.cli import main as cli
@@ -164,7 +165,7 @@ def test_in_a_terminal() -> None:
 
     def until(*parts: bytes, behind: int = 0) -> None:
         nonlocal shown
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE_S
         while not all(part in shown[behind:] for part in parts):
             assert time.monotonic() < deadline, shown.decode(errors="replace")
             if select.select([here], [], [], 0.5)[0]:
@@ -182,7 +183,7 @@ def test_in_a_terminal() -> None:
         until(b"tokens/s", b">>> ", behind=shown.index(b"3. 3"))
         at = len(shown)
         os.write(here, b"\x04")
-        assert child.wait(timeout=60) == 0
+        assert child.wait(timeout=PATIENCE_S) == 0
         assert b"\x1b[2m[" in shown[:at]
         assert b"499" not in shown
     finally:

@@ -91,10 +91,8 @@ def test_a_closed_engine_leaves_no_process(make_tiny_engine: EngineFactory) -> N
     while not (engine.grammars._checkers and engine.grammars._checkers[0]._process):
         time.sleep(0.01)
     process = engine.grammars._checkers[0]._process
-    start = time.monotonic()
     engine.close()
     assert process.poll() is not None
-    assert time.monotonic() - start < 4
     assert isinstance(waits.result().error, RequestAborted)
     assert engine.requests.take_ended() == [waits.result()]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from patience import PATIENCE_S
 from test_fleet_streams import InProcess, fleet_of, until
 
 from megatron_async.fleet.own_port import OwnPort
@@ -37,7 +38,9 @@ async def served(
         serving = asyncio.create_task(server.serve())
         await until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S
+        ) as http:
             yield fleet, http
         server.should_exit = True
         await serving
@@ -102,7 +105,9 @@ def test_an_ingress_has_a_port_of_its_own_from_begin_to_end() -> None:
         port = free_port()
         async with contextlib.AsyncExitStack() as until_end:
             fleet, behind_proxy = await until_end.enter_async_context(served(1, port))
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as own:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S
+            ) as own:
                 tokens = await streamed(own)
                 assert tokens == await streamed(behind_proxy)
                 begun = asyncio.create_task(streamed(own, max_tokens=200))

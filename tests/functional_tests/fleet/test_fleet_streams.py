@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness import greedy, make_engine, make_model
+from patience import PATIENCE_S
 from token_reader import TokenReader
 
 from megatron_async.errors import ReplicaLost
@@ -103,11 +104,11 @@ def ask_all(client: FleetClient, params: SamplingParams) -> list[TokenReader]:
 
 
 async def ends_of(readers: list[TokenReader]) -> list[RequestEnd]:
-    return await asyncio.wait_for(asyncio.gather(*(reader.end for reader in readers)), 60)
+    return await asyncio.wait_for(asyncio.gather(*(reader.end for reader in readers)), PATIENCE_S)
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -25,6 +25,7 @@ from late_device import LateDevice
 from mtp_model import MTP_MODELS, MtpModel
 from mtp_watch import MtpWatch, WholeSequences
 from ngram_watch import NgramWatch
+from patience import PATIENCE_S
 from pieces import Pieces
 from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
@@ -378,7 +379,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._run_to_the_end()
         readers = [reader for tracked in self.streamed for reader in tracked.readers]
         if readers:
-            self._run(asyncio.wait(readers, timeout=10))
+            self._run(asyncio.wait(readers, timeout=PATIENCE_S))
         for tracked in self.streamed:
             tracked.check_readers()
         assert_all_is_back(self.engine)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import TINY, Job, greedy, make_engine, random_prompts, run_together
+from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Chaos, CpuDevice
@@ -100,15 +101,17 @@ def test_no_request_enters_a_closed_engine(
         else:
             await asyncio.sleep(0.01)
         engine.close()
-        await asyncio.wait_for(runner, 20)
+        await asyncio.wait_for(runner, PATIENCE_S)
         with pytest.raises(EngineStopped, match="the engine is closed: make a new"):
             engine.add_request(1, PROMPTS[1], greedy(3))
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(two_steps(engine), 20)  # the first may report who was aborted
+            await asyncio.wait_for(
+                two_steps(engine), PATIENCE_S
+            )  # the first may report who was aborted
         with pytest.raises(EngineStopped):
             engine.resume()
         if future is not None:
-            request = await asyncio.wait_for(future, 20)
+            request = await asyncio.wait_for(future, PATIENCE_S)
             assert request.generated_tokens[: len(tokens)] == tokens
             assert isinstance(request.error, RequestAborted)
             with contextlib.suppress(RequestAborted):
@@ -138,7 +141,7 @@ def test_closing_while_the_last_token_is_waited_for(
         await asyncio.sleep(0)
         was_done = future.done()
         engine.close()
-        ended = (await asyncio.wait_for(step, 20))["finished_request_records"]
+        ended = (await asyncio.wait_for(step, PATIENCE_S))["finished_request_records"]
         assert [r.error is None for r in ended] == [was_done]
         return was_done
 

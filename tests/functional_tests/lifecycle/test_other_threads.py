@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from harness import TINY, EngineFactory, drain, greedy, random_prompts
+from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Event
@@ -56,7 +57,7 @@ def test_beside_run_engine(make_tiny_engine: EngineFactory, call: str, lookahead
             assert threading.current_thread().name in message
             assert "loop.call_soon_threadsafe" in message
         assert not engine.is_stopped
-        assert (await asyncio.wait_for(future, 60)).generated_length == 12
+        assert (await asyncio.wait_for(future, PATIENCE_S)).generated_length == 12
         runner.cancel()
 
     asyncio.run(main())

@@ -22,6 +22,7 @@ from harness import (
     make_model,
     random_prompts,
 )
+from patience import PATIENCE_S
 from ranks import run_ranks
 
 from megatron_async import DynamicInferenceEngine
@@ -162,8 +163,8 @@ def test_streams_while_a_coroutine_stops_the_engine(
         for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             engine.add_request(number, prompt, params)
         readers = [asyncio.create_task(read(number)) for number in range(len(PROMPTS))]
-        stops = await asyncio.wait_for(stop_now_and_then(), 60)
-        tokens = [await asyncio.wait_for(reader, 60) for reader in readers]
+        stops = await asyncio.wait_for(stop_now_and_then(), PATIENCE_S)
+        tokens = [await asyncio.wait_for(reader, PATIENCE_S) for reader in readers]
         runner.cancel()
         return tokens, stops
 
@@ -222,7 +223,7 @@ def test_closing_while_stopped(tiny_model: torch.nn.Module, stop: str) -> None:
         await asyncio.sleep(0)
         engine.close()
         for future in futures:
-            assert "closed" in str((await asyncio.wait_for(future, 10)).error)
+            assert "closed" in str((await asyncio.wait_for(future, PATIENCE_S)).error)
         runner.cancel()
         await asyncio.gather(runner, return_exceptions=True)
 
@@ -268,14 +269,14 @@ def test_one_coroutine_waits_while_another_stops(make_tiny_engine: EngineFactory
         await asyncio.sleep(0.01)
         assert not step.done()
         engine.abort_request(1)
-        report = await asyncio.wait_for(step, 10)
+        report = await asyncio.wait_for(step, PATIENCE_S)
         assert [request.request_id for request in report["finished_request_records"]] == [1]
         step = asyncio.create_task(engine.async_step())
         await asyncio.sleep(0.01)
         assert not step.done()
         assert engine.stats()["steps"] == 0
         engine.unpause()
-        await asyncio.wait_for(step, 10)
+        await asyncio.wait_for(step, PATIENCE_S)
         while not futures[0].done():
             await engine.async_step()
 
@@ -296,7 +297,7 @@ def test_a_stream_sees_what_a_pause_books(make_tiny_engine: EngineFactory) -> No
         await asyncio.sleep(0.01)
         assert not first.done()
         engine.pause()
-        assert len((await asyncio.wait_for(first, 10)).tokens) == 2
+        assert len((await asyncio.wait_for(first, PATIENCE_S)).tokens) == 2
         engine.unpause()
 
     asyncio.run(main())

@@ -21,6 +21,7 @@ from harness import (
     run_at,
     run_together,
 )
+from patience import PATIENCE_S
 from schedules import wrong_results
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, Status
@@ -265,7 +266,7 @@ def test_streams(make_tiny_engine: EngineFactory, whole: list[list[int]], lookah
         runner = asyncio.create_task(engine.run_engine())
         for number, prompt in enumerate(PROMPTS):
             engine.add_request(number, prompt, params[number])
-        tokens = await asyncio.wait_for(asyncio.gather(*map(read, range(len(PROMPTS)))), 60)
+        tokens = await asyncio.wait_for(asyncio.gather(*map(read, range(len(PROMPTS)))), PATIENCE_S)
         while engine.has_unfinished_requests():
             await asyncio.sleep(0)
         runner.cancel()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
+from patience import PATIENCE_S
 
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.errors import RequestAborted
@@ -53,8 +54,8 @@ async def serve(
             readers.append((future, asyncio.create_task(read(engine.stream(number), pause))))
         chunks = []
         for future, reader in readers:
-            request = await asyncio.wait_for(future, 60)
-            mine = await asyncio.wait_for(reader, 60)
+            request = await asyncio.wait_for(future, PATIENCE_S)
+            mine = await asyncio.wait_for(reader, PATIENCE_S)
             assert [t for chunk in mine for t in chunk.tokens] == request.generated_tokens
             assert "".join(chunk.text or "" for chunk in mine) == request.generated_text
             chunks.append(mine)
@@ -136,10 +137,10 @@ def test_closing_the_engine_answers_everybody(tiny_model: torch.nn.Module) -> No
             await engine.async_step()
         engine.close()
         for future, reader in zip(futures, readers, strict=True):
-            request = await asyncio.wait_for(future, 60)
+            request = await asyncio.wait_for(future, PATIENCE_S)
             assert request.finish_reason == "aborted"
             with pytest.raises(RequestAborted, match="closed"):
-                await asyncio.wait_for(reader, 60)
+                await asyncio.wait_for(reader, PATIENCE_S)
 
     asyncio.run(run())
 
@@ -155,7 +156,7 @@ def test_the_engine_wakes_up_for_a_late_request(make_tiny_engine: EngineFactory)
         runner = asyncio.create_task(engine.run_engine())
         for number in range(3):
             future = engine.add_request(number, PROMPTS[0], greedy(3))
-            request = await asyncio.wait_for(future, 60)
+            request = await asyncio.wait_for(future, PATIENCE_S)
             assert len(request.generated_tokens) == 3
             while engine.has_unfinished_requests():
                 await asyncio.sleep(0.001)
@@ -228,7 +229,7 @@ def test_a_long_answer_costs_what_is_new(
         engine.add_request(0, PROMPTS[0], greedy(length))
         reader = asyncio.create_task(read(engine.stream(0)))
         runner = asyncio.create_task(engine.run_engine())
-        chunks = await asyncio.wait_for(reader, 60)
+        chunks = await asyncio.wait_for(reader, PATIENCE_S)
         runner.cancel()
         while engine.has_unfinished_requests():
             await engine.async_step()
@@ -264,7 +265,7 @@ def test_only_first_tokens_and_ends_are_told_at_once(
         readers = [asyncio.create_task(read_at_once(stream)) for stream in streams]
         await asyncio.sleep(0)
         runner = asyncio.create_task(engine.run_engine())
-        chunks = await asyncio.wait_for(asyncio.gather(*readers), 60)
+        chunks = await asyncio.wait_for(asyncio.gather(*readers), PATIENCE_S)
         runner.cancel()
         while engine.has_unfinished_requests():
             await engine.async_step()
@@ -296,7 +297,7 @@ def test_readers_are_woken_although_nobody_steps_any_more(
             await engine.async_step()
         engine.pause()
         booked = engine.stats()["generated_tokens"]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(len(chunk.tokens) for chunk in chunks) < booked:
                 await asyncio.sleep(0.001)
         engine.unpause()

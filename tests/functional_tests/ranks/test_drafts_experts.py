@@ -51,7 +51,7 @@ def plain(device: torch.device) -> Alone:
 
 def run(folder: Path, drafter: str, alone: Alone, on_gpus: bool = False) -> Runs:
     save_huggingface(make_model(TINY_EXPERTS), TINY_EXPERTS, None, folder)
-    ranks = run_ranks(2, drafting, str(folder), drafter, alone[0], on_gpus, timeout_s=200)
+    ranks = run_ranks(2, drafting, str(folder), drafter, alone[0], on_gpus)
     return list(zip(*ranks, strict=True))
 
 

@@ -20,7 +20,7 @@ def alone() -> Plain:
 
 @pytest.fixture(scope="module")
 def two_stages(alone: Plain) -> list[Any]:
-    return run_ranks(2, drafting, 2, alone[1], timeout_s=150)
+    return run_ranks(2, drafting, 2, alone[1])
 
 
 def test_two_stages_say_what_one_rank_says(alone: Plain, two_stages: list[Any]) -> None:

@@ -12,6 +12,7 @@ from capturing_cpu import CapturingCpu
 from harness import TINY, assert_all_is_back, drain, greedy, make_engine, make_model, random_prompts
 from memory_channel import FollowingEngine
 from memory_communicator import MemoryCommunicator
+from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice
@@ -88,7 +89,7 @@ class ExpertRanks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive(), "a rank hangs"
         if errors:
             raise errors[0]

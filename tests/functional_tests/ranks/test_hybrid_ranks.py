@@ -58,7 +58,7 @@ def test_tensor_parallel(
 ) -> None:
     folder, expected = stored[name]
     sizes = ParallelSizes(2, sequence_parallel=sequence_parallel)
-    found = run_ranks(2, serve_all, folder, sizes, cases, timeout_s=200)
+    found = run_ranks(2, serve_all, folder, sizes, cases)
     check([runs for _, runs in found], expected, cases)
 
 
@@ -81,7 +81,7 @@ def test_pipeline(stored: Stored, name: str, cases: tuple[int, ...]) -> None:
     """
     folder, expected = stored[name]
     sizes = ParallelSizes(pipeline_model_parallel=2)
-    found = run_ranks(2, serve_all, folder, sizes, cases, timeout_s=200)
+    found = run_ranks(2, serve_all, folder, sizes, cases)
     assert "|".join(layers for layers, _ in found) == STAGES[name]
     check([runs for _, runs in found], expected, cases)
 
@@ -97,7 +97,7 @@ def test_the_stage_with_attention_sizes_the_pool(stored: Stored) -> None:
 @pytest.mark.parametrize(("name", "cases"), [("attention behind", (0, 3)), ("gated delta", (1, 2))])
 def test_experts(stored: Stored, name: str, cases: tuple[int, ...]) -> None:
     folder, expected = stored[name]
-    ranks = run_ranks(2, serve_mine, folder, cases, timeout_s=200)
+    ranks = run_ranks(2, serve_mine, folder, cases)
     for number, *pair in zip(cases, *ranks, strict=True):
         settings = CASES[number]
         assert pair[0].steps == pair[1].steps, settings

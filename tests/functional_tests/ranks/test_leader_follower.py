@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from harness import TINY, assert_all_is_back, drain, greedy, make_engine, make_model, random_prompts
 from memory_channel import FollowingEngine
+from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.engines import arrival
@@ -293,7 +294,7 @@ def test_a_follower_is_told_in_order_and_the_leader_can_wait_for_it(pair_of: Any
     may_go_on = threading.Event()
 
     def hear(what: str, value: Any) -> None:
-        assert may_go_on.wait(30)
+        assert may_go_on.wait(PATIENCE_S)
         heard.append((what, value, pair.follower.is_stopped))
 
     pair.follower.group.on_told = hear
@@ -308,7 +309,7 @@ def test_a_follower_is_told_in_order_and_the_leader_can_wait_for_it(pair_of: Any
         await asyncio.sleep(0.05)
         assert not told.done()
         may_go_on.set()
-        await asyncio.wait_for(told, 30)
+        await asyncio.wait_for(told, PATIENCE_S)
 
     asyncio.run(wait())
     assert heard == [("before", None, False), ("after", {"a": 1}, True)]

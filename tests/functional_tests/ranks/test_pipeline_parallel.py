@@ -38,7 +38,7 @@ def alone() -> Found:
 
 @pytest.fixture(scope="module")
 def two_stages() -> list[Found]:
-    return run_ranks(2, run_cases, 2, RUNS, timeout_s=180)
+    return run_ranks(2, run_cases, 2, RUNS)
 
 
 def assert_same(found: Found, alone: Found) -> None:
@@ -85,7 +85,7 @@ def test_the_pipeline_fills_with_enough_lookahead(two_stages: list[Found]) -> No
 
 
 def test_four_stages_of_five_layers(alone: Found) -> None:
-    for found in run_ranks(4, run_cases, 4, FOUR_STAGES, timeout_s=180):
+    for found in run_ranks(4, run_cases, 4, FOUR_STAGES):
         assert_same(found, alone)
 
 

@@ -12,6 +12,7 @@ import torch
 from beside_others import BesideOthers
 from harness import TINY, assert_all_is_back, greedy, make_engine, random_prompts
 from late_device import LateDevice
+from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.ranks import finishing
@@ -82,7 +83,7 @@ def test_an_idle_engine_reports_the_steps_of_its_stop(idle: DynamicInferenceEngi
         await asyncio.sleep(0.01)
         idle.pause()
         assert idle.pausing.undelivered
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while idle.has_unfinished_requests():
                 await asyncio.sleep(1e-3)
         idle.unpause()

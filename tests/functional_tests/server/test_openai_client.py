@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from served import KEY, Served, eventually
+from patience import eventually
+from served import KEY, Served
 
 from megatron_async import LLM, SamplingParams
 

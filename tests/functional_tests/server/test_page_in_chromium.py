@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, find_chromium
-from served import ADMIN, KEY, Served, eventually
+from patience import eventually
+from served import ADMIN, KEY, Served
 
 CHROMIUM = find_chromium()
 pytestmark = [

@@ -6,14 +6,14 @@ import json
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from served import ADMIN, ENGINE, KEY, Served, completion, eventually, token_ids
+from patience import PATIENCE_S, eventually
+from served import ADMIN, ENGINE, KEY, Served, completion, token_ids
 
 from megatron_async.cli import main as cli
 from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
@@ -84,7 +84,7 @@ def test_a_replica_is_killed_and_its_request_goes_on(service: Served, expected: 
     threads = [in_thread(service, LONG) for _ in range(4)]
     service.children("replica")[0].kill()
     for thread, events in threads:
-        thread.join(120)
+        thread.join(PATIENCE_S)
         assert token_ids(events) == expected
     eventually(lambda: len(service.children("replica")) == 2, "the replica to be started again")
 
@@ -101,12 +101,10 @@ def test_an_api_process_is_killed_and_others_go_on(service: Served, expected: li
     assert len(owners) == 1
     (victim,) = before - owners
     psutil.Process(victim).kill()
-    killed = time.monotonic()
     for thread, events in streams:
-        thread.join(120)
+        thread.join(PATIENCE_S)
         assert token_ids(events) == expected
     eventually(lambda: len(service.children("api")) == 2, "the API process to be started again")
-    assert time.monotonic() - killed < 30
     assert service.request("/v1/completions", completion(3))[0] == 200
 
 
@@ -153,7 +151,7 @@ def test_a_trace_is_served_and_timed(service: Served) -> None:
     assert [request.output_tokens for request in found] == [r.output_tokens for r in trace]
     assert seconds > trace[-1].arrival_s
     for request in found:
-        assert 0 < request.ttft_s <= request.latency_s < 30
+        assert 0 < request.ttft_s <= request.latency_s
         assert 1 <= request.events <= request.output_tokens + 1
         assert (request.tpot_s is None) == (request.output_tokens == 1)
     assert sum(r.events for r in found) > 0.8 * sum(r.output_tokens for r in found)
@@ -182,7 +180,7 @@ def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
         children = service.children("")
         assert len(children) == 2
         service.process.kill()
-        _, alive = psutil.wait_procs(children, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
         assert not alive
 
 
@@ -192,7 +190,7 @@ def test_sigterm_drains(service: Served) -> None:
     service.process.send_signal(signal.SIGTERM)
     eventually(lambda: service.request("/ready", key="")[0] == 503, "/ready to say so", 10)
     assert service.request("/v1/completions", completion(3))[0] == 503
-    thread.join(120)
+    thread.join(PATIENCE_S)
     assert len(token_ids(events)) == LONG
-    assert service.process.wait(60) == 0
+    assert service.process.wait(PATIENCE_S) == 0
     assert "Traceback" not in service.log.read_text()

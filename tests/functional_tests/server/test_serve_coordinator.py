@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from harness import TINY, make_engine, make_model
-from served import ADMIN, Served, completion, eventually, token_ids
+from patience import PATIENCE_S, eventually
+from served import ADMIN, Served, completion, token_ids
 
 from megatron_async.server import api_process
 from megatron_async.server.api_config import ApiConfig
@@ -69,9 +70,9 @@ def service(tmp_path_factory: pytest.TempPathFactory, certificate: Path) -> Iter
         yield served
     with CoordinatorClient(coordinator.address, secret=SECRET) as client:
         client.remove_replica("a")
-    threads[1].join(10)
+    threads[1].join(PATIENCE_S)
     coordinator.stop()
-    threads[0].join(5)
+    threads[0].join(PATIENCE_S)
     engine.close()
 
 
@@ -83,7 +84,7 @@ def test_https_in_front_of_a_secret(service: Served) -> None:
         == (whole["choices"][0]["token_ids"])
     )
     with pytest.raises(OSError):  # it does not speak plain HTTP
-        urllib.request.urlopen(f"http://127.0.0.1:{service.port}/health", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{service.port}/health", timeout=PATIENCE_S)
 
 
 def test_the_secret_is_asked_for(
@@ -186,6 +187,6 @@ def test_a_second_signal_ends_at_once(service: Served) -> None:
     service.process.send_signal(signal.SIGTERM)
     eventually(lambda: "a second signal" in "".join(service.lines), "the first signal", 20)
     service.process.send_signal(signal.SIGTERM)
-    assert service.process.wait(10) == 128 + signal.SIGTERM
+    assert service.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     with contextlib.suppress(AssertionError, OSError):
         list(stream)

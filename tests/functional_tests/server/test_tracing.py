@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Served, completion, eventually
+from patience import eventually
+from served import Served, completion
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.tracing import check_endpoint, is_there, make_tracer

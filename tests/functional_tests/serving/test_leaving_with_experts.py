@@ -7,8 +7,9 @@ import signal
 import threading
 
 import pytest
+from patience import PATIENCE_S, eventually
 from ranks import Ranks
-from serving_processes import CONFIG, ENGINE, eventually
+from serving_processes import CONFIG, ENGINE
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.serving.client import CoordinatorClient
@@ -72,4 +73,4 @@ def test_it_helps_until_the_last_has_left(caplog: pytest.LogCaptureFixture) -> N
             assert (outcome.exit_code, outcome.error) == (0, "")
         eventually(lambda: not states(), "both to be gone")
     coordinator.stop()
-    thread.join(10)
+    thread.join(PATIENCE_S)

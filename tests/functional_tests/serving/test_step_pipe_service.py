@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from token_reader import TokenReader
 
 from megatron_async import InferenceConfig, SamplingParams
@@ -54,7 +55,7 @@ async def ask(address: str) -> None:
         client.send([1, 2, 3], params, readers[-1][1])
         await asyncio.sleep(0.001 * (number % 3))
     for length, reader in readers:
-        end = await asyncio.wait_for(reader.end, 60)
+        end = await asyncio.wait_for(reader.end, PATIENCE_S)
         assert end.finish_reason == "length"
         steps = np.diff(reader.got)
         assert len(reader.got) == length
@@ -107,10 +108,10 @@ def test_tokens_come_in_order(has_pipe: bool, has_socket: bool, monkeypatch: Any
         running = asyncio.create_task(replica.run())
         await asyncio.to_thread(asyncio.run, ask(coordinator.address))
         replica.leave()
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(main())
     coordinator.stop()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert any(written) == has_pipe
     assert any(sent) == has_socket

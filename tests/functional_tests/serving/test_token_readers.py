@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from ascii_tokenizer import make_ascii_tokenizer
 from harness import EngineFactory, greedy
+from patience import PATIENCE_S
 
 from megatron_async.errors import RequestError
 from megatron_async.serving.async_client import AsyncCoordinatorClient
@@ -85,8 +86,8 @@ def served(engine: Any) -> Iterator[Run]:
     def run(work: Callable[[AsyncCoordinatorClient], Coroutine[Any, Any, None]]) -> None:
         async def with_client() -> None:
             async with AsyncCoordinatorClient(coordinator.address) as client:
-                await asyncio.wait_for(client.card(), 20)
-                await asyncio.wait_for(work(client), 40)
+                await asyncio.wait_for(client.card(), PATIENCE_S)
+                await asyncio.wait_for(work(client), PATIENCE_S)
 
         asyncio.run(with_client())
 
@@ -96,9 +97,9 @@ def served(engine: Any) -> Iterator[Run]:
         await client.remove_replica("a")
 
     run(remove)
-    threads[1].join(10)
+    threads[1].join(PATIENCE_S)
     coordinator.stop()
-    threads[0].join(5)
+    threads[0].join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
     while engine.has_unfinished_requests():  # a step behind a stop word that the host found
         engine.step_modern()

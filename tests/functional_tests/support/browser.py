@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -79,7 +81,7 @@ class Browser:
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._writes, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             answer = self._receive(deadline)
             if answer.get("id") == self._number:
@@ -106,7 +108,7 @@ class Browser:
         assert "exceptionDetails" not in found, (script, found["exceptionDetails"])
         return found["result"].get("value")
 
-    def until(self, script: str, timeout_s: float = 60.0) -> Any:
+    def until(self, script: str, timeout_s: float = PATIENCE_S) -> Any:
         """Wait until a script gives something true; that."""
         deadline = time.monotonic() + timeout_s
         while not (found := self.value(script)):

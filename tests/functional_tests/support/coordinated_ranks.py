@@ -10,6 +10,7 @@ import torch
 from compat_trio import PROMPTS, compat_config, greedy_params, make_compat_engine
 from harness import TINY, make_model
 from megatron.core.inference.engines.dynamic_engine import EngineState
+from patience import PATIENCE_S
 
 from megatron_async.compat.inference.inference_client import InferenceClient
 
@@ -19,7 +20,7 @@ CYCLES = 2
 def serve_together() -> dict[str, Any]:
     """Serve all prompts on the ranks together, with pauses; the first rank's answers."""
     torch.distributed.init_process_group("gloo")
-    found = asyncio.run(asyncio.wait_for(_serve(), 60))
+    found = asyncio.run(asyncio.wait_for(_serve(), PATIENCE_S))
     torch.distributed.destroy_process_group()
     return found
 

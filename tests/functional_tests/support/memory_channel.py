@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import msgspec
+from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.errors import CommunicationTimeout, RankLost
@@ -110,5 +111,5 @@ class FollowingEngine:
 
     def join(self) -> None:
         """Wait for the end of `follow`, which the leader's close brings."""
-        self._thread.join(30)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the follower hangs"

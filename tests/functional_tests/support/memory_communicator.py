@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from patience import PATIENCE_S
+
 
 class MemoryCommunicator:
     """One member's end; make all ends with `group`."""
@@ -44,7 +46,7 @@ class _Rounds:
             mine[rank] = values
             self.latest = max(self.latest, number)
             self._news.notify_all()
-            done = self._news.wait_for(lambda: len(mine) == self._size, timeout=20)
+            done = self._news.wait_for(lambda: len(mine) == self._size, timeout=PATIENCE_S)
             assert done, f"round {number}: only ranks {sorted(mine)} came"
             self._values.pop(number - 2, None)
             return [max(column) for column in zip(*mine.values(), strict=True)]

@@ -11,12 +11,12 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+from patience import PATIENCE_S, eventually
 
 KEY = "sk-test"
 ADMIN = "sk-admin"
@@ -24,13 +24,6 @@ ENGINE = (
     "--device", "cpu", "--block-size-tokens", "16", "--num-kv-blocks", "256", "--max-requests", "8",
     "--no-progress",
 )  # fmt: skip
-
-
-def eventually(is_so: Callable[[], Any], what: str, timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.05)
 
 
 class Served:
@@ -76,11 +69,11 @@ class Served:
     def __exit__(self, *_: object) -> None:
         children = self.children("")
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(PATIENCE_S)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-        self._reader.join(10)
+        self._reader.join(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -126,8 +119,10 @@ class Served:
 
     def _connect(self) -> http.client.HTTPConnection:
         if self._tls is None:
-            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=60, context=self._tls)
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        return http.client.HTTPSConnection(
+            "127.0.0.1", self.port, timeout=PATIENCE_S, context=self._tls
+        )
 
     @staticmethod
     def _send(

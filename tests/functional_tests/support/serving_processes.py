@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 
+from patience import PATIENCE_S, eventually
 from ranks import Ranks
 
 from megatron_async import LLM, SamplingParams
@@ -44,13 +44,6 @@ def client_process(address: str, marker: str) -> None:
         with open(marker, "w") as file:
             file.write("streaming")
         time.sleep(60)
-
-
-def eventually(is_so: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
 
 
 class Service:
@@ -101,4 +94,4 @@ class Service:
             for rank in range(process.world_size):
                 process.kill(rank)
         self.coordinator.stop()
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)

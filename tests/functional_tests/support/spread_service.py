@@ -166,11 +166,10 @@ def lose_while_paused(folder: str, sizes: ParallelSizes) -> dict[str, Any]:
             client.pause_engines()
         await engine.wait_until(EngineState.PAUSED)
         Path(folder, os.environ["RANK"]).touch()
-        start = time.monotonic()
         try:
             await engine.wait_until(EngineState.RUNNING)
         except JobFailed as error:
-            return {"error": type(error).__name__, "seconds": time.monotonic() - start}
+            return {"error": type(error).__name__}
         finally:
             client.stop()
         raise AssertionError("RUNNING came")

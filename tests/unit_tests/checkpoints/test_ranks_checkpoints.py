@@ -59,7 +59,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def make(case: str) -> Path:
         folder = tmp_path_factory.mktemp(case)
-        run_ranks(WORLD, write, str(folder), *CASES[case], timeout_s=180)
+        run_ranks(WORLD, write, str(folder), *CASES[case])
         return folder
 
     return make
@@ -80,7 +80,7 @@ def test_shards_of_ranks_are_one_model(case: str, written: Callable[[str], Path]
 def test_two_ranks_read_what_four_wrote(written: Callable[[str], Path]) -> None:
     folder = str(written("tp2-pp2"))
     whole = load(folder, 1)
-    halves = run_ranks(2, load_half, folder, timeout_s=180)
+    halves = run_ranks(2, load_half, folder)
     for rank, half in enumerate(halves):
         assert half.keys() == whole.keys()
         for name, values in half.items():

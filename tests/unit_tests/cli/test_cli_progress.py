@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cli_runs import TINY, fails
+from patience import PATIENCE_S
 
 from megatron_async.checkpoints.source import byte_bar
 from megatron_async.cli import main as cli
@@ -65,7 +66,10 @@ def test_metrics_are_served_while_prompts_are_answered(capsys):
         run = pool.submit(cli.main, command)
         text = ""
         while not run.done() and "megatron_async_steps_total" not in text:
-            with contextlib.suppress(OSError), urllib.request.urlopen(page, timeout=20) as answer:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(page, timeout=PATIENCE_S) as answer,
+            ):
                 text = answer.read().decode()
         assert run.result() == 0
     assert "megatron_async_steps_total" in text

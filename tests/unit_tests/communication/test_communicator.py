@@ -7,6 +7,7 @@ import random
 import time
 
 import pytest
+from patience import PATIENCE_S
 from ranks import run_ranks
 
 from megatron_async.communication.bootstrap import join_job
@@ -20,7 +21,7 @@ def _values(rank, turn):
 
 
 def _many_rounds(world):
-    job = join_job(timeout_s=30)
+    job = join_job(timeout_s=PATIENCE_S)
     rounds = AsyncZMQCommunicator(job, range(world))
     jitter = random.Random(job.rank)
     for turn in range(80):
@@ -52,7 +53,7 @@ def test_every_round_has_its_maximum(world):
 
 
 def _late():
-    job = join_job(timeout_s=30)
+    job = join_job(timeout_s=PATIENCE_S)
     rounds = AsyncZMQCommunicator(job, [0, 1, 2])
     rounds.barrier("start")
     if job.rank == 2:
@@ -72,7 +73,7 @@ def test_a_late_message_of_an_aborted_round():
 
 
 def _disagree():
-    job = join_job(timeout_s=30)
+    job = join_job(timeout_s=PATIENCE_S)
     rounds = AsyncZMQCommunicator(job, [0, 1])
     calls = [lambda: rounds.barrier("loaded"), lambda: rounds.sync_all_reduce_max(1, 2)]
     with pytest.raises(RanksDisagree) as raised:
@@ -87,7 +88,7 @@ def test_rounds_out_of_step():
 
 
 def _doorbell():
-    job = join_job(timeout_s=30)
+    job = join_job(timeout_s=PATIENCE_S)
     rounds = AsyncZMQCommunicator(job, [0, 1, 2])
     rounds.barrier("start")
     if job.rank == 0:  # has work, after a while
@@ -96,7 +97,7 @@ def _doorbell():
         return [rounds.sync_all_reduce_max(1), rounds.sync_all_reduce_max(1)]
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(rounds.started(), 0.01))
-    asyncio.run(asyncio.wait_for(rounds.started(), 10.0))
+    asyncio.run(asyncio.wait_for(rounds.started(), PATIENCE_S))
     assert rounds.has_started()
     found = [rounds.sync_all_reduce_max(0), rounds.sync_all_reduce_max(0)]
     assert not rounds.has_started()
@@ -108,7 +109,7 @@ def test_an_idle_rank_hears_that_a_round_has_begun():
 
 
 def _misuse():
-    rounds = AsyncZMQCommunicator(join_job(timeout_s=30), [0])
+    rounds = AsyncZMQCommunicator(join_job(timeout_s=PATIENCE_S), [0])
     assert rounds.sync_all_reduce_max(3, -4) == [3, -4]
     assert asyncio.run(rounds.all_reduce_max(5)) == [5]
     rounds.barrier("alone")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S, eventually
 from ranks import Ranks, run_ranks
 
 from megatron_async.communication.bootstrap import join_job
@@ -38,14 +39,11 @@ def _namespaces_missing() -> str:
 
 
 def _ip(command):
-    subprocess.run(["ip", *command.split()], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True, timeout=PATIENCE_S)
 
 
 def _wait_for(path):
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path}"
-        time.sleep(0.005)
+    eventually(path.exists, str(path))
     return int(path.read_text() or 0)
 
 
@@ -76,13 +74,13 @@ def _move_in(folder, host, is_first):
 
 def _agree_until_lost(rounds):
     while True:  # on the second host, what came before the cut is enough for one round
-        rounds.sync_all_reduce_max(1, timeout_s=20.0)
+        rounds.sync_all_reduce_max(1, timeout_s=PATIENCE_S)
 
 
 def _work_until_cut(folder):
     rank = int(os.environ["RANK"])
     _move_in(Path(folder), host=rank // 2, is_first=rank != 1)
-    job = join_job(timeout_s=30)
+    job = join_job(timeout_s=PATIENCE_S)
     steps = StepChannel(job, [0, 1, 2], int)
     rounds = AsyncZMQCommunicator(job, [0, 1, 2])
     for turn in range(20):
@@ -99,10 +97,9 @@ def _work_until_cut(folder):
     rounds.barrier("worked", 20.0)
     if rank == 2:
         _ip("link set cable1 down")
-    start = time.monotonic()
     with pytest.raises(RankLost) as raised:
         _agree_until_lost(rounds)
-    return same_host, job.address(), raised.value.ranks, str(raised.value), time.monotonic() - start
+    return same_host, job.address(), raised.value.ranks, str(raised.value)
 
 
 @pytest.mark.skipif(bool(_namespaces_missing()), reason=_namespaces_missing())
@@ -114,9 +111,8 @@ def test_a_host_is_cut_off(tmp_path):
         ([True, True, False], first, (2,)),
         ([False, False, True], second, (0,)),
     ]
-    for *_, text, seconds in found:
+    for *_, text in found:
         assert "or the network between the hosts is down" in text
-        assert seconds < 5
 
 
 PROMPTS = [[1, 2, 3], list(range(40, 90)), [7]]
@@ -165,9 +161,7 @@ def test_a_model_on_two_hosts_is_cut_in_two(tmp_path):
     while not (tmp_path / "cut").exists():
         assert all(process.is_alive() for process in ranks.processes)
         time.sleep(0.01)
-    cut = time.monotonic()
     outcomes = ranks.join()
-    assert time.monotonic() - cut < 10
     assert (tmp_path / "answers0").read_text() == str(alone)
     assert (tmp_path / "answers1").read_text() == "[]"
     for rank, outcome in enumerate(outcomes):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from patience import PATIENCE_S
 
 from megatron_async.devices import Chaos, CpuDevice, CudaDevice, make_device, resolve_device_name
 from megatron_async.devices.cpu import current_stream_name
@@ -157,11 +158,11 @@ def test_each_wait_is_for_the_recording_before_it():
         device.compute.launch(done.set)
     try:
         gates[0].set()
-        assert passed[0].wait(10)
+        assert passed[0].wait(PATIENCE_S)
         assert not passed[1].wait(0.05)
         assert not arrived.query()
         gates[1].set()
-        assert passed[1].wait(10)
+        assert passed[1].wait(PATIENCE_S)
         assert arrived.query()
     finally:
         gates[1].set()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from harness import TINY, drain, greedy, make_engine, make_model, random_prompts
+from patience import PATIENCE_S
 from ticking_launches import TickingLaunches
 
 from megatron_async import DynamicInferenceEngine
@@ -263,7 +264,7 @@ async def _serve(engine: DynamicInferenceEngine, prompts: Any, params: Any, expe
     for number, (prompt, mine) in enumerate(zip(prompts, params)):
         futures.append(engine.add_request(number, prompt, mine))
         await asyncio.sleep(0.01)
-    found = [(await asyncio.wait_for(future, 60)).generated_tokens for future in futures]
+    found = [(await asyncio.wait_for(future, PATIENCE_S)).generated_tokens for future in futures]
     assert found == expected
     engine.close()
     await runner

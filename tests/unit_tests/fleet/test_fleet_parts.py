@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from patience import PATIENCE_S
 
 from megatron_async.fleet.channel import FleetChannel
 from megatron_async.fleet.messages import (
@@ -120,11 +121,11 @@ def test_when_the_carriers_request_ends_another_call_carries() -> None:
         calls = {number: asyncio.create_task(call(number)) for number in told}
         await asyncio.sleep(0.01)
         channel.tell(StepTokens(ends=[Ended(2)]))  # one that does not carry
-        await asyncio.wait_for(calls[2], 5)
+        await asyncio.wait_for(calls[2], PATIENCE_S)
         channel.tell(StepTokens(ends=[Ended(1)]))
-        await asyncio.wait_for(calls[1], 5)
+        await asyncio.wait_for(calls[1], PATIENCE_S)
         channel.tell(StepTokens(ends=[Ended(3)]))
-        await asyncio.wait_for(calls[3], 5)
+        await asyncio.wait_for(calls[3], PATIENCE_S)
         assert [len(batches) for batches in told.values()][1] == 0
         batches = told[1] + told[3]
         assert [batch.sequence for batch in batches] == list(range(len(batches)))
@@ -144,7 +145,7 @@ def test_a_carrier_that_is_cancelled_hands_over() -> None:
         coming = asyncio.ensure_future(anext(second))
         await asyncio.sleep(0)
         await first.aclose()
-        assert decode_batch(await asyncio.wait_for(coming, 5)).begun == [(2, 0)]
+        assert decode_batch(await asyncio.wait_for(coming, PATIENCE_S)).begun == [(2, 0)]
         await second.aclose()
 
     asyncio.run(run())
@@ -164,7 +165,7 @@ def test_what_has_begun_is_told_with_the_first_tokens_or_after_a_while(
         assert not coming.done()
         if has_tokens:
             channel.tell(StepTokens(tokens=b"1234"))
-        batch = decode_batch(await asyncio.wait_for(coming, 5))
+        batch = decode_batch(await asyncio.wait_for(coming, PATIENCE_S))
         assert batch.begun == [(1, 0)]
         assert len(batch.steps) == has_tokens
         await calls.aclose()

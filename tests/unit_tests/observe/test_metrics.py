@@ -3,6 +3,7 @@
 import urllib.request
 
 import pytest
+from patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async import LLM, SamplingParams
@@ -19,7 +20,7 @@ def engine():
 def scrape(server):
     """Samples by (name, labels)."""
     url = f"http://127.0.0.1:{server.port}/metrics"
-    with urllib.request.urlopen(url, timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         text = answer.read().decode()
     return {
         (sample.name.removeprefix("megatron_async_"), tuple(sample.labels.values())): sample.value

@@ -113,7 +113,8 @@ def test_times_of_a_known_pace(server: SlowServer, readers: HttpReaders) -> None
     _, found, seconds = serve(server, readers)
     assert server.most == 9
     for request in found:
-        assert PAUSE_S <= request.ttft_s < 10 * PAUSE_S
+        assert PAUSE_S <= request.ttft_s <= request.latency_s
+        assert request.latency_s >= TOKENS * PAUSE_S
         assert len(request.gaps_s) == TOKENS - 1
         assert sum(request.gaps_s) == pytest.approx(request.latency_s - request.ttft_s)
         assert request.tpot_s == pytest.approx(sum(request.gaps_s) / (TOKENS - 1))
@@ -124,8 +125,8 @@ def test_no_more_at_once_than_asked_for(server: SlowServer, readers: HttpReaders
     """A request that has to wait is timed from when it is sent, as clients of a pool are."""
     _, found, seconds = serve(server, readers, most=3)
     assert server.most == 3
-    assert all(request.ttft_s < 2.5 * TOKENS * PAUSE_S for request in found)
     assert seconds >= 3 * TOKENS * PAUSE_S
+    assert sum(request.latency_s for request in found) <= 3 * seconds
 
 
 def test_arrivals_keep_their_times(server: SlowServer, readers: HttpReaders) -> None:

@@ -101,10 +101,11 @@ def test_times_count_from_the_arrival_by_the_trace():
     and the delay is that request's."""
     tokens = np.arange(4, dtype=np.int32)
     trace = [TraceRequest(arrival_s, tokens, output_tokens=1) for arrival_s in (0.0, 0.2)]
+    sleeps = iter([0.5, 0.0])
     with tiny() as llm:
         llm.generate([[1, 2, 3, 4]], greedy(2))  # warm
-        served = serve_trace(llm.engine, trace, lambda *_: time.sleep(0.5))
+        served = serve_trace(llm.engine, trace, lambda *_: time.sleep(next(sleeps)))
     late = served.requests[1]
     assert served.late_s > 0.25
     assert served.late_s <= late.queue_s <= late.ttft_s <= late.latency_s
-    assert served.requests[0].latency_s < 0.2
+    assert served.requests[0].latency_s <= served.duration_s - 0.5

@@ -1,10 +1,10 @@
 """Readers are woken together, at most every few milliseconds, on whichever loop they wait."""
 
 import asyncio
-import time
 
 import numpy as np
 import pytest
+from virtual_loop import TIME, Clock, VirtualLoop, run_virtually
 
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.requests import stream_wakeups as module
@@ -16,6 +16,7 @@ EVERY_S = 0.2
 @pytest.fixture(autouse=True)
 def every(monkeypatch):
     monkeypatch.setattr(module, "WAKE_EVERY_S", EVERY_S)
+    monkeypatch.setattr(module, "time", TIME)
 
 
 def output(numbers, first=()):
@@ -57,8 +58,8 @@ def test_many_steps_are_one_wake_up_of_who_has_news():
         wakeups.booked(output([0, 1, 2]))  # the first after a rest does not wait
         await turns()
         assert list(readers.wakes.values()) == [1, 1, 1, 0, 0]
-        start = time.monotonic()
-        while time.monotonic() < start + EVERY_S / 2:
+        start = Clock.now
+        while Clock.now < start + EVERY_S / 2:
             wakeups.booked(output([0, 1, 3]))
             await asyncio.sleep(0.001)
         assert list(readers.wakes.values()) == [1, 1, 1, 0, 0]
@@ -69,13 +70,13 @@ def test_many_steps_are_one_wake_up_of_who_has_news():
         await readers.stop()
         assert not wakeups._waiting
 
-    asyncio.run(run())
+    run_virtually(run())
 
 
 def test_first_tokens_and_ends_do_not_wait():
     async def run():
         wakeups = StreamWakeups()
-        wakeups._rests_until = time.monotonic() + 1e6
+        wakeups._rests_until = Clock.now + 1e6
         readers = Readers(wakeups, range(4))
         await turns()
         wakeups.booked(output([0, 1, 2], first=[1]))
@@ -84,7 +85,7 @@ def test_first_tokens_and_ends_do_not_wait():
         assert list(readers.wakes.values()) == [0, 1, 0, 1]
         await readers.stop()
 
-    asyncio.run(run())
+    run_virtually(run())
 
 
 def test_many_readers_leave_turns_to_others():
@@ -102,7 +103,7 @@ def test_many_readers_leave_turns_to_others():
         assert max(np.diff(seen)) == WOKEN_A_TURN
         await readers.stop()
 
-    asyncio.run(run())
+    run_virtually(run())
 
 
 def test_nobody_waits_nothing_is_kept():
@@ -114,7 +115,7 @@ def test_nobody_waits_nothing_is_kept():
 
 def test_steps_without_a_running_loop_keep_little():
     """Synchronous steps between two runs of the readers' loop."""
-    wakeups, loop = StreamWakeups(), asyncio.new_event_loop()
+    wakeups, loop = StreamWakeups(), VirtualLoop()
 
     async def start():
         readers = Readers(wakeups, range(3))
@@ -122,7 +123,7 @@ def test_steps_without_a_running_loop_keep_little():
         return readers
 
     readers = loop.run_until_complete(start())
-    wakeups._rests_until = time.monotonic() + EVERY_S
+    wakeups._rests_until = Clock.now + EVERY_S
     for _ in range(1000):
         wakeups.booked(output([0, 2]))
     assert len(wakeups._booked) <= module.MOST_UNMERGED + 1
@@ -134,14 +135,14 @@ def test_steps_without_a_running_loop_keep_little():
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_loop_that_no_longer_runs_holds_up_no_other(is_closed):
-    wakeups, first = StreamWakeups(), asyncio.new_event_loop()
+    wakeups, first = StreamWakeups(), VirtualLoop()
 
     async def start():
         return Readers(wakeups, [0])
 
     stale = first.run_until_complete(start())
     first.run_until_complete(turns())
-    wakeups._rests_until = time.monotonic() + EVERY_S
+    wakeups._rests_until = Clock.now + EVERY_S
     wakeups.booked(output([0]))  # its timer is that of the first loop
     if is_closed:
         first.run_until_complete(stale.stop())
@@ -155,7 +156,7 @@ def test_a_loop_that_no_longer_runs_holds_up_no_other(is_closed):
         assert readers.wakes == {1: 1}
         await readers.stop()
 
-    asyncio.run(run())
+    run_virtually(run())
     if not is_closed:
         first.run_until_complete(turns())
         assert stale.wakes == {0: 1}
@@ -175,4 +176,4 @@ def test_a_cancelled_reader_is_forgotten_and_others_of_its_request_are_not():
         await readers[1].stop()
         assert not wakeups._waiting
 
-    asyncio.run(run())
+    run_virtually(run())

@@ -21,6 +21,5 @@ def test_both_ways_wait_for_steps_that_take_their_time(tmp_path: Path) -> None:
     (figures,) = record["figures"]
     assert figures["in_process_ms"] >= STEP_MS
     assert figures["http_ms"] >= STEP_MS
-    assert figures["more_ms"] < 20 * STEP_MS
     assert 0 <= figures["late"] < 1
     assert 0 <= figures["http_late"] < 1

@@ -68,7 +68,7 @@ def _check_on_a_rank(file: str) -> int:
 
 def test_ranks_agree(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    assert run_ranks(2, _check_on_a_rank, str(file), timeout_s=180) == [0, 0]
+    assert run_ranks(2, _check_on_a_rank, str(file)) == [0, 0]
     (outcome,) = json.loads(file.read_text())["outcomes"]
     assert outcome["identical"] == 2
     assert outcome["run"]["overlap_ratio"] == 1.0

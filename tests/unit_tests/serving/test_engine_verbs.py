@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
@@ -65,7 +66,7 @@ def test_a_profile_is_written(
     assert failure is None
     for thread in threading.enumerate():
         if thread.name == "save-profile":
-            thread.join(20)
+            thread.join(PATIENCE_S)
     (file,) = tmp_path.iterdir()  # a replica's name leads to no other folder
     assert value["file"] == str(file)
     names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from patience import PATIENCE_S
 from test_malformed_messages import Peer, replica
 from told_service import tokens_of
 
@@ -27,7 +28,7 @@ def coordinator() -> Iterator[Coordinator]:
     thread.start()
     yield coordinator
     coordinator.stop()
-    thread.join(5)
+    thread.join(PATIENCE_S)
 
 
 def answer(peer: Peer, *failures: tuple[str, str] | None) -> None:

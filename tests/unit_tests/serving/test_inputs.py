@@ -41,7 +41,7 @@ def test_a_message_ends_the_wait_and_is_due(pair: Sockets) -> None:
     theirs.send(b"a")
     start = time.monotonic()
     assert watched.wait(LONG_S) == []
-    assert time.monotonic() - start < LONG_S / 2
+    assert time.monotonic() - start < LONG_S
     assert watched.is_due(time.monotonic())
     assert ours.recv_multipart()[1] == b"a"
     watched.close()
@@ -65,7 +65,7 @@ def test_what_a_send_has_taken_the_signal_of_is_heard_at_once(
     watched.look_again()
     start = time.monotonic()
     watched.wait(LONG_S)
-    assert time.monotonic() - start < LONG_S / 2
+    assert time.monotonic() - start < LONG_S
     assert watched.is_due(time.monotonic())
     assert ours.recv_multipart() == [identity, b"b"]
     watched.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from patience import PATIENCE_S
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.serving.client import CoordinatorClient
@@ -26,7 +27,7 @@ def coordinator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Coor
     thread.start()
     yield coordinator
     coordinator.stop()
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -64,7 +65,7 @@ def test_a_coordinator_without_it_is_not_believed() -> None:
     with pytest.raises(CoordinatorLost):
         CoordinatorClient(coordinator.address, connect_timeout_s=0.5, secret=SECRET)
     coordinator.stop()
-    thread.join(5)
+    thread.join(PATIENCE_S)
 
 
 def test_the_file(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
+from patience import PATIENCE_S, eventually
 
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.cpu.products import helpers
@@ -85,7 +85,7 @@ def test_threads_at_once(shares):
         mock.patch.object(widened_weight, "helpers_of", return_value=pool),
         ThreadPoolExecutor(len(cases)) as threads,
     ):
-        list(threads.map(often, cases, timeout=120))
+        list(threads.map(often, cases, timeout=PATIENCE_S))
 
 
 def test_reads_no_memory_that_is_free():
@@ -100,7 +100,7 @@ for _ in range(3):
     assert torch.equal(packed.product(x), 127 * x)
 """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_PERTURB_": "85"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=PATIENCE_S)
 
 
 def test_helpers_sleep_and_are_woken(shares):
@@ -109,16 +109,10 @@ def test_helpers_sleep_and_are_woken(shares):
     def awake():
         return bool(pool.awake)
 
-    def wait_until(condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
     for _ in range(3):
-        wait_until(lambda: not awake())
+        eventually(lambda: not awake())
         case.check(case.product(pool))
-        wait_until(lambda: not pool._wake[0].is_set())  # it has been woken
+        eventually(lambda: not pool._wake[0].is_set())  # it has been woken
 
 
 def test_a_forked_process_has_helpers_of_its_own():

@@ -1,7 +1,6 @@
 # ruff: noqa: E501  (tables of cases)
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -102,10 +101,8 @@ def test_an_endless_template_fails_its_chat_alone() -> None:
     slow = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}done"
     renderer = TemplateRenderer(tokenizer_with(slow), 10_000)
     renderer.limit_s = 0.3
-    begin = time.monotonic()
     with pytest.raises(Refusal, match="CPU time"):
         renderer.render({"messages": USER * 2000})
-    assert time.monotonic() - begin < 20
     assert renderer.render({"messages": USER}) == "done"
     renderer.close()
 

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from megatron_async.server.answer_stream import AnswerStream
 from megatron_async.server.http.answer_connection import AsgiConnection
@@ -103,7 +104,7 @@ def test_an_answer_that_fails_at_once_is_not_begun(failing):
         one.open()
         one.feeds[1 - failing].tokens(TOKEN, None)
         one.feeds[failing].ended(RequestEnd("error", ("Overloaded", "too many")))
-        await asyncio.wait_for(one.stream.done, 1)
+        await asyncio.wait_for(one.stream.done, PATIENCE_S)
         one.hub.flush()
         assert not one.stream.has_begun
         assert one.heads == []

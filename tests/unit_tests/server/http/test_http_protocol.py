@@ -6,6 +6,7 @@ import time
 
 import pytest
 import uvicorn
+from patience import PATIENCE_S
 
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.http.access import Access
@@ -71,7 +72,7 @@ def served(monkeypatch):
                 await asyncio.sleep(0.005)
             port = server.servers[0].sockets[0].getsockname()[1]
             try:
-                await asyncio.wait_for(test(port, handlers), 20)
+                await asyncio.wait_for(test(port, handlers), PATIENCE_S)
             finally:
                 server.should_exit = server.force_exit = True
                 await serving
@@ -258,7 +259,7 @@ def test_a_silent_connection_ends(served):
         start = time.monotonic()
         assert (await answer(reader))[0] == 408
         assert await reader.read() == b""
-        assert 0.2 < time.monotonic() - start < 5
+        assert time.monotonic() - start > 0.2
         writer.close()
 
     served(test)
@@ -281,7 +282,7 @@ def test_a_request_that_stops_ends(served, part):
         writer.write(part)
         start = time.monotonic()
         assert (await answer(reader))[0] == 408
-        assert 0.2 < time.monotonic() - start < 5
+        assert time.monotonic() - start > 0.2
         writer.close()
 
     served(test)

@@ -7,10 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
+from patience import PATIENCE_S, eventually
 
 from megatron_async.server.supervisor.processes import (
     LONGEST_DELAY_S,
@@ -47,13 +46,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def eventually(is_so: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_child_does_not_outlive_a_parent_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
@@ -76,14 +68,14 @@ def test_a_pipe_tells_of_the_end_too() -> None:
         assert child.stdout.readline() == b"bound\n"
         assert child.poll() is None
         os.close(held)
-        assert child.wait(20) == -signal.SIGKILL
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
     os.close(pipe)
 
 
 def test_a_child_whose_parent_is_another_ends_at_once() -> None:
     pipe, held = os.pipe()
     command = [sys.executable, "-m", "megatron_async.server.supervisor.child", "1", str(pipe), "15"]
-    done = subprocess.run([*command, "replicas"], pass_fds=[pipe], check=False, timeout=60)
+    done = subprocess.run([*command, "replicas"], pass_fds=[pipe], check=False, timeout=PATIENCE_S)
     assert done.returncode == -signal.SIGTERM
     os.close(pipe)
     os.close(held)

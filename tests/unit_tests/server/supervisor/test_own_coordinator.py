@@ -7,10 +7,10 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from patience import eventually
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.supervisor.own_coordinator import OwnCoordinator, remove_left_folders
@@ -34,10 +34,7 @@ def test_others_of_this_host_do_not_reach_it() -> None:
 def test_it_drains_and_says_so() -> None:
     with OwnCoordinator(CONFIG) as coordinator:
         assert coordinator.drain()
-        deadline = time.monotonic() + 20
-        while coordinator.stats["state"] != "draining":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: coordinator.stats["state"] == "draining")
         assert coordinator.stats["unfinished_requests"] == 0
 
         async def health() -> dict[str, object]:

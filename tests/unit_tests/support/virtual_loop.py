@@ -1,0 +1,51 @@
+"""Event loops whose clock moves when a loop waits, or when a test moves it: tests of timers then
+do not depend on the machine."""
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+
+class Clock:
+    """The clock of all virtual loops; in place of the module `time` as well.
+
+    Attributes:
+        now: seconds.
+    """
+
+    now = 1000.0
+
+    @classmethod
+    def read(cls) -> float:
+        return cls.now
+
+
+TIME = SimpleNamespace(monotonic=Clock.read, perf_counter=Clock.read)
+
+
+class _Jumps(selectors.DefaultSelector):
+    """A wait takes no time of the machine, and all of the clock's."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = super().select(0)
+        if not found and timeout:
+            Clock.now += timeout
+        return found
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """For coroutines of one thread without sockets."""
+
+    def __init__(self) -> None:
+        super().__init__(_Jumps())
+
+    def time(self) -> float:
+        return Clock.now
+
+
+def run_virtually(main: Coroutine[Any, Any, Any]) -> Any:
+    """As `asyncio.run`."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
