@@ -1,7 +1,7 @@
 """Hugging Face's `config.json` to `ModelArchitecture` and back.
 
 Read by hand rather than with transformers: that takes seconds to import and is not needed to run.
-Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling`.
+Every key is read, refused by name, or known to change nothing (`settings.py`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from megatron_async.checkpoints.huggingface_experts import read_experts, write_e
 from megatron_async.checkpoints.huggingface_hybrid import read_hybrid, refuse_family
 from megatron_async.checkpoints.huggingface_hybrid_write import check_written, write_hybrid
 from megatron_async.checkpoints.huggingface_mtp import read_mtp, write_mtp
-from megatron_async.checkpoints.huggingface_rope import read_rope, write_rope
-from megatron_async.checkpoints.json_files import read_number, read_size
+from megatron_async.checkpoints.huggingface_rope import ROPE_KEYS, read_rope, write_rope
+from megatron_async.checkpoints.settings import FULL, Settings
 from megatron_async.models.architecture import ModelArchitecture
+
+SLIDING = "sliding_attention"
+SHARES = {"bamba": 0.5}
+"""Share of a head that rope turns, where a family knows one alone but all of it."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What sets a model family apart, and what its configuration means where it is silent."""
+    """What sets a model family apart; `huggingface_defaults.py` has what its files leave out."""
 
     model_type: str
     class_name: str
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
-    default_head_dim: int | None = None
-    default_max_positions: int = 32768
-    default_sliding_window: int | None = None
     has_experts: bool = False
     is_hybrid: bool = False
     """Described by `checkpoints/huggingface_hybrid.py`."""
@@ -41,32 +42,16 @@ class Family:
 FAMILIES = {
     family.class_name: family
     for family in (
-        Family("llama", "LlamaForCausalLM", default_max_positions=2048),
-        Family(
-            "mistral",
-            "MistralForCausalLM",
-            default_max_positions=131072,
-            default_sliding_window=4096,
-        ),
-        Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True, default_sliding_window=4096),
-        Family("qwen3", "Qwen3ForCausalLM", False, True, 128, default_sliding_window=4096),
-        Family("mimo", "MiMoForCausalLM", add_qkv_bias=True, default_sliding_window=4096),
-        Family("mixtral", "MixtralForCausalLM", default_max_positions=131072, has_experts=True),
-        Family(
-            "qwen3_moe",
-            "Qwen3MoeForCausalLM",
-            qk_layernorm=True,
-            default_sliding_window=4096,
-            has_experts=True,
-        ),
-        Family("nemotron_h", "NemotronHForCausalLM", default_max_positions=4096, is_hybrid=True),
-        Family(
-            "granitemoehybrid",
-            "GraniteMoeHybridForCausalLM",
-            default_max_positions=2048,
-            is_hybrid=True,
-        ),
-        Family("bamba", "BambaForCausalLM", default_max_positions=262144, is_hybrid=True),
+        Family("llama", "LlamaForCausalLM"),
+        Family("mistral", "MistralForCausalLM"),
+        Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True),
+        Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True),
+        Family("mimo", "MiMoForCausalLM", add_qkv_bias=True),
+        Family("mixtral", "MixtralForCausalLM", has_experts=True),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_layernorm=True, has_experts=True),
+        Family("nemotron_h", "NemotronHForCausalLM", is_hybrid=True),
+        Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", is_hybrid=True),
+        Family("bamba", "BambaForCausalLM", is_hybrid=True),
         Family("mamba2", "Mamba2ForCausalLM", is_hybrid=True),
         Family("qwen3_next", "Qwen3NextForCausalLM", is_hybrid=True),
         Family("qwen3_5", "Qwen3_5ForCausalLM", is_hybrid=True),
@@ -75,14 +60,12 @@ FAMILIES = {
 }
 """Supported families by Hugging Face class name."""
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "hidden_act": ("silu",),
-    "partial_rotary_factor": (1.0,),
-    "quantization_config": (),
+    "hidden_act": ("silu", "swish"),
 }
-"""Settings that change the computation, and the values that are supported (None always is)."""
+"""Settings of all families that change the computation, and the values that are supported."""
 
 BEYOND_TRANSFORMERS = (
     "activation",
@@ -131,96 +114,61 @@ def read_architecture(
         CheckpointError: unsupported architecture or setting, missing or malformed value.
     """
     family = _family(config, where)
-    found = _read(config, family, where, bos_token_id, eos_token_ids)
-    return replace(found, **read_mtp(found, config, where, names))
-
-
-def _read(
-    config: dict[str, Any],
-    family: Family,
-    where: str,
-    bos_token_id: int | None,
-    eos_token_ids: tuple[int, ...],
-) -> ModelArchitecture:
-    """The architecture of the trunk, without multi-token prediction."""
-    for key, supported in UNSUPPORTED.items():
-        if key == "partial_rotary_factor" and family.is_hybrid:
-            continue
-        if key == "attention_bias" and family.model_type == "mimo":
-            supported = (True,)  # of q, k and v, as Qwen2 has them without a word
-        value = config.get(key)
-        if value is not None and value not in supported:
-            allowed = " or ".join(map(repr, supported)) or "none"
-            raise CheckpointError(f"{where}: {key} = {value!r} is not supported (only {allowed})")
-    if family.is_hybrid:
-        return _read_hybrid(config, family, where, bos_token_id, eos_token_ids)
-    heads = read_size(config, "num_attention_heads", where)
-    hidden = read_size(config, "hidden_size", where)
-    groups = read_size(config, "num_key_value_heads", where, heads)
-    if heads % groups:
-        raise CheckpointError(
-            f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = "
-            f"{groups}"
-        )
-    layers = read_size(config, "num_hidden_layers", where)
-    base, scaling = read_rope(config, where)
-    return ModelArchitecture(
-        model_type=family.model_type,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=read_size(
-            config, "head_dim", where, family.default_head_dim or hidden // heads
-        ),
-        ffn_hidden_size=read_size(config, "intermediate_size", where),
-        vocab_size=read_size(config, "vocab_size", where),
-        layernorm_epsilon=read_number(config, "rms_norm_eps", where, 1e-6),
-        rotary_base=base,
-        rope_scaling=scaling,
-        add_qkv_bias=family.add_qkv_bias,
-        qk_layernorm=family.qk_layernorm,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=read_size(
-            config, "max_position_embeddings", where, family.default_max_positions
-        ),
-        sliding_window=_sliding_window(config, family, layers, where),
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_id,
-        **(read_experts(config, family.model_type, layers, where) if family.has_experts else {}),
-    )
-
-
-def _read_hybrid(
-    config: dict[str, Any],
-    family: Family,
-    where: str,
-    bos_token_id: int | None,
-    eos_token_ids: tuple[int, ...],
-) -> ModelArchitecture:
-    found = read_hybrid(config, family.model_type, where)
-    if found.get("position_embedding_type", "rope") == "rope":
-        percent = found.get("rotary_percent", 1.0)
-        found["rotary_base"], found["rope_scaling"] = read_rope(config, where, percent)
-    if found["num_attention_heads"] % found["num_query_groups"]:
-        raise CheckpointError(
-            f"{where}: num_attention_heads = {found['num_attention_heads']} is not a multiple of "
-            f"num_key_value_heads = {found['num_query_groups']}"
-        )
-    common = {
-        "hidden_size": read_size(config, "hidden_size", where),
-        "vocab_size": read_size(config, "vocab_size", where),
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "max_position_embeddings": read_size(
-            config, "max_position_embeddings", where, family.default_max_positions
-        ),
+    settings = Settings(config, where, family.model_type)
+    for key, supported in SUPPORTED.items():
+        # Of q, k and v, as Qwen2 has them without a word.
+        is_mimo = key == "attention_bias" and family.model_type == "mimo"
+        settings.only(key, *((True,) if is_mimo else supported))
+    found = (_hybrid if family.is_hybrid else _transformer)(settings, family)
+    found |= {
+        "hidden_size": settings.size("hidden_size"),
+        "vocab_size": settings.size("vocab_size"),
+        "tie_word_embeddings": settings.flag("tie_word_embeddings"),
     }
-    return ModelArchitecture(
+    if "max_position_embeddings" not in found:
+        found["max_position_embeddings"] = settings.size("max_position_embeddings")
+    heads, groups = found["num_attention_heads"], found["num_query_groups"]
+    if heads % groups:
+        raise settings.error(
+            "num_attention_heads", f"is not a multiple of num_key_value_heads = {groups}", heads
+        )
+    if found.get("position_embedding_type", "rope") == "rope":
+        share = SHARES.get(family.model_type, None if family.model_type in MODEL_TYPES else 1.0)
+        base, scaling, share = read_rope(settings, found["kv_channels"], share)
+        found |= {"rotary_base": base, "rope_scaling": scaling, "rotary_percent": share}
+    else:
+        settings.pass_over(*ROPE_KEYS)
+    architecture = ModelArchitecture(
         model_type=family.model_type,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
-        **(common | found),
+        **found,
     )
+    architecture = replace(architecture, **read_mtp(architecture, settings, names))
+    settings.finish(architecture.layernorm_epsilon)
+    return architecture
+
+
+def _transformer(config: Settings, family: Family) -> dict[str, Any]:
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    layers = config.size("num_hidden_layers")
+    return {
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "num_query_groups": config.size("num_key_value_heads", heads),
+        "kv_channels": config.size("head_dim", hidden // heads),
+        "ffn_hidden_size": config.size("intermediate_size"),
+        "layernorm_epsilon": config.number("rms_norm_eps"),
+        "add_qkv_bias": family.add_qkv_bias,
+        "qk_layernorm": family.qk_layernorm,
+        "sliding_window": _sliding_window(config, layers),
+        **(read_experts(config, layers) if family.has_experts else {}),
+    }
+
+
+def _hybrid(config: Settings, family: Family) -> dict[str, Any]:
+    del family
+    return read_hybrid(config)
 
 
 def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
@@ -314,25 +262,34 @@ def _family(config: dict[str, Any], where: str) -> Family:
     raise CheckpointError(f"{where}: {value} is not supported; supported: {supported}")
 
 
-def _sliding_window(config: dict[str, Any], family: Family, layers: int, where: str) -> int | None:
-    if family.model_type == "llama":
+def _sliding_window(config: Settings, layers: int) -> int | None:
+    kind = config.family
+    if kind == "llama":
         return None
-    if config.get("sliding_window", family.default_sliding_window) is None:
-        return None
-    window = read_size(config, "sliding_window", where, family.default_sliding_window)
-    if family.model_type in ("mistral", "mixtral"):
+    window = None
+    if config.get("sliding_window") is not None:
+        window = config.size("sliding_window")
+    if kind in ("mistral", "mixtral"):
         return window
-    if not config.get("use_sliding_window", False):
+    if not config.flag("use_sliding_window"):
+        window = None
+    if kind == "qwen3_moe":
+        return window
+    full, listed = config.whole("max_window_layers"), config.get("layer_types")
+    kinds = [FULL if window is None or n < full else SLIDING for n in range(layers)]
+    if listed is not None:
+        kinds = listed
+        if not isinstance(kinds, list) or any(name not in (FULL, SLIDING) for name in kinds):
+            raise config.error("layer_types", f"must be a list of {FULL!r} and {SLIDING!r}", kinds)
+        if len(kinds) != layers:
+            raise config.error("num_hidden_layers", f", but {len(kinds)} layers are listed", layers)
+    if SLIDING not in kinds:
         return None
-    full_layers = min(config.get("max_window_layers", 28), layers)
-    kinds = config.get("layer_types") or (
-        ["full_attention"] * full_layers + ["sliding_attention"] * (layers - full_layers)
-    )
-    if "sliding_attention" not in kinds:
-        return None
-    if set(kinds) != {"sliding_attention"}:
+    if window is None:
+        raise config.error("layer_types", "needs sliding_window and use_sliding_window", kinds)
+    if FULL in kinds:
         raise CheckpointError(
-            f"{where}: a mixture of full and sliding-window layers (layer_types or "
+            f"{config.where}: a mixture of full and sliding-window layers (layer_types or "
             "max_window_layers) is not supported; set use_sliding_window to false to serve the "
             "model with full attention"
         )

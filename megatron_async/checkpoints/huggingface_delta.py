@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.huggingface_experts import dense_layers
-from megatron_async.checkpoints.json_files import read_number, read_size
+from megatron_async.checkpoints.huggingface_defaults import ALIASES, DEFAULTS, REQUIRED
+from megatron_async.checkpoints.huggingface_experts import dense_layers, read_choice
+from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MLP, ModelArchitecture
 from megatron_async.models.layer_sizes import CONV_KERNEL
 
@@ -37,10 +38,14 @@ DELTA_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
 """Settings that change the computation, and the values that are supported (None always is)."""
 LAYER_NAMES = {"linear_attention": DELTA, "full_attention": ATTENTION}
 COMPOSITES = {
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", "qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe"),
 }
-"""Classes with a vision tower, and that of the language model inside."""
+"""Classes with a vision tower, and the class and the family of the language model inside."""
+OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "compression_config")
+"""Keys that count for the language model where they stand beside it."""
+OF_TOWERS = ("text_config", "vision_config", "architectures", "model_type")
+ROPE = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
 MODEL_TYPES = {
     "qwen3_next": "qwen3_next",
     "qwen3_5": "qwen3_5_text",
@@ -69,15 +74,27 @@ def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     """
     names = config.get("architectures") or []
     inside = COMPOSITES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    if not names and "text_config" in config:
+        kinds = {family: (name, family) for name, family in COMPOSITES.values()}
+        inside = kinds.get(str(config.get("model_type")))
     if inside is None:
         return config
+    class_name, family = inside
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(f"{where}: text_config = {text!r} must describe the language model")
-    found = {**text, "architectures": [inside]}
-    for key in ("tie_word_embeddings", "quantization_config"):  # of the model as a whole
-        if key in config:
-            found[key] = config[key]
+    known = {*DEFAULTS[family], *REQUIRED, *ALIASES.get(family, ()), *ROPE}
+    found = {**text, "architectures": [class_name]}
+    for key, value in config.items():
+        if key in OF_THE_WHOLE and value is not None:
+            found[key] = value
+        elif key in known and value is not None and text.get(key) != value:
+            raise CheckpointError(
+                f"{where}: {key} = {value!r} stands outside of text_config, where it is not read: "
+                "write it into text_config, or leave it out"
+            )
+        elif key not in OF_TOWERS:
+            found.setdefault(key, value)
     return found
 
 
@@ -108,89 +125,69 @@ def language_model_tensors(
     return found, left_out
 
 
-def read_delta(config: dict[str, Any], model_type: str, where: str) -> dict[str, Any]:
+def read_delta(config: Settings) -> dict[str, Any]:
     """The fields of `ModelArchitecture` that these families have their own words for, as
     `huggingface_hybrid.read_hybrid` gives them.
 
     Args:
-        config: content of a `config.json`, of a language model.
-        model_type: one of `DELTA_FIXED`.
-        where: file name for error messages.
+        config: of a language model, of one of `DELTA_FIXED`.
 
     Raises:
         CheckpointError: a setting that is not supported, a missing or malformed value.
     """
-    layers = read_size(config, "num_hidden_layers", where)
-    mixers = _mixers(config, layers, where)
+    layers = config.size("num_hidden_layers")
+    mixers = _mixers(config, layers)
     dense: tuple[int, ...] = tuple(range(layers))
-    if model_type == "qwen3_next":
-        dense = dense_layers(config, layers, where)
-    elif model_type == "qwen3_5_moe":
+    if config.family == "qwen3_next":
+        dense = dense_layers(config, layers)
+    elif config.family == "qwen3_5_moe":
         dense = ()
     pattern = "".join(
         mixer + (MLP if layer in dense else EXPERTS) for layer, mixer in enumerate(mixers)
     )
-    heads = read_size(config, "num_attention_heads", where)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    percent = {**config, **(rope if isinstance(rope, dict) else {})}
     found: dict[str, Any] = {
         "num_layers": layers,
         "pattern": pattern,
-        "num_attention_heads": heads,
-        "num_query_groups": read_size(config, "num_key_value_heads", where, heads),
-        "kv_channels": read_size(config, "head_dim", where, 256),
-        "ffn_hidden_size": read_size(config, "intermediate_size", where) if dense else 0,
-        "layernorm_epsilon": read_number(config, "rms_norm_eps", where, 1e-6),
+        "num_attention_heads": config.size("num_attention_heads"),
+        "num_query_groups": config.size("num_key_value_heads"),
+        "kv_channels": config.size("head_dim"),
+        "ffn_hidden_size": config.size("intermediate_size") if dense else 0,
+        "layernorm_epsilon": config.number("rms_norm_eps"),
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
         "attention_output_gate": True,
-        "rotary_percent": read_number(percent, "partial_rotary_factor", where, 0.25),
-        "linear_num_key_heads": read_size(config, "linear_num_key_heads", where, 16),
-        "linear_num_value_heads": read_size(config, "linear_num_value_heads", where, 32),
-        "linear_key_head_dim": read_size(config, "linear_key_head_dim", where, 128),
-        "linear_value_head_dim": read_size(config, "linear_value_head_dim", where, 128),
+        "linear_num_key_heads": config.size("linear_num_key_heads"),
+        "linear_num_value_heads": config.size("linear_num_value_heads"),
+        "linear_key_head_dim": config.size("linear_key_head_dim"),
+        "linear_value_head_dim": config.size("linear_value_head_dim"),
     }
     keys, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
     if values % keys:
-        raise CheckpointError(
-            f"{where}: linear_num_value_heads = {values} is not a multiple of linear_num_key_heads "
-            f"= {keys}"
+        raise config.error(
+            "linear_num_value_heads", f"is not a multiple of linear_num_key_heads = {keys}", values
         )
-    return found | (_read_experts(config, where) if EXPERTS in pattern else {})
+    return found | (_read_experts(config) if EXPERTS in pattern else {})
 
 
-def _mixers(config: dict[str, Any], layers: int, where: str) -> str:
+def _mixers(config: Settings, layers: int) -> str:
     listed = config.get("layer_types")
+    # One of so many layers has attention, the last of them.
+    every = config.size("full_attention_interval")
     if listed is None:
-        # One of so many layers has attention, the last of them.
-        every = read_size(config, "full_attention_interval", where, 4)
         return "".join(DELTA if (n + 1) % every else ATTENTION for n in range(layers))
     if not isinstance(listed, list) or set(map(str, listed)) - LAYER_NAMES.keys():
-        raise CheckpointError(
-            f"{where}: layer_types = {listed!r} must be a list of {', '.join(LAYER_NAMES)}"
-        )
+        raise config.error("layer_types", f"must be a list of {', '.join(LAYER_NAMES)}", listed)
     if len(listed) != layers:
-        raise CheckpointError(
-            f"{where}: num_hidden_layers = {layers}, but {len(listed)} layers are listed"
-        )
+        raise config.error("num_hidden_layers", f", but {len(listed)} layers are listed", layers)
     return "".join(LAYER_NAMES[name] for name in listed)
 
 
-def _read_experts(config: dict[str, Any], where: str) -> dict[str, Any]:
-    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    experts = read_size(config, name, where)
-    chosen = read_size(config, "num_experts_per_tok", where)
-    if chosen > experts:
-        raise CheckpointError(
-            f"{where}: num_experts_per_tok = {chosen} is more than {name} = {experts}"
-        )
-    shared = read_size(config, "shared_expert_intermediate_size", where)
-    return {
-        "num_moe_experts": experts,
-        "moe_router_topk": chosen,
-        "moe_ffn_hidden_size": read_size(config, "moe_intermediate_size", where),
-        "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
-        "moe_shared_expert_intermediate_size": shared,
+def _read_experts(config: Settings) -> dict[str, Any]:
+    return read_choice(config, "num_experts") | {
+        "moe_ffn_hidden_size": config.size("moe_intermediate_size"),
+        "moe_router_pre_softmax": config.family == "qwen3_next"
+        and not config.flag("norm_topk_prob"),
+        "moe_shared_expert_intermediate_size": config.size("shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
     }
 

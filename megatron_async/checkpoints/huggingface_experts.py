@@ -5,41 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.json_files import read_size
+from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import MLP, ModelArchitecture, moe_pattern
 
 
-def read_experts(
-    config: dict[str, Any], model_type: str, layers: int, where: str
-) -> dict[str, Any]:
+def read_experts(config: Settings, layers: int) -> dict[str, Any]:
     """The fields of `ModelArchitecture` that describe experts.
 
     Args:
-        config: content of a `config.json`.
-        model_type: a family with experts.
+        config: of a family with experts.
         layers: of the model.
-        where: file name for error messages.
 
     Raises:
         CheckpointError: a missing or malformed value.
     """
-    qwen = model_type == "qwen3_moe"
-    # transformers 5 writes num_local_experts for both.
-    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    experts = read_size(config, name, where)
-    chosen = read_size(config, "num_experts_per_tok", where)
-    if chosen > experts:
-        raise CheckpointError(
-            f"{where}: num_experts_per_tok = {chosen} is more than {name} = {experts}"
-        )
+    qwen = config.family == "qwen3_moe"
     size = "moe_intermediate_size" if qwen else "intermediate_size"
-    return {
-        "num_moe_experts": experts,
-        "moe_router_topk": chosen,
-        "moe_ffn_hidden_size": read_size(config, size, where),
-        "moe_router_pre_softmax": qwen and not config.get("norm_topk_prob", False),
-        "pattern": moe_pattern(layers, dense_layers(config, layers, where) if qwen else ()),
+    return read_choice(config, "num_experts" if qwen else "num_local_experts") | {
+        "moe_ffn_hidden_size": config.size(size),
+        "moe_router_pre_softmax": qwen and not config.flag("norm_topk_prob"),
+        "pattern": moe_pattern(layers, dense_layers(config, layers) if qwen else ()),
     }
+
+
+def read_choice(config: Settings, name: str, least: int = 1) -> dict[str, Any]:
+    """How many experts there are, and how many a token goes to.
+
+    Args:
+        config: of a family with experts.
+        name: key of the number of experts.
+        least: experts that a token goes to, at least.
+
+    Raises:
+        CheckpointError: a missing or malformed value, more chosen ones than there are.
+    """
+    experts, chosen = config.size(name), config.size("num_experts_per_tok")
+    if not least <= chosen <= experts:
+        has = f"{config.name(name)} = {experts}"
+        problem = f"must be {least} to {has}" if least > 1 else f"is more than {has}"
+        raise config.error("num_experts_per_tok", problem, chosen)
+    return {"num_moe_experts": experts, "moe_router_topk": chosen}
 
 
 def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
@@ -74,19 +79,15 @@ def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
     }
 
 
-def dense_layers(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
+def dense_layers(config: Settings, layers: int) -> tuple[int, ...]:
     """Layers without experts, of so many: those that are listed, and all but every n-th.
 
     Args:
-        config: content of a `config.json`.
+        config: of a family with such keys.
         layers: of the model.
-        where: file name for error messages.
 
     Raises:
         CheckpointError: a malformed value.
     """
-    step = read_size(config, "decoder_sparse_step", where, 1)
-    listed = config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
-        raise CheckpointError(f"{where}: mlp_only_layers = {listed!r} must be a list of integers")
+    step, listed = config.size("decoder_sparse_step"), config.integers("mlp_only_layers")
     return tuple(n for n in range(layers) if n in listed or (n + 1) % step)

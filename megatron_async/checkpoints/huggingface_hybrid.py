@@ -5,19 +5,23 @@ Nemotron-H (also Nemotron Nano v2 and Nemotron 3 Nano) lists its layers one by o
 Megatron's pattern (`hybrid_override_pattern`) or by names (`layers_block_type`, transformers 5).
 Layers of Granite and Bamba are two of the pattern: Mamba-2 or attention, and an MLP or experts.
 
-The gated norm of Granite, Bamba and Mamba2 in transformers is over all heads, Megatron's over each
-group, so these are read with one group alone, which all published ones have but Mamba-Codestral.
+The gated norm of Granite, Bamba and Mamba2 in transformers is over all heads; that of the published
+kernels (mamba-ssm) and of Megatron-Core is over each group. Mamba2 is served by the latter, since
+it is what Mamba-Codestral, the one published model with more than one group, was trained with.
+Granite and Bamba are read with one group alone, as all published ones have.
 transformers' plain code raises small time steps of Nemotron-H to `time_step_min`; its kernels,
 Megatron's and ours do not.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_delta import DELTA_FIXED, read_delta
-from megatron_async.checkpoints.json_files import read_number, read_size
+from megatron_async.checkpoints.huggingface_experts import read_choice
+from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import ATTENTION, EXPERTS, MAMBA, MLP
 from megatron_async.models.layer_sizes import CONV_KERNEL
 
@@ -65,13 +69,10 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_bias": (False,),
         "use_conv_bias": (True,),
         "conv_kernel": (CONV_KERNEL,),
-        "n_groups": (1,),
     },
     **DELTA_FIXED,
 }
 """Settings that change the computation, and the values that are supported (None always is)."""
-DEFAULTS = {"mamba2": {"n_groups": 8}}
-"""What a missing setting means, where that is not supported."""
 MAMBA2_MAX_POSITIONS = 32768
 """Mamba2's configuration has no longest sequence, and neither has the model."""
 
@@ -94,182 +95,161 @@ def refuse_family(config: dict[str, Any], where: str) -> None:
         )
 
 
-def read_hybrid(config: dict[str, Any], model_type: str, where: str) -> dict[str, Any]:
+def read_hybrid(config: Settings) -> dict[str, Any]:
     """The fields of `ModelArchitecture` that a hybrid family has its own words for; positions,
     vocabulary and tokens are the caller's.
 
     Args:
-        config: content of a `config.json`.
-        model_type: one of `FIXED`.
-        where: file name for error messages.
+        config: of one of the families in `FIXED`.
 
     Raises:
         CheckpointError: a setting that is not supported, a missing or malformed value.
     """
-    for key, supported in FIXED[model_type].items():
-        value = config.get(key, DEFAULTS.get(model_type, {}).get(key))
-        if value is not None and value not in supported:
-            allowed = " or ".join(map(repr, supported)) or "none"
-            raise CheckpointError(f"{where}: {key} = {value!r} is not supported (only {allowed})")
-    _check_time_steps(config, where)
-    if model_type in DELTA_FIXED:
-        return read_delta(config, model_type, where)
+    for key, supported in FIXED[config.family].items():
+        config.only(key, *supported)
+    if config.family in DELTA_FIXED:
+        return read_delta(config)
+    _check_time_steps(config)
     readers = {
         "nemotron_h": _nemotron,
         "granitemoehybrid": _granite,
         "bamba": _bamba,
         "mamba2": _mamba2,
     }
-    return readers[model_type](config, where)
+    return readers[config.family](config)
 
 
-def _check_time_steps(config: dict[str, Any], where: str) -> None:
+def _check_time_steps(config: Settings) -> None:
     """No step may be cut off: (0, infinity), as transformers and Megatron's kernels have it."""
-    limit = config.get("time_step_limit") or (0.0, float("inf"))
-    ends = [float(end["__float__"]) if isinstance(end, dict) else end for end in limit]
-    if ends[0] > 0 or ends[1] != float("inf"):
-        raise CheckpointError(
-            f"{where}: time_step_limit = {limit!r} is not supported (only 0 and infinity)"
-        )
+    limit = config.get("time_step_limit")
+    if not isinstance(limit, list | tuple) or len(limit) != 2:
+        raise config.error("time_step_limit", "must be a list of two numbers", limit)
+    ends = [end.get("__float__") if isinstance(end, dict) else end for end in limit]
+    if ends[0] not in (0, "0") or ends[1] not in (math.inf, "Infinity"):
+        raise config.error("time_step_limit", "is not supported (only 0 and infinity)", limit)
 
 
-def _nemotron(config: dict[str, Any], where: str) -> dict[str, Any]:
-    pattern = config.get("hybrid_override_pattern")
-    listed = config.get("layers_block_type") or config.get("layer_types")
-    if listed or not isinstance(pattern, str):
-        pattern = _pattern(listed, where, "layers_block_type")
+def _nemotron(config: Settings) -> dict[str, Any]:
+    pattern, listed = config.raw("hybrid_override_pattern"), config.get("layers_block_type")
+    if listed is not None or not isinstance(pattern, str):
+        pattern = _pattern(config, listed, "layers_block_type")
     elif set(pattern) - set(NEMOTRON_KINDS) or not pattern:
-        raise CheckpointError(
-            f"{where}: hybrid_override_pattern = {pattern!r} is not supported (only layers "
-            f"{', '.join(map(repr, NEMOTRON_KINDS))})"
+        kinds = ", ".join(map(repr, NEMOTRON_KINDS))
+        raise config.error(
+            "hybrid_override_pattern", f"is not supported (only layers {kinds})", pattern
         )
-    heads = read_size(config, "num_attention_heads", where, 32)
-    head_dim = config.get("head_dim") or config.get("attention_head_dim")
-    epsilon = read_number(config, "layer_norm_epsilon", where, 1e-5)
+    epsilon = config.number("layer_norm_epsilon")
     found: dict[str, Any] = {
         "num_layers": len(pattern),
         "pattern": pattern,
-        "num_attention_heads": heads,
-        "num_query_groups": read_size(config, "num_key_value_heads", where, heads),
-        "kv_channels": read_size({"head_dim": head_dim}, "head_dim", where, 128),
-        "ffn_hidden_size": read_size(config, "intermediate_size", where, 21504),
+        "num_attention_heads": config.size("num_attention_heads"),
+        "num_query_groups": config.size("num_key_value_heads"),
+        "kv_channels": config.size("head_dim"),
+        "ffn_hidden_size": config.size("intermediate_size"),
         "layernorm_epsilon": epsilon,
         "activation": "squared_relu",
         "position_embedding_type": "none",
-        "mamba_num_heads": read_size(config, "mamba_num_heads", where, 128),
-        "mamba_head_dim": read_size(config, "mamba_head_dim", where, 64),
-        "mamba_state_dim": read_size(config, "ssm_state_size", where, 128),
-        "mamba_num_groups": read_size(config, "n_groups", where, 8),
+        "mamba_num_heads": config.size("mamba_num_heads"),
+        "mamba_head_dim": config.size("mamba_head_dim"),
+        "mamba_state_dim": config.size("ssm_state_size"),
+        "mamba_num_groups": _groups(config, "n_groups", "mamba_num_heads"),
         "mamba_norm_epsilon": epsilon,
+    }
+    experts = {
+        "moe_ffn_hidden_size": config.size("moe_intermediate_size"),
+        "moe_shared_expert_intermediate_size": config.size("moe_shared_expert_intermediate_size"),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor"),
     }
     if EXPERTS not in pattern:
         return found
-    experts = read_size(config, "n_routed_experts", where)
-    chosen = read_size(config, "num_experts_per_tok", where)
-    if not 1 < chosen <= experts:
-        raise CheckpointError(
-            f"{where}: num_experts_per_tok = {chosen} must be 2 to n_routed_experts = {experts}"
-        )
-    scale = read_number(config, "routed_scaling_factor", where, 1.0)
-    return found | {
-        "num_moe_experts": experts,
-        "moe_router_topk": chosen,
-        "moe_ffn_hidden_size": read_size(config, "moe_intermediate_size", where),
-        "moe_shared_expert_intermediate_size": read_size(
-            config, "moe_shared_expert_intermediate_size", where
-        ),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": scale,
-    }
+    # The score of a single expert would be divided by itself, which Megatron-Core does not.
+    return found | experts | read_choice(config, "n_routed_experts", least=2)
 
 
-def _granite(config: dict[str, Any], where: str) -> dict[str, Any]:
-    layers = read_size(config, "num_hidden_layers", where)
-    listed = config.get("layer_types") or config.get("layers_block_type")
-    mixers = _pattern(listed or ["mamba"] * layers, where, "layer_types")
-    experts = config.get("num_local_experts")
-    experts = 8 if experts is None else experts
-    shared = read_size(config, "shared_intermediate_size", where, 1024)
-    found = _paired(config, where, layers, mixers, EXPERTS if experts else MLP) | {
-        "ffn_hidden_size": 0 if experts else shared,
-        "layernorm_epsilon": read_number(config, "rms_norm_eps", where, 1e-6),
-        "mamba_norm_epsilon": read_number(config, "rms_norm_eps", where, 1e-6),
+def _granite(config: Settings) -> dict[str, Any]:
+    layers = config.size("num_hidden_layers")
+    listed = config.get("layer_types")
+    mixers = MAMBA * layers if listed is None else _pattern(config, listed, "layer_types")
+    has_experts = config.whole("num_local_experts") > 0
+    shared = config.size("shared_intermediate_size")
+    found = _paired(config, layers, mixers, EXPERTS if has_experts else MLP) | {
+        "ffn_hidden_size": 0 if has_experts else shared,
         "position_embedding_type": (
             "rope" if config.get("position_embedding_type") == "rope" else "none"
         ),
-        "embedding_multiplier": read_number(config, "embedding_multiplier", where, 1.0),
-        "logits_scaling": read_number(config, "logits_scaling", where, 1.0),
-        "residual_multiplier": read_number(config, "residual_multiplier", where, 1.0),
-        "attention_multiplier": read_number(config, "attention_multiplier", where, 1.0),
+        "embedding_multiplier": config.number("embedding_multiplier"),
+        "logits_scaling": config.number("logits_scaling"),
+        "residual_multiplier": config.number("residual_multiplier"),
+        "attention_multiplier": config.number("attention_multiplier"),
     }
-    if not experts:
+    if not has_experts:
+        config.pass_over("num_experts_per_tok")
         return found
-    return found | {
-        "num_moe_experts": read_size({"num_local_experts": experts}, "num_local_experts", where),
-        "moe_router_topk": read_size(config, "num_experts_per_tok", where, 2),
-        "moe_ffn_hidden_size": read_size(config, "intermediate_size", where),
-        "moe_shared_expert_intermediate_size": shared,
-    }
+    return (
+        found
+        | read_choice(config, "num_local_experts")
+        | {
+            "moe_ffn_hidden_size": config.size("intermediate_size"),
+            "moe_shared_expert_intermediate_size": shared,
+        }
+    )
 
 
-def _bamba(config: dict[str, Any], where: str) -> dict[str, Any]:
-    layers = read_size(config, "num_hidden_layers", where)
-    attending = config.get("attn_layer_indices") or []
+def _bamba(config: Settings) -> dict[str, Any]:
+    layers = config.size("num_hidden_layers")
+    attending = config.integers("attn_layer_indices")
     mixers = "".join(ATTENTION if layer in attending else MAMBA for layer in range(layers))
-    return _paired(config, where, layers, mixers, MLP) | {
-        "ffn_hidden_size": read_size(config, "intermediate_size", where),
-        "layernorm_epsilon": read_number(config, "rms_norm_eps", where, 1e-5),
-        "mamba_norm_epsilon": read_number(config, "rms_norm_eps", where, 1e-5),
-        # transformers has it fixed.
-        "rotary_percent": 0.5,
-    }
+    found = _paired(config, layers, mixers, MLP)
+    config.only("attn_rotary_emb", found["kv_channels"] // 2)
+    return found | {"ffn_hidden_size": config.size("intermediate_size")}
 
 
-def _paired(
-    config: dict[str, Any], where: str, layers: int, mixers: str, ffn: str
-) -> dict[str, Any]:
+def _paired(config: Settings, layers: int, mixers: str, ffn: str) -> dict[str, Any]:
     """What Granite and Bamba have in common: each layer a mixer and then `ffn`."""
     if len(mixers) != layers:
-        raise CheckpointError(
-            f"{where}: num_hidden_layers = {layers}, but {len(mixers)} layers are listed"
-        )
-    hidden = read_size(config, "hidden_size", where)
-    heads = read_size(config, "num_attention_heads", where)
-    mamba_heads = read_size(config, "mamba_n_heads", where, 128)
-    inner = read_size(config, "mamba_expand", where, 2) * hidden
-    head_dim = config.get("mamba_d_head", "auto")
-    if head_dim == "auto":
-        head_dim = inner // mamba_heads
+        raise config.error("num_hidden_layers", f", but {len(mixers)} layers are listed", layers)
+    hidden = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
+    mamba_heads = config.size("mamba_n_heads")
+    inner = config.size("mamba_expand") * hidden
+    is_auto = config.get("mamba_d_head") == "auto"
+    head_dim = max(inner // mamba_heads, 1) if is_auto else config.size("mamba_d_head")
     if head_dim * mamba_heads != inner:
-        raise CheckpointError(
-            f"{where}: mamba_n_heads = {mamba_heads} times mamba_d_head = {head_dim!r} must be "
-            f"mamba_expand times hidden_size = {inner}"
+        raise config.error(
+            "mamba_n_heads",
+            f"times mamba_d_head = {head_dim} must be mamba_expand times hidden_size = {inner}",
+            mamba_heads,
         )
+    epsilon = config.number("rms_norm_eps")
     return {
         "num_layers": layers,
         "pattern": "".join(mixer + ffn for mixer in mixers),
         "num_attention_heads": heads,
-        "num_query_groups": read_size(config, "num_key_value_heads", where, heads),
-        "kv_channels": read_size(config, "head_dim", where, hidden // heads),
+        "num_query_groups": config.size("num_key_value_heads", heads),
+        "kv_channels": config.size("head_dim", hidden // heads),
+        "layernorm_epsilon": epsilon,
         "mamba_num_heads": mamba_heads,
         "mamba_head_dim": head_dim,
-        "mamba_state_dim": read_size(config, "mamba_d_state", where, 256),
+        "mamba_state_dim": config.size("mamba_d_state"),
         "mamba_num_groups": 1,
+        "mamba_norm_epsilon": epsilon,
     }
 
 
-def _mamba2(config: dict[str, Any], where: str) -> dict[str, Any]:
-    layers = read_size(config, "num_hidden_layers", where)
-    hidden = read_size(config, "hidden_size", where)
-    heads = read_size(config, "num_heads", where)
-    head_dim = read_size(config, "head_dim", where)
-    if heads * head_dim != read_size(config, "expand", where, 2) * hidden:
-        raise CheckpointError(
-            f"{where}: num_heads = {heads} times head_dim = {head_dim} must be expand times "
-            f"hidden_size = {hidden}"
+def _mamba2(config: Settings) -> dict[str, Any]:
+    layers = config.size("num_hidden_layers")
+    hidden = config.size("hidden_size")
+    heads = config.size("num_heads")
+    head_dim = config.size("head_dim")
+    if heads * head_dim != config.size("expand") * hidden:
+        raise config.error(
+            "num_heads",
+            f"times head_dim = {head_dim} must be expand times hidden_size = {hidden}",
+            heads,
         )
-    epsilon = read_number(config, "layer_norm_epsilon", where, 1e-5)
+    epsilon = config.number("layer_norm_epsilon")
     return {
         "num_layers": layers,
         "pattern": MAMBA * layers,
@@ -283,15 +263,20 @@ def _mamba2(config: dict[str, Any], where: str) -> dict[str, Any]:
         "max_position_embeddings": MAMBA2_MAX_POSITIONS,
         "mamba_num_heads": heads,
         "mamba_head_dim": head_dim,
-        "mamba_state_dim": read_size(config, "state_size", where, 128),
-        "mamba_num_groups": 1,
+        "mamba_state_dim": config.size("state_size"),
+        "mamba_num_groups": _groups(config, "n_groups", "num_heads"),
         "mamba_norm_epsilon": epsilon,
     }
 
 
-def _pattern(listed: Any, where: str, key: str) -> str:
+def _groups(config: Settings, key: str, heads_key: str) -> int:
+    groups, heads = config.size(key), config.size(heads_key)
+    if heads % groups:
+        raise config.error(key, f"does not divide {config.name(heads_key)} = {heads}", groups)
+    return groups
+
+
+def _pattern(config: Settings, listed: Any, key: str) -> str:
     if not isinstance(listed, list) or not listed or set(map(str, listed)) - LAYER_NAMES.keys():
-        raise CheckpointError(
-            f"{where}: {key} = {listed!r} must be a list of {', '.join(LAYER_NAMES)}"
-        )
+        raise config.error(key, f"must be a list of {', '.join(LAYER_NAMES)}", listed)
     return "".join(LAYER_NAMES[name] for name in listed)

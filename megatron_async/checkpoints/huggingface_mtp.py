@@ -16,14 +16,14 @@ folder of another family no MTP is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_hybrid import LAYER_NAMES
 from megatron_async.checkpoints.huggingface_hybrid_write import NAMES_OF_KINDS
-from megatron_async.checkpoints.json_files import read_size
 from megatron_async.checkpoints.mtp_names import MTP_NAMES
+from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import ATTENTION, EXPERTS, KINDS, MLP, ModelArchitecture
 
 DEPTHS = {
@@ -39,17 +39,13 @@ REPEATED = "mtp_use_repeated_layer"
 
 
 def read_mtp(
-    architecture: ModelArchitecture,
-    config: Mapping[str, Any],
-    where: str,
-    names: Iterable[str] = (),
+    architecture: ModelArchitecture, config: Settings, names: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The fields of `ModelArchitecture` that describe MTP; none where a model has no MTP.
 
     Args:
         architecture: what the rest of the configuration says.
-        config: content of a `config.json`.
-        where: file name for error messages.
+        config: of the same file.
         names: of the stored tensors, as far as they are known: they tell the number of depths where
             the configuration does not.
 
@@ -60,26 +56,33 @@ def read_mtp(
     if a.model_type not in DEPTHS:
         return {}
     key = DEPTHS[a.model_type]
-    if config.get(key) == 0:
-        return {}
+    told, repeated = config.raw(key), config.raw(REPEATED)
     pattern = ATTENTION + (EXPERTS if a.num_moe_experts else MLP)
     if a.model_type == "nemotron_h":
-        pattern = _nemotron_pattern(config, where)
-    if config.get(key) is None:
+        pattern = _nemotron_pattern(config, is_used=told != 0)
+    if told == 0 and told is not False:
+        return {}
+    if told is None:
         depths = _stored_depths(a.model_type, len(pattern), names)
     else:
-        depths = read_size(dict(config), key, where)
+        depths = config.size(key)
     if not depths:
         return {}
     if EXPERTS in pattern and not a.num_moe_experts:
-        raise CheckpointError(
-            f"{where}: {key} = {depths} with layers {pattern!r}, but the model has no experts. Set "
-            f"{key} to 0 to serve the model without multi-token prediction."
+        raise config.error(
+            key,
+            f"with layers {pattern!r}, but the model has no experts. Set {key} to 0 to serve the "
+            "model without multi-token prediction.",
+            depths,
         )
+    if repeated is None:
+        repeated = _is_repeated(a.model_type, depths)
+    elif not isinstance(repeated, bool):
+        raise config.error(REPEATED, "must be true or false", repeated)
     return {
         "mtp_pattern": pattern,
         "mtp_num_depths": depths,
-        "mtp_use_repeated_layer": bool(config.get(REPEATED, _is_repeated(a.model_type, depths))),
+        "mtp_use_repeated_layer": repeated,
         "mtp_hidden_before_norm": a.model_type == "mimo",
     }
 
@@ -109,7 +112,7 @@ def write_mtp(a: ModelArchitecture) -> dict[str, Any]:
         config["mtp_hybrid_override_pattern"] = a.mtp_pattern
     if a.mtp_use_repeated_layer != _is_repeated(a.model_type, a.mtp_num_depths):
         config[REPEATED] = a.mtp_use_repeated_layer
-    said = read_mtp(a, config, "config.json")
+    said = read_mtp(a, Settings(config, "config.json", a.model_type))
     lost = [name for name, value in said.items() if getattr(a, name) != value]
     if lost:
         values = ", ".join(f"{name} = {getattr(a, name)!r}" for name in lost)
@@ -134,10 +137,11 @@ def _is_repeated(model_type: str, depths: int) -> bool:
     return model_type == "nemotron_h" and depths == 1
 
 
-def _nemotron_pattern(config: Mapping[str, Any], where: str) -> str:
-    pattern = config.get("mtp_hybrid_override_pattern")
+def _nemotron_pattern(config: Settings, is_used: bool) -> str:
+    """Layers of a depth; where they are not used, whatever stands there."""
+    pattern = config.raw("mtp_hybrid_override_pattern")
     listed = config.get("mtp_layers_block_type")
-    if listed is None and pattern is None:
+    if not is_used or (listed is None and pattern is None):
         return ATTENTION + EXPERTS  # as transformers has it
     if isinstance(listed, list) and listed and not set(map(str, listed)) - LAYER_NAMES.keys():
         return "".join(LAYER_NAMES[name] for name in listed)
@@ -146,10 +150,8 @@ def _nemotron_pattern(config: Mapping[str, Any], where: str) -> str:
     key, value = "mtp_layers_block_type", listed
     if listed is None:
         key, value = "mtp_hybrid_override_pattern", pattern
-    raise CheckpointError(
-        f"{where}: {key} = {value!r} is not supported (only layers {', '.join(LAYER_NAMES)}, or "
-        f"{', '.join(map(repr, KINDS))})"
-    )
+    kinds = f"{', '.join(LAYER_NAMES)}, or {', '.join(map(repr, KINDS))}"
+    raise config.error(key, f"is not supported (only layers {kinds})", value)
 
 
 def _stored_depths(model_type: str, layers: int, names: Iterable[str]) -> int:

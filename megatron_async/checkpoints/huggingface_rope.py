@@ -1,52 +1,129 @@
-"""Rope in Hugging Face's `config.json`, in the spelling of transformers 5 and that before it."""
+"""Rope in Hugging Face's `config.json`, in the spelling of transformers 5 and that before it.
+
+transformers 5 takes `rope_scaling`, where a file has it, in place of `rope_parameters`. What that
+set lacks is taken from the top of the file, and then from the family's defaults. A value that two
+places give differently is refused, since one of them would be passed over.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.json_files import read_number, read_size
+from megatron_async.checkpoints.json_files import read_size
+from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+KEYS = {"default": (), "llama3": LLAMA3_KEYS}
+"""Kinds of rope that are served, and the keys of each beside `GENERAL`."""
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+"""Keys at the top of a file."""
+GENERAL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+FOR_IMAGES = ("mrope_section", "mrope_interleaved")
+"""How positions of images are spread. A text's three positions are one, so it is the same."""
+HAS_IMAGES = ("qwen3_5", "qwen3_5_moe")
+ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(
-    config: dict[str, Any], where: str, percent: float = 1.0
-) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of rope.
+    config: Settings, head_dim: int, percent: float | None = None
+) -> tuple[float, RopeScaling | None, float]:
+    """Base, scaling and the share of a head that rope turns.
 
     Args:
-        config: content of a `config.json`.
-        where: file name for error messages.
-        percent: share of a head that it turns in this family.
+        config: of a family with rope.
+        head_dim: size of a head.
+        percent: the share of a family that knows one alone; None: the file tells it.
 
     Raises:
-        CheckpointError: another kind of rope or another share.
+        CheckpointError: another kind of rope or share, an unknown key, two values for one.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError(f"{where}: rope_parameters = {rope!r}: one set for all layers only")
-    base = read_number({**config, **rope}, "rope_theta", where, 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", percent) != percent:
+    new, old = _set(config, "rope_parameters"), _set(config, "rope_scaling")
+    place, rope = ("rope_scaling", old) if old else ("rope_parameters", new)
+    kind = _kind(config, place, rope)
+    if old and new and _kind(config, "rope_parameters", new) not in ("default", kind):
         raise CheckpointError(
-            f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported "
-            f"(only {percent})"
+            f"{config.where}: rope_scaling = {old!r} and rope_parameters = {new!r} are two kinds "
+            "of rope: leave one of them out"
         )
+    if kind not in KEYS:
+        raise CheckpointError(
+            f"{config.where}: rope_type = {kind!r} is not supported in {place} (only "
+            f"{' and '.join(map(repr, KEYS))})"
+        )
+    known = {*GENERAL, *KEYS[kind], *(FOR_IMAGES if config.family in HAS_IMAGES else ())}
+    # The other set is passed over, but what it says must not be another thing.
+    for name, entries in (("rope_parameters", new), ("rope_scaling", old)):
+        unknown = [key for key, value in entries.items() if value is not None and key not in known]
+        if unknown:
+            raise CheckpointError(
+                f"{config.where}: {unknown[0]} = {entries[unknown[0]]!r} in {name} is not known to "
+                f"rope of type {kind!r}: leave it out"
+            )
+    values = {key: _value(config, key, rope) for key in ("rope_theta", "partial_rotary_factor")}
+    if kind == "llama3":
+        values |= {key: rope.get(key) for key in LLAMA3_KEYS[:3]}
+        values[ORIGINAL] = _value(config, ORIGINAL, rope) or config.size("max_position_embeddings")
+    for key, value in new.items() if old else ():
+        if key in values and value != values[key]:
+            raise CheckpointError(
+                f"{config.where}: {key} = {value!r} in rope_parameters, but {values[key]!r} in "
+                "rope_scaling or by default: rope_scaling counts, so write it there"
+            )
+    base = config.check_number("rope_theta", values["rope_theta"])
+    share = _share(config, values["partial_rotary_factor"], head_dim, percent)
     if kind == "default":
-        return base, None
-    if kind != "llama3":
+        return base, None, share
+    factor, low, high = (config.check_number(key, values[key]) for key in LLAMA3_KEYS[:3])
+    if low >= high:
+        raise config.error("low_freq_factor", f"must be less than high_freq_factor = {high}", low)
+    original = read_size(values, ORIGINAL, config.where)
+    return base, RopeScaling(factor, low, high, original), share
+
+
+def _set(config: Settings, key: str) -> dict[str, Any]:
+    """A set of values of rope; empty where there is none."""
+    rope = config.get(key) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise config.error(key, "is not supported (only one set for all layers)", rope)
+    return rope
+
+
+def _kind(config: Settings, place: str, rope: dict[str, Any]) -> str:
+    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
         raise CheckpointError(
-            f"{where}: rope_type = {kind!r} is not supported (only 'default' and 'llama3')"
+            f"{config.where}: rope_type = {kinds[0]!r} and type = {kinds[1]!r} in {place} are the "
+            "same setting: leave one of them out"
         )
-    context = config.get("max_position_embeddings")
-    return base, RopeScaling(
-        read_number(rope, "factor", where),
-        read_number(rope, "low_freq_factor", where),
-        read_number(rope, "high_freq_factor", where),
-        read_size(rope, "original_max_position_embeddings", where, context),
-    )
+    return str(kinds[0]) if kinds else "default"
+
+
+def _value(config: Settings, key: str, rope: dict[str, Any]) -> Any:
+    """A value that stands in a set of rope, or else at the top of the file."""
+    if key not in rope:
+        return config.get(key)
+    inner, outer = rope[key], config.raw(key)
+    if inner is None:
+        raise config.error(f"{key} of rope", "must not be null: leave it out")
+    if outer is not None and outer != inner:
+        raise config.error(key, f"is {inner!r} among the values of rope: leave one out", outer)
+    return inner
+
+
+def _share(config: Settings, value: Any, head_dim: int, percent: float | None) -> float:
+    """The share of a head that rope turns: null and a missing one are all of it, or `percent`."""
+    key = "partial_rotary_factor"
+    share = (percent or 1.0) if value is None else config.check_number(key, value)
+    if share > 1 or (percent is not None and share != percent):
+        only = "at most 1" if percent is None else percent
+        raise config.error(key, f"is not supported (only {only})", value)
+    if int(head_dim * share) % 2 or int(head_dim * share) == 0:
+        raise config.error(
+            key, f"of head_dim = {head_dim} must be an even number of elements", share
+        )
+    return share
 
 
 def write_rope(a: ModelArchitecture) -> dict[str, Any]:

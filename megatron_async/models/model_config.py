@@ -69,7 +69,7 @@ def transformer_config(
     sizes = sizes or ParallelSizes()
     stages = sizes.pipeline_model_parallel
     gated = architecture.activation == "silu"
-    return ModelConfig(
+    config = ModelConfig(
         tensor_model_parallel_size=sizes.tensor_model_parallel,
         pipeline_model_parallel_size=sizes.pipeline_model_parallel,
         expert_model_parallel_size=sizes.expert_model_parallel,
@@ -125,6 +125,10 @@ def transformer_config(
         **_mamba_options(architecture),
         **_delta_options(architecture),
     )
+    # Megatron-Core refuses to make a configuration with a single expert a token whose weight is
+    # always 1, since nothing trains such a router. Served it can be.
+    config.moe_router_pre_softmax = architecture.moe_router_pre_softmax
+    return config
 
 
 def _multipliers(architecture: ModelArchitecture) -> dict[str, Any]:
@@ -182,7 +186,8 @@ def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
         "num_moe_experts": architecture.num_moe_experts,
         "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
         "moe_router_topk": architecture.moe_router_topk,
-        "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_router_pre_softmax": architecture.moe_router_pre_softmax
+        or architecture.moe_router_topk == 1,
         "moe_router_score_function": architecture.moe_router_score_function,
         "moe_router_enable_expert_bias": architecture.moe_router_enable_expert_bias,
         "moe_router_topk_scaling_factor": architecture.moe_router_topk_scaling_factor,

@@ -1,0 +1,239 @@
+"""`Settings`: the keys of a Hugging Face `config.json`, each read or accounted for.
+
+A reader asks for a key by `size`, `number`, `flag`, `only` or `get`. So it is known at the end
+which keys nobody asked for: `finish` refuses those that would change the computation, and tells
+once of those that nobody knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_defaults import (
+    ALIASES,
+    DEFAULTS,
+    HARMLESS,
+    HARMLESS_IN,
+    NEUTRAL,
+    NULLABLE,
+)
+from megatron_async.checkpoints.json_files import read_size
+
+logger = logging.getLogger("megatron_async")
+FULL = "full_attention"
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+POSITIONS = re.compile(r"rope|rotary|yarn|alibi")
+"""A key of such a name that nobody knows is refused: what it means would be guessed."""
+
+
+class Settings:
+    """One family's view of a `config.json`.
+
+    Args:
+        config: the file's content.
+        where: its name, for error messages.
+        family: `ModelArchitecture.model_type`.
+
+    Raises:
+        CheckpointError: two names of the same key have different values.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str, family: str) -> None:
+        self.where = where
+        self.family = family
+        self._values = dict(config)
+        self._defaults = DEFAULTS[family]
+        self._nullable = NULLABLE.get(family, ())
+        self._taken: set[str] = set()
+        self._alias_of: dict[str, str] = {}
+        for alias, key in ALIASES.get(family, {}).items():
+            value = self._values.pop(alias, None)
+            if value is None:
+                continue
+            own = self._values.setdefault(key, value)
+            if own is None:
+                self._values[key] = value
+            elif own != value:
+                raise CheckpointError(
+                    f"{where}: {alias} = {value!r} and {key} = {own!r} are the same setting: leave "
+                    "one of them out"
+                )
+            self._alias_of[key] = alias
+
+    def raw(self, key: str) -> Any:
+        """A key's value as it stands in the file; None where it is missing."""
+        self._taken.add(key)
+        return self._values.get(key)
+
+    def pass_over(self, *keys: str) -> None:
+        """Account for keys without a meaning in a model like this."""
+        self._taken.update(keys)
+
+    def get(self, key: str) -> Any:
+        """A key's value as it stands there; where it is missing, the family's default, or None.
+
+        Raises:
+            CheckpointError: it is null, which this family cannot compute with.
+        """
+        self._taken.add(key)
+        value = self._values.get(key, self._defaults.get(key))
+        is_null = value is None and key in self._values and key in self._defaults
+        if is_null and key not in self._nullable:
+            raise self.error(key, f"must not be null (missing, it means {self._means(key)})")
+        return value
+
+    def size(self, key: str, otherwise: int | None = None) -> int:
+        """A positive integer.
+
+        Args:
+            key: its name.
+            otherwise: what it is where neither the file nor the family has a number.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self._number(key, otherwise)
+        return read_size({self.name(key): value}, self.name(key), self.where)
+
+    def number(self, key: str, otherwise: float | None = None) -> float:
+        """A positive finite number; the arguments are those of `size`.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self._number(key, otherwise)
+        return self.check_number(key, value)
+
+    def check_number(self, key: str, value: Any) -> float:
+        """A value of this key, or of a key inside it, as a positive finite number.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise self.error(key, "must be a positive number", value)
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """True or false.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise self.error(key, "must be true or false", value)
+        return value
+
+    def only(self, key: str, *supported: Any) -> None:
+        """Check a setting that is served with some values alone; a missing one, where the family
+        has no default, is always served, and so is null.
+
+        Raises:
+            CheckpointError: it has another value.
+        """
+        value = self.get(key)
+        if value is not None and not _is_one_of(value, supported):
+            raise self.error(key, f"is not supported (only {_listed(supported)})", value)
+
+    def whole(self, key: str) -> int:
+        """An integer, 0 or more.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(key, "must be an integer, 0 or more", value)
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers; null and a missing one are empty.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(type(entry) is int for entry in value):
+            raise self.error(key, "must be a list of integers", value)
+        return value
+
+    def name(self, key: str) -> str:
+        """The name by which the file has a key."""
+        return self._alias_of.get(key, key)
+
+    def error(self, key: str, problem: str, value: Any = None) -> CheckpointError:
+        """An error that names the file, the key as the file has it, and its value."""
+        space = "" if problem.startswith(",") else " "
+        return CheckpointError(f"{self.where}: {self.name(key)} = {value!r}{space}{problem}")
+
+    def finish(self, epsilon: float) -> None:
+        """Account for the keys that no reader has asked for.
+
+        Args:
+            epsilon: of the model's norms, which some families have under two names.
+
+        Raises:
+            CheckpointError: a key that changes the computation has a value that is not served.
+        """
+        for key in ("dtype", "torch_dtype"):
+            if key in self._values:
+                self.only(key, *DTYPES, *(f"torch.{name}" for name in DTYPES))
+        known = HARMLESS | HARMLESS_IN.get(self.family, {})
+        unknown = []
+        for key in self._values.keys() - self._taken:
+            value = self._values[key]
+            if key in known or value is None:
+                continue
+            if key in EPSILONS:
+                self.only(key, epsilon)
+            elif key == "layer_types" and isinstance(value, list):
+                self._check_full(key, value)
+            elif key in NEUTRAL:
+                self.only(key, *NEUTRAL[key])
+            elif POSITIONS.search(key):
+                raise self.error(key, "is not known, and may change positions: leave it out", value)
+            else:
+                unknown.append(key)
+        if unknown:
+            _tell(self.where, self.family, tuple(sorted(unknown)))
+
+    def _check_full(self, key: str, kinds: Iterable[Any]) -> None:
+        if any(kind != FULL for kind in kinds):
+            raise self.error(key, f"is not supported (only {FULL!r} for each layer)", kinds)
+
+    def _number(self, key: str, otherwise: float | None) -> Any:
+        value = self.get(key)
+        return otherwise if value is None else value
+
+    def _means(self, key: str) -> str:
+        value = self._defaults[key]
+        return "what follows from other keys" if value is None else repr(value)
+
+
+def _is_one_of(value: Any, supported: Iterable[Any]) -> bool:
+    """Whether it is one of these values; true and 1 are not the same, 1 and 1.0 are."""
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in supported
+    )
+
+
+def _listed(supported: tuple[Any, ...]) -> str:
+    return " or ".join(map(repr, supported)) or "none"
+
+
+@lru_cache(maxsize=64)
+def _tell(where: str, family: str, keys: tuple[str, ...]) -> None:
+    """Once for a file: a model is opened several times."""
+    logger.warning(
+        "%s: nothing is known of %s in a %s model: passed over.", where, ", ".join(keys), family
+    )
