@@ -9,7 +9,7 @@ import socket as sockets
 import stat
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 
 import zmq
 
@@ -28,10 +28,12 @@ from megatron_async.serving.messages import (
     Refused,
     StepPipeAt,
     ToClient,
+    ToCoordinator,
     ToReplica,
     decode_for_coordinator,
     encode,
 )
+from megatron_async.serving.reasons import one_line
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.secret import Doorkeeper, secure_coordinator
 from megatron_async.serving.step_pipes import StepPipes
@@ -42,6 +44,10 @@ TURN_MS = 50
 """Longest sleep of the loop."""
 MOST_UNREAD = 10_000
 """Most messages queued for a peer that does not read, beside those in its socket."""
+MOST_UNREAD_BYTES = 2 * MOST_BYTES
+"""Most bytes of them."""
+TELL_EVERY_S = 1.0
+"""Seconds between two log lines about peers that are refused: a peer can make any number."""
 
 
 class Coordinator:
@@ -94,6 +100,9 @@ class Coordinator:
             )  # fmt: skip
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._waiting: dict[bytes, deque[bytes]] = {}
+        self._unread: Counter[bytes] = Counter()
+        """Bytes of what waits."""
+        self._refused, self._tell_at = 0, 0.0
         self._gone: dict[bytes, str] = {}
         self._pipes = StepPipes()
         watched = [self._socket, self._monitor]
@@ -120,7 +129,7 @@ class Coordinator:
                     self._receive()
                 now = time.monotonic()
                 for identity, steps in self._pipes.due(now):
-                    self.dispatcher.hear(identity, steps, now)
+                    self._follow(identity, steps, now)
                 self._flush()
                 self._bury()
                 now = time.monotonic()
@@ -167,10 +176,7 @@ class Coordinator:
             message = decode_for_coordinator(data)
         except UNREADABLE as error:
             # Who sent it waits for an answer, and nobody knows which.
-            reason = f"it sent a message that cannot be read ({error})"
-            logger.warning("A peer is refused: %s.", reason)
-            self._send(identity, Refused(f"{reason}: connect again."))
-            self.dispatcher.lost(identity, reason, time.monotonic())
+            self._refuse(identity, f"it sent a message that cannot be read ({error})")
             return
         now = time.monotonic()
         if isinstance(message, HostSocketAt):
@@ -181,8 +187,32 @@ class Coordinator:
                 self._pipes.open(identity, message.name)
             return
         for steps in self._pipes.before_message(identity, now):
-            self.dispatcher.hear(identity, steps, now)
-        self.dispatcher.hear(identity, message, now)
+            self._follow(identity, steps, now)
+        self._follow(identity, message, now)
+
+    def _follow(self, identity: bytes, message: ToCoordinator, now: float) -> None:
+        """Do what a message asks. Whatever that raises ends this peer, and no other."""
+        try:
+            self.dispatcher.hear(identity, message, now)
+        except Exception as error:
+            if self._is_due_to_tell():
+                logger.exception("A message of type %s is not followed.", type(message).__name__)
+            kind = type(error).__name__
+            self._refuse(identity, f"its message led to an error here ({kind}: {error})")
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        """A peer is disconnected for what it said."""
+        if self._is_due_to_tell():
+            more = self._refused and f" (and {self._refused} since the last such line)"
+            logger.warning("A peer is refused: %s.%s", one_line(reason), more or "")
+            self._refused, self._tell_at = -1, time.monotonic() + TELL_EVERY_S
+        self._refused += 1
+        self._pipes.close(identity)
+        self._send(identity, Refused(f"{reason[:1000]}: connect again."))
+        self.dispatcher.lost(identity, reason, time.monotonic())
+
+    def _is_due_to_tell(self) -> bool:
+        return time.monotonic() >= self._tell_at
 
     def _open_socket(self, identity: bytes, name: str) -> None:
         """A peer offers a socket of its host."""
@@ -212,7 +242,8 @@ class Coordinator:
                 return
             waiting = self._waiting[identity] = deque()
         waiting.append(data)
-        if len(waiting) > MOST_UNREAD:
+        self._unread[identity] += len(data)
+        if len(waiting) > MOST_UNREAD or self._unread[identity] > MOST_UNREAD_BYTES:
             self._gone[identity] = f"it does not read: {len(waiting)} messages wait for it"
 
     def _try(self, identity: bytes, data: bytes) -> bool:
@@ -232,14 +263,15 @@ class Coordinator:
     def _flush(self) -> None:
         for identity, waiting in list(self._waiting.items()):
             while waiting and self._try(identity, waiting[0]):
-                waiting.popleft()
+                self._unread[identity] -= len(waiting.popleft())
             if not waiting:
-                del self._waiting[identity]
+                del self._waiting[identity], self._unread[identity]
 
     def _bury(self) -> None:
         while self._gone:
             identity, reason = self._gone.popitem()
             self._waiting.pop(identity, None)
+            self._unread.pop(identity, None)
             for data in self._sockets.close(identity):  # its last words
                 self._hear(identity, data)
             self._pipes.close(identity)

@@ -39,6 +39,7 @@ from megatron_async.serving.messages import (
     Welcome,
 )
 from megatron_async.serving.reasons import (
+    one_line,
     service_stats,
     why_nobody_serves,
     why_not_again,
@@ -112,7 +113,7 @@ class Dispatcher(RequestBooks):
             if client.requests and self.verbs.why_refused():
                 logger.info("%d requests are aborted, as the service ends.", len(client.requests))
             elif client.requests:
-                logger.warning("A client is gone: %s; its requests are aborted.", reason)
+                logger.warning("A client is gone: %s; its requests are aborted.", one_line(reason))
             for request in list(client.requests.values()):
                 self._abort_at_replica(request)
                 self._forget(request)
@@ -164,7 +165,7 @@ class Dispatcher(RequestBooks):
             self._replace(hello.info, now)
             refusal = why_refused(hello.info, self.replicas.values())
             if refusal:
-                logger.warning("Replica %s is refused: %s", hello.info.name, refusal)
+                logger.warning("Replica %s is refused: %s", one_line(hello.info.name), refusal)
                 self._send(identity, Refused(refusal))
                 return
             replica = ReplicaRecord(identity, hello.info, now, next(self._indexes))
@@ -186,6 +187,7 @@ class Dispatcher(RequestBooks):
 
     def _lose(self, replica: ReplicaRecord, reason: str, now: float, in_order: bool) -> None:
         del self.replicas[replica.identity]
+        reason = one_line(reason)
         self.verbs.lost(replica.identity)
         self._departed = f"{replica.name}: {reason}"
         note = logger.info if in_order else logger.warning

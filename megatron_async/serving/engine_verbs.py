@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.errors import EngineStopped, JobFailed, OutOfMemoryError
+from megatron_async.errors import JobFailed
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
@@ -52,7 +52,7 @@ def do_verb(
                 return _profile(engine, name, fields.get("action")), None
     except JobFailed:
         raise  # the replica's end, as everywhere
-    except (ValueError, OSError, OutOfMemoryError, EngineStopped, RuntimeError) as error:
+    except Exception as error:  # whatever it is, it is this command's alone
         return {}, (type(error).__name__, str(error))
     return {}, ("ValueError", f"a replica has no command {what!r}")
 

@@ -1,7 +1,5 @@
-"""Messages of clients, coordinator and replicas: msgpack, one a frame of ZMQ or a record.
-
-Every connection begins with a hello, and the coordinator's answer to it.
-"""
+"""Messages of clients, coordinator and replicas: msgpack, one a frame of ZMQ or a record. Every
+connection begins with a hello, and the coordinator's answer to it."""
 
 from __future__ import annotations
 
@@ -10,6 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_async.serving.message_types import Difference, Name, Number, Seconds, Tokens, Trace
+
 PROTOCOL = 10
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -17,8 +17,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """What encoding raises."""
 MOST_BYTES = 256 << 20
-"""Most bytes of a message. Prompts and answers, log probs included, are far smaller. The limit
-keeps a foreign peer from filling the coordinator's memory."""
+"""Most bytes of a message: prompts and answers, log probs included, are far smaller."""
 
 
 class Message(msgspec.Struct, tag=True):
@@ -81,14 +80,14 @@ class LogProbRows(msgspec.Struct, frozen=True):
     """
 
     rows: bytes
-    top_n: int
+    top_n: Tokens
     words: bytes
 
 
 class PromptLogProbs(msgspec.Struct, frozen=True):
     """Log probs of a prompt's tokens but the first; `words` as in `LogProbRows`."""
 
-    top_n: int
+    top_n: Tokens
     words: bytes
 
 
@@ -114,21 +113,21 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
             msgpack: `compat.inference.inference_client`).
     """
 
-    number: int
+    number: Number
     finish_reason: str | None = None
     failure: tuple[str, str] | None = None
-    stop_words_from: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int | None = None
-    num_generated_tokens: int = 0
+    stop_words_from: Tokens = 0
+    num_prompt_tokens: Tokens = 0
+    num_cached_tokens: Tokens | None = None
+    num_generated_tokens: Tokens = 0
     prompt_tokens: bytes | None = None
     prompt_log_probs: PromptLogProbs | None = None
-    ttft: float | None = None
-    latency: float | None = None
-    queue_s: float | None = None
+    ttft: Seconds | None = None
+    latency: Seconds | None = None
+    queue_s: Seconds | None = None
     text: str | None = None
     replica: str = ""
-    attempts: int = 0
+    attempts: Tokens = 0
     record: bytes | None = None
 
 
@@ -151,7 +150,7 @@ class StepTokens(Message, omit_defaults=True):
     counts: bytes = b""
     tokens: bytes = b""
     log_probs: LogProbRows | None = None
-    texts: list[tuple[int, str]] = []
+    texts: list[tuple[Number, str]] = []
     ends: list[Ended] = []
 
 
@@ -167,7 +166,7 @@ class Again(Message):
         number: the client's own.
     """
 
-    number: int
+    number: Number
 
 
 # ---- Clients -------------------------------------------------------------------------------------
@@ -194,20 +193,20 @@ class Generate(Message, omit_defaults=True):
             "": none, and nothing is sent of it.
     """
 
-    number: int
+    number: Number
     prompt: str | list[int]
     params: msgspec.Raw
     max_new_tokens: int | None
-    priority: int
-    label: str = ""
-    owner: str = ""
-    traceparent: str = ""
+    priority: Number
+    label: Name = ""
+    owner: Name = ""
+    traceparent: Trace = ""
 
 
 class Abort(Message):
     """End a request; the number is the client's own, or to a replica, the coordinator's."""
 
-    number: int
+    number: Number
 
 
 class Ask(Message):
@@ -222,7 +221,7 @@ class Ask(Message):
         fields: further arguments of the verb.
     """
 
-    number: int
+    number: Number
     what: str
     replica: str = ""
     fields: dict[str, Any] = {}
@@ -231,7 +230,7 @@ class Ask(Message):
 class Answer(Message):
     """To an `Ask`: the answer, or an error's kind and message."""
 
-    number: int
+    number: Number
     value: dict[str, Any] = {}
     failure: tuple[str, str] | None = None
 
@@ -253,12 +252,12 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         card: digest of its model card.
     """
 
-    name: str
+    name: Name
     instance: str
     model: dict[str, str | int]
-    slots: int
-    kv_blocks: int
-    block_size_tokens: int
+    slots: Difference
+    kv_blocks: Difference
+    block_size_tokens: Difference
     shares_experts: bool = False
     card: str = ""
 
@@ -306,10 +305,10 @@ class ReplicaStatus(Message):
         lost_blocks: hashes of KV blocks that its prefix cache has lost since the last status.
     """
 
-    runs_seen: int
-    unfinished_tokens: int
-    free_blocks: int
-    resolved_steps: int
+    runs_seen: Number
+    unfinished_tokens: Difference
+    free_blocks: Difference
+    resolved_steps: Number
     is_stopped: bool
     engine: dict[str, float]
     lost_blocks: list[bytes] = []
@@ -336,14 +335,14 @@ class Goodbye(Message):
 
 
 class Run(Message, omit_defaults=True):
-    """To a replica: serve this request. Its number is the same on every replica, so its random
-    numbers are too. `traceparent` is as in `Generate`."""
+    """To a replica: serve this. Its number, and so its random numbers, are the same on every
+    replica. `traceparent` is as in `Generate`."""
 
-    number: int
+    number: Number
     prompt: str | list[int]
     params: msgspec.Raw
-    priority: int
-    traceparent: str = ""
+    priority: Number
+    traceparent: Trace = ""
 
 
 class SetPaused(Message):
@@ -361,7 +360,7 @@ class Do(Message):
         fields: its further arguments.
     """
 
-    number: int
+    number: Number
     what: str
     fields: dict[str, Any] = {}
 
@@ -369,7 +368,7 @@ class Do(Message):
 class Done(Message):
     """A replica has done a `Do`, or has failed: an error's kind and message."""
 
-    number: int
+    number: Number
     value: dict[str, Any] = {}
     failure: tuple[str, str] | None = None
 

@@ -12,6 +12,16 @@ from megatron_async.serving.records import (
     RoutedRequest,
 )
 
+MOST_SHOWN = 300
+"""Characters of a peer's text in a log line."""
+
+
+def one_line(text: str) -> str:
+    """A peer's text for the log: on one line, printable, and cut. Else a name or a reason could
+    look like lines of this process' own."""
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[:MOST_SHOWN])
+    return shown if len(text) <= MOST_SHOWN else f"{shown}..."
+
 
 def wrong_protocol(protocol: int) -> str:
     """The refusal of a peer with another version of the protocol."""
@@ -23,6 +33,8 @@ def wrong_protocol(protocol: int) -> str:
 
 def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
     """Why a replica cannot join these; "" if it can."""
+    if not info.name or not info.name.isprintable():
+        return f"its name {one_line(info.name)!r} must have printable characters only."
     for size in ("slots", "kv_blocks", "block_size_tokens"):
         if getattr(info, size) < 1:
             return f"{size}={getattr(info, size)} must be at least 1 to serve anything."

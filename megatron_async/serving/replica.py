@@ -21,8 +21,6 @@ from megatron_async.serving.connection import Connection, Outlet
 from megatron_async.serving.engine_verbs import do_verb
 from megatron_async.serving.messages import (
     PROTOCOL,
-    UNREADABLE,
-    UNSENDABLE,
     Abort,
     Card,
     Do,
@@ -41,7 +39,13 @@ from megatron_async.serving.messages import (
     decode_for_replica,
 )
 from megatron_async.serving.replica_card import card_of
-from megatron_async.serving.replica_status import describe, ended_of, send_alone, status_of
+from megatron_async.serving.replica_status import (
+    describe,
+    ended_of,
+    failed_of,
+    send_news,
+    status_of,
+)
 from megatron_async.serving.replica_texts import ReplicaTexts
 from megatron_async.serving.step_pipe import StepPipe
 from megatron_async.serving.step_watch import StepWatch
@@ -341,12 +345,12 @@ class Replica:
         number = run.number
         try:
             params, future = self.add(run)
-        except (*UNREADABLE, ValueError) as error:
-            text = f"sampling_params: {error}" if isinstance(error, UNREADABLE) else error
-            failure = ("RequestError", str(text))
+        except JobFailed:
+            raise
+        except Exception as error:  # whatever it is, it is this request's alone
             if run.traceparent:
-                logger.warning("%s is refused: %s", named(number, run.traceparent), text)
-            self._emitter.end(Ended(number, "error", failure, replica=self.info.name))
+                logger.warning("%s is refused: %s", named(number, run.traceparent), error)
+            self._emitter.end(failed_of(number, error, self.info.name))
             return
         if params.return_log_probs:
             self._emitter.wants_log_probs(number, min(params.top_n_logprobs, MAX_TOP_N))
@@ -363,7 +367,11 @@ class Replica:
         if isinstance(error, JobFailed):  # this replica's end, not the request's
             self._failure = error
             return
-        self._emitter.end(self.ended(future.result(), isinstance(prompt, str)))
+        try:
+            told = self.ended(future.result(), isinstance(prompt, str))
+        except Exception as error:  # its answer cannot be written: it must end all the same
+            told = failed_of(number, error, self.info.name)
+        self._emitter.end(told)
 
     def _tell(self, news: StepTokens) -> None:
         if self._texts is None:
@@ -372,16 +380,8 @@ class Replica:
             self._texts.tell(news)
 
     def _send(self, news: StepTokens) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        try:
-            connection.send(news)
-        except UNSENDABLE:  # all of it together, or one alone
-            ends, news = news.ends, msgspec.structs.replace(news, ends=[])
-            connection.send(news)
-            for ended in ends:
-                send_alone(connection, ended, self.info.name)
+        if self._connection is not None:
+            send_news(self._connection, news, self.info.name)
 
     def _forget_all(self) -> None:
         """Abort all requests: their coordinator is lost, or has given them to other replicas."""

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 
+import msgspec
 import numpy as np
 
 from megatron_async.contexts.request_slots import SlotState
@@ -17,6 +18,7 @@ from megatron_async.requests.inference_request import (
 )
 from megatron_async.serving.connection import Outlet
 from megatron_async.serving.messages import (
+    UNREADABLE,
     UNSENDABLE,
     Ended,
     PromptLogProbs,
@@ -107,6 +109,18 @@ def ended_of(request: DynamicInferenceRequest, replica: str, tells_prompt: bool)
     )
 
 
+def failed_of(number: int, error: Exception, replica: str) -> Ended:
+    """The end of a request that this replica cannot serve, or whose answer it cannot write.
+
+    Args:
+        number: of the request.
+        error: why.
+        replica: name of this one.
+    """
+    text = f"sampling_params: {error}" if isinstance(error, UNREADABLE) else str(error)
+    return Ended(number, "error", ("RequestError", text), replica=replica)
+
+
 def _queue_s(request: DynamicInferenceRequest) -> float | None:
     """Seconds before a request had its first slot, None if it had none."""
     times = {event.type: event.timestamp for event in reversed(request.events)}
@@ -125,14 +139,23 @@ def _prompt_log_probs(request: DynamicInferenceRequest) -> PromptLogProbs | None
     return PromptLogProbs(top_n, words.tobytes())
 
 
-def send_alone(connection: Outlet, ended: Ended, name: str) -> None:
-    """Tell of a request that has ended; if that cannot be sent, that it cannot.
+def send_news(connection: Outlet, news: StepTokens, name: str) -> None:
+    """Tell of steps. An end that cannot be sent is told as one, and nothing else is lost.
 
     Args:
         connection: to the coordinator.
-        ended: what is told.
+        news: what is told.
         name: of the replica.
     """
+    try:
+        connection.send(news)
+    except UNSENDABLE:  # all of it together, or one alone
+        connection.send(msgspec.structs.replace(news, ends=[]))
+        for ended in news.ends:
+            _send_alone(connection, ended, name)
+
+
+def _send_alone(connection: Outlet, ended: Ended, name: str) -> None:
     try:
         connection.send(StepTokens(ends=[ended]))
     except UNSENDABLE as error:

@@ -196,16 +196,20 @@ class ServiceVerbs:
             raise ValueError(f"mode={mode!r} must be one of {', '.join(PAUSE_MODES)}.")
         if self.state == ServiceState.SLEEPING:
             raise ValueError("the service sleeps already.")
+        self._check_can_stand(replicas)  # before anything is lost
         aborted = self._abort({"all": True})["aborted"] if mode == "abort" else 0
         self._stand_still(replicas)
         self.state = ServiceState.PAUSED
         return {"aborted": aborted}
 
-    def _stand_still(self, replicas: Collection[ReplicaRecord]) -> None:
+    def _check_can_stand(self, replicas: Collection[ReplicaRecord]) -> None:
         if any(replica.info.shares_experts for replica in replicas):
             raise ValueError(
                 "replicas whose experts others need cannot stand still: drain the service."
             )
+
+    def _stand_still(self, replicas: Collection[ReplicaRecord]) -> None:
+        self._check_can_stand(replicas)
         for replica in replicas:
             self._set(replica, ReplicaState.PAUSED)
 

@@ -14,7 +14,7 @@ from megatron.core.inference.sampling_params import SamplingParams as MegatronPa
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.conversions.request_book import RequestEntry
 from megatron_async.compat.conversions.service_ranks import CONFIRM, tell_cuda_profiler
-from megatron_async.errors import EngineStopped, OutOfMemoryError
+from megatron_async.errors import JobFailed
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.messages import Ended, Run, encode
@@ -116,7 +116,9 @@ class MegatronReplica(Replica):
             return super().do(what, fields)
         try:
             self._follow(Signal(fields.get("signal")), fields.get("value"))
-        except (ValueError, TypeError, OutOfMemoryError, EngineStopped) as error:
+        except JobFailed:
+            raise
+        except Exception as error:  # whatever it is, it is this command's alone
             return {}, (type(error).__name__, str(error))
         return {}, None
 

@@ -156,9 +156,11 @@ def test_an_asker_that_is_gone_is_not_answered() -> None:
 def test_replicas_that_share_experts_cannot_stand_still() -> None:
     service = Service()
     service.join("a", shares_experts=True)
-    for what in ("pause", "sleep"):
-        assert "drain" in refusal(service, what)
+    service.ask(0)
+    for fields in ({"what": "pause"}, {"what": "pause", "mode": "abort"}, {"what": "sleep"}):
+        assert "drain" in refusal(service, **fields)
     assert state(service) == "running"
+    assert [type(m).__name__ for m in service.take("a")] == ["Run"], "nothing is aborted"
 
 
 @pytest.mark.parametrize("what", ["explode", ""])
