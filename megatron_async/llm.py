@@ -31,7 +31,7 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
-from megatron_async.other_names import ENGINE_NAMES, meant_by
+from megatron_async.other_names import check_engine_names
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.join_group import join_group
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
@@ -363,14 +363,8 @@ def _make_config(
     known = [field.name for field in fields(InferenceConfig)]
     own = inspect.signature(LLM).parameters.values()
     of_llm = [parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
-    for name in values:
-        if name not in known:
-            meant = meant_by(name, [*known, *of_llm], ENGINE_NAMES)
-            hint = "" if meant is None else f" Did you mean {meant!r}?"
-            raise ConfigurationError(
-                f"{name!r} is not a setting of LLM or InferenceConfig.{hint} "
-                f"The settings are: {', '.join([*of_llm, *(n for n in known if n not in of_llm)])}."
-            )
+    of_config = [name for name in known if name not in of_llm]
+    check_engine_names(values, [*of_llm, *of_config], [f.name for f in fields(SamplingParams)])
     longest = architecture.max_position_embeddings
     if architecture.sliding_window is not None:
         longest = min(longest, architecture.sliding_window)

@@ -1,34 +1,153 @@
-"""Settings by the names that vLLM, Hugging Face and llama.cpp give them, and what to write here."""
+"""Settings by the names that vLLM, SGLang, llama.cpp, TGI, Hugging Face, RTP-LLM and Megatron-LM's
+own command line give them, and what to write here.
+
+One table for Python and the command line (`cli/parser.py`), which writes the same names as options.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
+from megatron_async.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+SHORT_BUDGET = 256
+"""A smaller `max_tokens` of an engine was most likely meant for an answer."""
+
 ENGINE_NAMES = {
+    # Lengths and numbers of requests
     "max_model_len": "max_sequence_length",
-    "max_num_seqs": "max_requests",
-    "max_num_batched_tokens": "max_tokens",
-    "block_size": "block_size_tokens",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "gpu_memory_utilization": "buffer_size_gb",
-    "kv_cache_memory_bytes": "buffer_size_gb",
-    "num_gpu_blocks_override": "num_kv_blocks",
-    "enforce_eager": "num_cuda_graphs",
+    "max_seq_len": "max_sequence_length",
+    "context_length": "max_sequence_length",
+    "ctx_size": "max_sequence_length",
     "n_ctx": "max_sequence_length",
-    "torch_dtype": "dtype",
+    "max_total_tokens": "max_sequence_length",
+    "inference_max_seq_length": "max_sequence_length",
+    "max_num_seqs": "max_requests",
+    "max_running_requests": "max_requests",
+    "max_batch_size": "max_requests",
+    "max_concurrent_requests": "max_requests",
+    "concurrency_limit": "max_requests",
+    "parallel": "max_requests",
+    "inference_max_requests": "max_requests",
+    "inference_dynamic_batching_max_requests": "max_requests",
+    "max_num_batched_tokens": "max_tokens",
+    "max_batch_prefill_tokens": "max_tokens",
+    "max_prefill_tokens": "max_tokens",
+    "chunked_prefill_size": "max_tokens",
+    "batch_size": "max_tokens",
+    "inference_dynamic_batching_max_tokens": "max_tokens",
+    "enable_mixed_chunk": "enable_chunked_prefill",
+    # Memory
+    "block_size": "block_size_tokens",
+    "page_size": "block_size_tokens",
+    "seq_size_per_block": "block_size_tokens",
+    "inference_dynamic_batching_block_size": "block_size_tokens",
+    "gpu_memory_utilization": "buffer_size_gb",
+    "mem_fraction_static": "buffer_size_gb",
+    "cuda_memory_fraction": "buffer_size_gb",
+    "kv_cache_memory_bytes": "buffer_size_gb",
+    "inference_dynamic_batching_buffer_size_gb": "buffer_size_gb",
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "max_batch_total_tokens": "num_kv_blocks",
+    "reuse_cache": "enable_prefix_caching",
+    "enable_radix_cache": "enable_prefix_caching",
+    "disable_radix_cache": "enable_prefix_caching=False",
+    # Steps
+    "async_scheduling": "lookahead=1",
+    "no_async_scheduling": "lookahead=0",
+    "disable_overlap_schedule": "lookahead=0",
+    "enforce_eager": "num_cuda_graphs=0",
+    "disable_cuda_graph": "num_cuda_graphs=0",
+    "cuda_graphs": "num_cuda_graphs",
+    "cuda_graph_bs": "num_cuda_graphs",
+    "cuda_graph_sizes": "num_cuda_graphs",
+    "cuda_graph_max_bs": "num_cuda_graphs",
+    "inference_dynamic_batching_num_cuda_graphs": "num_cuda_graphs",
     "speculative_config": "speculative_method",
+    "speculative_algorithm": "speculative_method",
+    "speculative_model": "draft_layer",
+    "model_draft": "draft_layer",
+    "speculate": "num_speculative_tokens",
+    "draft_max": "num_speculative_tokens",
+    "speculative_num_steps": "num_speculative_tokens",
+    "speculative_num_draft_tokens": "num_speculative_tokens",
+    "random_seed": "inference_sampling_seed",
+    # The model, its arithmetic and its ranks
+    "torch_dtype": "dtype",
+    "quantize": "quantization",
+    "load_in_8bit": "quantization='int8'",
+    "load_in_4bit": "quantization='auto'",
+    "attn_implementation": "attention_backend",
+    "device_map": "device",
+    "n_gpu_layers": "device='cuda'",
+    "gpu_layers": "device='cuda'",
+    "ngl": "device='cuda'",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "tp_size": "tensor_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "num_shard": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "expert_parallel_size": "expert_model_parallel_size",
+    "enable_expert_parallel": "expert_model_parallel_size",
+    "ep_size": "expert_model_parallel_size",
+    "ep": "expert_model_parallel_size",
 }
-"""Settings of an engine: name elsewhere -> name here."""
+"""Settings of an engine: name elsewhere -> name here, with its value where that is another."""
+
+NOTES = {
+    "gpu_memory_utilization": "GiB of the KV pool, not a share of the memory",
+    "mem_fraction_static": "GiB of the KV pool, not a share of the memory",
+    "cuda_memory_fraction": "GiB of the KV pool, not a share of the memory",
+    "kv_cache_memory_bytes": "in GiB",
+    "max_batch_total_tokens": "in blocks of block_size_tokens",
+    "batch_size": "tokens of a step",
+    "max_num_batched_tokens": "tokens of a step",
+}
+"""Where the unit or the meaning is another one too."""
+
+ENGINE_ADVICE = {
+    "data_parallel_size": "replicas are processes: `megatron-async serve --replicas N`",
+    "dp_size": "replicas are processes: `megatron-async serve --replicas N`",
+    "dp": "replicas are processes: `megatron-async serve --replicas N`",
+    "trust_remote_code": "no code of a model's folder is run, and none is needed",
+    "enable_lora": "LoRA is not served: merge it into the weights",
+    "lora": "LoRA is not served: merge it into the weights",
+    "lora_modules": "LoRA is not served: merge it into the weights",
+    "swap_space": "nothing is swapped: paused requests are computed again",
+    "cpu_offload_gb": "weights are not offloaded: try a quantized model or more ranks",
+    "kv_cache_dtype": "the KV cache has the dtype of the weights: set dtype",
+    "cache_type_k": "the KV cache has the dtype of the weights: set dtype",
+    "load_format": "the format is told by the files",
+    "tokenizer": "the tokenizer is read from the model's folder",
+    "tokenizer_path": "the tokenizer is read from the model's folder",
+    "revision": "write it behind the model's id: ORG/NAME@REVISION",
+    "threads": "threads of a CPU: set OMP_NUM_THREADS in the environment",
+    "flash_attn": "the fastest attention that runs here is chosen: attention_backend names one",
+    "compilation_config": "kernels are compiled as they are needed: there is nothing to set",
+    "rope_scaling": "write it into the model's config.json",
+    "hf_overrides": "write it into the model's config.json",
+    "generation_config": "the model's generation_config.json is read",
+    "override_generation_config": "write it into the model's generation_config.json",
+    "chat_template": "write it into the model's folder as chat_template.jinja",
+}
+"""Settings that exist elsewhere and have no name here, with what to do."""
 
 SAMPLING_NAMES = {
     "max_tokens": "num_tokens_to_generate",
     "max_new_tokens": "num_tokens_to_generate",
     "n_predict": "num_tokens_to_generate",
+    "predict": "num_tokens_to_generate",
     "max_length": "num_tokens_total",
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
     "stop": "stop_words",
     "stop_strings": "stop_words",
     "eos_token_id": "termination_id",
@@ -63,6 +182,47 @@ def meant_by(name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> s
     """
     near = difflib.get_close_matches(name, list(known), n=1)
     return elsewhere.get(name, near[0] if near else None)
+
+
+def check_engine_names(
+    given: Mapping[str, Any], known: Sequence[str], of_request: Collection[str]
+) -> None:
+    """Check the settings of an `LLM`, and say of a step's budget what it is.
+
+    Args:
+        given: by the names that were written.
+        known: settings that there are, in the order in which they are told.
+        of_request: fields of `SamplingParams`.
+
+    Raises:
+        ConfigurationError: there is no such setting; the message says what was meant.
+    """
+    for name in given:
+        if name not in known:
+            hint = _hint(name, known, of_request)
+            raise ConfigurationError(
+                f"{name!r} is not a setting of LLM or InferenceConfig.{hint} "
+                f"The settings are: {', '.join(known)}."
+            )
+    budget = given.get("max_tokens")
+    if isinstance(budget, int) and budget < SHORT_BUDGET:
+        logger.warning(
+            "max_tokens=%d is the budget of one step of the engine, as in Megatron-Core. For the "
+            "length of an answer: SamplingParams(num_tokens_to_generate=%d).", budget, budget,
+        )  # fmt: skip
+
+
+def _hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:
+    if name in ENGINE_ADVICE:
+        return f" Here {ENGINE_ADVICE[name]}."
+    if name in SAMPLING_ADVICE and name not in ENGINE_NAMES:
+        return f" It belongs to a request: {SAMPLING_ADVICE[name]}."
+    of_its = name if name in of_request else SAMPLING_NAMES.get(name)
+    if of_its is not None:
+        return f" It belongs to a request: SamplingParams({of_its}=...)."
+    meant = meant_by(name, known, ENGINE_NAMES)
+    note = f" ({NOTES[name]})" if name in NOTES else ""
+    return "" if meant is None else f" Did you mean {meant!r}{note}?"
 
 
 def names_what_is_meant[T: type](made: T) -> T:

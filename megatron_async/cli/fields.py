@@ -22,6 +22,9 @@ SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z\"0-9(`])")
 IF_NONE = re.compile(r"\bNone(?: \(or \"none\"\))?: (.*?)(?:\.(?=\s|$)|$)")
 DEFAULT = re.compile(r" \(default: .*\)$")
 FIELD_NAME = re.compile(r"`([a-z][a-z_]+)`")
+OPTION_NAMES = {"max_tokens": "max-step-tokens"}
+"""Options that are not called as their fields: Megatron's `max_tokens` is a step's budget, and
+everybody else's the length of an answer."""
 METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
@@ -113,14 +116,16 @@ def add_fields(
         if defaults and name in defaults:
             text = f"{DEFAULT.sub('', text)} (default: {defaults[name]})"
         if field.kind is bool:
-            group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
+            group.add_argument(
+                flag(name), action=argparse.BooleanOptionalAction, help=text, dest=name
+            )
         else:
             group.add_argument(
-                flag(name), type=field.kind, metavar=field.metavar, help=text,
+                flag(name), type=field.kind, metavar=field.metavar, help=text, dest=name,
                 action="append" if field.is_list else "store",
             )  # fmt: skip
 
 
 def flag(name: str) -> str:
     """The option of a field: `top_k` is `--top-k`."""
-    return "--" + name.replace("_", "-")
+    return "--" + OPTION_NAMES.get(name, name.replace("_", "-"))

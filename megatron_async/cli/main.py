@@ -356,6 +356,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # module of a compiler's warning is its path), and that there is no CUDA compiler.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*megatron.core")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # What LLM says of `max_tokens`, the option's name says.
+    logging.getLogger("megatron_async.other_names").setLevel(logging.ERROR)
     quiet_ranks()
     try:
         status: int = arguments.run(arguments)

@@ -109,7 +109,7 @@ class HelpFormatter(argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelp
         return textwrap.wrap(text, width, break_on_hyphens=False) if len(lines) == 1 else lines
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == []:
+        if action.default in (None, False, "", [], [None]) or "(default: " in (action.help or ""):
             return action.help
         return super()._get_help_string(action)
 

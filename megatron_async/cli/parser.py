@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, override
 
+from megatron_async.cli.option_names import ELSEWHERE, SHORT, command_meant, option_meant
 from megatron_async.cli.options import PROGRAM
 from megatron_async.cli.ranks import is_to_say
 
@@ -21,7 +23,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where help is; exit with 2."""
         if found := INVALID_CHOICE.search(message):
-            message += _meant(found["given"], re.findall(r"'([^']*)'", found["known"]))
+            known = re.findall(r"'([^']*)'", found["known"])
+            meant = _meant(found["given"], known)
+            if self._subparsers is not None and "COMMAND" in message:
+                meant = command_meant(found["given"], known)
+                message = f"there is no command {found['given']!r}"
+                meant = meant or f". The commands are: {', '.join(known)}"
+            message += meant
         text = f"{PROGRAM}: error: {message} (see `{self.prog} --help`)\n"
         self.exit(2, text if is_to_say(text) else None)
 
@@ -30,14 +38,35 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse; an option that a command does not have is the error of this command's parser,
-        which knows those that it has."""
+        which knows those that it has, and is told before any value is looked at."""
+        self._check_options(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            hint = ""
-            if unknown[0].startswith("-"):
-                hint = _meant(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
+
+    def _check_options(self, words: Sequence[str]) -> None:
+        """Refuse the first option that there is not. argparse would say so last, and would take an
+        unknown option's value for a model's name."""
+        known = self._option_string_actions
+        for word in words:
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                return  # what follows is the command's
+            option = word.partition("=")[0]
+            if option in known or not self._is_option(option):
+                continue
+            is_short = not option.startswith("--") and option[:2] in known
+            begun = [name for name in known if option[:2] == "--" and name.startswith(option)]
+            meant = option_meant(option, known)
+            # --temp is one for --temperature; --stop is none for --stop-token-id.
+            is_one = begun and (option not in ELSEWHERE or (len(begun) == 1 and begun[0] in meant))
+            if option in SHORT or not (is_short or is_one):
+                self.error(f"unrecognized option {option}{meant}")
+
+    def _is_option(self, word: str) -> bool:
+        """Whether argparse takes a word for an option: a negative number or a text is none."""
+        is_number = self._negative_number_matcher.match(word)
+        return word.startswith("-") and len(word) > 1 and not is_number and " " not in word
 
 
 def add_model(group: Any, text: str, default: str | None = None) -> None:

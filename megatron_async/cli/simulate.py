@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.chances import parse_chances
+from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_readable, check_writable
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
 default, help."""
 
 ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
-    ("max_requests", int, None, "requests served at once (default: 256, or --max-tokens)"),
+    ("max_requests", int, None, "requests served at once (default: 256, or --max-step-tokens)"),
     ("max_tokens", int, 2048, "token budget of one step"),
     (
         "mixed_step_tokens",
@@ -119,8 +120,9 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     )  # fmt: skip
     for group, options in ((trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS)):
         for name, type_, default, text in options:
-            option = "--" + name.replace("_", "-")
-            group.add_argument(option, type=type_, default=default, metavar="N", help=text)
+            group.add_argument(
+                flag(name), type=type_, default=default, metavar="N", help=text, dest=name
+            )
     engine.add_argument(
         "--forced-acceptance", type=parse_chances, default=[], metavar="P,P,...",
         help="draft as many tokens for each row as there are chances that each is right,\n"

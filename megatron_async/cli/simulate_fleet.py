@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_async.cli.fields import flag
 from megatron_async.cli.simulate import MACHINE_HELP, load_machine
 
 TRACE_HELP = """requests, and which prompts begin alike (default: chats):
@@ -95,8 +96,9 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter
     )
     for place, options in ((trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS)):
         for name, type_, default, text in options:
-            option = "--" + name.replace("_", "-")
-            place.add_argument(option, type=type_, default=default, metavar="N", help=text)
+            place.add_argument(
+                flag(name), type=type_, default=default, metavar="N", help=text, dest=name
+            )
     fleet.add_argument("--processes", type=int, default=1, metavar="N", help="rows at a time")
     fleet.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     fleet.add_argument("--no-progress", action="store_true", help="no progress bar")

@@ -82,7 +82,7 @@ class EngineSettings:
         target, mixed = self.target_tpot_ms, self.mixed_step_tokens
         return [
             "serve", self.model, "--port", str(port), "--served-model-name", self.name,
-            "--max-requests", str(self.max_requests), "--max-tokens", str(self.max_tokens),
+            "--max-requests", str(self.max_requests), "--max-step-tokens", str(self.max_tokens),
             "--max-sequence-length", str(self.longest), "--num-kv-blocks", str(blocks),
             "--block-size-tokens", str(self.block_size), "--no-enable-prefix-caching",
             "--no-progress",

@@ -88,7 +88,7 @@ def test_a_simulation_within_the_recording_is_no_guess(tmp_path, capsys):
     assert cli.main(arguments) == 0
     options = ["--num-requests", "4", "--max-requests", "2", "--rate", "100", "--lookahead", "1"]
     lengths = ["--prompt-mean", "6", "--max-prompt-tokens", "8", "--output-mean", "8"]
-    lengths += ["--max-output-tokens", "12", "--max-tokens", "8", "--no-progress"]
+    lengths += ["--max-output-tokens", "12", "--max-step-tokens", "8", "--no-progress"]
     capsys.readouterr()
     assert cli.main(["simulate", "--machine", path, *options, *lengths]) == 0
     output = capsys.readouterr()

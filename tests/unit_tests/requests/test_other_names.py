@@ -10,7 +10,13 @@ import pytest
 
 from megatron_async import LLM, InferenceConfig, SamplingParams
 from megatron_async.errors import ConfigurationError
-from megatron_async.other_names import ENGINE_NAMES, SAMPLING_ADVICE, SAMPLING_NAMES
+from megatron_async.other_names import (
+    ENGINE_ADVICE,
+    ENGINE_NAMES,
+    SAMPLING_ADVICE,
+    SAMPLING_NAMES,
+    check_engine_names,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +47,38 @@ def test_a_setting_of_others() -> None:
     assert "The settings are: device, dtype, " in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ({"gpu_memory_utilization": 0.9}, "'buffer_size_gb' (GiB of the KV pool, not a share of"),
+        ({"mem_fraction_static": 0.9}, "Did you mean 'buffer_size_gb'"),
+        ({"enforce_eager": True}, "Did you mean 'num_cuda_graphs=0'?"),
+        ({"trust_remote_code": True}, "Here no code of a model's folder is run"),
+        ({"temperature": 0.5}, "belongs to a request: SamplingParams(temperature=...)"),
+        ({"max_new_tokens": 5}, "belongs to a request: SamplingParams(num_tokens_to_generate=...)"),
+        ({"n": 2}, "It belongs to a request: give the prompt n times"),
+    ],
+)
+def test_settings_of_others(given: dict[str, Any], answer: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        LLM("dummy:tiny", **given)
+    assert answer in str(error.value)
+
+
+def test_a_short_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Megatron's `max_tokens` keeps its meaning; who means an answer's length reads the name."""
+    for budget, told in ((255, 1), (256, 0)):
+        caplog.clear()
+        check_engine_names({"max_tokens": budget}, ["max_tokens"], [])
+        assert len(caplog.records) == told
+        assert all("num_tokens_to_generate=255" in each.getMessage() for each in caplog.records)
+
+
 def test_what_is_named_exists() -> None:
     """An answer names a parameter that there is, and no name of ours is answered at all."""
     of_llm = {field.name for field in fields(InferenceConfig)} | signature(LLM).parameters.keys()
-    assert set(ENGINE_NAMES.values()) <= of_llm
+    assert {text.partition("=")[0] for text in ENGINE_NAMES.values()} <= of_llm
+    assert not ENGINE_ADVICE.keys() & of_llm
     assert not ENGINE_NAMES.keys() & of_llm
     own = {field.name for field in fields(SamplingParams)}
     written = {part.split("=")[0] for text in SAMPLING_NAMES.values() for part in text.split(", ")}

@@ -1,0 +1,184 @@
+"""What an option or a command of another tool is called here: `other_names.py` in options."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from dataclasses import fields
+
+from megatron_async.cli.fields import flag
+from megatron_async.other_names import (
+    ENGINE_ADVICE,
+    ENGINE_NAMES,
+    NOTES,
+    SAMPLING_ADVICE,
+    SAMPLING_NAMES,
+)
+from megatron_async.requests.sampling_params import SamplingParams
+
+OPTIONS = {
+    "num_tokens_to_generate": "--max-new-tokens",
+    "num_tokens_total": "--max-new-tokens",
+    "stop_words": "--stop-word",
+    "bad_words": "--bad-word",
+    "stop_token_ids": "--stop-token-id",
+    "termination_id": "--stop-token-id",
+    "return_log_probs=True, top_n_logprobs": "--log-probs --top-n-logprobs N",
+    "return_log_probs=True, skip_prompt_log_probs=False": "--prompt-log-probs",
+    "structured_output": "--json-schema, --regex, --grammar or --choice",
+    "quantization='int8'": "--quantization int8",
+    "quantization='auto'": "--quantization auto",
+    "device='cuda'": "--device cuda",
+}
+"""Where an option is not called as its field."""
+COMMAND_LINE_NAMES = {
+    "async_sched_mode": "--lookahead",
+    "system_prompt": "--system",
+    "sys": "--system",
+    "seed": "--inference-sampling-seed",
+    "file": "--prompts-file",
+    "hostname": "--host",
+    "alias": "--served-model-name",
+    "tool_call_parser": "--tool-parser",
+    "data_parallel_size": "--replicas",
+    "dp_size": "--replicas",
+    "dp": "--replicas",
+    "max_queued_requests": "--max-unfinished",
+    "no_cnv": "--raw",
+    "dist_init_addr": "--coordinator",
+}
+"""Options of programs, which `LLM` has not: name elsewhere -> option."""
+SHORT = {
+    "-c": "ctx_size", "-ngl": "ngl", "-np": "parallel", "-b": "batch_size", "-ub": "batch_size",
+    "-tp": "tp", "-pp": "pp", "-dp": "dp", "-ep": "ep", "-t": "threads", "-fa": "flash_attn",
+    "-ctk": "cache_type_k", "-ctv": "cache_type_k", "-md": "model_draft", "-sys": "system_prompt",
+    "-s": "seed", "-f": "file", "-a": "alias", "-q": "quantize", "-O": "compilation_config",
+    "-no-cnv": "no_cnv",
+}  # fmt: skip
+"""Short options of llama.cpp and vLLM. Some begin as ours do: `-ngl` is no `-n gl`."""
+ADVICE = {
+    "enable_auto_tool_choice": "tools are always served: leave it out",
+    "jinja": "the model's chat template is always used: leave it out",
+    "cont_batching": "it is always so: leave it out",
+    "metrics": "it is always so: leave it out",
+    "enable_metrics": "it is always so: leave it out",
+    "reasoning_parser": "thoughts are found by the model's chat template: leave it out",
+    "conversation": "that is `megatron-async chat`",
+    "cnv": "that is `megatron-async chat`",
+    "interactive": "that is `megatron-async chat`",
+    "nnodes": "start a `coordinator`, and a `replica` on each host",
+    "node_rank": "start a `coordinator`, and a `replica` on each host",
+    "stream": "answers are streamed where a client asks for it",
+}
+"""What to do in words."""
+REQUEST_ADVICE = {
+    "skip_special_tokens": "texts are shown without special tokens; --json has all token ids",
+    "do_sample": "--temperature 0 takes the likeliest token, --temperature 1 samples",
+    "n": "a prompt has one answer: repeat the prompt",
+    "num_beams": SAMPLING_ADVICE["num_beams"],
+    "use_beam_search": SAMPLING_ADVICE["use_beam_search"],
+}
+"""The same, of what each request says where there is a server."""
+OF_REQUESTS = frozenset(field.name for field in fields(SamplingParams))
+MODEL_NAMES = ("model", "m", "model_path", "model_id", "model_name_or_path", "hf_repo", "hf")
+COMMANDS = {
+    "run": "chat", "talk": "chat", "ask": "generate", "complete": "generate", "query": "generate",
+    "predict": "generate", "infer": "generate", "launch_server": "serve", "launch": "serve",
+    "server": "serve", "start": "serve", "api_server": "serve", "deploy": "serve",
+    "benchmark": "bench", "perf": "bench", "show": "info", "inspect": "info", "ps": "replicas",
+    "export": "convert", "save": "convert", "create": "convert", "worker": "replica",
+    "router": "coordinator", "trace": "profile", "shell-completion": "completion",
+}  # fmt: skip
+"""Commands of other tools -> command here."""
+COMMAND_ADVICE = {
+    **dict.fromkeys(
+        ("pull", "download", "download-weights"),
+        "a model of the Hugging Face Hub is fetched when it is first named: `chat ORG/NAME`",
+    ),
+    **dict.fromkeys(
+        ("ls", "list", "models"),
+        "nothing is kept in a store: `info MODEL` says what a model is",
+    ),
+    "rm": "nothing is kept in a store: delete the model's folder",
+    "stop": "Ctrl-C or SIGTERM ends a `serve`",
+    "quantize": "weights are quantized while they are loaded: `chat MODEL --quantization auto`",
+    "help": "write `megatron-async --help`",
+    "version": "write `megatron-async --version`",
+    "env": "write `megatron-async --version`",
+}
+"""What to do where no command stands for it."""
+
+
+ELSEWHERE = {
+    "--" + name.replace("_", "-")
+    for names in (COMMAND_LINE_NAMES, ENGINE_NAMES, SAMPLING_NAMES, ADVICE, ENGINE_ADVICE)
+    for name in names
+} | {"--max-tokens"}
+"""Options that are not taken for the beginning of another one: `--stop` is no `--stop-token-id`."""
+
+
+def option_meant(option: str, known: Collection[str]) -> str:
+    """What to say of an option that a command does not have: words behind a full stop, or none.
+
+    Args:
+        option: as it was written, without a value.
+        known: the command's options.
+    """
+    name = SHORT.get(option, option.lstrip("-").replace("-", "_"))
+    if name == "max_tokens":
+        return _max_tokens(known)
+    of_field = flag(name)
+    if of_field in known:  # --max_sequence_length
+        return f". Did you mean {of_field}?"
+    note = f" ({NOTES[name].replace('block_size_tokens', 'tokens')})" if name in NOTES else ""
+    absent = ""
+    for names in (COMMAND_LINE_NAMES, ENGINE_NAMES, SAMPLING_NAMES):
+        if name not in names:
+            continue
+        meant = names[name] if names is COMMAND_LINE_NAMES else as_option(names[name])
+        if meant.partition(" ")[0].rstrip(",") in known:
+            return f". Here that is {meant}{note}"
+        absent = absent or f". Here that is {meant}, which this command does not have"
+    if name in MODEL_NAMES:
+        return ". The model's name stands by itself, without an option"
+    if (words := ADVICE.get(name) or ENGINE_ADVICE.get(name)) is not None:
+        return f". Here {words}"
+    if name in SAMPLING_NAMES or name in SAMPLING_ADVICE or name in OF_REQUESTS:
+        words = REQUEST_ADVICE.get(name, "there is no option for it: see docs/python.md")
+        is_here = "--max-new-tokens" in known
+        return f". Here {words if is_here else 'each request says it, not the command'}"
+    if absent:
+        return absent
+    near = difflib.get_close_matches(option, list(known), n=1)
+    return f". Did you mean {near[0]}?" if near else ""
+
+
+def command_meant(command: str, known: Collection[str]) -> str:
+    """What to say of a command that there is not: words behind a full stop, or none."""
+    if command in COMMAND_ADVICE:
+        return f". Here {COMMAND_ADVICE[command]}"
+    near = difflib.get_close_matches(command, list(known), n=1)
+    meant = COMMANDS.get(command) or (near[0] if near else None)
+    return "" if meant is None else f". Did you mean {meant}?"
+
+
+def as_option(setting: str) -> str:
+    """A setting of `other_names` as an option: `lookahead=0` is `--lookahead 0`."""
+    if setting in OPTIONS:
+        return OPTIONS[setting]
+    name, equals, value = setting.partition("=")
+    if value == "False":
+        return "--no-" + flag(name).removeprefix("--")
+    return flag(name) + (f" {value}" if equals else "")
+
+
+def _max_tokens(known: Collection[str]) -> str:
+    """`--max-tokens` is the length of an answer elsewhere, and was a step's budget here."""
+    answer = "-n (--max-new-tokens) is the length of an answer"
+    step = f"{flag('max_tokens')} the budget of one step"
+    parts = [answer] * ("-n" in known) + [step] * (flag("max_tokens") in known)
+    if not parts:
+        return ""
+    if len(parts) == 1 and parts[0] == step:
+        parts = ["the length of an answer is said by each request", step]
+    return ". Here " + ", and ".join(parts)

@@ -1,0 +1,76 @@
+"""Options and commands of other tools are answered with what they are called here."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from megatron_async.cli.main import build_parser, main
+from megatron_async.cli.option_names import COMMANDS, ELSEWHERE, SHORT, option_meant
+
+OPTION = re.compile(r"(?<![\w`-])--[a-z][a-z-]+")
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("run smollm2", "there is no command 'run'. Did you mean chat?"),
+        ("chta", "Did you mean chat?"),
+        ("pull Qwen/Qwen3-0.6B", "is fetched when it is first named"),
+        ("zzzz", "The commands are: chat, generate"),
+        ("--verison", "Did you mean --version?"),
+        ("generate --temprature 1 smollm2", "option --temprature. Did you mean --temperature?"),
+        ("generate smollm2 -p x --max-tokens 5", "-n (--max-new-tokens) is the length of an answer,"
+         " and --max-step-tokens the budget of one step"),
+        ("serve smollm2 --max-tokens=5", "--max-step-tokens the budget of one step"),
+        ("serve smollm2 --max-model-len 5", "Here that is --max-sequence-length"),
+        ("serve smollm2 --max_sequence_length 5", "Did you mean --max-sequence-length?"),
+        ("serve smollm2 --gpu-memory-utilization .9", "Here that is --buffer-size-gb (GiB"),
+        ("serve smollm2 --async-sched-mode async", "Here that is --lookahead"),
+        ("serve smollm2 -tp 2", "Here that is --tensor-model-parallel-size"),
+        ("serve --model smollm2", "The model's name stands by itself"),
+        ("serve smollm2 --temperature 1", "each request says it"),
+        ("serve smollm2 --disable-radix-cache", "Here that is --no-enable-prefix-caching"),
+        ("chat -ngl 99", "option -ngl. Here that is --device cuda"),
+        ("chat -c 4096", "Here that is --max-sequence-length"),
+        ("generate smollm2 -p x --stop END", "Here that is --stop-word"),
+        ("generate smollm2 -p x --qqq", "unrecognized option --qqq (see"),
+    ],
+)  # fmt: skip
+def test_names_of_others(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (end.value.code, told in line) == (2, True), line
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "chat", "replica"])
+def test_what_is_named_exists(command: str) -> None:
+    parser = parsers()[command]
+    known = parser._option_string_actions
+    for option in ELSEWHERE | SHORT.keys():
+        told = option_meant(option, known)
+        assert told, option
+        named = set(OPTION.findall(re.sub("`.*`", "", told)))
+        assert named <= {*known, "--json"} or told.endswith("does not have"), option
+
+
+def test_commands_that_are_named_exist() -> None:
+    own = parsers()
+    assert set(COMMANDS.values()) <= own.keys()
+    assert not COMMANDS.keys() & own.keys()
+
+
+def test_what_is_no_unknown_option() -> None:
+    """Negative numbers, texts with blanks, short options with their values, unique beginnings."""
+    words = ["generate", "m", "-n5", "-px", "--temp=0", "--stop-word", "- a", "--seed", "-1"]
+    found = build_parser().parse_args(words)
+    assert (found.num_tokens_to_generate, found.prompt, found.temperature) == (5, ["x"], 0)
+    assert (found.stop_words, found.seed) == (["- a"], -1)
