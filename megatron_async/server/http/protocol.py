@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -87,6 +88,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._when_lost: Callable[[], None] | None = None
         self.has_body_to_come = False
         self._has_chunks = True
+        self._framing = b""
+        """Headers that say where the body ends."""
+        self._repeats_head = False
 
     # ---- For answers -------------------------------------------------------------------------
 
@@ -151,15 +155,41 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes have come. Deadlines are set when all of them are parsed: a request that comes in
         one piece needs no timers."""
         self._is_reading = True
+        self._unset_keepalive_if_required()
         try:
-            super().data_received(data)
+            while data:
+                data = self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         finally:
             self._is_reading = False
             self._set_deadline()
 
+    def _parse(self, data: bytes) -> bytes:
+        """Parse; returns what is behind the headers of a request that would speak another protocol
+        (Java's HTTP client asks for "h2c" by itself). Here none is spoken, so it is a request as
+        any other (RFC 9110, 7.8); but the parser takes it for one without a body. A new parser,
+        which is told of the body again, reads that."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = data[upgrade.args[0] :]
+        else:
+            return b""
+        if self._framing:
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+            self._repeats_head = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % self._framing)
+            self._repeats_head = False
+        return rest
+
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        if self._repeats_head:
+            return
         super().on_message_begin()
+        self._framing = b""
         self.scope["state"]["connection"] = self
         self._has_chunks, self.has_body_to_come = True, False
         self._head_bytes = 0
@@ -167,12 +197,16 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line."""
+        if self._repeats_head:
+            return
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer behind a chunked body: a trailer is dropped. (uvicorn takes it
         for a header, so that it would replace a Host, a key or an id that a proxy has checked.)"""
+        if self._repeats_head:
+            return
         self._count_head(len(name) + len(value))
         if self.has_body_to_come:
             return
@@ -185,6 +219,11 @@ class HttpProtocol(HttpToolsProtocol):
             for known, _ in headers:
                 if known == b"host":
                     raise self._refused("the request has two Host headers: send one.", 400)
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            shown = value[:60].decode("latin-1")
+            raise self._refused(f"the Transfer-Encoding {shown!r} is not known: use chunked.", 501)
+        if name in (b"transfer-encoding", b"content-length"):
+            self._framing += b"%b: %b\r\n" % (name, value)
         # As uvicorn does, without a further call for each header.
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -192,13 +231,20 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The body follows."""
+        if self._repeats_head:
+            return
+        if self.parser.get_method() == b"CONNECT":
+            raise self._refused("CONNECT is not served: this is no proxy.", 405)
         self.has_body_to_come = True
         self._expect("the request's body", self.limits.body_s)
         super().on_headers_complete()
         self.scope["state"]["cycle"] = self.cycle
 
     def on_message_complete(self) -> None:
-        """All of a request is there."""
+        """All of a request is there; or its headers, where the parser takes it for one of another
+        protocol."""
+        if self._framing and self.parser.should_upgrade():
+            return
         self.has_body_to_come = False
         self._expect(None)
         super().on_message_complete()

@@ -156,6 +156,43 @@ def test_events_begin_in_one_write(served):
     served(test)
 
 
+FRAMED = [
+    b"Content-Length: 20\r\n\r\n{GET /none HTTP/1.1}",
+    b"Transfer-Encoding: chunked\r\n\r\na;x=y\r\n{0\r\n\r\n567}\r\na\r\n1234567890\r\n0\r\n\r\n",
+    b"Content-Length: 0\r\n\r\n",
+    b"\r\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("framed", FRAMED, ids=["length", "chunks", "empty", "none"])
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
+def test_another_protocol_is_not_spoken(served, framed, upgrade, size):
+    """The request is one as any other (RFC 9110, 7.8), also its body, and so is the next one.
+
+    Break it: `_parse` without a new parser.
+    """
+    body = 20 if framed in FRAMED[:2] else 0
+    asked = (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Connection: Upgrade, HTTP2-Settings\r\n"
+             b"HTTP2-Settings: AAEAAEAAAAIAAAAB\r\nContent-Type: application/json\r\n"
+             b"Upgrade: " + upgrade + b"\r\n" + framed)  # fmt: skip
+    data = asked + asked + b"GET /events HTTP/1.1\r\n" + HEAD + b"\r\n"
+
+    async def test(port, _):
+        reader, writer = await connect(port)
+        for start in range(0, len(data), size):
+            writer.write(data[start : start + size])
+            if size < 1000:
+                await asyncio.sleep(0)
+        for _ in range(2):
+            status, _, told = await answer(reader)
+            assert (status, json.loads(told)) == (200, {"bytes": body, "rest": "x"})
+        assert (await answer(reader))[2] == b"data: 1\n\n"
+        writer.close()
+
+    served(test)
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "status", "text"),
     [
@@ -176,7 +213,18 @@ def test_events_begin_in_one_write(served):
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
          400, "HTTP/1.1"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
+         501, "'gzip'"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n",
+         501, "'gzip, chunked'"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: " + b"0" * 500 + b"2\r\n\r\n{}",
+         415, "missing"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 18446744073709551615\r\n\r\n",
+         413, "1000 bytes"),
+        (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: " + b"9" * 500 + b"\r\n\r\n{}",
          400, "HTTP/1.1"),
+        (b"CONNECT /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 2\r\n\r\n{}",
+         405, "no proxy"),
+        (b"CONNECT a:1 HTTP/1.1\r\n" + HEAD + b"\r\n", 405, "no proxy"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
          + b"A: %b\r\n" % (b"b" * 50) * 50, 431, "2000 bytes"),
         (b"GET /stream HTTP/1.1\r\nHost: loc", 408, "headers did not come within 0.3 s"),
