@@ -93,7 +93,8 @@ def _add_http(group: Any) -> None:
     )  # fmt: skip
     group.add_argument(
         "--tool-parser", metavar="NAME",
-        help="form of the model's tool calls: hermes, llama3_json or mistral\n"
+        help="form of the model's tool calls: qwen3_coder, hermes, mistral, deepseek_v3,\n"
+        "deepseek_v31, llama3_json, nemotron_json, or other servers' names of them\n"
         "(default: by its chat template)",
     )  # fmt: skip
     group.add_argument(

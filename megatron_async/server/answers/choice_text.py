@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_async.server.answers.log_prob_json import LogProbs
+from megatron_async.server.chat.answer_pieces import CallReader, Content, Piece
+from megatron_async.server.chat.calls_reader import CallsReader
 from megatron_async.server.chat.thoughts import ThoughtReader
-from megatron_async.server.chat.tool_format import CallReader, Content, Piece
 from megatron_async.server.fields.asked import Asked, AskedChoice, ChatStyle
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.text.token_text import TokenText
@@ -85,7 +86,8 @@ class ChoiceText:
 
 def piece_reader(style: ChatStyle) -> CallReader | None:
     """Takes the text of a chat's answer apart; None where it is the content as it is."""
-    reader = None if style.tool_format is None else style.tool_format.reader()
+    form = style.tool_format
+    reader = None if form is None else CallsReader(form, style.tools, style.only_calls)
     if style.thoughts:
         return ThoughtReader(style.starts_in_thought, reader)
     return reader
@@ -102,4 +104,4 @@ def pieces_of(reader: CallReader | None, text: str, is_end: bool) -> list[Piece]
 def finish_reason(end: End, style: ChatStyle, has_calls: bool) -> str:
     """OpenAI's word for how a choice ended ("abort", of an aborted request, is vLLM's)."""
     name = _NAMES.get(end.finish_reason or "", "stop")
-    return "tool_calls" if name == "stop" and has_calls and not style.forced_calls else name
+    return "tool_calls" if name == "stop" and has_calls and not style.is_named else name

@@ -21,7 +21,7 @@ from megatron_async.server.answers.choice_text import (
     pieces_of,
 )
 from megatron_async.server.answers.log_prob_json import LogProbs, of_chat, places
-from megatron_async.server.chat.tool_format import CallArguments, CallBegin, Piece, Thought
+from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, Piece, Thought
 from megatron_async.server.fields.asked import Asked
 from megatron_async.server.fields.refusal import Refusal, refusal_of
 from megatron_async.server.fields.served_model import ServedModel

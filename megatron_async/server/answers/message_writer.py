@@ -6,7 +6,6 @@ types/raw_message_stream_event.py).
 
 from __future__ import annotations
 
-import json
 import secrets
 from typing import Any
 
@@ -126,20 +125,12 @@ def _block(item: Item) -> dict[str, Any]:
     """A block of a message's content, as far as it has come."""
     if item.kind == "call":
         return {
-            "type": "tool_use", "id": item.id, "name": item.name, "input": _arguments(item.text),
+            "type": "tool_use", "id": item.id, "name": item.name,
+            "input": msgspec.Raw(item.text.encode() or b"{}"),
         }  # fmt: skip
     if item.kind == "thought":
         return {"type": "thinking", "thinking": item.text, "signature": ""}
     return {"type": "text", "text": item.text}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments; {} where they are no object, as when a limit of tokens cut them off."""
-    try:
-        found = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        found = {}
-    return found if isinstance(found, dict) else {}
 
 
 def _stop_reason(result: ItemResult) -> str:

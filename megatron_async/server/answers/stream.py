@@ -22,7 +22,7 @@ from megatron_async.server.answers.choice_text import (
 from megatron_async.server.answers.log_prob_json import LogProbs, of_chat, of_completion, places
 from megatron_async.server.answers.prompt_places import prompt_places
 from megatron_async.server.answers.usage import UsageCount
-from megatron_async.server.chat.tool_format import CallBegin, Content, Piece, Thought
+from megatron_async.server.chat.answer_pieces import CallBegin, Content, Piece, Thought
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import refusal_of
 from megatron_async.server.fields.served_model import ServedModel

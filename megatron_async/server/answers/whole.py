@@ -25,7 +25,7 @@ from megatron_async.server.answers.log_prob_json import (
 from megatron_async.server.answers.prompt_places import prompt_places
 from megatron_async.server.answers.stream import call_id, prompt_text
 from megatron_async.server.answers.usage import UsageCount
-from megatron_async.server.chat.tool_format import CallBegin, Content, Thought
+from megatron_async.server.chat.answer_pieces import CallBegin, Content, Thought
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import refusal_of
 from megatron_async.server.fields.served_model import ServedModel

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_async.errors import RequestError
+from megatron_async.server.chat.call_formats import format_of_template
 from megatron_async.server.chat.fallback_prompt import with_tools_told
-from megatron_async.server.chat.messages import last_text, template_messages, template_variables
+from megatron_async.server.chat.messages import (
+    last_text,
+    template_messages,
+    template_variables,
+    with_json_text,
+)
 from megatron_async.server.chat.template_renderer import TemplateRenderer
 from megatron_async.server.chat.thoughts import CLOSE, OPEN, grammar_behind_thought
-from megatron_async.server.chat.tool_format import ToolFormat
-from megatron_async.server.chat.tool_formats import format_of_template
 from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.serving.model_card import ModelCard
@@ -50,11 +54,12 @@ class ChatFormat:
     ) -> None:
         self._template = card.chat_template or ""
         self._tells_tools = "tools" in self._template
+        self._wants_json_text = False
         self._renderer = TemplateRenderer(tokenizer, template_bytes)
         self.thoughts = OPEN in self._template or CLOSE in self._template
         added = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
         self.thoughts |= any(token.content == OPEN for token in added.values())
-        self.tool_format: ToolFormat = format_of_template(self._template, tool_parser)
+        self.tool_format = format_of_template(self._template, tool_parser)
         self.special = {
             token.content: index
             for index, token in added.items()
@@ -98,7 +103,7 @@ class ChatFormat:
             "documents": request.documents,
             "add_generation_prompt": begins_answer,
         }
-        text = self._renderer.render(variables)
+        text = self._written(variables)
         if not request.continue_final_message:
             return text
         if text.count(MARK) != 1:
@@ -107,6 +112,22 @@ class ChatFormat:
                 "as it is.", param="continue_final_message",
             )  # fmt: skip
         return text[: text.index(MARK)]
+
+    def _written(self, variables: dict[str, Any]) -> str:
+        """The text of the template. Most want the arguments of calls as objects; DeepSeek's own as
+        JSON text, which they join to other texts."""
+        messages = variables["messages"]
+        if not any("tool_calls" in message for message in messages):
+            return self._renderer.render(variables)
+        as_text = variables | {"messages": with_json_text(messages)}
+        try:
+            return self._renderer.render(as_text if self._wants_json_text else variables)
+        except Refusal as refusal:
+            if self._wants_json_text or "concatenate str" not in refusal.message:
+                raise
+            text = self._renderer.render(as_text)
+            self._wants_json_text = True
+            return text
 
     def starts_in_thought(self, prompt: str) -> bool:
         """Whether the prompt has opened a thought that the answer is to end."""

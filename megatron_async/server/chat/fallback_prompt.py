@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_async.server.chat.tool_format import ToolFormat
+from megatron_async.server.chat.call_formats import CallFormat
 
 INTRODUCTION = (
     "You may call functions. Each line below describes one as JSON.\n{tools}\n"
@@ -15,7 +15,7 @@ INTRODUCTION = (
 
 
 def with_tools_told(
-    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], tool_format: ToolFormat
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], tool_format: CallFormat
 ) -> list[dict[str, Any]]:
     """The messages with a description of tools in the system message; calls and their results as
     plain text.
@@ -34,7 +34,7 @@ def with_tools_told(
     return [{"role": "system", "content": text}, *found]
 
 
-def _plain(message: dict[str, Any], tool_format: ToolFormat) -> dict[str, Any]:
+def _plain(message: dict[str, Any], tool_format: CallFormat) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"Result of the call: {message['content']}"}
     calls = message.get("tool_calls")

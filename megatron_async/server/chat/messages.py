@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,16 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
             )
     if request.reasoning_effort is not None:
         found.setdefault("reasoning_effort", request.reasoning_effort[:MAX_KWARG])
+    return found
+
+
+def with_json_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of `template_messages` with the arguments of calls as JSON text."""
+    found = copy.deepcopy(list(messages))
+    for message in found:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return found
 
 

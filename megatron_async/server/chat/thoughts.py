@@ -8,7 +8,7 @@ import re
 from typing import override
 
 from megatron_async.errors import RequestError
-from megatron_async.server.chat.tool_format import CallReader, Content, Piece, Thought
+from megatron_async.server.chat.answer_pieces import CallReader, Content, Piece, Thought
 from megatron_async.text.structured_output import StructuredOutput
 
 OPEN, CLOSE = "<think>", "</think>"

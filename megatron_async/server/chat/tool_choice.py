@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from megatron_async.errors import RequestError
-from megatron_async.server.chat.tool_format import OfferedTool, ToolFormat
+from megatron_async.server.chat.answer_pieces import OfferedTool
+from megatron_async.server.chat.call_formats import CallFormat
 from megatron_async.server.fields.chat_request import ChatRequest, FunctionTool, NamedTool
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.text.grammar_limits import check_schema, check_size
@@ -29,12 +30,15 @@ class ToolPlan:
     Attributes:
         tools: for the template, as OpenAI writes them; None: it is told of none.
         format: finds calls in the answer; None: text is text.
-        grammar: that the answer is held to, in llguidance's Lark; None: it is free.
+        offered: tools that may be called: name -> JSON schema of the arguments.
+        grammar: of nothing but calls, that the answer is held to, in llguidance's Lark; None: it is
+            free.
         is_named: one function by its name must be called.
     """
 
     tools: list[dict[str, Any]] | None = None
-    format: ToolFormat | None = None
+    format: CallFormat | None = None
+    offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     grammar: str | None = None
     is_named: bool = False
 
@@ -67,22 +71,24 @@ def tool_plan(request: ChatRequest, chat: ChatFormat, most: int) -> ToolPlan:
     if choice == "none":
         return ToolPlan(told)
     many = request.parallel_tool_calls is not False
+    schemas = {tool.name: tool.parameters for tool in offered}
     if choice is None or choice == "auto":
-        return ToolPlan(told, chat.tool_format)
+        return ToolPlan(told, chat.tool_format, schemas)
     if isinstance(choice, NamedTool):
         name = choice.function.name
         offered = [tool for tool in offered if tool.name == name][:1]
         if not offered:
             raise not_allowed("tool_choice", name, "the name of one of the tools")
-        return ToolPlan(told, chat.tool_format, _grammar(chat, offered, False), True)
+        grammar = _grammar(chat, offered, False)
+        return ToolPlan(told, chat.tool_format, {name: schemas[name]}, grammar, True)
     if choice != "required":
         raise not_allowed("tool_choice", choice, '"none", "auto", "required" or a named function')
-    return ToolPlan(told, chat.tool_format, _grammar(chat, offered, many))
+    return ToolPlan(told, chat.tool_format, schemas, _grammar(chat, offered, many))
 
 
 def _grammar(chat: ChatFormat, offered: Sequence[OfferedTool], many: bool) -> str:
-    grammar = "start: calls\n" + chat.tool_format.grammar(offered, many, chat.special)
     try:
+        grammar = "start: calls\n" + chat.tool_format.rules(offered, many, chat.special)
         check_size("tools", len(grammar))
     except RequestError as error:
         raise Refusal(str(error), param="tools") from error

@@ -126,8 +126,10 @@ def ask_chat(request: ChatRequest, served: ServedModel, caller: Caller) -> Asked
         starts_in_thought=in_thought,
         gives_thoughts=request.include_reasoning is not False,
         tool_format=plan.format,
+        tools=plan.offered,
         many_calls=request.parallel_tool_calls is not False,
-        forced_calls=plan.is_named,
+        only_calls=plan.grammar is not None,
+        is_named=plan.is_named,
         prefix=served.chat.continued_text(request) if request.echo else "",
     )
     style = _style(request, "chat", model, prompt_top_n, top_n, chat=chat)

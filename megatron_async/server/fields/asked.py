@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.server.chat.tool_format import ToolFormat
+from megatron_async.server.chat.call_formats import CallFormat
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -34,17 +34,21 @@ class ChatStyle(msgspec.Struct, frozen=True):
         starts_in_thought: the prompt has opened a thought.
         gives_thoughts: as `reasoning_content`; False: they are left out.
         tool_format: finds calls in the text; None: there are none.
+        tools: that may be called: name -> JSON schema of the arguments.
         many_calls: more than one call is given.
-        forced_calls: the answer is nothing but calls (finish_reason of a named call is "stop").
+        only_calls: a grammar lets the answer be nothing but calls.
+        is_named: of one function, by its name: finish_reason is "stop".
         prefix: what the answer's text begins with (`echo` of the continued message).
     """
 
     thoughts: bool = False
     starts_in_thought: bool = False
     gives_thoughts: bool = True
-    tool_format: ToolFormat | None = None
+    tool_format: CallFormat | None = None
+    tools: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
     many_calls: bool = True
-    forced_calls: bool = False
+    only_calls: bool = False
+    is_named: bool = False
     prefix: str = ""
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import KeyDigest, check_keys
+from megatron_async.server.chat.call_formats import format_of_template
 from megatron_async.server.supervisor.listener import is_loopback, resolve
 from megatron_async.server.tracing import check_endpoint
 from megatron_async.serving.records import CoordinatorConfig
@@ -109,6 +110,8 @@ class ServeSettings:
                     f"--served-model-name {name!r} must have 1 to 256 printable characters."
                 )
         check_endpoint(self.otlp_endpoint)
+        if self.tool_parser is not None:
+            format_of_template("", self.tool_parser)
         self._check_exposure()
         self._check_certificate()
         if self.profile_folder is not None and not os.path.isdir(self.profile_folder):

@@ -114,7 +114,7 @@ def test_thoughts_and_calls_are_items() -> None:
     events, body = both(response(served, tools=tools), THOUGHT + CALL, served)
     thought, text, call = body["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, a riddle.\n"}]
-    assert text["content"][0]["text"] == "It is 4.Let me see."
+    assert text["content"][0]["text"] == "It is 4.Let me see.\n"
     assert (call["type"], call["name"]) == ("function_call", "weather")
     assert json.loads(call["arguments"]) == {"city": "Köln"}
     done = [e for e in events if e["type"] == "response.function_call_arguments.done"]
@@ -214,7 +214,7 @@ def test_thoughts_and_calls_are_blocks() -> None:
     events, body = both(asked, THOUGHT.removeprefix("<think>") + CALL, served)
     thought, text, call = body["content"]
     assert thought == {"type": "thinking", "thinking": "Hm, a riddle.\n", "signature": ""}
-    assert text["text"] == "It is 4.Let me see."
+    assert text["text"] == "It is 4.Let me see.\n"
     assert call["input"] == {"city": "Köln"}
     assert call["id"].startswith("toolu_")
     assert body["stop_reason"] == "tool_use"

@@ -138,3 +138,21 @@ def test_no_template_no_chat() -> None:
     with pytest.raises(Refusal, match="no chat template"):
         asked_chat(served)
     assert demo().chat.tool_format.name == "hermes"
+
+
+def test_arguments_are_objects_or_json_text_as_the_template_wants_them() -> None:
+    """DeepSeek's own templates join them to texts; all others take objects."""
+    begin = "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ "
+    end = " }}{% endfor %}{% endfor %}"
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"city": "Köln"}'}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    for inside, expected in (
+        ("call.function.name + '<sep>' + call.function.arguments", 'f<sep>{"city": "Köln"}'),
+        ("call.function.arguments | tojson", '{"city": "Köln"}'),
+        ("call.function.arguments.city", "Köln"),
+    ):
+        served = ServedModel.of(demo_card(chat_template=begin + inside + end))
+        for _ in range(2):
+            asked = asked_chat(served, messages=messages)
+            assert demo_tokenizer().detokenize(asked.prompts[0], False) == expected
+        served.chat.close()

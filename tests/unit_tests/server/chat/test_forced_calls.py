@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from served_demo import THINKING, answered, asked_chat, demo, demo_tokenizer, streamed
 
+from megatron_async.errors import RequestError
+from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, OfferedTool
+from megatron_async.server.chat.call_formats import FORMATS
+from megatron_async.server.chat.calls_reader import CallsReader
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.text.grammar_worker import compile_grammar, make_tokenizer
 from megatron_async.text.structured_output import StructuredOutput
@@ -48,33 +53,81 @@ def grammar(**body: Any) -> StructuredOutput | None:
     return asked_chat(**body).choices[0].params.structured_output
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
-def test_forced_calls_are_what_the_reader_reads(name: str, tokenizer: Any) -> None:
-    from megatron_async.server.chat.tool_choice import OfferedTool
-    from megatron_async.server.chat.tool_formats import FORMATS
+ARGUMENTS = '{"city": "X", "days": 1}'
+WEATHER_CALL, CLOCK_CALL = (
+    f'{{"name": "weather", "arguments": {ARGUMENTS}}}',
+    '{"name": "clock", "arguments": {}}',
+)
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>".format
+V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>".format
+FORCED = {
+    "hermes": (f"<tool_call>\n{WEATHER_CALL}\n</tool_call>", f"\n<tool_call>\n{CLOCK_CALL}\n</tool_call>"),
+    "llama3_json": (WEATHER_CALL.replace("arguments", "parameters"), "; " + CLOCK_CALL.replace("arguments", "parameters")),
+    "mistral": (f"[TOOL_CALLS][{WEATHER_CALL}]", f", {CLOCK_CALL}]"),
+    "mistral_v11": (f"[TOOL_CALLS]weather[CALL_ID]abcDEF123[ARGS]{ARGUMENTS}", "[TOOL_CALLS]clock[CALL_ID]000000000[ARGS]{}"),
+    "mistral_v13": (f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}", "[TOOL_CALLS]clock[ARGS]{}"),
+    "nemotron_json": (f"<TOOLCALL>[{WEATHER_CALL}]</TOOLCALL>", f", {CLOCK_CALL}]</TOOLCALL>"),
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nX\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>",
+        "\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    ),
+    "deepseek_v3": (BEGIN + V3("weather", ARGUMENTS) + END, "\n" + V3("clock", "{}") + END),
+    "deepseek_v31": (BEGIN + V31("weather", ARGUMENTS) + END, V31("clock", "{}") + END),
+}  # fmt: skip
+"""A call in each form, as the model authors' templates write it, and what a second one adds to it
+before the mark that ends all, if there is one."""
+LAST = {"mistral": "]", "nemotron_json": "]</TOOLCALL>", "deepseek_v3": END, "deepseek_v31": END}
 
-    tools = [
-        OfferedTool(
-            tool["function"]["name"], tool["function"].get("parameters", {"type": "object"})
-        )
-        for tool in (WEATHER, CLOCK)
-    ]
-    key = "parameters" if name == "llama3_json" else "arguments"
-    call = f'{{"name": "weather", "{key}": {{"city": "X", "days": 1}}}}'
-    clock = f'{{"name": "clock", "{key}": {{}}}}'
-    one, two = {
-        "hermes": (f"<tool_call>\n{call}\n</tool_call>",
-                   f"<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{clock}\n</tool_call>"),
-        "llama3_json": (call, f"{call}; {clock}"),
-        "mistral": (f"[TOOL_CALLS][{call}]", f"[TOOL_CALLS][{call}, {clock}]"),
-    }[name]  # fmt: skip
+
+def offered(*tools: dict[str, Any]) -> list[OfferedTool]:
+    found = [tool["function"] for tool in tools]
+    return [OfferedTool(one["name"], one.get("parameters", {"type": "object"})) for one in found]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_forced_calls_are_what_the_reader_reads(name: str, tokenizer: Any) -> None:
+    tools = offered(WEATHER, CLOCK)
+    one, more = FORCED[name]
+    two = one.removesuffix(LAST.get(name, "")) + more
     for many in (True, False):
-        rules = "start: calls\n" + FORMATS[name].grammar(tools, many, {})
+        rules = "start: calls\n" + FORMATS[name].rules(tools, many, {})
         wanted = StructuredOutput(grammar=rules)
         assert accepts(tokenizer, wanted, one)
         assert accepts(tokenizer, wanted, two) == many
-        assert not accepts(tokenizer, wanted, one.replace("1", '"one"'))
+        assert not accepts(tokenizer, wanted, re.sub(r"\b1\b", '"one"', one))
         assert not accepts(tokenizer, wanted, "Hello")
+    reader = CallsReader(FORMATS[name], {tool.name: tool.parameters for tool in tools})
+    calls = [(WEATHER["function"]["name"], '{"city": "X", "days": 1}'), ("clock", "{}")]
+    pieces = [piece for call in calls for piece in (CallBegin(call[0]), CallArguments(call[1]))]
+    assert reader.push(two) + reader.end() == pieces
+
+
+def test_forced_values_between_tags(tokenizer: Any) -> None:
+    """In the form of Qwen3-Coder, values have no quotes: the grammar holds them to the schema."""
+    properties = {
+        "text": {"type": "string"}, "short": {"type": "string", "maxLength": 3}, "like": {"type": "string", "pattern": "^a/+b"},
+        "one": {"enum": ["x y", "z"]}, "number": {"type": "integer", "minimum": 5}, "sure": {"$ref": "#/$defs/sure"},
+        "list": {"type": "array", "items": {"type": "integer"}}, "any": {},
+    }  # fmt: skip
+    schema = {"properties": properties, "required": ["one"], "$defs": {"sure": {"type": "boolean"}}}
+    rules = FORMATS["qwen3_coder"].rules([OfferedTool("f", schema)], False, {})
+    wanted = StructuredOutput(grammar=f"start: calls\n{rules}")
+
+    def call(**values: str) -> str:
+        parts = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+        return f"<tool_call>\n<function=f>\n{parts}</function>\n</tool_call>"
+
+    good = {"text": "a\n<b>\n\n", "short": "", "like": "a//b!", "one": "x y", "number": "12", "sure": "true", "list": "[1, 2]", "any": "5"}  # fmt: skip
+    assert accepts(tokenizer, wanted, call(**good))
+    assert accepts(tokenizer, wanted, call(one="z"))
+    assert not accepts(tokenizer, wanted, call(text="a"))
+    for key, bad in {
+        "text": "</parameter>", "short": "four", "like": "ba/b", "one": "x", "number": "4", "sure": "yes", "list": "[a]",
+    }.items():  # fmt: skip
+        assert not accepts(tokenizer, wanted, call(**(good | {key: bad}))), key
+    with pytest.raises(RequestError, match="'a>b'"):
+        FORMATS["qwen3_coder"].rules([OfferedTool("f", {"properties": {"a>b": {}}})], False, {})
 
 
 def test_choices_of_tools(tokenizer: Any) -> None:
@@ -98,7 +151,7 @@ def test_calls_in_answers() -> None:
     auto = asked_chat(tools=[CLOCK])
     choice = answered(auto, f"Wait.\n{text}")["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "Wait."
+    assert choice["message"]["content"] == "Wait.\n"
     call = choice["message"]["tool_calls"][0]
     assert call["function"] == {"name": "clock", "arguments": "{}"}
     assert len(call["id"]) == 9

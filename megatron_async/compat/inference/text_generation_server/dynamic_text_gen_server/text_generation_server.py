@@ -20,7 +20,8 @@ logger = logging.getLogger("megatron_async")
 
 END_S = 10.0
 """The server has so long to end in order; then it is killed."""
-TOOL_PARSERS = ("hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("deepseek_r1", "nemotron_v3", "super_v3", "ultra_v3")
+"""Megatron's parsers of thoughts, which are always read here."""
 
 _server: subprocess.Popen[bytes] | None = None
 
@@ -43,8 +44,8 @@ def start_text_gen_server(
         tokenizer: no effect: engines tell the coordinator theirs.
         rank: of the caller; no effect.
         server_port: where it listens; 0: any free port, which its log names.
-        parsers: none, or the form of the model's tool calls (`TOOL_PARSERS`); None: by the chat
-            template.
+        parsers: Megatron's names, as "qwen3-coder-tool" and "deepseek-r1-reasoning"; one may be of
+            tool calls. None: by the chat template.
         verbose: no effect; requests are counted at /metrics.
         num_replicas: processes that speak HTTP.
         hostname: name or address to listen at. None is 0.0.0.0, all networks, which needs an API
@@ -56,6 +57,7 @@ def start_text_gen_server(
             key.
     """
     global _server
+    from megatron_async.server.chat.call_formats import format_of_template, parser_name
     from megatron_async.server.supervisor.keys import read_keys
     from megatron_async.server.supervisor.settings import ServeSettings
 
@@ -64,10 +66,9 @@ def start_text_gen_server(
         return
     if sock is not None:
         refuse("start_text_gen_server(sock=)", "give server_port and hostname")
-    names = list(parsers or ())
-    if len(names) > 1 or not set(names) <= set(TOOL_PARSERS):
-        known = ", ".join(TOOL_PARSERS)
-        refuse(f"parsers={names}", f"give one of {known}, or none: the chat template says which")
+    names = [name for name in parsers or () if parser_name(name) not in REASONING_PARSERS]
+    if len({format_of_template("", name).name for name in names}) > 1:
+        refuse(f"parsers={names}", "give one of them, or none: the chat template says which")
     host = "0.0.0.0" if hostname is None else hostname
     # What is wrong is an error here, not in another process' log.
     ServeSettings(

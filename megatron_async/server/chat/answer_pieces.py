@@ -1,10 +1,10 @@
-"""`ToolFormat`: how a family of models writes calls of tools; and what readers of texts tell."""
+"""What readers of texts tell: thoughts, content, calls; and the tools that may be called."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +62,12 @@ class OfferedTool:
     parameters: Mapping[str, Any]
 
 
-class ToolFormat(Protocol):
-    """A way of writing calls.
-
-    Attributes:
-        name: for `--tool-parser`.
-        special: special tokens that are part of it: the text keeps them.
-    """
+class Call(NamedTuple):
+    """A call that was read; the arguments are the JSON text of an object."""
 
     name: str
-    special: tuple[str, ...]
+    arguments: str
 
-    def reader(self) -> CallReader:
-        """A new reader, for one choice."""
 
-    def grammar(self, tools: Sequence[OfferedTool], many: bool, special: Mapping[str, int]) -> str:
-        """Lark rules whose rule `calls` is one call of a tool or, if `many`, several.
-
-        Args:
-            tools: any of which may be called.
-            many: several calls are allowed.
-            special: ids of those of its special tokens that the tokenizer has as such.
-        """
-
-    def written(self, name: str, arguments: str) -> str:
-        """A call as text, for models that are shown the format.
-
-        Args:
-            name: of the function.
-            arguments: JSON text.
-        """
+type ReadingCalls = Generator[None, None, list[Call]]
+"""Reads calls in a text that arrives; yields where more of it must come first."""

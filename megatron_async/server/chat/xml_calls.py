@@ -1,0 +1,268 @@
+"""Calls as Qwen3-Coder, Qwen3.5 and Nemotron 3 write them: a tag for the function and one for each
+parameter, whose values are plain text.
+
+    <tool_call>
+    <function=NAME>
+    <parameter=KEY>
+    VALUE
+    </parameter>
+    </function>
+    </tool_call>
+
+The type of a value is what the tool's JSON schema says: the text `5` is a number for an integer and
+a text for a string. A parameter without a type, or that the schema does not have, is a string, as
+for Megatron's and vLLM's parsers; so is a value that is none of the types it may have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_async.errors import RequestError
+from megatron_async.server.chat.answer_pieces import Call, OfferedTool, ReadingCalls
+from megatron_async.server.chat.calls_reader import BLANKS, CallText, NoCall, Step, json_value
+
+XML_MARKS = ("<tool_call>", "<function=")
+"""Qwen3-Coder sometimes leaves the outer tag out."""
+PARAMETER, PARAMETER_END, FUNCTION_END = "<parameter=", "</parameter>", "</function>"
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_INTEGER = re.compile(r"(-?\d+)(?:\.0+)?")
+_NUMBER = re.compile(r"-?\d.*", re.DOTALL)
+_KINDS = {
+    dict: "object", list: "array", bool: "boolean", str: "string", int: "integer", float: "number",
+    type(None): "null",
+}  # fmt: skip
+_OTHER_NAMES = {
+    "int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object",
+    "list": "array",
+}  # fmt: skip
+"""Names of types that people write who know Python better than JSON schema."""
+_WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
+"""Templates write True, False and None of Python's values."""
+LENGTHS = ("minLength", "maxLength")
+MAX_REFERENCES = 32
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+
+def read_xml(text: CallText, tools: Mapping[str, Mapping[str, Any]]) -> ReadingCalls:
+    """Read the calls of one `<tool_call>`, or one call without that tag."""
+    mark = yield from text.take(*XML_MARKS)
+    calls: list[Call] = []
+    while True:
+        if mark != "<function=":
+            yield from text.blanks()
+            yield from text.take("<function=")
+        calls.append((yield from _function(text, tools)))
+        end = text.place
+        yield from text.blanks()
+        if (yield from text.closes("</tool_call>")):
+            return calls
+        if mark == "<function=":
+            text.place = end
+            return calls
+
+
+def _function(text: CallText, tools: Mapping[str, Mapping[str, Any]]) -> Step[Call]:
+    name = yield from text.matching(_NAME)
+    yield from text.take(">")
+    if name not in tools:
+        raise NoCall
+    schema = tools[name]
+    values: dict[str, str] = {}
+    while True:
+        yield from text.blanks()
+        if (yield from text.take(PARAMETER, FUNCTION_END)) == FUNCTION_END:
+            break
+        key = yield from text.until(">")
+        if "\n" in key:
+            raise NoCall
+        values[key] = json_of((yield from _value(text)), _property(schema, key), schema)
+    pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in values.items())
+    return Call(name, f"{{{', '.join(pairs)}}}")
+
+
+def _value(text: CallText) -> Step[str]:
+    """Read a value and its closing tag, which is one where another tag of the call follows."""
+    value = yield from text.until(PARAMETER_END, PARAMETER, FUNCTION_END)
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+# ---- Types ---------------------------------------------------------------------------------------
+
+
+def json_of(value: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """A value as JSON text, of a type that its schema allows.
+
+    Args:
+        value: as it was written.
+        schema: of the parameter; True or {}: there is none.
+        root: the tool's schema, for references.
+    """
+    kinds = _kinds(schema, root)
+    text = value.strip(BLANKS)
+    if not kinds - {"string"} or value in _constants(schema, root):
+        return json.dumps(value, ensure_ascii=False)
+    word = _WORDS.get(text.lower())
+    if word in kinds:
+        return "null" if word == "null" else text.lower()
+    integer = _INTEGER.fullmatch(text)
+    try:
+        found = json_value(text)  # numbers are texts there
+    except NoCall:
+        return json.dumps(value, ensure_ascii=False)
+    if integer and "integer" in kinds:
+        return integer[1]
+    kind = "number" if _NUMBER.fullmatch(text) else _KINDS[type(found)]
+    return text if kind in kinds and kind != "string" else json.dumps(value, ensure_ascii=False)
+
+
+def _property(schema: Mapping[str, Any], key: str) -> Any:
+    own = _target(schema, schema)
+    found = own.get("properties", {})
+    if isinstance(found, Mapping) and key in found:
+        return found[key]
+    return own.get("additionalProperties", True)
+
+
+def _target(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema behind its references; {} where it is none, as true."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return {}
+        path = schema.get("$ref")
+        if not isinstance(path, str):
+            return schema
+        found: Any = root
+        for key in path.removeprefix("#").split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
+        schema = found
+    return {}
+
+
+def _constants(schema: Any, root: Mapping[str, Any]) -> list[Any]:
+    own = _target(schema, root)
+    listed = own.get("enum", ())
+    found = list(listed) if isinstance(listed, list | tuple) else []
+    found += [own["const"]] if "const" in own else []
+    for part in _parts(own):
+        found += _constants(part, {})
+    return found
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Any]:
+    found = [schema.get(key, ()) for key in ("anyOf", "oneOf", "allOf")]
+    return [part for parts in found if isinstance(parts, list | tuple) for part in parts]
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema allows; none: it says nothing of them."""
+    own = _target(schema, root)
+    given = own.get("type", ())
+    names = given if isinstance(given, list | tuple) else [given]
+    found = {_OTHER_NAMES.get(str(name).lower(), str(name).lower()) for name in names}
+    if not found:
+        found = {_KINDS[type(value)] for value in _constants(own, root) if type(value) in _KINDS}
+    if depth < MAX_REFERENCES:
+        for part in _parts(own):
+            found |= _kinds(part, root, depth + 1)
+    if not found:
+        found = {"object"} if "properties" in own else {"array"} if "items" in own else set()
+    if own.get("nullable") is True:
+        found.add("null")
+    return frozenset(found | ({"integer"} if "number" in found else set()))
+
+
+# ---- Writing -------------------------------------------------------------------------------------
+
+_NO_END = r"~/(?s:.*<\/parameter>.*)/"
+_END = r"/\n<\/parameter>\n/"
+
+
+def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, int]) -> str:
+    """Lark rules, as `CallFormat.rules`. Parameters stand in the order of the schema; those that
+    are not required may be left out.
+
+    Raises:
+        RequestError: a parameter's name cannot be written in a tag.
+    """
+    opening, closing = (
+        f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
+        for mark in ("<tool_call>", "</tool_call>")
+    )
+    one = f'{opening} "\\n" call "\\n" {closing}'
+    lines = [
+        f"calls: {one} " + (f'("\\n" {one})*' if many else ""),
+        "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
+        f"TEXT: (/(?s:.*)/ & {_NO_END}) {_END}",
+        r"any_parameter: /<parameter=[A-Za-z0-9_.-]{1,64}>\n/ TEXT",
+    ]
+    for i, tool in enumerate(tools):
+        schema = _target(tool.parameters, tool.parameters)
+        properties, required = schema.get("properties"), schema.get("required")
+        properties = properties if isinstance(properties, Mapping) else {}
+        required = required if isinstance(required, list | tuple) else ()
+        names = dict.fromkeys([*properties, *required])
+        parts = [json.dumps(f"<function={tool.name}>\n")]
+        for j, key in enumerate(names):
+            if not key or ">" in key or "\n" in key:
+                raise RequestError(
+                    f"tools: {tool.name} has a parameter {key!r}, which this model's form of calls "
+                    "cannot write: rename it, without > and line breaks."
+                )
+            rule = f"parameter_{i}_{j}"
+            parts.append(rule if key in required else f"{rule}?")
+            value = _value_rule(properties.get(key, True), tool.parameters, rule.upper(), lines)
+            lines.append(
+                f"{rule}: {json.dumps(f'<parameter={key}>\n', ensure_ascii=False)} {value}"
+            )
+        if not names and schema.get("additionalProperties", False) is not False:
+            parts.append("any_parameter*")
+        lines.append(f"call_{i}: {' '.join(parts)} {json.dumps(FUNCTION_END)}")
+    return "\n".join(lines) + "\n"
+
+
+def _value_rule(schema: Any, root: Mapping[str, Any], name: str, lines: list[str]) -> str:
+    """A value and its closing tag in Lark, by terminals of this name where they are needed."""
+    own, kinds = _target(schema, root), _kinds(schema, root)
+    constants = _constants(schema, root)
+    if constants and all(isinstance(value, str) for value in constants):
+        texts = " | ".join(json.dumps(value, ensure_ascii=False) for value in constants)
+        return f"({texts}) {_END}"
+    if kinds and "string" not in kinds:
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        lines.append(f"{name.lower()}_json: %json {json.dumps(definitions | dict(schema))}")
+        return f"{name.lower()}_json {_END}"
+    least, most = (own[key] if isinstance(own.get(key), int) else "" for key in LENGTHS)
+    pattern = own.get("pattern")
+    if kinds != {"string"} or not (least or most != "" or pattern):
+        return "TEXT"
+    held = [f"/(?s:.{{{least or 0},{most}}})/", _NO_END]
+    if isinstance(pattern, str):
+        inside = re.sub(r"(?<!\\)/", r"\\/", pattern)
+        before = "" if inside.startswith("^") else "(?s:.*)"
+        after = "" if inside.endswith("$") and not inside.endswith(r"\$") else "(?s:.*)"
+        held.append(
+            f"/{before}({inside.removeprefix('^').removesuffix('$' if not after else '')}){after}/"
+        )
+    lines.append(f"{name}: ({' & '.join(held)}) {_END}")
+    return name
+
+
+def xml_written(name: str, arguments: str) -> str:
+    """A call as text; arguments that are no JSON object stand where parameters would."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        given = {"KEY": "VALUE"}
+    lines = ["<tool_call>", f"<function={name}>"]
+    for key, value in given.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines += [f"{PARAMETER}{key}>", text, PARAMETER_END]
+    return "\n".join([*lines, FUNCTION_END, "</tool_call>"])
