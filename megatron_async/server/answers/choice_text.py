@@ -62,12 +62,16 @@ class ChoiceText:
             view = served.text_with_special  # type: ignore[assignment]
         elif not style.chat.is_plain:
             view = served.text_with_calls  # type: ignore[assignment]
+        self._params = choice.params
+        self._eos_ids = served.card.eos_ids
+        self._last: int | None = None
         self._text: TokenText | None = None
         if view is not None:
             self._text = TokenText(view, choice.params, asked.prompts[choice.prompt])
 
     def push(self, tokens: Sequence[int], text: str | None) -> str:
         """Take tokens, and text if the replica makes it; return the text that is settled."""
+        self._last = tokens[-1] if tokens else self._last
         if self._text is None:
             return text or ""
         return self._text.push(tokens)
@@ -76,6 +80,16 @@ class ChoiceText:
     def stop_word(self) -> str | None:
         """The stop word that ended the text; None before the end, or where none did."""
         return None if self._text is None else self._text.stop_word
+
+    def stop_reason(self, end: End) -> int | str | None:
+        """What has ended the text, behind its end, in vLLM's words: a stop string, or a token of
+        `stop_token_ids`; None for the model's own end tokens, and where nothing of both did. Of a
+        text that the replica made nothing is known if there are several stop strings."""
+        if end.finish_reason == "stop_word":
+            words = self._params.stop_words or ()
+            return words[0] if self._text is None and len(words) == 1 else self.stop_word
+        is_own = self._last in self._eos_ids and self._params.termination_id != -1
+        return None if is_own or end.finish_reason != "stop_token" else self._last
 
     def end(self, end: End) -> str:
         """The rest of the text."""

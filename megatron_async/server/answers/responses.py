@@ -40,7 +40,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogProbs | None
     finish_reason: Literal["stop", "length", "abort"] | None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 class CompletionAnswer(msgspec.Struct):
@@ -107,7 +107,7 @@ class ChatChoice(msgspec.Struct):
     message: AnswerMessage
     logprobs: ChatLogProbs | None
     finish_reason: Literal["stop", "length", "tool_calls", "abort"]
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 class ChatAnswer(msgspec.Struct):

@@ -105,7 +105,6 @@ class StreamFormatter:
         self._offset = 0
         self._num_calls = 0
         self._num_tokens = 0
-        self._last_token: int | None = None
         self._is_first = True
 
     def begin(self) -> bytes:
@@ -158,8 +157,6 @@ class StreamFormatter:
     def _push(self, ids: list[int], log_probs: LogProbs | None, text: str | None) -> bytes:
         self._num_tokens += len(ids)
         self._answer.usage.generated += len(ids)
-        if ids:
-            self._last_token = ids[-1]
         if self._style.is_scoring:
             return b""
         settled = self._text.push(ids, text)
@@ -261,7 +258,7 @@ class StreamFormatter:
     def _finish(self, end: End) -> bytes:
         reason = finish_reason(end, self._style.chat, self._num_calls > 0)
         part: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
-        stop = self._last_token if end.finish_reason == "stop_token" else None
+        stop = self._text.stop_reason(end)
         part |= {"logprobs": None, "finish_reason": reason, "stop_reason": stop}
         if self._style.gives_token_ids:
             part["token_ids"] = []

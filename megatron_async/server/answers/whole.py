@@ -109,7 +109,7 @@ class Collector:
             found = self._chat(text, end)
         else:
             found = self._completion(text, end)
-        found["stop_reason"] = self.tokens[-1] if end.finish_reason == "stop_token" else None
+        found["stop_reason"] = self._maker.stop_reason(end)
         if style.gives_token_ids:
             found["token_ids"] = [] if style.is_scoring else self.tokens
             prompt = self._asked.prompts[self.choice.prompt]

@@ -133,6 +133,35 @@ def test_stop_words_are_cut_and_never_told() -> None:
     assert answered(kept, " b END", reason="stop_word")["choices"][0]["text"] == " b END"
 
 
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text", "reason", "told"),
+    [
+        ({"stop": ["END", "x"]}, "b x", "stop_word", "x"),
+        ({"stop": "END"}, "b END", "stop_word", "END"),
+        ({"stop": "END", "include_stop_str_in_output": True}, "b END", "stop_word", "END"),
+        ({"stop_token_ids": [tokens_of("b")[0]]}, "b", "stop_token", tokens_of("b")[0]),
+        ({"stop": "END"}, "b", "termination_id", None),
+        ({"stop": "END"}, "b", "length", None),
+        ({}, "b<|endoftext|>", "stop_token", None),  # an end token of the model's
+        ({"ignore_eos": True, "stop_token_ids": [0]}, "b<|endoftext|>", "stop_token", 0),
+    ],
+)
+def test_stop_reasons_are_vllms(
+    chat: bool, fields: dict[str, Any], text: str, reason: str, told: Any
+) -> None:
+    fields = fields | {"max_tokens": 9}
+    asked = asked_chat(**fields) if chat else asked_completion(prompt="a", **fields)
+    assert answered(asked, text, reason=reason)["choices"][0]["stop_reason"] == told
+    events = streamed(asked, text, reason=reason)
+    assert events[-1]["choices"][0]["stop_reason"] == told
+    without = demo().__class__.of(
+        msgspec.structs.replace(demo().card, tokenizer_json=None, replica_makes_text=True)
+    )
+    if isinstance(fields.get("stop"), str) and not chat:  # one word: it was that
+        assert answered(asked, text, without, reason)["choices"][0]["stop_reason"] == told
+
+
 def test_special_tokens_are_left_out_or_kept() -> None:
     text = "<|im_start|>a"
     assert answered(asked_completion(prompt="a"), text)["choices"][0]["text"] == "a"
