@@ -49,7 +49,10 @@ class BytePieces(dict[int, bytes]):
         super().__init__()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._special = {token.content for token in added.values() if token.special}
+        # The flag of a token that was added twice may be another than what its texts show.
+        self._special = {
+            token.content for number, token in added.items() if _is_hidden(backend, number)
+        }
 
     def __missing__(self, token: int) -> bytes:
         piece = self[token] = self._read(self._backend.id_to_token(token))
@@ -63,6 +66,10 @@ class BytePieces(dict[int, bytes]):
             return bytes(map(byte_of.__getitem__, text))
         except KeyError:  # an added token is written as it is
             return text.encode()
+
+
+def _is_hidden(backend: BackendTokenizer, token: int) -> bool:
+    return not backend.decode([token], skip_special_tokens=True)
 
 
 @cache

@@ -12,32 +12,33 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers.models import BPE
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.json_objects import MIB, read_object
 from megatron_async.text.byte_level import BytePieces, byte_level_pieces, is_byte_level
-from megatron_async.text.chat_template import compile_chat_template
+from megatron_async.text.chat_template import (
+    CHAT_TEMPLATE,
+    compile_chat_template,
+    folder_template,
+)
+from megatron_async.text.gguf_tokenizer import read_gguf
+from megatron_async.text.special_tokens import (
+    TOKENIZER_CONFIG,
+    add_special_tokens,
+    read_config,
+    special_texts,
+    token_text,
+)
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-OTHER_FORMATS = ("tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-CONTROL, USER_DEFINED = 3, 4
-"""Values of `tokenizer.ggml.token_type` for tokens that are never merged from text."""
-
-# The pre-tokenizers' published patterns: how text is cut into words before merging.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-GGUF_PRE_TOKENIZERS = ("llama-bpe", "qwen2", "smollm")
-"""Values of `tokenizer.ggml.pre` that `Tokenizer.from_gguf` can rebuild."""
+OTHER_FORMATS = (
+    "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
+    "tiktoken.model",
+)  # fmt: skip
+LARGEST_TOKENIZER = 256 * MIB
+"""Bytes of a `tokenizer.json`; published ones have up to 35 MiB."""
 
 
 class TokenizerError(ConfigurationError):
@@ -99,17 +100,26 @@ class Tokenizer:
                 else "copy the tokenizer.json and tokenizer_config.json of the model into it"
             )
             raise TokenizerError(f"{folder}: has no {TOKENIZER}; {hint}")
+        if file.stat().st_size > LARGEST_TOKENIZER:
+            raise TokenizerError(
+                f"{file}: is larger than {LARGEST_TOKENIZER // MIB} MiB, so it is no tokenizer"
+            )
         try:
             backend = BackendTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{file}: not a readable tokenizer ({error})") from error
-        config = _read_json(folder / TOKENIZER_CONFIG)
-        template_file = folder / CHAT_TEMPLATE
-        if template_file.is_file():
-            template: str | None = template_file.read_text(encoding="utf-8")
-        else:
-            template = _default_template(config.get("chat_template"))
-        eos, generation = read_eos_ids(folder, backend), _read_json(folder / GENERATION_CONFIG)
+        config = read_config(folder, TokenizerError)
+        files = config.get("fast_tokenizer_files") or [TOKENIZER]
+        if files != [TOKENIZER]:
+            raise TokenizerError(
+                f"{folder / TOKENIZER_CONFIG}: fast_tokenizer_files = {files!r:.200} is "
+                f"not read (only {TOKENIZER}); save the tokenizer again with transformers"
+            )
+        config = add_special_tokens(backend, config, str(folder), TokenizerError)
+        template = folder_template(folder, config, TokenizerError)
+        eos = read_eos_ids(folder, _special_id(config, "eos_token", backend))
+        file = folder / GENERATION_CONFIG
+        generation = read_object(file, TokenizerError) if file.is_file() else {}
         return cls(backend, config, eos, template, str(folder), generation)
 
     @classmethod
@@ -123,51 +133,7 @@ class Tokenizer:
         Raises:
             TokenizerError: a kind of tokenizer or pre-tokenizer that cannot be rebuilt exactly.
         """
-        model = metadata.get("tokenizer.ggml.model")
-        if model != "gpt2":
-            raise TokenizerError(
-                f"{source}: tokenizer.ggml.model = {model!r} is not supported (only 'gpt2', "
-                "byte-level BPE); use the model's Hugging Face folder instead"
-            )
-        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-        kinds: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-        pre = metadata.get("tokenizer.ggml.pre")
-        vocab = {token: index for index, token in enumerate(tokens)}
-        # Llama 3 takes a word that is a token as it is, without going through the merges.
-        backend = BackendTokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
-        _set_pre_tokenizer(backend, pre, source)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_tokens(
-            [
-                AddedToken(token, normalized=False, special=kind == CONTROL)
-                for token, kind in zip(tokens, kinds)
-                if kind in (CONTROL, USER_DEFINED)
-            ]
-        )
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        ids: dict[str, int] = {}
-        for name, key in zip(SPECIAL_NAMES, ("bos", "eos", "unknown", "padding")):
-            token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-            if token_id is not None:
-                ids[name] = int(token_id)
-                config[name] = tokens[int(token_id)]
-        adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
-        if adds_bos and "bos_token" in ids:
-            bos = config["bos_token"]
-            backend.post_processor = processors.TemplateProcessing(
-                single=f"{bos} $A",
-                pair=f"{bos} $A {bos} $B",
-                special_tokens=[(bos, ids["bos_token"])],
-            )
-        else:
-            backend.post_processor = processors.ByteLevel(trim_offsets=False)
-        eos = [ids["eos_token"]] if "eos_token" in ids else []
-        for key in ("eot", "eom"):  # chat models end a turn with another token than a text
-            token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-            if token_id is not None and int(token_id) not in eos:
-                eos.append(int(token_id))
-        return cls(backend, config, eos, metadata.get("tokenizer.chat_template"), source)
+        return cls(*read_gguf(metadata, source, TokenizerError), source)
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -217,11 +183,7 @@ class Tokenizer:
     @property
     def special_texts(self) -> dict[str, str]:
         """Special tokens by name ("bos_token"), as chat templates get them."""
-        return {
-            name: text
-            for name in SPECIAL_NAMES
-            if (text := _token_text(self.config.get(name))) is not None
-        }
+        return special_texts(self.config)
 
     def apply_chat_template(
         self,
@@ -289,22 +251,19 @@ class Tokenizer:
             raise TokenizerError(f"{self.source}: invalid chat template: {error}") from error
 
 
-def read_eos_ids(folder: Path, backend: BackendTokenizer | None = None) -> tuple[int, ...]:
+def read_eos_ids(folder: Path, own: int | None = None) -> tuple[int, ...]:
     """Tokens that end a generation: the tokenizer's EOS, then those of the model's configuration.
 
     Args:
         folder: a Hugging Face folder; files may be missing.
-        backend: the folder's tokenizer; None: only the model's configuration is read.
+        own: the tokenizer's EOS, if it is known.
 
     Raises:
         TokenizerError: a file is corrupt.
     """
-    ids: list[int] = []
-    if backend is not None:
-        own = _special_id(_read_json(folder / TOKENIZER_CONFIG), "eos_token", backend)
-        ids += [] if own is None else [own]
+    ids: list[int] = [] if own is None else [own]
     for name in (GENERATION_CONFIG, "config.json"):
-        content = _read_json(folder / name)
+        content = read_object(folder / name, TokenizerError) if (folder / name).is_file() else {}
         inside = content.get("text_config")  # of a model with a vision tower
         value = content.get("eos_token_id")
         if value is None and isinstance(inside, dict):
@@ -316,53 +275,10 @@ def read_eos_ids(folder: Path, backend: BackendTokenizer | None = None) -> tuple
     return tuple(dict.fromkeys(ids))
 
 
-def _set_pre_tokenizer(backend: BackendTokenizer, pre: str | None, source: str) -> None:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
-    if pre == "smollm":
-        first: Any = pre_tokenizers.Digits(individual_digits=True)
-    elif pre == "llama-bpe":
-        first = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-    elif pre == "qwen2":
-        first = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
-        backend.normalizer = normalizers.NFC()
-    else:
-        raise TokenizerError(
-            f"{source}: tokenizer.ggml.pre = {pre!r} is not supported; supported: "
-            f"{', '.join(GGUF_PRE_TOKENIZERS)}. Use the model's Hugging Face folder instead"
-        )
-    backend.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
-
-
-def _token_text(value: Any) -> str | None:
-    """A special token is written as text or as an object with its `content`."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
 def _special_id(config: Mapping[str, Any], name: str, backend: BackendTokenizer) -> int | None:
-    text = _token_text(config.get(name))
+    text = token_text(config.get(name))
     token_id: int | None = None if text is None else backend.token_to_id(text)
     return token_id
-
-
-def _default_template(value: Any) -> str | None:
-    """Some models have several templates, as a list of objects; the one called "default" counts."""
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value}
-        return named.get("default")
-    return value if isinstance(value, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: must hold a JSON object")
-    return value
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
