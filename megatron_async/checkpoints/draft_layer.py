@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import override
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,6 +87,10 @@ class WithDraftLayer(NamedTensorSource):
         """Shapes of the file's tensors, by name."""
         names: list[str] = self._file.keys()
         return {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+
+    @override
+    def check_stored(self, with_mtp: bool) -> None:
+        self._base.check_stored(with_mtp=False)
 
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
         """A region of a tensor of the file, or else of the model."""

@@ -17,6 +17,7 @@ from megatron_async.checkpoints import gguf_sampling
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf_quants import dequantise
 from megatron_async.checkpoints.huggingface_config import family_of
+from megatron_async.checkpoints.json_files import check_size
 from megatron_async.checkpoints.mapping import Region, Shape
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
@@ -188,7 +189,9 @@ class GGUFSource(NamedTensorSource):
         try:
             # Copy on write, though nobody writes: torch warns of arrays that are read-only.
             return _QuickReader(self.file, "c")
-        except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+        except (
+            ValueError, IndexError, KeyError, OverflowError, TypeError, RecursionError,
+        ) as error:  # fmt: skip
             # The reader finds the end of the file as whatever numpy makes of a short slice.
             raise CheckpointError(
                 f"{self.file}: not a readable GGUF file, truncated or corrupt "
@@ -223,10 +226,7 @@ class GGUFSource(NamedTensorSource):
         raise CheckpointError(f"{self.file}: metadata {key!r} is missing; the file is incomplete")
 
     def _size(self, key: str, *default: int) -> int:
-        value = self._metadata(key, *default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise CheckpointError(f"{self.file}: {key} = {value!r} must be a positive integer")
-        return value
+        return check_size(self._metadata(key, *default), key, str(self.file))
 
     def _number(self, key: str, *default: float) -> float:
         value = self._metadata(key, *default)

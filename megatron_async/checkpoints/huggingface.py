@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, override
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -25,19 +27,23 @@ from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
 from megatron_async.checkpoints.source import (
     NamedTensorSource,
     byte_bar,
+    embedding_name,
     model_parameters,
     total_bytes,
 )
+from megatron_async.checkpoints.tensor_files import INDEX, SINGLE, TensorFiles
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.rotary import described_frequencies
 from megatron_async.text.tokenizer import TOKENIZER, Tokenizer, read_eos_ids
 
 logger = logging.getLogger("megatron_async")
 CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 """Largest safetensors file that is written."""
 
+OUTPUT = "lm_head.weight"
+FREQUENCIES = "rotary_emb.inv_freq"
+"""End of names of tables of rope."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """safetensors dtypes that are read."""
 
@@ -48,13 +54,15 @@ class _StoredTensors(NamedTuple):
     Attributes:
         model: the language model's tensors: the name without a vision tower -> that which is
             stored.
-        left_out: how many others there are, by what they are for.
         mtp: the same as `model` of multi-token prediction.
+        frequencies: stored tables of rope, which follow from the configuration.
+        left_out: how many others there are, by what they are for.
     """
 
     model: dict[str, str]
-    left_out: Mapping[str, int]
     mtp: dict[str, str]
+    frequencies: list[str]
+    left_out: Counter[str]
 
 
 class HuggingFaceSource(NamedTensorSource):
@@ -66,23 +74,51 @@ class HuggingFaceSource(NamedTensorSource):
         super().__init__(name or str(folder))
         self.folder = folder
         self.config = language_model_config(read_json(folder / CONFIG), str(folder / CONFIG))
-        self._open_files: dict[Path, Any] = {}
+        self._files = TensorFiles(folder)
 
     @cached_property
     def architecture(self) -> ModelArchitecture:
-        """From `config.json`; end tokens also from the tokenizer and `generation_config.json`."""
+        """From `config.json`; end tokens also from the tokenizer and `generation_config.json`.
+
+        Where the configuration ties the output layer to the embedding and another output layer is
+        stored, that one is used, as transformers does.
+        """
         bos = self.config.get("bos_token_id")
         # Only a tokenizer.json knows its EOS; a tokenizer of another format is an error when it is
         # asked for, not here.
         known = (self.folder / TOKENIZER).is_file() and self.tokenizer
-        has_tensors = any((self.folder / file).is_file() for file in (SINGLE, INDEX))
-        return read_architecture(
-            self.config,
-            str(self.folder / CONFIG),
-            bos_token_id=bos if isinstance(bos, int) else None,
-            eos_token_ids=known.eos_ids if known else read_eos_ids(self.folder),
-            names=self._tensor_files if has_tensors else (),
-        )
+        names = self._files.file_of if self._files.are_there else ()
+        where = str(self.folder / CONFIG)
+        try:
+            found = read_architecture(
+                self.config,
+                where,
+                bos_token_id=bos if isinstance(bos, int) else None,
+                eos_token_ids=known.eos_ids if known else read_eos_ids(self.folder),
+                names=names,
+            )
+        except CheckpointError:
+            raise
+        except ValueError as error:  # of the architecture, which does not know the file
+            raise CheckpointError(f"{where}: {error}") from error
+        if found.tie_word_embeddings and names and not self._is_tied(found.model_type):
+            found = replace(found, tie_word_embeddings=False)
+        return found
+
+    def _is_tied(self, kind: str) -> bool:
+        """Whether no output layer is stored that differs from the embedding."""
+        stored = self._stored(kind).model
+        embedding = embedding_name(kind, stored)
+        if OUTPUT not in stored or embedding not in stored:
+            return True
+        if self._files.are_equal(stored[OUTPUT], stored[embedding]):
+            return True
+        logger.warning(
+            "%s: tie_word_embeddings is true, but %r and %r are both stored and differ: both are "
+            "used, as transformers does. Set tie_word_embeddings to false.",
+            self.folder / CONFIG, stored[OUTPUT], stored[embedding],
+        )  # fmt: skip
+        return False
 
     @cached_property
     @override
@@ -107,12 +143,11 @@ class HuggingFaceSource(NamedTensorSource):
         """Dtypes of tensors as they are stored; quantised ones are refused."""
         found = {}
         for name, stored_name in tensors.items():
-            path = self._tensor_files[stored_name]
-            stored = self._file(path).get_slice(stored_name).get_dtype()
+            stored = self._files.slice_of(stored_name).get_dtype()
             if stored not in DTYPES:
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} is stored as {stored}, which is not supported "
-                    f"(only {', '.join(DTYPES)})"
+                    f"{self._files.file_of[stored_name]}: tensor {name!r} is stored as {stored}, "
+                    f"which is not supported (only {', '.join(DTYPES)})"
                 )
             found[name] = DTYPES[stored]
         return found
@@ -120,9 +155,7 @@ class HuggingFaceSource(NamedTensorSource):
     @cached_property
     @override
     def tensor_shapes(self) -> Mapping[str, Shape]:
-        found = self._shapes(self._tensors.model)
-        # Older files store the rotary table, which follows from the configuration.
-        return {k: v for k, v in found.items() if not k.endswith("rotary_emb.inv_freq")}
+        return self._shapes(self._tensors.model)
 
     @cached_property
     def mtp_shapes(self) -> Mapping[str, Shape]:
@@ -131,7 +164,7 @@ class HuggingFaceSource(NamedTensorSource):
 
     def _shapes(self, tensors: Mapping[str, str]) -> dict[str, Shape]:
         return {
-            name: tuple(self._file(self._tensor_files[stored]).get_slice(stored).get_shape())
+            name: tuple(self._files.slice_of(stored).get_shape())
             for name, stored in tensors.items()
         }
 
@@ -140,69 +173,95 @@ class HuggingFaceSource(NamedTensorSource):
         is_mtp = name in self._tensors.mtp
         stored = self._tensors.mtp[name] if is_mtp else self._tensors.model[name]
         shape = self.mtp_shapes[name] if is_mtp else self.tensor_shapes[name]
-        path = self._tensor_files[stored]
         try:
             if tuple(part.stop - part.start for part in region) == shape:
-                tensor: Tensor = self._file(path).get_tensor(stored)
+                tensor = self._files.read(stored)
             else:
-                tensor = self._file(path).get_slice(stored)[region]
+                tensor = self._files.slice_of(stored)[region]
         except (SafetensorError, OSError) as error:
+            path = self._files.file_of[stored]
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
         return tensor.to(device)
 
     @override
-    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+    def check_stored(self, with_mtp: bool) -> None:
         _ = self.dtype  # refuses quantised tensors, which would be copied as if they were numbers
-        if Shard.of(model).with_mtp:
+        if with_mtp:
             self._dtypes(self._tensors.mtp)
         for what, count in self._tensors.left_out.items():
             logger.warning("%s: %s (%d tensors) is not loaded.", self.name, what, count)
+        others = self._files.passed_over()
+        if others:
+            read = sorted({path.name for path in self._files.file_of.values()})
+            logger.warning(
+                "%s: weights are read from %s; beside them lie %s, which are not read.",
+                self.name, _few(read), _few(others),
+            )  # fmt: skip
+        self._check_frequencies()
+
+    def _check_frequencies(self) -> None:
+        """Older files store the table of rope. It follows from the configuration; if it does not,
+        the configuration counts, as in transformers, and that is told."""
+        a = self.architecture
+        expected = described_frequencies(a)
+        for name in self._tensors.frequencies:
+            found = self._files.read(name)
+            tolerance = max(torch.finfo(found.dtype).eps, 1e-5) if found.is_floating_point() else 0
+            is_same = found.shape == expected.shape and torch.allclose(
+                found.float(), expected, rtol=tolerance, atol=1e-7
+            )
+            if not is_same:
+                logger.warning(
+                    "%s: tensor %r is not the table that rope has by %s; the tensor is not used.",
+                    self.name, name, CONFIG,
+                )  # fmt: skip
+                return
+
+    @override
+    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         try:
             super().load_weights(model, progress)
         finally:
-            self._open_files.clear()
+            self._files.close()
 
     @cached_property
     def _tensors(self) -> _StoredTensors:
-        kind = self.architecture.model_type
-        names, mtp = split_mtp(self._tensor_files, kind)
-        return _StoredTensors(*language_model_tensors(names, kind), {name: name for name in mtp})
+        a = self.architecture
+        found = self._stored(a.model_type)
+        if a.tie_word_embeddings and OUTPUT in found.model:
+            # It is the embedding again, by its bytes; or there is no other.
+            head = found.model.pop(OUTPUT)
+            found.model.setdefault(embedding_name(a.model_type, found.model), head)
+        if found.mtp and not a.mtp_pattern:
+            what = f"multi-token prediction that {CONFIG} does not describe"
+            found.left_out[what] = len(found.mtp)
+        return found
 
-    @cached_property
-    def _tensor_files(self) -> dict[str, Path]:
-        """Which file holds which tensor, by the name that is stored."""
-        if (self.folder / INDEX).is_file():
-            index = read_json(self.folder / INDEX)
-            if not isinstance(index.get("weight_map"), dict):
-                raise CheckpointError(f"{self.folder / INDEX}: has no weight_map")
-            files = {name: self.folder / file for name, file in index["weight_map"].items()}
-            for path in sorted(set(files.values())):
-                stored = set(self._file(path).keys())
-                lost = [name for name, file in files.items() if file == path and name not in stored]
-                if lost:
-                    raise CheckpointError(f"{path}: lacks tensor {lost[0]!r}, which {INDEX} names")
-            return files
-        path = self.folder / SINGLE
-        if path.is_file():
-            return {name: path for name in self._file(path).keys()}  # noqa: SIM118
-        old = sorted(file.name for file in self.folder.glob("*.bin"))
-        hint = f" It holds {old[0]}: save it as safetensors first." if old else ""
-        raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}.{hint}")
+    def _stored(self, kind: str) -> _StoredTensors:
+        """What the folder of a family holds.
 
-    def _file(self, path: Path) -> Any:
-        if path not in self._open_files:
-            if not path.is_file():
-                raise CheckpointError(
-                    f"{path}: is missing, though {INDEX} names it; fetch it again"
-                )
-            try:
-                self._open_files[path] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path}: not a readable safetensors file, truncated or corrupt ({error}); "
-                    "fetch it again"
-                ) from error
-        return self._open_files[path]
+        Raises:
+            CheckpointError: two stored names mean the same tensor of the language model.
+        """
+        names, mtp = split_mtp(self._files.file_of, kind)
+        model, left_out = language_model_tensors(names, kind)
+        if len(names) != len(model) + sum(left_out.values()):
+            lost = set(names) - set(model.values())
+            parts = {name: language_model_tensors([name], kind)[0] for name in sorted(lost)}
+            lost_name, part = next((name, next(iter(p))) for name, p in parts.items() if p)
+            raise CheckpointError(
+                f"{self.folder}: tensors {model[part]!r} and {lost_name!r} are the same part of "
+                "the language model; take one of them out"
+            )
+        frequencies = [name for name in model if name.endswith(FREQUENCIES)]
+        stored = [model.pop(name) for name in frequencies]
+        return _StoredTensors(model, {name: name for name in mtp}, stored, left_out)
+
+
+def _few(names: list[str]) -> str:
+    """Some names, for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 4 else ""
+    return ", ".join(names[:3] if more else names) + more
 
 
 def save_huggingface(

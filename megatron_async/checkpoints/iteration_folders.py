@@ -7,6 +7,7 @@ apart by what is in such a folder; of them `torch_dist` is read.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megatron_async.checkpoints.errors import CheckpointError
@@ -18,6 +19,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = "torch_dist"
 RELEASE = "release"
 ITERATIONS = "iter_*"
+LONGEST_TRACKER = 64
+"""Bytes of it that are read: it has one number."""
 LEGACY_RANKS = "mp_rank_*"
 """Folders of the format `torch`: one a rank, with `model_optim_rng.pt` in each."""
 
@@ -86,8 +89,9 @@ def _tracked(folder: Path) -> Path:
                 f"iteration{there}"
             )
         return folder
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text != RELEASE and not (text.isascii() and text.isdigit()):
+    with tracker.open("rb") as file:
+        text = file.read(LONGEST_TRACKER).decode("utf-8", "replace").strip()
+    if text != RELEASE and not re.fullmatch("[0-9]{1,20}", text):
         raise CheckpointError(
             f"{tracker}: {text!r} is neither the number of an iteration nor {RELEASE!r}; give the "
             f"folder of an iteration{there}"

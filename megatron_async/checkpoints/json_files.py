@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.json_objects import read_object
+from megatron_async.models.largest_sizes import size_problem
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: missing, not JSON, or not an object.
+        CheckpointError: missing, too large, not JSON, or not an object.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
-    return value
+    return read_object(path, CheckpointError)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -41,14 +35,29 @@ def read_size(config: dict[str, Any], key: str, where: str, default: int | None 
         default: what null or a missing value mean; None: they are errors.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it is something else, or larger than any model's.
     """
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise CheckpointError(f"{where}: {key} = {value!r} must be a positive integer")
-    return value
+    return check_size(value, key, where)
+
+
+def check_size(value: Any, key: str, where: str) -> int:
+    """A size that was read from a file.
+
+    Args:
+        value: as it was read.
+        key: its name in the file.
+        where: file name for error messages.
+
+    Raises:
+        CheckpointError: no positive integer, or larger than any model's.
+    """
+    problem = size_problem(key, value)
+    if problem:
+        raise CheckpointError(f"{where}: {key} = {value!r} {problem}")
+    return int(value)
 
 
 def read_number(
@@ -65,3 +74,12 @@ def read_number(
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise CheckpointError(f"{where}: {key} = {value!r} must be a positive number")
     return float(value)
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name in a file is that of a file in the same folder or below. Where that file is a
+    link, as in Hugging Face's cache, is the owner's choice and not the file's."""
+    if not name or "\0" in name:
+        return False
+    paths = (PurePosixPath(name), PureWindowsPath(name))
+    return not any(path.is_absolute() or path.drive or ".." in path.parts for path in paths)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import FAMILIES
+from megatron_async.checkpoints.json_files import check_size
 from megatron_async.models.architecture import (
     ATTENTION,
     DELTA,
@@ -170,10 +171,7 @@ def architecture_from_args(
 
 
 def _size(args: Mapping[str, Any], name: str, where: str) -> int:
-    value = args.get(name)
-    if not isinstance(value, int) or value <= 0:
-        raise CheckpointError(f"{where}: {name} = {value!r} must be a positive integer")
-    return value
+    return check_size(args.get(name), name, where)
 
 
 def _renamed(args: Mapping[str, Any], name: str, default: Any) -> Any:

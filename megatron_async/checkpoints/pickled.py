@@ -40,6 +40,9 @@ METADATA_CLASSES = (
 )
 """What the index of a distributed checkpoint consists of."""
 
+LARGEST_PICKLE = 1 << 28
+"""Bytes of the arguments of a training run, once inflated; a run has some 100 KB of them."""
+
 NAMES_OF_PYTHON_2 = {"__builtin__": "builtins"}
 """Modules that pickles of protocol 2 name as Python 2 does."""
 
@@ -161,6 +164,8 @@ def load_common_state(data: bytes) -> Any:
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        if archive.getinfo(name).file_size > LARGEST_PICKLE:
+            raise ValueError(f"{name} is larger than {LARGEST_PICKLE >> 20} MiB")
         return PlainUnpickler(io.BytesIO(archive.read(name)), ARGUMENT_CLASSES).load()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, override
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.family_names import names_of
 from megatron_async.checkpoints.mapping import (
     Region,
     Shape,
@@ -125,7 +126,17 @@ class NamedTensorSource(ModelSource):
     def has_stacked_experts(self) -> bool:
         """Whether names are those of transformers' modules, where a tensor holds all experts of a
         layer (see `weights`)."""
-        return any(name.endswith(MODULE_NAMES) for name in self.tensor_shapes)
+        return _are_modules(self.tensor_shapes)
+
+    def check_stored(self, with_mtp: bool) -> None:
+        """Check what else is stored, before weights are read, and tell what is left out.
+
+        Args:
+            with_mtp: multi-token prediction is read too.
+
+        Raises:
+            CheckpointError: something that cannot be left out.
+        """
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
@@ -133,8 +144,7 @@ class NamedTensorSource(ModelSource):
         wanted = list(weights(self.architecture, stacked_experts=self.has_stacked_experts))
         expected = {name: shape for weight in wanted for name, shape in weight.parts.items()}
         check_shapes(self.name, expected, self.tensor_shapes)
-        # A tied model may still carry its output projection: it is the embedding again.
-        superfluous = set(self.tensor_shapes) - set(expected) - {"lm_head.weight"}
+        superfluous = set(self.tensor_shapes) - set(expected)
         if superfluous:
             raise CheckpointError(
                 f"{self.name}: tensor {min(superfluous)!r} (one of {len(superfluous)}) is not part"
@@ -172,6 +182,7 @@ class NamedTensorSource(ModelSource):
     @override
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         shard = Shard.of(model)
+        self.check_stored(shard.with_mtp)
         _ = self.checked_weights
         if shard.with_mtp:
             _ = self.checked_mtp_weights
@@ -192,6 +203,20 @@ class NamedTensorSource(ModelSource):
                         values = values * weight.scale + weight.offset
                         place.copy_(values.view(place.shape))
                     bar.update(place.nbytes)
+
+
+def _are_modules(names: Iterable[str]) -> bool:
+    return any(name.endswith(MODULE_NAMES) for name in names)
+
+
+def embedding_name(model_type: str, names: Iterable[str]) -> str:
+    """Hugging Face name of the embedding.
+
+    Args:
+        model_type: `ModelArchitecture.model_type`.
+        names: of the stored tensors.
+    """
+    return names_of(model_type, _are_modules(names), gated=False).embedding
 
 
 def clear_padding(weight: Weight, parameter: Tensor) -> None:

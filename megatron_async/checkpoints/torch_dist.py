@@ -6,6 +6,8 @@ no process group, and a checkpoint saved by many ranks is one global tensor to i
 
 from __future__ import annotations
 
+import logging
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from functools import cached_property, reduce
@@ -38,6 +40,8 @@ from megatron_async.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
+logger = logging.getLogger("megatron_async")
+
 __all__ = ["METADATA", "TorchDistSource", "save_torch_dist"]
 
 ARCHITECTURE = "architecture.json"
@@ -47,6 +51,11 @@ COMMON_FILE = "common.pt"
 """Where what is not a tensor is kept: the key since Megatron-Core 0.19, the file before it."""
 EXTRA_STATE = "._extra_state"
 """End of the keys of TransformerEngine's scaling factors, which only fp8 computation needs."""
+
+MODEL_PARTS = ("embedding.", "encoder.", "decoder.", "output_layer.")
+"""Beginnings of the keys of a model's weights, but for multi-token prediction ("mtp.")."""
+OPTIMIZER = re.compile(r"(chained_\d+\.)*optimizer\.")
+"""Beginning of the keys of an optimizer's states, of which no answer depends."""
 
 REMEDY = (
     f"place an {ARCHITECTURE} beside it (the fields of megatron_async.models.architecture."
@@ -79,18 +88,25 @@ class TorchDistSource(ModelSource):
         if file.is_file():
             try:
                 return ModelArchitecture.from_dict(read_json(file))
-            except (TypeError, ValueError) as error:
+            except CheckpointError:
+                raise
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{file}: not a ModelArchitecture ({error})") from error
         where = f"{self.folder} (training arguments)"
         args = self._training_arguments(where)
         if EMBEDDING not in self._reader.shapes:
             raise CheckpointError(f"{self.folder}: tensor {EMBEDDING!r} is missing; {REMEDY}")
-        return architecture_from_args(
-            args,
-            vocab_size=self._reader.shapes[EMBEDDING][0],
-            eos_token_ids=self.tokenizer.eos_ids if self.tokenizer else (),
-            where=where,
-        )
+        try:
+            return architecture_from_args(
+                args,
+                vocab_size=self._reader.shapes[EMBEDDING][0],
+                eos_token_ids=self.tokenizer.eos_ids if self.tokenizer else (),
+                where=where,
+            )
+        except CheckpointError:
+            raise
+        except ValueError as error:  # of the architecture, which does not know the file
+            raise CheckpointError(f"{where}: {error}") from error
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -116,6 +132,7 @@ class TorchDistSource(ModelSource):
     @override
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         shard = Shard.of(model)
+        self._tell_left_out()
         places = self._places | (self._mtp_places if shard.with_mtp else {})
         wanted = list(weights(self.architecture, shard))
         parameters = model_parameters(model, wanted)
@@ -140,17 +157,16 @@ class TorchDistSource(ModelSource):
         places = stored_weights(wanted, len(self.architecture.pattern), found)
         expected = _tensors(places)
         check_shapes(str(self.folder), expected, found)
-        # Optimizer states are other tensors; a decoder weight that nobody wants is a missing part
-        # of the model.
         extra = [
             key
             for key in found
-            if key.startswith("decoder.") and key not in expected and not key.endswith(EXTRA_STATE)
+            if key.startswith(MODEL_PARTS) and key not in expected and not key.endswith(EXTRA_STATE)
         ]
         if extra:
             raise CheckpointError(
                 f"{self.folder}: tensor {min(extra)!r} (one of {len(extra)}) is not part of a "
-                f"{layers}-layer {self.architecture.model_type} model"
+                f"{layers}-layer {self.architecture.model_type} model with tie_word_embeddings = "
+                f"{self.architecture.tie_word_embeddings}"
             )
         return places
 
@@ -162,6 +178,20 @@ class TorchDistSource(ModelSource):
         check_mtp_names(str(self.folder), _tensors(places), found)
         check_shapes(str(self.folder), _tensors(places), found)
         return places
+
+    def _tell_left_out(self) -> None:
+        """Name what is in the checkpoint, and no part of the model nor of its optimizer."""
+        known = _tensors(self._places) | _tensors(self._mtp_expected)
+        others = sorted(
+            key
+            for key in self._reader.shapes.keys() - known.keys()
+            if not OPTIMIZER.match(key) and not key.endswith(EXTRA_STATE)
+        )
+        if others:
+            logger.warning(
+                "%s: tensor %r, one of %d that are no part of the model as its arguments describe "
+                "it, is not loaded.", self.folder, others[0], len(others),
+            )  # fmt: skip
 
     @property
     def _mtp_expected(self) -> dict[str, StoredWeight]:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.iteration_folders import INDEX
+from megatron_async.checkpoints.json_files import is_inside
 from megatron_async.checkpoints.mapping import Shape
 from megatron_async.checkpoints.pickled import METADATA_CLASSES, PlainUnpickler
 
@@ -175,3 +176,6 @@ def _check_metadata(metadata: Any) -> None:
             raise TypeError(f"the shape of {key!r} is none")
         if not isinstance(item.properties.dtype, torch.dtype):
             raise TypeError(f"the dtype of {key!r} is none")
+    for place in metadata.storage_data.values():
+        if not isinstance(place.relative_path, str) or not is_inside(place.relative_path):
+            raise ValueError(f"it names {place.relative_path!r}, which is no file of this folder")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megatron_async.models.largest_sizes import LARGEST_EXPERT_WEIGHTS, size_problem
 from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes, kind_parameters
 
 KINDS = {
@@ -46,7 +47,8 @@ class ModelArchitecture:
 
     Raises:
         ValueError: the pattern has unknown characters, or does not fit the number of layers; value
-            heads of Gated DeltaNet are not a multiple of its key heads.
+            heads of Gated DeltaNet are not a multiple of its key heads; a size is larger than any
+            model's.
     """
 
     model_type: str
@@ -153,6 +155,7 @@ class ModelArchitecture:
     as in Megatron-Core."""
 
     def __post_init__(self) -> None:
+        self._check_sizes()
         if not self.pattern:
             dense = ATTENTION + (EXPERTS if self.num_moe_experts else MLP)
             object.__setattr__(self, "pattern", dense * self.num_layers)
@@ -172,6 +175,22 @@ class ModelArchitecture:
                 f"{keys}, both 1 or more."
             )
         self._check_mtp()
+
+    def _check_sizes(self) -> None:
+        """Check the sizes from which lists are made, before any is."""
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+            if problem := size_problem(name, getattr(self, name)):
+                raise ValueError(f"{name} = {getattr(self, name)!r} {problem}.")
+        for name in ("num_moe_experts", "mtp_num_depths"):
+            value = getattr(self, name)
+            if value and (problem := size_problem(name, value)):
+                raise ValueError(f"{name} = {value!r} {problem}.")
+        layers = self.pattern.count(EXPERTS) if self.pattern else self.num_layers
+        if layers * self.num_moe_experts > LARGEST_EXPERT_WEIGHTS:
+            raise ValueError(
+                f"num_moe_experts = {self.num_moe_experts} in {layers} layers are more experts "
+                f"than any model has (at most {LARGEST_EXPERT_WEIGHTS} in all)."
+            )
 
     def _check_mtp(self) -> None:
         pattern, depths = self.mtp_pattern, self.mtp_num_depths

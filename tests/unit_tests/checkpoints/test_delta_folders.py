@@ -129,7 +129,11 @@ def test_the_language_model_beside_a_vision_tower(
         loaded = load_model(tmp_path / "m", torch.float32, CPU)
     towers = sum(key.startswith("model.visual.") for key in names)
     said = sorted(record.getMessage() for record in caplog.records)
-    assert said == [f"{tmp_path / 'm'}: the vision tower ({towers} tensors) is not loaded."]
+    mtp = "multi-token prediction that config.json does not describe"
+    assert said == [
+        f"{tmp_path / 'm'}: {what} ({count} tensors) is not loaded."
+        for what, count in ((mtp, 2), ("the vision tower", towers))
+    ]
     assert loaded.architecture.tie_word_embeddings
     assert loaded.architecture.eos_token_ids == (2,)
     assert loaded.architecture.bos_token_id == 1

@@ -266,6 +266,7 @@ def _shard_missing(folder: Path) -> None:
         "weight_map": dict.fromkeys(load_file(folder / MODEL), "model-00001-of-00002.safetensors")
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / MODEL).unlink()
 
 
 def _shard_incomplete(folder: Path) -> None:

@@ -1,0 +1,183 @@
+"""safetensors of a Hugging Face folder: which file holds which tensor, and what else lies there.
+
+transformers reads `model.safetensors` where there is one, else the files that the index names, and
+of these every tensor. So do we; what lies beside them is told, and nothing is left to chance.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.iteration_folders import is_megatron
+from megatron_async.checkpoints.json_files import is_inside, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx",
+)  # fmt: skip
+"""Ends of names of files that may hold a model's weights."""
+NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "scaler")
+"""Beginnings of names of files that a trainer leaves: they have such ends, and hold its own state
+and no weight."""
+PIECE_VALUES = 1 << 24
+"""Values of two tensors that are compared at once."""
+
+
+class TensorFiles:
+    """The safetensors files of a folder. They are opened when needed.
+
+    Args:
+        folder: with `config.json`.
+
+    Raises:
+        CheckpointError: the folder holds an adapter.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[Path, Any] = {}
+        if (folder / ADAPTER).is_file():
+            raise CheckpointError(
+                f"{folder / ADAPTER}: the folder holds an adapter, which would change the model "
+                "and is not applied; merge it (peft's merge_and_unload), or take it out"
+            )
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the folder has any weights that are read."""
+        return any((self.folder / name).is_file() for name in (SINGLE, INDEX))
+
+    @cached_property
+    def file_of(self) -> dict[str, Path]:
+        """The file that holds each tensor, by the name that is stored.
+
+        Raises:
+            CheckpointError: a file is missing or unreadable; the index names a file elsewhere, or
+                two files hold different tensors of one name.
+        """
+        index = self._index
+        if index is None:
+            path = self.folder / SINGLE
+            if path.is_file():
+                return dict.fromkeys(self.open(path).keys(), path)
+            old = sorted(file.name for file in self.folder.glob("*.bin"))
+            hint = f" It holds {old[0]}: save it as safetensors first." if old else ""
+            raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}.{hint}")
+        holders: dict[str, list[Path]] = {}
+        for path in sorted(set(index.values())):
+            stored = self.open(path).keys()
+            lost = {name for name in index.keys() - set(stored) if index[name] == path}
+            if lost:
+                raise CheckpointError(f"{path}: lacks tensor {min(lost)!r}, which {INDEX} names")
+            for name in stored:
+                holders.setdefault(name, []).append(path)
+        for name, paths in holders.items():
+            for other in paths[1:]:
+                if not equal_tensors(self.open(paths[0]), name, self.open(other), name):
+                    raise CheckpointError(
+                        f"{self.folder}: {paths[0].name} and {other.name} hold different tensors "
+                        f"{name!r}; take one of them out"
+                    )
+        return {name: paths[0] for name, paths in holders.items()}
+
+    def slice_of(self, name: str) -> Any:
+        """A stored tensor, of which nothing is read yet: shape, dtype, regions."""
+        return self.open(self.file_of[name]).get_slice(name)
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two stored tensors have the same dtype, shape and values."""
+        files = self.file_of
+        return equal_tensors(self.open(files[name]), name, self.open(files[other]), other)
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU."""
+        tensor: Tensor = self.open(self.file_of[name]).get_tensor(name)
+        return tensor
+
+    def passed_over(self) -> list[str]:
+        """Files of the folder that look like weights and are not read, and checkpoints of other
+        formats in it."""
+        read = {path.name for path in self.file_of.values()}
+        found = sorted(
+            path.name
+            for path in self.folder.iterdir()
+            if path.name.endswith(WEIGHTS)
+            and not path.name.startswith(NO_WEIGHTS)
+            and path.name not in read
+        )
+        if self._index is None and (self.folder / INDEX).is_file():
+            found.insert(0, INDEX)
+        return found + (["a Megatron checkpoint"] if is_megatron(self.folder) else [])
+
+    def open(self, path: Path) -> Any:
+        """A file of the folder, opened.
+
+        Raises:
+            CheckpointError: it is missing or unreadable.
+        """
+        if path not in self._open:
+            if not path.is_file():
+                raise CheckpointError(
+                    f"{path}: is missing, though {INDEX} names it; fetch it again"
+                )
+            try:
+                self._open[path] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path}: not a readable safetensors file, truncated or corrupt ({error}); "
+                    "fetch it again"
+                ) from error
+        return self._open[path]
+
+    def close(self) -> None:
+        """Close all files; they are opened again when needed."""
+        self._open.clear()
+
+    @cached_property
+    def _index(self) -> dict[str, Path] | None:
+        """Tensors and files that the index names; None where the single file is read."""
+        file = self.folder / INDEX
+        if not file.is_file():
+            return None
+        files = read_json(file).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise CheckpointError(f"{file}: has no weight_map")
+        for name, value in files.items():
+            if not isinstance(value, str) or not is_inside(value):
+                raise CheckpointError(
+                    f"{file}: tensor {name!r} is said to be in {value!r}, which is no file of this "
+                    "folder; fetch the index again"
+                )
+        single = self.folder / SINGLE
+        if single.is_file() and SINGLE not in files.values():
+            return None
+        return {name: self.folder / value for name, value in files.items()}
+
+
+def equal_tensors(file: Any, name: str, other_file: Any, other: str) -> bool:
+    """Whether two tensors of opened safetensors files have the same dtype, shape and bytes."""
+    one, two = file.get_slice(name), other_file.get_slice(other)
+    shape = one.get_shape()
+    if one.get_dtype() != two.get_dtype() or shape != two.get_shape():
+        return False
+    if len(shape) < 2:
+        return _same_bytes(file.get_tensor(name), other_file.get_tensor(other))
+    width = max(torch.Size(shape[1:]).numel(), 1)
+    rows = max(PIECE_VALUES // width, 1)
+    return all(
+        _same_bytes(one[start : start + rows], two[start : start + rows])
+        for start in range(0, shape[0], rows)
+    )
+
+
+def _same_bytes(one: Tensor, two: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))

@@ -1,0 +1,214 @@
+"""Files of models that want too much: numbers without end, nests, names of files elsewhere."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from hybrid_families import save_hybrid
+from test_delta_folders import with_vision
+from test_gguf import write_gguf
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.models import BPE
+from training_checkpoints import parsed_args, save_run, trained_model
+
+from megatron_async.checkpoints import CheckpointError, open_model
+from megatron_async.checkpoints.info import model_info
+from megatron_async.checkpoints.megatron_args import architecture_from_args
+from megatron_async.json_objects import LARGEST_JSON, read_object
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.largest_sizes import size_problem
+from megatron_async.text.tokenizer import Tokenizer, TokenizerError
+
+HUGE = 10**12
+SIZES = {
+    "llama-tied": (
+        "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads",
+        "num_key_value_heads", "intermediate_size", "head_dim",
+    ),
+    "mixtral": ("num_hidden_layers", "num_local_experts"),
+    "qwen3-moe": ("num_hidden_layers", "num_local_experts", "moe_intermediate_size"),
+}  # fmt: skip
+HYBRID_SIZES = {
+    "nemotron-3": ("n_routed_experts", "mamba_num_heads", "n_groups", "num_nextn_predict_layers"),
+    "granite-moe": ("num_hidden_layers", "num_local_experts", "mamba_n_heads", "mamba_d_state"),
+    "bamba": ("num_hidden_layers", "vocab_size"),
+    "mamba2": ("num_hidden_layers", "num_heads", "state_size"),
+    "qwen3-next": ("num_hidden_layers", "num_experts", "linear_num_value_heads"),
+    "qwen3.5": ("num_hidden_layers", "linear_num_key_heads", "mtp_num_hidden_layers"),
+}
+NESTED = "[" * 200_000
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return lambda name: save_hybrid(name, tmp_path_factory.mktemp("hybrid"))
+
+
+def write_tokenizer(folder: Path) -> None:
+    BackendTokenizer(BPE()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("")
+
+
+def refuse_sizes(folder: Path, keys: tuple[str, ...], copy: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for key in keys:
+        for lost in ("layer_types", "layers_block_type"):
+            config.pop(lost, None)
+        for value in {HUGE, 10**9 if size_problem(key, 10**9) else HUGE}:
+            (copy / "config.json").write_text(json.dumps(config | {key: value}))
+            with pytest.raises(CheckpointError, match=rf"config.json: .*{key} = {value}"):
+                model_info(copy, memory_gb=1)
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_sizes_of_transformers(
+    family: str, family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(family_folder(family), tmp_path / "m"))
+    refuse_sizes(family_folder(family), SIZES[family], copy)
+
+
+@pytest.mark.parametrize("family", HYBRID_SIZES)
+def test_sizes_of_hybrids(family: str, hybrid: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = hybrid(family)
+    if family.startswith("nemotron"):  # its pattern gives the number of layers
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("layers_block_type", None)
+        config["hybrid_override_pattern"] = "M" * 5000
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=r"config.json: num_layers = 5000 is more"):
+            model_info(folder, memory_gb=1)
+        config["hybrid_override_pattern"] = "MEM*-E"
+        (folder / "config.json").write_text(json.dumps(config))
+    copy = Path(shutil.copytree(folder, tmp_path / "m"))
+    refuse_sizes(folder, HYBRID_SIZES[family], copy)
+
+
+def test_many_experts_of_many_layers(family_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(family_folder("mixtral"), tmp_path / "m"))
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"num_local_experts": 16384, "num_hidden_layers": 4096}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config.json: num_moe_experts = 16384 in 4096"):
+        model_info(copy, memory_gb=1)
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count"])
+def test_sizes_of_gguf(key: str, family_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = family_folder("llama-tied")
+    a = open_model(folder).architecture
+    file = write_gguf(tmp_path / "m.gguf", folder, "llama", a, {f"llama.{key}": 10**9})
+    with pytest.raises(CheckpointError, match=rf"m.gguf: llama.{key} = 1000000000 is more than"):
+        model_info(file, memory_gb=1)
+
+
+@pytest.mark.parametrize("key", ["num_layers", "hidden_size", "num_experts", "mtp_num_layers"])
+def test_sizes_of_training_arguments(key: str) -> None:
+    args = vars(parsed_args()) | {key: HUGE}
+    with pytest.raises(ValueError, match=f"{key} = {HUGE} is more than"):
+        architecture_from_args(args, 96, (), "run")
+
+
+@pytest.mark.parametrize("key", ["num_layers", "hidden_size", "vocab_size", "num_moe_experts"])
+def test_sizes_of_an_architecture(key: str) -> None:
+    plain = {"model_type": "llama", "num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
+    plain |= {"num_query_groups": 1, "kv_channels": 8, "ffn_hidden_size": 8, "vocab_size": 9}
+    with pytest.raises(ValueError, match=f"{key} = {HUGE}"):
+        ModelArchitecture.from_dict(plain | {key: HUGE})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+     "added_tokens.json", "tokenizer.json", "model.safetensors.index.json"],
+)  # fmt: skip
+@pytest.mark.parametrize("content", [NESTED, '{"a":' * 100_000, "\xff", "{" * 3])
+def test_json_that_is_no_object(
+    name: str, content: str, family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(family_folder("llama-tied"), tmp_path / "m"))
+    write_tokenizer(copy)
+    (copy / "model.safetensors").rename(copy / "other.safetensors")
+    (copy / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises((CheckpointError, TokenizerError), match=rf"/m/{name}: not .*readable"):
+        model_info(copy, memory_gb=1)
+
+
+def test_json_without_end(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(b"{")
+    with file.open("r+b") as stream:
+        stream.truncate(LARGEST_JSON + 1)
+    with pytest.raises(CheckpointError, match=r"config.json: is larger than 64 MiB"):
+        read_object(file, CheckpointError)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=r"config.json: is larger than 64 MiB"):
+        read_object(file, CheckpointError)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_other_files_of_a_tokenizer_without_end(name: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    with (tmp_path / name).open("r+b") as stream:
+        stream.truncate(1 << 31)
+    with pytest.raises(TokenizerError, match=rf"{name}: is larger than \d+ MiB"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_nested_arrays_of_gguf(tmp_path: Path) -> None:
+    array = int(gguf.GGUFValueType.ARRAY)
+    key = struct.pack("<Q", 1) + b"a" + struct.pack("<I", array)
+    nest = struct.pack("<IQ", array, 1) * 100_000 + struct.pack("<IQ", 4, 0)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + nest)
+    with pytest.raises(CheckpointError, match=r"m.gguf: not a readable GGUF file"):
+        _ = open_model(file).architecture
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "iter_0000007"
+    args = parsed_args()
+    save_run(trained_model(args), folder, args)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd"])
+def test_a_checkpoint_that_names_files_elsewhere(name: str, trained: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(trained, tmp_path / "m"))
+    index = pickle.loads((copy / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = name
+    (copy / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=f"names '{name}', which is no file of this folder"):
+        _ = open_model(copy).architecture
+
+
+def test_a_tracker_without_end(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7" * 10_000)
+    with pytest.raises(CheckpointError, match=r"is neither the number of an iteration nor"):
+        open_model(tmp_path)
+
+
+@pytest.mark.parametrize("level", ["inside", "outside"])
+def test_sizes_beside_a_vision_tower(level: str, tmp_path: Path) -> None:
+    with_vision("qwen3.5", tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text())
+    config["text_config"]["num_hidden_layers"] = HUGE
+    config["text_config"].pop("layer_types")
+    if level == "outside":  # where nothing of the language model is read
+        config["num_hidden_layers"] = 4
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"num_hidden_layers = {HUGE} is more than"):
+        model_info(tmp_path / "m", memory_gb=1)
