@@ -148,6 +148,11 @@ def _add_limits(group: Any) -> None:
         help="tokens in flight of one API key (default: no limit)",
     )  # fmt: skip
     group.add_argument(
+        "--default-max-tokens", type=int, metavar="N",
+        help="most tokens of a chat's answer whose request gives no limit; if the model's\n"
+        "max_new_tokens is less, that counts (default: as many as fit; on a CPU 1024)",
+    )  # fmt: skip
+    group.add_argument(
         "--max-body-mb", type=float, default=32.0, metavar="MB", help="of an HTTP request"
     )
     group.add_argument(
@@ -249,6 +254,7 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         profile_folder=arguments.profile_dir,
         tool_parser=arguments.tool_parser,
         one_event_a_token=arguments.one_event_a_token,
+        default_max_tokens=arguments.default_max_tokens,
         page=not arguments.no_page,
         otlp_endpoint=arguments.otlp_endpoint,
         max_body_bytes=int(arguments.max_body_mb * 2**20),

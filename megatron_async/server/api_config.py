@@ -56,6 +56,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         metrics_names: "own", or "vllm": the names of vLLM's boards beside them.
         tool_parser: its name; None: by the chat template.
         max_body_bytes: of a request.
+        default_max_tokens: of an answer whose request gives no limit; None: the model decides.
         one_event_a_token: never join tokens in one event.
         page: whether there is a page for people at "/".
         shutdown_timeout_s: how long requests may go on after SIGTERM.
@@ -73,6 +74,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     metrics_names: str = "own"
     tool_parser: str | None = None
     max_body_bytes: int = 32 << 20
+    default_max_tokens: int | None = None
     one_event_a_token: bool = False
     page: bool = True
     shutdown_timeout_s: float = 30.0

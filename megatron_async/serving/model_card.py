@@ -28,7 +28,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: columns of the logits.
         block_size_tokens: tokens of a KV block.
         num_speculative_tokens: most drafts of a step.
-        digest: of all other fields.
+        device: that it runs on, as "cpu" or "cuda"; "": not known.
+        digest: of all other fields but the device, which tokens do not depend on.
     """
 
     model: str
@@ -42,6 +43,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     block_size_tokens: int
     num_speculative_tokens: int = 0
+    device: str = ""
     digest: str = ""
 
     def tokenizer(self) -> Tokenizer | None:

@@ -31,7 +31,8 @@ def card_of(engine: DynamicInferenceEngine, model: str, tokenizer: Any = None) -
         **_tokenizer_fields(tokenizer),
     )
     digest = hashlib.blake2b(card.encode(), digest_size=16).hexdigest()
-    return msgspec.structs.replace(card, digest=digest)
+    device = engine.context.device.torch_device.type
+    return msgspec.structs.replace(card, digest=digest, device=device)
 
 
 def _tokenizer_fields(tokenizer: Any) -> dict[str, Any]:

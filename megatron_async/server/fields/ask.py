@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.chat.tool_choice import tool_plan
+from megatron_async.server.fields.answer_length import check_room, checked_limit
 from megatron_async.server.fields.asked import (
     PLAIN,
     AnswerStyle,
@@ -26,12 +30,11 @@ from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.formats import structured_output
 from megatron_async.server.fields.not_served import refuse_what_is_not_served
-from megatron_async.server.fields.prompts import check_prompt, completion_prompts, cut_front
+from megatron_async.server.fields.prompts import check_prompt, completion_prompts, cut
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.server.fields.sampling import (
     check,
     log_prob_count,
-    max_tokens_of,
     priority_of,
     sampling_params,
     seed_of,
@@ -45,6 +48,8 @@ COMPLETION_TOKENS = 16
 QUICK_BYTES = 8 << 10
 """Bodies that are asked on an event loop: some 2,000 tokens, a few milliseconds."""
 ID_BYTES = 12
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+"""What a request may call itself (vLLM's `request_id`): its answer's id ends with it."""
 NOBODY = Caller()
 
 
@@ -75,23 +80,34 @@ def ask(request: SharedFields, served: ServedModel, caller: Caller = NOBODY) -> 
 def ask_completion(request: CompletionRequest, served: ServedModel, caller: Caller) -> Asked:
     """What the engine is asked for a completion; as `ask`."""
     model, prompt_top_n = _check_style(request, served)
-    refuse_what_is_not_served(request)
     top_n = log_prob_count("logprobs", request.logprobs)
     echo = bool(request.echo)
     is_scoring = echo and request.max_tokens == 0
-    most = 1 if is_scoring else max_tokens_of("max_tokens", request.max_tokens)
+    name, given = _named_limit(request, "max_tokens", "max_completion_tokens")
+    most = 1 if is_scoring else checked_limit(name, given)
+    prompts = completion_prompts(request, most, served)
+    check_room(name, most, prompts, served)
     most = COMPLETION_TOKENS if most is None else most
     params = sampling_params(request, served, caller, most, structured_output(request))
     params.echo = echo
-    prompts = completion_prompts(request, served)
     style = _style(request, "completions", model, prompt_top_n, top_n, echo, is_scoring)
     return _asked(request, served, caller, params, prompts, style)
 
 
-def ask_chat(request: ChatRequest, served: ServedModel, caller: Caller) -> Asked:
-    """What the engine is asked for a chat; as `ask`."""
+def ask_chat(
+    request: ChatRequest, served: ServedModel, caller: Caller, limit_name: str = ""
+) -> Asked:
+    """What the engine is asked for a chat; as `ask`.
+
+    Args:
+        request: of the endpoint for chats, or translated from another's.
+        served: the model.
+        caller: who sent it.
+        limit_name: what the other endpoint calls `max_completion_tokens`.
+    """
     model, prompt_top_n = _check_style(request, served)
-    refuse_what_is_not_served(request)
+    if set(request.modalities or ()) - {"text"}:
+        raise Refusal("modalities: only text is served.", param="modalities")
     if request.top_logprobs is not None and not request.logprobs:
         raise Refusal(
             f"top_logprobs={request.top_logprobs} was given without logprobs: set logprobs to "
@@ -99,16 +115,17 @@ def ask_chat(request: ChatRequest, served: ServedModel, caller: Caller) -> Asked
             param="top_logprobs",
         )  # fmt: skip
     top_n = log_prob_count("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
-    most = max_tokens_of("max_completion_tokens", request.max_completion_tokens)
-    if most is None:
-        most = max_tokens_of("max_tokens", request.max_tokens)
-    if most is None:
-        most = served.defaults.max_new_tokens
+    name, given = _named_limit(request, "max_completion_tokens", "max_tokens")
+    name = limit_name or name
+    most = checked_limit(name, given)
     plan = tool_plan(request, served.chat, served.limits.tools)
     text = served.chat.render(request, plan.tools)
     ids = served.tokenize(text, request.add_special_tokens is True, "messages")
-    ids_cut = cut_front(ids, request.truncate_prompt_tokens, served)
+    ids_cut = cut(ids, request, most, served)
     check_prompt(ids_cut, served, "messages")
+    check_room(name, most, [ids_cut], served)
+    if most is None and served.answer_tokens is not None:
+        most = max(served.answer_tokens, request.min_tokens or 0)
     in_thought = served.chat.starts_in_thought(text)
     structured = structured_output(request)
     if plan.grammar is not None:
@@ -136,14 +153,28 @@ def ask_chat(request: ChatRequest, served: ServedModel, caller: Caller) -> Asked
     return _asked(request, served, caller, params, [ids_cut], style)
 
 
+def _named_limit(request: msgspec.Struct, first: str, second: str) -> tuple[str, int | None]:
+    """Which of two fields names the answer's most tokens, and its value; None where none does."""
+    for name in (first, second):
+        if (value := getattr(request, name)) is not None:
+            return name, value
+    return first, None
+
+
 def _check_style(request: SharedFields, served: ServedModel) -> tuple[str, int | None]:
-    """Check how the answer shall be; returns the name of its model, and
-    how many log probs its prompt has.
+    """Check how the answer shall be, and that all of it is served; returns the name of its model,
+    and how many log probs its prompt has.
 
     Raises:
-        Refusal: the model is another, or the fields contradict each other.
+        Refusal: the model is another, the fields contradict each other, or are not served.
     """
     model = served.name(request.model)
+    refuse_what_is_not_served(request)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise Refusal(
+            "best_of is served only where it is n: leave it out, and choose among n answers.",
+            param="best_of",
+        )
     options = request.stream_options
     if options is not None and not request.stream:
         raise Refusal(
@@ -170,10 +201,13 @@ def _style(
     chat: ChatStyle = PLAIN,
 ) -> AnswerStyle:
     prefix = "cmpl-" if endpoint == "completions" else "chatcmpl-"
+    own = request.request_id or os.urandom(ID_BYTES).hex()
+    if request.request_id is not None and not REQUEST_ID.fullmatch(own):
+        raise not_allowed("request_id", own, "1 to 64 letters, digits, or any of ._-")
     options = request.stream_options
     return AnswerStyle(
         endpoint=endpoint,
-        id=prefix + os.urandom(ID_BYTES).hex(),
+        id=prefix + own,
         created=int(time.time()),
         model=model,
         is_stream=bool(request.stream),

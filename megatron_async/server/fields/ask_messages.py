@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from megatron_async.server.chat.tool_choice import tool_plan
+from megatron_async.server.fields.answer_length import checked_limit
 from megatron_async.server.fields.ask import ID_BYTES, ask_chat
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.chat_request import (
@@ -25,17 +26,11 @@ from megatron_async.server.fields.messages_request import (
     OutputFormat,
     Thinking,
 )
-from megatron_async.server.fields.not_served import refuse_fields
+from megatron_async.server.fields.not_served import refuse_what_is_not_served
 from megatron_async.server.fields.refusal import Refusal, not_allowed
-from megatron_async.server.fields.sampling import max_tokens_of
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.fields.shared_fields import JsonSchemaFormat, ResponseFormat
 
-NOT_SERVED = {
-    "mcp_servers": "this server calls nothing: leave it out, and run tools in the client",
-    "container": "this server runs no code: leave it out",
-    "context_management": "it is not served: leave it out, and send what is to be read",
-}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """Anthropic's word for a choice of tools -> OpenAI's."""
 
@@ -51,6 +46,7 @@ def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) 
     Raises:
         Refusal: naming the field, its value and what is allowed.
     """
+    refuse_what_is_not_served(request)
     fields = _prompt_fields(request)
     fields |= {
         "stream": request.stream,
@@ -58,10 +54,10 @@ def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) 
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
-        "max_completion_tokens": max_tokens_of("max_tokens", request.max_tokens),
+        "max_completion_tokens": checked_limit("max_tokens", request.max_tokens),
         "response_format": _format(request),
     }
-    asked = ask_chat(ChatRequest(**fields), served, caller)
+    asked = ask_chat(ChatRequest(**fields), served, caller, "max_tokens")
     style = msgspec.structs.replace(
         asked.style, endpoint="messages", id="msg_" + secrets.token_hex(ID_BYTES)
     )
@@ -75,6 +71,7 @@ def count_tokens(request: CountTokensRequest, served: ServedModel) -> int:
         Refusal: the request could not be asked.
     """
     served.name(request.model)
+    refuse_what_is_not_served(request, of_prompts=True)
     chat = ChatRequest(**_prompt_fields(request))
     plan = tool_plan(chat, served.chat, served.limits.tools)
     return len(served.tokenize(served.chat.render(chat, plan.tools), False, "messages"))
@@ -82,7 +79,6 @@ def count_tokens(request: CountTokensRequest, served: ServedModel) -> int:
 
 def _prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
     """Fields of the `ChatRequest` that the prompt is made of."""
-    refuse_fields(request, NOT_SERVED)
     messages = chat_messages(request.messages, request.system)
     is_prefilled = bool(messages) and messages[-1].role == "assistant"
     choice = request.tool_choice

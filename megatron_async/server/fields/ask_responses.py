@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_async.server.fields.answer_length import checked_limit
 from megatron_async.server.fields.ask import ID_BYTES, ask_chat
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.chat_request import (
@@ -17,24 +18,15 @@ from megatron_async.server.fields.chat_request import (
     Tool,
 )
 from megatron_async.server.fields.extra_fields import extra_fields
-from megatron_async.server.fields.not_served import refuse_fields
+from megatron_async.server.fields.not_served import REMEDIES, refuse_what_is_not_served
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.server.fields.responses_input import input_messages
 from megatron_async.server.fields.responses_request import ResponsesRequest, ResponseText
-from megatron_async.server.fields.sampling import max_tokens_of
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.fields.shared_fields import JsonSchemaFormat, ResponseFormat
 
 LOG_PROBS = "message.output_text.logprobs"
 """The name in `include` that asks for log probs."""
-NOT_SERVED = {
-    "store": "this server stores no responses: leave it out, or set it to false",
-    "previous_response_id": "this server stores no responses: send the whole conversation as input",
-    "conversation": "this server stores no conversations: send the whole conversation as input",
-    "background": "responses are not made in the background: leave it out, and use stream",
-    "prompt": "this server stores no prompts: send instructions and input",
-    "context_management": "it is not served: leave it out, and send what is to be read",
-}
 
 
 def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller) -> Asked:
@@ -48,7 +40,9 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
     Raises:
         Refusal: naming the field, its value and what is allowed.
     """
-    refuse_fields(request, NOT_SERVED)
+    refuse_what_is_not_served(request)
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise Refusal(f"text.verbosity was given, and {REMEDIES['verbosity']}.", param="text")
     if request.truncation not in (None, "disabled"):
         allowed = '"disabled": what does not fit is refused, never cut'
         raise not_allowed("truncation", request.truncation, allowed)
@@ -61,7 +55,7 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        max_completion_tokens=max_tokens_of("max_output_tokens", request.max_output_tokens),
+        max_completion_tokens=checked_limit("max_output_tokens", request.max_output_tokens),
         logprobs=wants_log_probs,
         top_logprobs=top_n,
         tools=_tools(request),
@@ -71,7 +65,7 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **extra_fields(request),
     )
-    asked = ask_chat(chat, served, caller)
+    asked = ask_chat(chat, served, caller, "max_output_tokens")
     style = msgspec.structs.replace(
         asked.style,
         endpoint="responses",

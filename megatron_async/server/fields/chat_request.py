@@ -93,12 +93,4 @@ class ChatRequest(SharedFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-
-    # Not served, and refused by name.
-    chat_template: Any = None
     modalities: list[str] | None = None
-    audio: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
-    mm_processor_kwargs: Any = None

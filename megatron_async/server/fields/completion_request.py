@@ -11,9 +11,9 @@ class CompletionRequest(SharedFields, kw_only=True):
     Attributes:
         prompt: one text, several, token ids, or several lists of them.
         logprobs: the log prob of each token, and this many likeliest ones beside it.
-        suffix: not served.
+        max_completion_tokens: another name of `max_tokens`, which wins.
     """
 
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
-    suffix: str | None = None
+    max_completion_tokens: int | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from megatron_async.server.fields.not_served import KnownFields
 
 
-class ExtraFields(msgspec.Struct, kw_only=True):
+class ExtraFields(KnownFields, kw_only=True):
     """Fields of `ChatRequest` that protocols without a name for them take by ours; None is the
     default."""
 
@@ -27,4 +27,4 @@ class ExtraFields(msgspec.Struct, kw_only=True):
 
 def extra_fields(request: ExtraFields) -> dict[str, Any]:
     """The values of these fields, by name, as keyword arguments of `ChatRequest`."""
-    return {name: getattr(request, name) for name in ExtraFields.__struct_fields__}
+    return {name: getattr(request, name) for name in ExtraFields.__annotations__}

@@ -21,6 +21,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         priority: most by which a request without the admin key may be served later or earlier.
         template_bytes: JSON of a chat that is rendered in the API process itself; a larger one is
             rendered in the process for it, where it may take its time.
+        answer_tokens: of an answer whose request gives no limit (`ServedModel.answer_tokens`).
     """
 
     body_bytes: int = 32 << 20
@@ -33,3 +34,4 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     log_prob_values: int = 2_000_000
     priority: int = 0
     template_bytes: int = 64 << 10
+    answer_tokens: int | None = None

@@ -69,9 +69,6 @@ class CountTokensRequest(ExtraFields, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    mcp_servers: Any = None
-    container: Any = None
-    context_management: Any = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

@@ -1,52 +1,176 @@
-"""What OpenAI or vLLM have and this server has not: refused by name, where leaving it out would
-change the answer. All else that is unknown is ignored."""
+"""Fields that change an answer, and which an endpoint may not serve: refused by name there.
+
+The names are those of OpenAI's specification (openai-openapi: CreateCompletionRequest,
+CreateChatCompletionRequest, CreateResponse), of Anthropic's client (types/message_create_params.py)
+and of vLLM 0.25's request classes. An endpoint serves those that the struct of its body declares.
+What is on no list is ignored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.fields.shared_fields import SharedFields
 
-NOT_SERVED = {
-    "use_beam_search": "beam search is not served: leave it out",
-    "prompt_embeds": "embeddings as prompts are not served: send text or token ids",
-    "allowed_token_ids": "it is not served: use structured_outputs",
-    "thinking_token_budget": "it is not served: leave it out, and limit max_tokens",
-    "lora_request": "LoRA adapters are not served: leave it out",
-    "lora_path": "LoRA adapters are not served: leave it out",
-    "suffix": "text behind the completion is not served: leave it out",
+NOT_HERE = "this endpoint does not have it: leave it out"
+IN_MESSAGES = "this endpoint does not have it: put it before the prompt, or into messages"
+NO_MEDIA = "images, audio and video are not served: leave it out"
+NO_LORA = "LoRA adapters are not served: leave it out"
+NO_STORE = "this server stores no responses: "
+USE_STRUCTURED = "it is not served: use structured_outputs"
+
+OF_PROMPTS: Mapping[str, str] = {
+    "messages": NOT_HERE,
+    "prompt": NOT_HERE,
+    "input": NOT_HERE,
+    "system": IN_MESSAGES,
+    "instructions": IN_MESSAGES,
+    "tools": "tools are for chats: send messages to /v1/chat/completions",
+    "documents": NOT_HERE,
+    "reasoning": NOT_HERE,
+    "reasoning_effort": NOT_HERE,
+    "thinking": NOT_HERE,
+    "chat_template_kwargs": NOT_HERE,
+    "add_generation_prompt": NOT_HERE,
+    "continue_final_message": NOT_HERE,
+    "add_special_tokens": NOT_HERE,
+    "truncate_prompt_tokens": NOT_HERE,
+    "truncation_side": NOT_HERE,
+    "truncation": NOT_HERE,
     "chat_template": "templates of requests are not served: the model's own is used",
-    "audio": "audio is not served: leave it out",
     "functions": "the old form of tools is not served: use tools",
-    "function_call": "the old form of tool_choice is not served: use tool_choice",
+    "prompt_embeds": "embeddings as prompts are not served: send text or token ids",
+    "previous_response_id": NO_STORE + "send the whole conversation as input",
+    "conversation": "this server stores no conversations: send the whole conversation as input",
+    "context_management": "it is not served: leave it out, and send what is to be read",
+    "mm_processor_kwargs": NO_MEDIA,
+    "media_io_kwargs": NO_MEDIA,
+    "mcp_servers": "this server calls nothing: leave it out, and run tools in the client",
+    "container": "this server runs no code: leave it out",
     "web_search_options": "the server fetches nothing: leave it out",
-    "mm_processor_kwargs": "images and audio are not served: leave it out",
 }
-"""Field -> what to do. A field counts if it is given and neither null, false nor empty."""
+"""Field that changes a prompt -> what to do."""
+OF_ANSWERS: Mapping[str, str] = {
+    "n": "this endpoint gives one answer: send several requests",
+    "max_tokens": NOT_HERE,
+    "max_completion_tokens": NOT_HERE,
+    "max_output_tokens": NOT_HERE,
+    "stop": NOT_HERE,
+    "stop_sequences": NOT_HERE,
+    "logit_bias": NOT_HERE,
+    "bad_words": NOT_HERE,
+    "logprobs": NOT_HERE,
+    "top_logprobs": NOT_HERE,
+    "prompt_logprobs": NOT_HERE,
+    "response_format": NOT_HERE,
+    "structured_outputs": NOT_HERE,
+    "text": NOT_HERE,
+    "output_config": NOT_HERE,
+    "output_format": NOT_HERE,
+    "echo": NOT_HERE,
+    "skip_special_tokens": NOT_HERE,
+    "include_stop_str_in_output": NOT_HERE,
+    "include_reasoning": NOT_HERE,
+    "return_token_ids": NOT_HERE,
+    "return_tokens_as_token_ids": NOT_HERE,
+    "request_id": NOT_HERE,
+    "use_beam_search": "beam search is not served: leave it out",
+    "length_penalty": "it belongs to beam search, which is not served: leave it out",
+    "allowed_token_ids": USE_STRUCTURED,
+    "guided_json": USE_STRUCTURED,
+    "guided_regex": USE_STRUCTURED,
+    "guided_choice": USE_STRUCTURED,
+    "guided_grammar": USE_STRUCTURED,
+    "guided_json_object": USE_STRUCTURED,
+    "guided_whitespace_pattern": USE_STRUCTURED,
+    "guided_decoding_backend": "there is one backend of grammars here: leave it out",
+    "structural_tag": USE_STRUCTURED,
+    "thinking_token_budget": "it is not served: leave it out, and limit max_tokens",
+    "repetition_detection": "it is not served: use repetition_penalty",
+    "logits_processors": "code of requests is not run: leave it out",
+    "kv_transfer_params": "KV caches of other servers are not served: leave it out",
+    "vllm_xargs": "arguments of vLLM's plugins are not served: leave it out",
+    "spaces_between_special_tokens": "special tokens stand as they are: leave it out",
+    "lora_request": NO_LORA,
+    "lora_path": NO_LORA,
+    "suffix": "text behind the completion is not served: leave it out",
+    "audio": NO_MEDIA,
+    "function_call": "the old form of tool_choice is not served: use tool_choice",
+    "verbosity": "no model here has it: ask for long or short answers in a system message",
+    "store": NO_STORE + "leave it out, or set it to false",
+    "background": "responses are not made in the background: leave it out, and use stream",
+}
+"""Field that changes an answer in another way -> what to do."""
+NEUTRAL: Mapping[str, Any] = {
+    "n": 1, "length_penalty": 1, "spaces_between_special_tokens": True, "verbosity": "medium",
+    "skip_special_tokens": True, "include_reasoning": True, "add_generation_prompt": True,
+    "truncation": "disabled", "truncation_side": "left",
+}  # fmt: skip
+"""Values that ask for what is done anyway. Null, false, 0 and what is empty count as not given."""
+ONE_THING = (
+    ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+    ("messages", "prompt", "input"),
+    ("stop", "stop_sequences"),
+    ("reasoning_effort", "reasoning", "output_config"),
+    ("response_format", "text", "output_config"),
+)
+"""Names of one thing: who gives another endpoint's is told this one's."""
+
+REMEDIES = {**OF_PROMPTS, **OF_ANSWERS}
+
+if TYPE_CHECKING:
+
+    class KnownFields(msgspec.Struct, kw_only=True):
+        """All of these fields, of any type; a body's struct declares again what it serves."""
+
+else:
+    KnownFields = msgspec.defstruct(
+        "KnownFields", [(name, Any, None) for name in REMEDIES], kw_only=True
+    )
 
 
-def refuse_fields(request: msgspec.Struct, table: Mapping[str, str]) -> None:
-    """Raise Refusal for the first field of a table that a request gives.
+@cache
+def not_served_by(kind: type[msgspec.Struct], of_prompts: bool = False) -> tuple[str, ...]:
+    """The listed fields that a body's struct does not declare itself.
 
     Args:
-        request: fields that its struct does not have count as not given.
-        table: field -> what to do; as `NOT_SERVED`.
+        kind: derived from `KnownFields`.
+        of_prompts: those that change a prompt alone.
     """
-    for name, remedy in table.items():
-        if getattr(request, name, None):
-            raise Refusal(f"{name} was given, and {remedy}.", param=name)
+    classes = kind.__mro__[: kind.__mro__.index(KnownFields)]
+    served = {name for one in classes for name in one.__annotations__}
+    return tuple(name for name in (OF_PROMPTS if of_prompts else REMEDIES) if name not in served)
 
 
-def refuse_what_is_not_served(request: SharedFields) -> None:
-    """Raise Refusal for the first field that asks for what is not served."""
-    refuse_fields(request, NOT_SERVED)
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise Refusal(
-            "best_of is served only where it is n: leave it out, and choose among n answers.",
-            param="best_of",
-        )
-    if set(getattr(request, "modalities", None) or ()) - {"text"}:
-        raise Refusal("modalities: only text is served.", param="modalities")
+@cache
+def _values_of(kind: type[msgspec.Struct], of_prompts: bool) -> attrgetter[tuple[Any, ...]]:
+    return attrgetter(*not_served_by(kind, of_prompts))
+
+
+def refuse_what_is_not_served(request: KnownFields, of_prompts: bool = False) -> None:
+    """Raise Refusal for the first field that asks for what its endpoint does not serve.
+
+    Args:
+        request: as it came.
+        of_prompts: only what changes its prompt counts, as nothing is generated.
+    """
+    kind = type(request)
+    values = _values_of(kind, of_prompts)(request)
+    if any(values):
+        for name, value in zip(not_served_by(kind, of_prompts), values, strict=True):
+            if value and (name not in NEUTRAL or value != NEUTRAL[name]):
+                raise Refusal(f"{name} was given, and {_remedy(name, kind)}.", param=name)
+
+
+def _remedy(name: str, kind: type[msgspec.Struct]) -> str:
+    refused = not_served_by(kind)
+    for names in ONE_THING:
+        for other in names if name in names else ():
+            if other in kind.__struct_fields__ and other not in refused:
+                return f"this endpoint calls it {other}: use that"
+    return REMEDIES[name]

@@ -8,12 +8,13 @@ from typing import cast
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.server.fields.shared_fields import SharedFields
 
 
 def completion_prompts(
-    request: CompletionRequest, served: ServedModel
+    request: CompletionRequest, most: int | None, served: ServedModel
 ) -> list[Sequence[int] | str]:
-    """The prompts, as token ids where there is a tokenizer.
+    """The prompts, as token ids where there is a tokenizer; arguments as those of `cut`.
 
     Raises:
         Refusal: one is missing, empty, too long, or has ids that the model does not have.
@@ -24,7 +25,7 @@ def completion_prompts(
             f"prompt has {len(found)} prompts, and {served.limits.prompts} are allowed in one "
             "request: send several.", param="prompt",
         )  # fmt: skip
-    return [_one(prompt, request, served) for prompt in found]
+    return [_one(prompt, request, most, served) for prompt in found]
 
 
 def check_prompt(ids: Sequence[int], served: ServedModel, param: str) -> None:
@@ -39,20 +40,32 @@ def check_prompt(ids: Sequence[int], served: ServedModel, param: str) -> None:
         raise not_allowed(param, wrong, allowed)
 
 
-def cut_front(ids: Sequence[int], truncate: int | None, served: ServedModel) -> Sequence[int]:
-    """The last `truncate` tokens, as vLLM's `truncate_prompt_tokens`; -1: as many as fit.
+def cut(
+    ids: Sequence[int], request: SharedFields, most: int | None, served: ServedModel
+) -> Sequence[int]:
+    """What vLLM's `truncate_prompt_tokens` and `truncation_side` leave of a prompt: so many of its
+    last tokens, or, with "right", of its first ones; -1: as many as fit.
+
+    Args:
+        ids: of the prompt.
+        request: its fields.
+        most: tokens of the answer, as the request names them; None: it does not.
+        served: the model.
 
     Raises:
-        Refusal: it is neither -1 nor 1 or more.
+        Refusal: the number is neither -1 nor 1 or more, or there is no such side.
     """
+    truncate, side = request.truncate_prompt_tokens, request.truncation_side
+    if side not in (None, "left", "right"):
+        raise not_allowed("truncation_side", side, '"left" or "right"')
     if truncate is None:
         return ids
     if truncate == -1:
-        truncate = served.card.max_sequence_length - 1
+        truncate = max(served.card.max_sequence_length - (most or 1), 1)
     if truncate < 1:
         allowed = "1 or more, or -1 for as many as fit"
         raise not_allowed("truncate_prompt_tokens", truncate, allowed)
-    return ids[-truncate:]
+    return ids[:truncate] if side == "right" else ids[-truncate:]
 
 
 def _as_list(prompt: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
@@ -72,17 +85,22 @@ def _as_list(prompt: str | list[str | int | list[int]] | None) -> list[str | lis
 
 
 def _one(
-    prompt: str | list[int], request: CompletionRequest, served: ServedModel
+    prompt: str | list[int], request: CompletionRequest, most: int | None, served: ServedModel
 ) -> Sequence[int] | str:
     if prompt in ("", []):
         raise Refusal("a prompt is empty: give at least one token.", param="prompt")
     ids: Sequence[int]
     if isinstance(prompt, str):
         if served.tokenizer is None and served.card.replica_makes_text:
+            if request.truncate_prompt_tokens is not None:
+                raise Refusal(
+                    "truncate_prompt_tokens needs this server to have the tokens of a text, which "
+                    "only the replicas have: send token ids.", param="truncate_prompt_tokens",
+                )  # fmt: skip
             return prompt
         ids = served.tokenize(prompt, request.add_special_tokens is not False, "prompt")
     else:
         ids = prompt
-    ids = cut_front(ids, request.truncate_prompt_tokens, served)
+    ids = cut(ids, request, most, served)
     check_prompt(ids, served, "prompt")
     return ids

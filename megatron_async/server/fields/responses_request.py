@@ -64,7 +64,6 @@ class ResponsesRequest(ExtraFields, kw_only=True):
         top_logprobs: how many of the likeliest tokens beside each.
         metadata: repeated in the answer.
         truncation: only "disabled" is served.
-        store: nothing is stored: true is refused.
     """
 
     input: str | list[dict[str, Any]]
@@ -84,11 +83,3 @@ class ResponsesRequest(ExtraFields, kw_only=True):
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
     truncation: str | None = None
-
-    # Not served, and refused by name.
-    store: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
-    context_management: Any = None

@@ -121,20 +121,9 @@ def log_prob_count(name: str, value: int | None) -> int | None:
     return value
 
 
-def max_tokens_of(name: str, value: int | None) -> int | None:
-    """A number of tokens to generate.
-
-    Raises:
-        Refusal: it is less than 1.
-    """
-    if value is not None and value < 1:
-        raise not_allowed(name, value, "1 or more")
-    return value
-
-
 def _min_tokens(request: SharedFields, most: int | None, longest: int) -> int:
     wanted = request.min_tokens or 0
-    limit = longest if most is None else most
+    limit = longest if most is None else min(most, longest)
     if not 0 <= wanted <= limit:
         raise not_allowed("min_tokens", wanted, f"0 to max_tokens ({limit})")
     return wanted

@@ -17,6 +17,8 @@ from megatron_async.text.tokenizer import Tokenizer
 
 LONGEST_TOKEN = 16
 """Characters that are reckoned for a token at least, where the vocabulary has none so long."""
+CPU_ANSWER_TOKENS = 1024
+"""A minute or so of a small model on a CPU; to the end of its context it might take ten."""
 SHOWN = 100
 """Characters of a name that a message quotes."""
 
@@ -98,6 +100,17 @@ class ServedModel:
         if self.tokenizer is None:
             return None
         return SpecialTokensView(self.tokenizer, [*self.chat.special, OPEN, CLOSE])
+
+    @cached_property
+    def answer_tokens(self) -> int | None:
+        """Most tokens of a chat's answer whose request gives no limit: the model's own
+        `max_new_tokens` or the server's limit, whichever is less. Without both: on a CPU
+        `CPU_ANSWER_TOKENS`, else None, which is as many as fit, as at OpenAI and vLLM."""
+        named = [self.defaults.max_new_tokens, self.limits.answer_tokens]
+        found = [number for number in named if number is not None]
+        if not found:
+            return CPU_ANSWER_TOKENS if self.card.device == "cpu" else None
+        return min(found)
 
     def name(self, asked: str | None) -> str:
         """The name for the answer.

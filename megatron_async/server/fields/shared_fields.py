@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from megatron_async.server.fields.not_served import KnownFields
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a stream beside its text.
@@ -50,8 +52,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_any_whitespace: bool | None = None
 
 
-class SharedFields(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints; None is the default, as null is in JSON."""
+class SharedFields(KnownFields, kw_only=True):
+    """Fields of both endpoints; None is the default, as null is in JSON. Other fields that would
+    change the answer are refused by name (`not_served.py`)."""
 
     model: str | None = None
     n: int | None = None
@@ -84,12 +87,6 @@ class SharedFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
-
-    # What is not served is refused by name where it would change the answer.
     best_of: int | None = None
-    use_beam_search: bool | None = None
-    prompt_embeds: Any = None
-    allowed_token_ids: list[int] | None = None
-    thinking_token_budget: int | None = None
-    lora_request: Any = None
-    lora_path: Any = None
+    truncation_side: str | None = None
+    request_id: str | None = None

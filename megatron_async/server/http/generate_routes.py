@@ -98,7 +98,9 @@ class GenerateRoutes:
         tracer: RequestTracer | None = None,
     ) -> None:
         self._client, self._config, self._hub, self._tracer = client, config, hub, tracer
-        self._limits = Limits(body_bytes=config.max_body_bytes)
+        self._limits = Limits(
+            body_bytes=config.max_body_bytes, answer_tokens=config.default_max_tokens
+        )
         self._served: ServedModel | None = None
         self._loading = asyncio.Lock()
         self.shown_name = config.served_names[0] if config.served_names else ""
@@ -284,5 +286,5 @@ def _model_object(name: str, served: ServedModel) -> dict[str, Any]:
         "owned_by": "megatron_async",
         "root": served.card.model,
         "max_model_len": served.card.max_sequence_length,
-        "generation_defaults": served.defaults.told(),
+        "generation_defaults": {**served.defaults.told(), "max_tokens": served.answer_tokens},
     }

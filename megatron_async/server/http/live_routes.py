@@ -24,7 +24,7 @@ REASON = "no_overlap_"
 """Begin of the names of counters of steps that did not overlap."""
 
 
-class WatchRequest(msgspec.Struct):
+class WatchRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /watch: an object without fields."""
 
 

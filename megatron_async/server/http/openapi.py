@@ -11,9 +11,10 @@ from megatron_async import __version__
 from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.messages_request import CountTokensRequest, MessagesRequest
+from megatron_async.server.fields.not_served import KnownFields, not_served_by
 from megatron_async.server.fields.responses_request import ResponsesRequest
 
-BODIES: dict[str, type[msgspec.Struct]] = {
+BODIES: dict[str, type[KnownFields]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
@@ -28,6 +29,9 @@ PLACE = "#/components/schemas/{name}"
 def openapi() -> bytes:
     """The document, JSON of OpenAPI 3.1."""
     _, schemas = msgspec.json.schema_components(BODIES.values(), ref_template=PLACE)
+    for body in BODIES.values():
+        for name in not_served_by(body, of_prompts=body is CountTokensRequest):
+            schemas[body.__name__]["properties"].pop(name)
     error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
     answers: dict[str, Any] = {
         "200": {"description": "The answer; events of server-sent events if `stream` is true."},

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from megatron_async import __version__
+from megatron_async.errors import CoordinatorLost
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.fields.body import decode_body
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.http.app import Route
+from megatron_async.server.http.app import Route, query_of
 from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply, reply_json
 from megatron_async.server.metrics import CONTENT_TYPE, metrics_text
 from megatron_async.serving.failures import RemoteError
 from megatron_async.serving.request_client import RequestClient
 
+STATE_S = 2.0
+"""Seconds: a question for the state waits for a coordinator that is gone: probes wait little."""
 ADMIN_LIMITS = Limits(body_bytes=64 << 10)
 
 
-class PauseRequest(msgspec.Struct):
+class NoFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a command that takes no fields."""
+
+
+class PauseRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /pause. `mode`: "keep" lets requests wait, "abort" ends them."""
 
     mode: str = "keep"
 
 
-class AbortRequest(msgspec.Struct):
+class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /abort: the id of an answer, or all."""
 
     id: str | None = None
     all: bool = False
 
 
-class ProfileRequest(msgspec.Struct):
+class ProfileRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /profile. `action`: "start" or "stop"."""
 
     action: str = "start"
@@ -55,9 +63,10 @@ class ServiceRoutes:
 
     def routes(self) -> list[Route]:
         """The routes."""
-        bodies: dict[str, type[msgspec.Struct] | None] = {
+        bodies: dict[str, type[msgspec.Struct]] = {
             "pause": PauseRequest, "abort": AbortRequest, "profile": ProfileRequest,
-            "resume": None, "sleep": None, "wake": None, "drain": None, "reset_prefix_cache": None,
+            "resume": NoFields, "sleep": NoFields, "wake": NoFields, "drain": NoFields,
+            "reset_prefix_cache": NoFields,
         }  # fmt: skip
         return [
             Route("GET", "/health", self._health, is_open=True),
@@ -71,14 +80,21 @@ class ServiceRoutes:
         ]
 
     async def _state(self) -> dict[str, Any]:
-        return await self._client.ask("health")
+        try:
+            async with asyncio.timeout(STATE_S):
+                return await self._client.ask("health")
+        except (CoordinatorLost, TimeoutError):  # this process connects again when it is back
+            return {"state": "restarting", "replicas": 0}
 
     async def _health(self, exchange: Exchange, _: str) -> None:
+        """Whether the service lives: one that starts lost parts again does, and must not be killed
+        for it."""
         state = await self._state()
         is_well = state["state"] not in ("loading", "dead")
         await reply_json(exchange.send, state, 200 if is_well else 503)
 
     async def _ready(self, exchange: Exchange, _: str) -> None:
+        """Whether it serves a request now."""
         state = await self._state()
         is_ready = state["state"] == "running" and state["replicas"]
         await reply_json(exchange.send, state, 200 if is_ready else 503)
@@ -91,13 +107,17 @@ class ServiceRoutes:
         text = metrics_text(stats, self._config.metrics_names, self.model_name)
         await reply(exchange.send, text, content_type=CONTENT_TYPE.encode())
 
-    async def _do(
-        self, verb: str, kind: type[msgspec.Struct] | None, exchange: Exchange, _: str
-    ) -> None:
+    async def _do(self, verb: str, kind: type[msgspec.Struct], exchange: Exchange, _: str) -> None:
+        """Do a command. Its fields come in the body, or as vLLM's clients send them, in the query;
+        one that it does not have is refused, as an administrator meant something by it."""
         body = await exchange.body(ADMIN_LIMITS.body_bytes)
-        fields: dict[str, Any] = {}
-        if kind is not None:
-            fields = msgspec.to_builtins(decode_body(body or b"{}", kind, ADMIN_LIMITS))
+        given = decode_body(body or b"{}", dict[str, Any], ADMIN_LIMITS)
+        try:
+            found = msgspec.convert(query_of(exchange.scope) | given, kind, strict=False)
+        except (msgspec.ValidationError, ValueError) as error:
+            takes = ", ".join(kind.__struct_fields__) or "no fields"
+            raise Refusal(f"{error}: /{verb} takes {takes}.") from error
+        fields: dict[str, Any] = msgspec.to_builtins(found)
         if verb == "abort":
             label = fields.pop("id")
             fields = {"all": True} if fields["all"] else {"label": label}

@@ -11,8 +11,9 @@ import msgspec
 from megatron_async.server.chat.tool_choice import tool_plan
 from megatron_async.server.fields.ask import is_quick
 from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.chat_request import ChatRequest, Message, Tool
+from megatron_async.server.fields.chat_request import ChatRequest, Message, NamedTool, Tool
 from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_not_served
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
@@ -20,7 +21,7 @@ from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply_json
 
 
-class TokenizeRequest(msgspec.Struct):
+class TokenizeRequest(KnownFields, kw_only=True):
     """The body of /tokenize: a text, or a chat as of /v1/chat/completions.
 
     Attributes:
@@ -31,7 +32,11 @@ class TokenizeRequest(msgspec.Struct):
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     model: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -39,11 +44,19 @@ class TokenizeRequest(msgspec.Struct):
     return_token_strs: bool = False
 
 
+OF_CHATS = (
+    "tools", "tool_choice", "parallel_tool_calls", "documents", "reasoning_effort",
+    "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+)  # fmt: skip
+"""Fields of /tokenize that only the template of a chat reads."""
+
+
 class DetokenizeRequest(msgspec.Struct):
     """The body of /detokenize."""
 
     tokens: list[int]
     model: str | None = None
+    skip_special_tokens: bool = False
 
 
 class TokenizeRoutes:
@@ -76,20 +89,23 @@ class TokenizeRoutes:
     def _tokens(self, body: bytes, served: ServedModel) -> dict[str, Any]:
         request = decode_body(body, TokenizeRequest, self._limits)
         served.name(request.model)
+        refuse_what_is_not_served(request, of_prompts=True)
+        of_chat = {name: getattr(request, name) for name in OF_CHATS}
         if request.messages is not None:
-            chat = ChatRequest(
-                messages=request.messages,
-                tools=request.tools,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                chat_template_kwargs=request.chat_template_kwargs,
-            )
+            if request.prompt is not None:
+                raise Refusal("prompt and messages were both given: give one.", param="prompt")
+            chat = ChatRequest(messages=request.messages, **of_chat)
             plan = tool_plan(chat, served.chat, served.limits.tools)
             text = served.chat.render(chat, plan.tools)
             tokens = served.tokenize(text, bool(request.add_special_tokens), "messages")
         elif request.prompt is None:
             raise Refusal("give prompt or messages.", param="prompt")
         else:
+            if given := next((name for name, value in of_chat.items() if value), None):
+                raise Refusal(
+                    f"{given} was given with a prompt, which no template reads: give messages, or "
+                    f"leave {given} out.", param=given,
+                )  # fmt: skip
             adds = request.add_special_tokens is not False
             tokens = served.tokenize(request.prompt, adds, "prompt")
         names: list[str] | None = None
@@ -113,5 +129,5 @@ class TokenizeRoutes:
         wrong = [token for token in request.tokens if not 0 <= token < served.card.vocab_size]
         if wrong:
             raise Refusal(f"token id {wrong[0]} is out of range.", param="tokens")
-        text = served.tokenizer.detokenize(request.tokens, skip_special_tokens=False)
+        text = served.tokenizer.detokenize(request.tokens, request.skip_special_tokens)
         await reply_json(exchange.send, {"prompt": text})

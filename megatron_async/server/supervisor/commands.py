@@ -7,6 +7,9 @@ import json
 from megatron_async.server.api_config import ApiConfig, TlsFiles
 from megatron_async.server.supervisor.settings import ServeSettings, served_name
 
+CURL_TOKENS = 200
+"""Most tokens of the answer to the line that people are shown."""
+
 
 def replica_command(settings: ServeSettings, name: str, coordinator: str) -> tuple[str, ...]:
     """Arguments of the child module for a replica.
@@ -58,6 +61,7 @@ def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
         tool_parser=settings.tool_parser,
         max_body_bytes=settings.max_body_bytes,
         one_event_a_token=settings.one_event_a_token,
+        default_max_tokens=settings.default_max_tokens,
         page=settings.page,
         shutdown_timeout_s=settings.shutdown_timeout_s,
         otlp_endpoint=settings.otlp_endpoint,
@@ -65,22 +69,24 @@ def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
 
 
 def curl_line(settings: ServeSettings, url: str) -> str:
-    """A command that asks a service one question, to be copied to a shell.
+    """A command that asks a service one question, to be copied to a shell. The answer comes token
+    by token, and has an end.
 
     Args:
         settings: of the service.
         url: where it is found.
     """
     model = (*names_of(settings), "MODEL")[0]
-    path = "chat/completions"
+    path, limits = "chat/completions", {"stream": True, "max_tokens": CURL_TOKENS}
     body: dict[str, object] = {
         "model": model,
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        **limits,
     }
     if settings.model is not None and settings.model.startswith("dummy:"):
         # It has no tokenizer: prompts are token ids.
-        path, body = "completions", {"model": model, "prompt": [1, 2, 3]}
-    parts = [f"curl {url}{settings.root_path}/v1/{path}"]
+        path, body = "completions", {"model": model, "prompt": [1, 2, 3], **limits}
+    parts = [f"curl -N {url}{settings.root_path}/v1/{path}"]
     if settings.has_tls:
         parts[0] += " --insecure"
     if settings.keys:

@@ -45,6 +45,7 @@ class ServeSettings:
         profile_folder: where profiles of the engine are written; None: nowhere.
         tool_parser: name, or None: by the chat template.
         one_event_a_token: never join tokens in one event.
+        default_max_tokens: of an answer whose request gives no limit; None: the model decides.
         max_body_bytes: of an HTTP request.
         page: whether there is a page for people at "/".
         otlp_endpoint: URL that spans are sent to; None: what OpenTelemetry's variables say.
@@ -74,6 +75,7 @@ class ServeSettings:
     profile_folder: str | None = None
     tool_parser: str | None = None
     one_event_a_token: bool = False
+    default_max_tokens: int | None = None
     max_body_bytes: int = 32 << 20
     page: bool = True
     otlp_endpoint: str | None = None
@@ -95,6 +97,10 @@ class ServeSettings:
         if not 0 <= self.shutdown_timeout_s <= 86400:
             raise ConfigurationError(
                 f"--shutdown-timeout {self.shutdown_timeout_s} must be from 0 to 86400 seconds."
+            )
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
+            raise ConfigurationError(
+                f"--default-max-tokens {self.default_max_tokens} must be 1 or more."
             )
         if self.metrics_names not in METRICS_NAMES:
             raise ConfigurationError(

@@ -60,7 +60,7 @@ def in_thread(service: Served, tokens: int) -> tuple[threading.Thread, list[Any]
 def test_it_says_where_it_is_and_how_to_ask(service: Served) -> None:
     text = "".join(service.lines)
     assert f"serving dummy:tiny at http://127.0.0.1:{service.port}" in text
-    assert f"curl http://127.0.0.1:{service.port}/v1/completions" in text
+    assert f"curl -N http://127.0.0.1:{service.port}/v1/completions" in text
     assert "sk-test" not in text + service.log.read_text()
     assert service.request("/health", key="")[0] == service.request("/ready", key="")[0] == 200
 

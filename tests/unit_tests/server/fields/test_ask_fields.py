@@ -52,7 +52,9 @@ def test_defaults_are_the_likeliest_token_and_openais() -> None:
         ({"logit_bias": {"5": -100, "6": 1.5}}, {"logit_bias": {5: -100, 6: 1.5}}),
         ({"seed": -1}, {"seed": 2**63 - 1}),
         ({"seed": -(2**63)}, {"seed": 0}),
-        ({"max_tokens": 10**30}, {"num_tokens_to_generate": CONTEXT}),
+        ({"max_tokens": CONTEXT - 1}, {"num_tokens_to_generate": CONTEXT - 1}),
+        ({"max_completion_tokens": 7}, {"num_tokens_to_generate": 7}),
+        ({"max_completion_tokens": 7, "max_tokens": 8}, {"num_tokens_to_generate": 8}),
         ({"logprobs": 0}, {"return_log_probs": True, "top_n_logprobs": 0, "skip_prompt_log_probs": True}),
         ({"logprobs": 3, "echo": True}, {"top_n_logprobs": 3, "skip_prompt_log_probs": False, "echo": True}),
         ({"prompt_logprobs": 2, "logprobs": 1}, {"top_n_logprobs": 2, "skip_prompt_log_probs": False}),
@@ -95,6 +97,10 @@ def test_fields_in_the_engines_words(body: dict[str, Any], expected: dict[str, A
         ({"top_k": -2}, "top_k"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": CONTEXT}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_completion_tokens": CONTEXT}, "max_completion_tokens"),
+        ({"prompt": [[5], [5] * (CONTEXT - 10)], "max_tokens": 11}, "max_tokens"),
         ({"min_tokens": 17}, "min_tokens"),
         ({"seed": 2**63}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
@@ -115,6 +121,9 @@ def test_fields_in_the_engines_words(body: dict[str, Any], expected: dict[str, A
         ({"lora_request": {"name": "x"}}, "lora_request"),
         ({"suffix": "x"}, "suffix"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"request_id": "a" * 65}, "request_id"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -142,10 +151,12 @@ def test_too_long_a_prompt_says_so_in_openais_code() -> None:
     assert refusal(prompt="a " * 200_000).code == "context_length_exceeded"
     kept = asked_completion(prompt=list(range(100)), truncate_prompt_tokens=3).prompts[0]
     assert list(kept) == [97, 98, 99]
-    assert (
-        len(asked_completion(prompt=[5] * 9999, truncate_prompt_tokens=-1).prompts[0])
-        == CONTEXT - 1
-    )
+    for side, kept in (("right", [0, 1, 2]), ("left", [97, 98, 99])):
+        cut = {"truncate_prompt_tokens": 3, "truncation_side": side}
+        assert list(asked_completion(prompt=list(range(100)), **cut).prompts[0]) == kept
+    for limit, left in (({}, CONTEXT - 1), ({"max_tokens": 100}, CONTEXT - 100)):
+        body = {"prompt": [5] * 9999, "truncate_prompt_tokens": -1, **limit}
+        assert len(asked_completion(**body).prompts[0]) == left
 
 
 def test_choice_i_has_seed_plus_i() -> None:

@@ -113,8 +113,11 @@ def test_names_do_not_tell_where_models_lie(tmp_path: Path) -> None:
 def test_the_line_to_try_is_a_command() -> None:
     found = settings('"it\'s" --root-path /llm --api-key sk-a')
     words = shlex.split(curl_line(found, "http://127.0.0.1:8000").replace("\\\n", " "))
-    assert words[:2] == ["curl", "http://127.0.0.1:8000/llm/v1/chat/completions"]
-    assert json.loads(words[-1])["model"] == "it's"
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8000/llm/v1/chat/completions"]
+    body = json.loads(words[-1])
+    assert body["model"] == "it's"
+    assert body["stream"] is True
+    assert 0 < body["max_tokens"] < 500
     assert "Authorization: Bearer KEY" in words
     assert "sk-a" not in words
     tokens = curl_line(settings("dummy:tiny"), "http://h:1")

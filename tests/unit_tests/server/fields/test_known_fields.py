@@ -1,0 +1,152 @@
+"""Every known field of every endpoint is served there, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from served_demo import CONTEXT, demo, demo_card
+
+from megatron_async.server.fields.ask import NOBODY
+from megatron_async.server.fields.body import decode_body
+from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.messages_request import CountTokensRequest
+from megatron_async.server.fields.not_served import NEUTRAL, REMEDIES, not_served_by
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.served_model import CPU_ANSWER_TOKENS, ServedModel
+from megatron_async.server.http.generate_routes import ENDPOINTS
+from megatron_async.server.http.openapi import openapi
+
+CHAT = [{"role": "user", "content": "Hi"}]
+SMALLEST: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 9},
+}
+LIMIT_OF = {
+    "/v1/completions": "max_tokens", "/v1/chat/completions": "max_completion_tokens",
+    "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens",
+}  # fmt: skip
+VLLMS = """
+frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop
+temperature top_p use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids
+include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens truncation_side allowed_token_ids prompt_logprobs bad_words echo
+add_special_tokens structured_outputs return_token_ids return_tokens_as_token_ids
+kv_transfer_params vllm_xargs repetition_detection request_id
+"""
+OF_CHATS = """
+top_logprobs max_completion_tokens tools tool_choice reasoning_effort parallel_tool_calls
+thinking_token_budget include_reasoning add_generation_prompt continue_final_message documents
+chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs audio modalities verbosity
+web_search_options functions function_call
+"""
+"""Fields of vLLM 0.25's and OpenAI's requests that change an answer."""
+
+
+def asked(path: str, served: ServedModel | None = None, **body: Any) -> Any:
+    endpoint = ENDPOINTS[path]
+    text = json.dumps(SMALLEST[path] | body).encode()
+    return endpoint.ask(decode_body(text, endpoint.kind, Limits()), served or demo(), NOBODY)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_what_an_endpoint_does_not_declare_it_refuses(path: str) -> None:
+    refused = not_served_by(ENDPOINTS[path].kind)
+    assert "use_beam_search" in refused
+    for name in refused:
+        for value in ({"a": 1}, "x", 2):
+            with pytest.raises(Refusal, match=f"^{name} was given, and ") as caught:
+                asked(path, **{name: value})
+            assert (caught.value.status, caught.value.param) == (400, name)
+        for nothing in (None, False, 0, "", [], {}, NEUTRAL.get(name)):
+            assert asked(path, **{name: nothing})
+
+
+def test_the_lists_of_openai_and_vllm_have_no_field_that_is_passed_over() -> None:
+    for path, known in (("/v1/completions", VLLMS), ("/v1/chat/completions", VLLMS + OF_CHATS)):
+        kind = ENDPOINTS[path].kind
+        assert set(known.split()) <= {*kind.__struct_fields__, *not_served_by(kind)}
+
+
+def test_who_gives_anothers_name_is_told_the_own_one() -> None:
+    for path, name, own in (
+        ("/v1/responses", "max_tokens", "max_output_tokens"),
+        ("/v1/responses", "messages", "input"),
+        ("/v1/chat/completions", "prompt", "messages"),
+        ("/v1/messages", "stop", "stop_sequences"),
+        ("/v1/completions", "input", "prompt"),
+    ):
+        with pytest.raises(Refusal, match=f"this endpoint calls it {own}"):
+            asked(path, **{name: "5"})
+    with pytest.raises(Refusal, match="verbosity"):
+        asked("/v1/responses", text={"verbosity": "low"})
+    assert asked("/v1/responses", text={"verbosity": "medium"})
+
+
+def test_only_what_changes_a_prompt_is_refused_where_nothing_is_generated() -> None:
+    refused = not_served_by(CountTokensRequest, of_prompts=True)
+    assert "documents" in refused
+    assert "n" not in refused
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_limit_beyond_the_context_is_refused_with_the_room(path: str) -> None:
+    (prompt,) = asked(path).prompts
+    name, room = LIMIT_OF[path], CONTEXT - len(prompt)
+    assert asked(path, **{name: room}).choices[0].params.num_tokens_to_generate == room
+    for most in (room + 1, 10**18):
+        with pytest.raises(Refusal, match=f"room for {room} .* at most {room}, leave") as caught:
+            asked(path, **{name: most})
+        assert (caught.value.status, caught.value.param) == (400, name)
+        assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "servers", "expected"),
+    [
+        ("cpu", None, None, CPU_ANSWER_TOKENS),
+        ("cuda", None, None, None),
+        ("", None, None, None),
+        ("cpu", 7, None, 7),
+        ("cpu", None, 2000, 2000),
+        ("cuda", 7, 5, 5),
+        ("cuda", 5, 7, 5),
+    ],
+)
+def test_an_answer_without_a_limit(
+    device: str, own: int | None, servers: int | None, expected: int | None
+) -> None:
+    config = {} if own is None else {"max_new_tokens": own}
+    card = demo_card(device=device, generation_config=config)
+    served = ServedModel.of(card, limits=Limits(answer_tokens=servers))
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        found = asked(path, served).choices[0].params.num_tokens_to_generate
+        assert found == expected
+        # Who wants so many at least gets them.
+        least = asked(path, served, min_tokens=1500).choices[0].params
+        assert least.min_tokens == 1500
+        assert least.num_tokens_to_generate == (expected and max(expected, 1500))
+    assert asked("/v1/completions", served).choices[0].params.num_tokens_to_generate == 16
+    served.chat.close()
+
+
+def test_the_description_has_only_what_is_served() -> None:
+    schemas = json.loads(openapi())["components"]["schemas"]
+    for endpoint in ENDPOINTS.values():
+        names = set(schemas[endpoint.kind.__name__]["properties"])
+        assert names == {*endpoint.kind.__struct_fields__} - {*not_served_by(endpoint.kind)}
+
+
+def test_an_answers_id_ends_with_the_requests() -> None:
+    assert asked("/v1/completions", request_id="mine-1").style.id == "cmpl-mine-1"
+    assert asked("/v1/chat/completions", request_id="mine-1").style.id == "chatcmpl-mine-1"
+
+
+def test_remedies_are_of_fields_that_structs_have() -> None:
+    for endpoint in ENDPOINTS.values():
+        assert issubclass(endpoint.kind, msgspec.Struct)
+        assert set(REMEDIES) <= set(endpoint.kind.__struct_fields__)
