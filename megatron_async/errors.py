@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class RequestError(ValueError):
@@ -26,13 +26,14 @@ class RequestAborted(RuntimeError):
 
 
 class NoTokenToChoose(RuntimeError):
-    """A request's logits left no token to choose: one was NaN or infinite, or all tokens were
-    banned; only this request fails.
+    """A request's logits left no token to choose: what it asked for bans all tokens together, or a
+    logit was NaN or infinite; only this request fails.
 
     Args:
         request_id: of the request.
         position: in its sequence, of the token that could not be chosen.
         generated: tokens that it has generated before.
+        bans: names of what it asked for that may ban tokens there, as "bad_words".
         grammar_failure: why its grammar allowed nothing at all, if it gave up.
 
     Attributes:
@@ -44,13 +45,21 @@ class NoTokenToChoose(RuntimeError):
         request_id: int,
         position: int,
         generated: int,
+        bans: Sequence[str] = (),
         grammar_failure: Exception | str | None = None,
     ) -> None:
-        reason = (
-            "a logit there is NaN or infinite (check the model's weights and params_dtype: float16 "
-            "overflows where bfloat16 does not), or its bans (bad_words, min_tokens, the grammar) "
-            "leave no token together (relax one of them)"
+        broken = (
+            "a logit there is NaN or infinite: check the model's weights and params_dtype (float16 "
+            "overflows where bfloat16 does not)"
         )
+        reason = broken
+        if len(bans) == 1:
+            reason = f"{bans[0]} leaves none: relax it; or, if it should leave one, {broken}"
+        elif bans:
+            reason = (
+                f"{', '.join(bans[:-1])} and {bans[-1]} leave none together: relax one of them; "
+                "if they should leave one, check the model's weights"
+            )
         if grammar_failure is not None:
             reason = f"its grammar gave up, {grammar_failure!r}: give a simpler one"
         super().__init__(

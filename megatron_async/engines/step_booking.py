@@ -191,7 +191,11 @@ class StepBooking:
         position, generated = int(slots.num_known[slot]), len(slots.generated(slot))
         grammar = self._requests.get(request.request_id).grammar
         failure = None if grammar is None else grammar.failure
-        error = NoTokenToChoose(request.request_id, position, generated, failure)
+        params = request.sampling_params
+        bans = ["the grammar (structured_output)"] if grammar is not None else []
+        bans += ["bad_words"] if params.bad_words else []
+        bans += ["min_tokens"] if generated < params.min_tokens else []
+        error = NoTokenToChoose(request.request_id, position, generated, bans, failure)
         self.release(slot)
         self._requests.end(request, Status.FAILED, "error", error)
 

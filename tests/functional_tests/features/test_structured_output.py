@@ -254,15 +254,34 @@ def test_without_a_tokenizer(make_tiny_engine: EngineFactory) -> None:
     drain(engine)
 
 
+A, B = [ord("a")], [ord("b")]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "named"),
+    [
+        ({"structured_output": StructuredOutput(regex="[ab]{9}"), "bad_words": [A, B]},
+         "the grammar (structured_output) and bad_words leave none together: relax one of them"),
+        ({"structured_output": StructuredOutput(choice=["ab"]), "bad_words": ["ab"]},
+         "the grammar (structured_output) and bad_words leave none together: relax one of them"),
+        ({"structured_output": StructuredOutput(regex="a?b?"), "bad_words": [A, B], "min_tokens": 3},
+         "the grammar (structured_output), bad_words and min_tokens leave none together"),
+    ],
+)  # fmt: skip
 def test_nothing_left_to_sample_fails_alone(
-    make_tiny_engine: EngineFactory, ascii_tokenizer: Tokenizer
+    make_tiny_engine: EngineFactory,
+    ascii_tokenizer: Tokenizer,
+    wishes: dict[str, Any],
+    named: str,
 ) -> None:
     engine = make_tiny_engine(lookahead=1, tokenizer=ascii_tokenizer)
-    params = constrained(0, StructuredOutput(regex="[ab]{9}"), bad_words=[[ord("a")], [ord("b")]])
+    params = SamplingParams(temperature=1.0, seed=0, num_tokens_to_generate=90, **wishes)
     stuck = engine.add_request(0, PROMPTS[0], params)
     served = engine.add_request(1, PROMPTS[3], PARAMS[3])
     drain(engine)
-    assert "leave no token" in str(stuck.result().error)
+    error = str(stuck.result().error)
+    assert named in error
+    assert "NaN" not in error
     assert served.result().generated_text in CHOICE
 
 
