@@ -1,64 +1,53 @@
-"""`TemplateRenderer`: chats as texts, within a time limit.
+"""`TemplateRenderer`: chats as texts, within limits of time and memory.
 
 A template is code from a download, and its time depends on the chat: loops over messages inside
-loops over messages are common. So a chat is rendered in a process that has a limit (CVE-2025-61620
-is a template that ran for ever). A template that was quick there renders small chats in this
-process, where that takes some 50 microseconds.
+loops over messages are common, and a template may look for a certain message (CVE-2025-61620 is one
+that ran for ever). So no chat is rendered in this process. The way to the other one and back takes
+some 20 microseconds at work, 150 from cold caches.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import jinja2
-import msgspec
-
+from megatron_async.server.chat.template_process import TemplateProcess
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.text.chat_template import compile_chat_template
 from megatron_async.text.tokenizer import Tokenizer
 
-COMMAND = [sys.executable, "-P", "-m", "megatron_async.server.chat.template_worker"]
 LIMIT_S = 2.0
 """CPU time of one chat."""
-QUICK_S = 0.005
-"""A template that takes longer for a small chat is always rendered in the other process."""
-QUICK_MESSAGES = 64
-"""Messages and tools of a small chat: no loop over loops over them takes long."""
+SMALL_LIMIT_S = 0.5
+"""CPU time of a small chat, which takes a hundredth of that."""
+SMALL_MESSAGES = 64
+"""Messages and tools of a small chat."""
 
 
 class TemplateRenderer:
-    """Renders the chats of one model; may be called on several threads.
+    """Renders the chats of one model; may be called on several threads, and on an event loop.
+
+    Small chats have a process of their own, so that none of them waits for a large one.
 
     Args:
         tokenizer: has the template and the special tokens; None: chats are refused.
-        quick_bytes: JSON of a chat that may be rendered in this process.
+        small_bytes: JSON of a small chat.
 
     Attributes:
-        limit_s: seconds of CPU time for a chat.
+        small, large: the processes.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, quick_bytes: int) -> None:
-        self._source = None if tokenizer is None else tokenizer.chat_template
-        self._special = {} if tokenizer is None else tokenizer.special_texts
-        self._quick_bytes = quick_bytes
-        self._is_quick = False
-        """The template has shown that it is quick with small chats."""
-        self._template: jinja2.Template | None = None
-        self._process: subprocess.Popen[str] | None = None
-        self._stop: weakref.finalize[Any, Any] | None = None
-        self._turn = threading.Lock()
-        self.limit_s = LIMIT_S
+    def __init__(self, tokenizer: Tokenizer | None, small_bytes: int) -> None:
+        self._has_template = tokenizer is not None and tokenizer.chat_template is not None
+        special = {} if tokenizer is None else tokenizer.special_texts
+        template = json.dumps([None if tokenizer is None else tokenizer.chat_template, special])
+        self._small_bytes = small_bytes
+        self.small = TemplateProcess(template, SMALL_LIMIT_S)
+        self.large = TemplateProcess(template, LIMIT_S)
 
     def prepare(self) -> None:
-        """Start the process and render a first chat, which takes up to a second."""
-        if self._source is not None:
+        """Start the process of small chats and render a first one, which takes up to a second."""
+        if self._has_template:
             first = {"messages": [{"role": "user", "content": "Hello"}], "tools": None}
             try:
                 self.render({**first, "add_generation_prompt": True})
@@ -73,93 +62,32 @@ class TemplateRenderer:
 
         Raises:
             Refusal: the template rejects the chat, or it takes too long, or there is none.
+            TakesLong: on an event loop; see `TemplateProcess.ask`.
         """
-        if self._source is None:
+        if not self._has_template:
             raise Refusal(
                 "this model has no chat template: send prompts to /v1/completions.",
                 param="messages",
             )
-        is_small = (
-            len(variables["messages"]) + len(variables.get("tools") or ()) <= QUICK_MESSAGES
-            and len(msgspec.json.encode(variables)) <= self._quick_bytes
-        )
-        if is_small and self._is_quick:
-            return self._render_here(variables)
-        with self._turn:
-            answer = self._ask(variables)
+        text = json.dumps(variables)
+        count = len(variables["messages"]) + len(variables.get("tools") or ())
+        is_small = count <= SMALL_MESSAGES and len(text) <= self._small_bytes
+        process = self.small if is_small else self.large
+        answer = process.ask(text)
+        if answer is None:
+            raise Refusal(
+                f"the model's chat template takes more than {process.limit_s:g} s of CPU time, or "
+                "too much memory, for this chat: send fewer or shorter messages.",
+                param="messages",
+            )
         if "error" in answer:
-            raise _rejected(answer["error"])
-        if is_small:
-            self._is_quick = answer["cpu_s"] < QUICK_S
+            raise Refusal(
+                f"the model's chat template rejects the messages: {answer['error']}",
+                param="messages", code="chat_template_error",
+            )  # fmt: skip
         return str(answer["text"])
 
     def close(self) -> None:
-        """End the process, also in the middle of a chat."""
-        if self._stop is not None:
-            self._stop()
-
-    def _render_here(self, variables: Mapping[str, Any]) -> str:
-        if self._template is None:
-            assert self._source is not None
-            self._template = compile_chat_template(self._source)
-        start = time.thread_time()
-        try:
-            return self._template.render(**(self._special | dict(variables)))
-        except Exception as error:  # a template is code, it can raise anything
-            raise _rejected(str(error)[:500] or type(error).__name__) from error
-        finally:
-            self._is_quick = time.thread_time() - start < QUICK_S
-
-    def _ask(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = ""
-        try:
-            process.stdin.write(json.dumps([variables, self.limit_s]) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:  # it has died of the chat
-            pass
-        if line:
-            return dict(json.loads(line))
-        status = process.wait()
-        self._process = None
-        raise Refusal(
-            f"the model's chat template takes more than {self.limit_s:g} s of CPU time, or too "
-            f"much memory, for this chat (status {status}): send fewer or shorter messages.",
-            param="messages",
-        )
-
-    def _start(self) -> None:
-        self.close()
-        # In a session of its own, Ctrl-C in the terminal does not reach it.
-        self._process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8",
-            start_new_session=True,
-        )  # fmt: skip
-        self._stop = weakref.finalize(self, _end, self._process)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([self._source, self._special]) + "\n")
-        self._process.stdin.flush()
-
-
-def _rejected(why: str) -> Refusal:
-    return Refusal(
-        f"the model's chat template rejects the messages: {why}", param="messages",
-        code="chat_template_error",
-    )  # fmt: skip
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        try:
-            if pipe is not None:
-                pipe.close()
-        except OSError:  # what was not sent cannot be any more
-            continue
+        """End the processes, also in the middle of a chat."""
+        self.small.close()
+        self.large.close()

@@ -1,8 +1,8 @@
 """Renders a chat template in a process of its own, so that an endless template does no harm.
 
 It reads JSON lines: first the template and the special tokens, then [variables, limit in seconds of
-CPU time]; and answers each with {"text", "cpu_s"} or {"error"}. A chat that takes too long or too
-much memory ends the process, which its parent can tell (`template_renderer.py`).
+CPU time]; and answers each with {"text"} or {"error"}. A chat that takes too long or too much
+memory ends the process, which its parent can tell (`template_process.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from typing import Any
 
 import jinja2
@@ -22,6 +21,8 @@ from megatron_async.text.chat_template import compile_chat_template
 
 MEMORY_LIMIT = 1 << 30
 """Bytes of address space that rendering may take."""
+MOST_CHARACTERS = 64 << 20
+"""Characters of a rendered chat: a body has 32 MiB, and its parent must read what comes."""
 
 
 def main() -> None:
@@ -30,8 +31,8 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not be taken for an answer
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(OSError, ValueError):  # a system without it, or a lower limit
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     source, special = json.loads(sys.stdin.readline())
     template = compile_chat_template(source)
     for line in sys.stdin:
@@ -44,12 +45,13 @@ def main() -> None:
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> dict[str, Any]:
-    start = time.process_time()
     try:
         text = template.render(**variables)
     except Exception as error:  # a template is code, it can raise anything
         return {"error": str(error)[:500] or type(error).__name__}
-    return {"text": text, "cpu_s": time.process_time() - start}
+    if len(text) > MOST_CHARACTERS:
+        return {"error": f"the text of the chat has more than {MOST_CHARACTERS} characters"}
+    return {"text": text}
 
 
 if __name__ == "__main__":

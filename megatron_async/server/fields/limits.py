@@ -19,8 +19,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         log_prob_values: prompt tokens times log probs at each, of all choices; they make an answer
             of about 50 bytes each.
         priority: most by which a request without the admin key may be served later or earlier.
-        template_bytes: JSON of a chat that is rendered in the API process itself; a larger one is
-            rendered in the process for it, where it may take its time.
+        template_bytes: JSON of a small chat; a larger one is rendered in a process for such, where
+            it may take its time.
         answer_tokens: of an answer whose request gives no limit (`ServedModel.answer_tokens`).
     """
 

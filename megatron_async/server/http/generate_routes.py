@@ -15,7 +15,7 @@ from megatron_async.server.answers.forms import stream_form, whole_form
 from megatron_async.server.answers.message_writer import message_error_body
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.choice_feed import ChoiceFeed
-from megatron_async.server.fields.ask import ask_chat, ask_completion, is_quick
+from megatron_async.server.fields.ask import ask_chat, ask_completion
 from megatron_async.server.fields.ask_messages import ask_messages, count_tokens
 from megatron_async.server.fields.ask_responses import ask_responses
 from megatron_async.server.fields.asked import Asked, Caller
@@ -28,6 +28,7 @@ from megatron_async.server.fields.refusal import Refusal, refusal_of
 from megatron_async.server.fields.responses_request import ResponsesRequest
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
+from megatron_async.server.http.beside_loop import read_body
 from megatron_async.server.http.exchange import ClientGone, Exchange
 from megatron_async.server.http.openapi import openapi
 from megatron_async.server.http.replies import reply, reply_json
@@ -165,10 +166,7 @@ class GenerateRoutes:
     async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         body = await exchange.body(self._limits.body_bytes)
         served = await self._model_now()
-        if is_quick(body):
-            asked = self._asked(body, endpoint, served, exchange.caller)
-        else:
-            asked = await asyncio.to_thread(self._asked, body, endpoint, served, exchange.caller)
+        asked = await read_body(body, lambda: self._asked(body, endpoint, served, exchange.caller))
         if asked.style.is_stream:
             await self._stream(exchange, asked, served)
         else:
@@ -258,7 +256,7 @@ class GenerateRoutes:
         def counted() -> int:
             return count_tokens(decode_body(body, CountTokensRequest, self._limits), served)
 
-        tokens = counted() if is_quick(body) else await asyncio.to_thread(counted)
+        tokens = await read_body(body, counted)
         await reply_json(exchange.send, {"input_tokens": tokens})
 
     # ---- The model ---------------------------------------------------------------------------

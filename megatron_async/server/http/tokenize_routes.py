@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from megatron_async.server.chat.tool_choice import tool_plan
-from megatron_async.server.fields.ask import is_quick
 from megatron_async.server.fields.body import decode_body
 from megatron_async.server.fields.chat_request import ChatRequest, Message, NamedTool, Tool
 from megatron_async.server.fields.limits import Limits
@@ -17,8 +15,12 @@ from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
+from megatron_async.server.http.beside_loop import read_body
 from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply_json
+
+MOST_TOKENS = 2**20
+"""Tokens that become one text: each may be hundreds of characters."""
 
 
 class TokenizeRequest(KnownFields, kw_only=True):
@@ -80,10 +82,7 @@ class TokenizeRoutes:
     async def _tokenize(self, exchange: Exchange, _: str) -> None:
         body = await exchange.body(self._limits.body_bytes)
         served = await self._model_now()
-        if is_quick(body):
-            answer = self._tokens(body, served)
-        else:
-            answer = await asyncio.to_thread(self._tokens, body, served)
+        answer = await read_body(body, lambda: self._tokens(body, served))
         await reply_json(exchange.send, answer)
 
     def _tokens(self, body: bytes, served: ServedModel) -> dict[str, Any]:
@@ -122,12 +121,20 @@ class TokenizeRoutes:
     async def _detokenize(self, exchange: Exchange, _: str) -> None:
         body = await exchange.body(self._limits.body_bytes)
         served = await self._model_now()
+        text = await read_body(body, lambda: self._text(body, served))
+        await reply_json(exchange.send, {"prompt": text})
+
+    def _text(self, body: bytes, served: ServedModel) -> str:
         request = decode_body(body, DetokenizeRequest, self._limits)
         served.name(request.model)
         if served.tokenizer is None:
             raise Refusal("this server has no tokenizer for the model.")
+        if len(request.tokens) > MOST_TOKENS:
+            raise Refusal(
+                f"tokens has {len(request.tokens)} tokens, and {MOST_TOKENS} are allowed: send "
+                "several requests.", param="tokens",
+            )  # fmt: skip
         wrong = [token for token in request.tokens if not 0 <= token < served.card.vocab_size]
         if wrong:
             raise Refusal(f"token id {wrong[0]} is out of range.", param="tokens")
-        text = served.tokenizer.detokenize(request.tokens, request.skip_special_tokens)
-        await reply_json(exchange.send, {"prompt": text})
+        return served.tokenizer.detokenize(request.tokens, request.skip_special_tokens)

@@ -1,11 +1,13 @@
 # ruff: noqa: E501  (tables of cases)
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from served_demo import asked_chat, demo, demo_card, demo_tokenizer
 
+from megatron_async.server.chat.template_process import TakesLong
 from megatron_async.server.chat.template_renderer import TemplateRenderer
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
@@ -82,25 +84,78 @@ def test_wrong_chats_get_400(body: dict[str, Any]) -> None:
     assert caught.value.status == 400
 
 
-def test_a_quick_template_is_rendered_here_after_a_first_time_there() -> None:
+def test_small_chats_do_not_wait_for_large_ones() -> None:
     renderer = TemplateRenderer(demo_tokenizer(), 10_000)
     variables = {"messages": USER, "tools": None, "add_generation_prompt": True}
     first = renderer.render(variables)
-    process = renderer._process
-    assert process is not None
-    renderer.close()  # what follows does without
-    assert renderer.render(variables) == first
+    with renderer.large._turn:  # it is at work
+        assert renderer.render(variables) == first
     assert first.endswith("assistant\n")
     large = {**variables, "messages": [{"role": "user", "content": "x" * 20_000}]}
-    assert "x" * 20_000 in renderer.render(large)  # there again, in a new process
-    assert renderer._process is not process
+    with renderer.small._turn:
+        assert "x" * 20_000 in renderer.render(large)
+    renderer.close()
+    assert renderer.render(variables) == first  # in a new process
+    renderer.close()
+
+
+WAITS_FOR_A_MESSAGE = """
+{%- if messages|length == 3 -%}
+{%- for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}
+{%- endfor %}{% endfor %}{% endfor %}
+{%- elif messages|length == 4 -%}{{ messages[0].content * 10**10 }}
+{%- elif messages|length == 5 -%}{{ messages[0].content * 4 * 10**7 }}
+{%- elif messages|length == 6 -%}{{ [messages[0].content * 10**7] * 99 }}
+{%- endif -%}
+done"""
+
+
+def test_a_template_that_waits_for_a_message_has_limits_all_the_same() -> None:
+    """Time, memory and length of a small chat, after others were quick."""
+    renderer = TemplateRenderer(tokenizer_with(WAITS_FOR_A_MESSAGE), 10_000)
+    for count, said in ((3, "CPU time"), (4, "Memory"), (5, "characters"), (6, "emory")):
+        renderer.small.limit_s = 0.1 if count == 3 else 2.0
+        assert renderer.render({"messages": USER}) == "done"
+        with pytest.raises(Refusal, match=said):
+            renderer.render({"messages": USER * count})
+    renderer.close()
+
+
+def test_what_a_template_computes_while_it_is_compiled_has_limits() -> None:
+    renderer = TemplateRenderer(tokenizer_with("{{ 'a' * 10**10 }}{{ 9**9**9 }}"), 10_000)
+    renderer.small.limit_s = 0.1
+    with pytest.raises(Refusal):
+        renderer.render({"messages": USER})
+    renderer.close()
+
+
+def test_an_event_loop_does_not_wait_for_a_template() -> None:
+    renderer = TemplateRenderer(tokenizer_with(WAITS_FOR_A_MESSAGE), 10_000)
+    renderer.small.limit_s = 0.2
+    quick, slow = {"messages": USER}, {"messages": USER * 3}
+
+    async def on_loop() -> None:
+        with pytest.raises(TakesLong):  # there is no process yet
+            renderer.render(quick)
+        await asyncio.to_thread(renderer.render, quick)
+        with renderer.small._turn, pytest.raises(TakesLong):
+            renderer.render(quick)
+        with pytest.raises(TakesLong):
+            renderer.render(slow)
+        with pytest.raises(TakesLong):  # from now on always
+            renderer.render(quick)
+        with pytest.raises(Refusal, match="CPU time"):
+            await asyncio.to_thread(renderer.render, slow)
+        assert await asyncio.to_thread(renderer.render, quick) == "done"
+
+    asyncio.run(on_loop())
     renderer.close()
 
 
 def test_an_endless_template_fails_its_chat_alone() -> None:
     slow = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}done"
     renderer = TemplateRenderer(tokenizer_with(slow), 10_000)
-    renderer.limit_s = 0.3
+    renderer.large.limit_s = 0.3
     with pytest.raises(Refusal, match="CPU time"):
         renderer.render({"messages": USER * 2000})
     assert renderer.render({"messages": USER}) == "done"
