@@ -22,6 +22,7 @@ from megatron_async.text.grammar_limits import (
     check_schema,
     check_size,
 )
+from megatron_async.text.schema_numbers import exact_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -179,13 +180,11 @@ def _schema_text(schema: Any) -> str:
         text = json.dumps(found)
         found = json.loads(text)  # what was a mapping or a tuple is a dict or a list now
     except (TypeError, ValueError) as error:
-        raise RequestError(
-            f"json_schema={reprlib.repr(schema)} is no JSON object: {error}"
-        ) from error
+        raise RequestError(f"json_schema is no JSON object: {error}.") from error
     except RecursionError as error:
         raise RequestError(
             "json_schema is nested too deeply to be read as JSON: nest it less deeply."
         ) from error
     check_size("json_schema", len(text))
     check_schema(found)
-    return text
+    return json.dumps(exact_numbers(found))

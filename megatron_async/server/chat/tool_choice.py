@@ -15,6 +15,7 @@ from megatron_async.server.chat.call_formats import CallFormat
 from megatron_async.server.fields.chat_request import ChatRequest, FunctionTool, NamedTool
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.text.grammar_limits import check_schema, check_size
+from megatron_async.text.schema_numbers import exact_numbers
 
 if TYPE_CHECKING:
     from megatron_async.server.chat.chat_format import ChatFormat
@@ -88,6 +89,7 @@ def tool_plan(request: ChatRequest, chat: ChatFormat, most: int) -> ToolPlan:
 
 def _grammar(chat: ChatFormat, offered: Sequence[OfferedTool], many: bool) -> str:
     try:
+        offered = [OfferedTool(one.name, exact_numbers(one.parameters)) for one in offered]
         grammar = "start: calls\n" + chat.tool_format.rules(offered, many, chat.special)
         check_size("tools", len(grammar))
     except RequestError as error:
