@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_async.checkpoints import gguf_sampling
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.gguf_metadata import Metadata
 from megatron_async.checkpoints.gguf_quants import dequantise
 from megatron_async.checkpoints.huggingface_config import family_of
-from megatron_async.checkpoints.json_files import check_size
 from megatron_async.checkpoints.mapping import Region, Shape
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
@@ -67,60 +67,72 @@ class GGUFSource(NamedTensorSource):
     @cached_property
     def architecture(self) -> ModelArchitecture:
         """From the file's metadata and tensor shapes."""
-        kind = self._metadata("general.architecture")
+        meta = self._metadata
+        meta.check_file()
+        if self._reader.byte_order == "S":
+            raise CheckpointError(
+                f"{self.file}: its bytes are in the other order than this machine's; convert it "
+                "with gguf-py's gguf_convert_endian.py"
+            )
+        kind = meta.get("general.architecture")
         if kind not in ARCHITECTURES:
             raise CheckpointError(
                 f"{self.file}: general.architecture = {kind!r} is not supported; supported: "
                 f"{', '.join(ARCHITECTURES)}"
             )
-        if self._metadata(f"{kind}.expert_count", 0):
+        if meta.get(f"{kind}.expert_count", 0):
             raise CheckpointError(f"{self.file}: mixture-of-experts GGUF files are not supported")
-        hidden = self._size(f"{kind}.embedding_length")
-        heads = self._size(f"{kind}.attention.head_count")
-        head_dim = self._size(f"{kind}.attention.key_length", hidden // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if self._size(f"{kind}.{key}", head_dim) != head_dim:
-                raise CheckpointError(
-                    f"{self.file}: {kind}.{key} = {self._metadata(f'{kind}.{key}')} is not "
-                    f"supported (only the head size, {head_dim})"
+        hidden = meta.size(f"{kind}.embedding_length")
+        heads = meta.size(f"{kind}.attention.head_count")
+        head_dim = meta.size(f"{kind}.attention.key_length", hidden // heads)
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if meta.size(f"{kind}.{name}", head_dim) != head_dim:
+                raise meta.error(
+                    f"{kind}.{name}", f"is not supported (only the head size, {head_dim})"
                 )
-        base = self._number(f"{kind}.rope.freq_base", 10000.0)
-        window = self._metadata(f"{kind}.attention.sliding_window", None)
+        base = meta.number(f"{kind}.rope.freq_base", 10000.0)
+        window = meta.get(f"{kind}.attention.sliding_window", 0)
+        window = meta.size(f"{kind}.attention.sliding_window") if window != 0 else None
         family = family_of("mistral" if kind == "llama" and window else kind)
         if "token_embd.weight" not in self._tensors:
             raise CheckpointError(f"{self.file}: tensor 'token_embd.weight' is missing")
-        return ModelArchitecture(
+        epsilon = meta.number(f"{kind}.attention.layer_norm_rms_epsilon")
+        vocabulary = _shape(self._tensors["token_embd.weight"])[0]
+        scaling = self._rope_scaling(meta.linear_scaling(kind), head_dim, base)
+        found = ModelArchitecture(
             model_type=family.model_type,
-            num_layers=self._size(f"{kind}.block_count"),
+            num_layers=meta.size(f"{kind}.block_count"),
             hidden_size=hidden,
             num_attention_heads=heads,
-            num_query_groups=self._size(f"{kind}.attention.head_count_kv", heads),
+            num_query_groups=meta.size(f"{kind}.attention.head_count_kv", heads),
             kv_channels=head_dim,
-            ffn_hidden_size=self._size(f"{kind}.feed_forward_length"),
-            vocab_size=_shape(self._tensors["token_embd.weight"])[0],
-            # Decimal digits that a float32 holds: 9.999999747378752e-06 was written as 1e-05.
-            layernorm_epsilon=_float32(self._number(f"{kind}.attention.layer_norm_rms_epsilon")),
+            ffn_hidden_size=meta.size(f"{kind}.feed_forward_length"),
+            vocab_size=vocabulary,
+            layernorm_epsilon=epsilon,
             rotary_base=base,
-            rope_scaling=self._rope_scaling(kind, head_dim, base),
+            rope_scaling=scaling,
             add_qkv_bias=family.add_qkv_bias,
             qk_layernorm=family.qk_layernorm,
             tie_word_embeddings="output.weight" not in self._tensors,
-            max_position_embeddings=self._size(f"{kind}.context_length"),
-            sliding_window=int(window) if window else None,
+            max_position_embeddings=meta.size(f"{kind}.context_length"),
+            sliding_window=window,
             eos_token_ids=self._eos_ids,
-            bos_token_id=self._metadata("tokenizer.ggml.bos_token_id", None),
+            bos_token_id=meta.get("tokenizer.ggml.bos_token_id", None),
         )
+        meta.finish(kind, vocabulary, head_dim, epsilon)
+        return found
 
     @cached_property
     @override
     def tokenizer(self) -> Tokenizer | None:
-        names = [name for name in self._reader.fields if name.startswith("tokenizer.")]
+        meta = self._metadata
+        names = [name for name in meta.fields if name.startswith("tokenizer.")]
         if "tokenizer.ggml.tokens" not in names:
             return None
-        found = Tokenizer.from_gguf({name: self._metadata(name) for name in names}, str(self.file))
-        sampling = [name for name in self._reader.fields if name.startswith(gguf_sampling.PREFIX)]
+        found = Tokenizer.from_gguf({name: meta.get(name) for name in names}, str(self.file))
+        sampling = [name for name in meta.fields if name.startswith(gguf_sampling.PREFIX)]
         found.generation_config = gguf_sampling.generation_config(
-            {name: self._metadata(name) for name in sampling}, str(self.file)
+            {name: meta.get(name) for name in sampling}, str(self.file)
         )
         return found
 
@@ -204,45 +216,33 @@ class GGUFSource(NamedTensorSource):
 
     @cached_property
     def _by_huggingface_name(self) -> dict[str, Any]:
-        return {
-            _huggingface_name(name): tensor
-            for name, tensor in self._tensors.items()
-            if name != ROPE_FACTORS
-        }
+        named = {name: _huggingface_name(name) for name in self._tensors if name != ROPE_FACTORS}
+        found = {theirs: self._tensors[name] for name, theirs in named.items()}
+        if len(found) < len(named):
+            twice = next(name for name, theirs in named.items() if found[theirs].name != name)
+            raise CheckpointError(f"{self.file}: tensor {twice!r} is there under two names")
+        return found
 
     @property
     def _eos_ids(self) -> tuple[int, ...]:
-        eos = [
-            self._metadata(f"tokenizer.ggml.{key}_token_id", None) for key in ("eos", "eot", "eom")
-        ]
+        names = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
+        eos = [self._metadata.get(name, None) for name in names]
         return tuple(dict.fromkeys(int(token) for token in eos if token is not None))
 
-    def _metadata(self, key: str, *default: Any) -> Any:
-        field = self._reader.fields.get(key)
-        if field is not None:
-            return field.contents()
-        if default:
-            return default[0]
-        raise CheckpointError(f"{self.file}: metadata {key!r} is missing; the file is incomplete")
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return Metadata(self._reader.fields, str(self.file))
 
-    def _size(self, key: str, *default: int) -> int:
-        return check_size(self._metadata(key, *default), key, str(self.file))
-
-    def _number(self, key: str, *default: float) -> float:
-        value = self._metadata(key, *default)
-        if not isinstance(value, float) or not value > 0:
-            raise CheckpointError(f"{self.file}: {key} = {value!r} must be a positive number")
-        return value
-
-    def _rope_scaling(self, kind: str, head_dim: int, base: float) -> RopeScaling | None:
-        scaling = self._metadata(f"{kind}.rope.scaling.type", "none")
-        if scaling not in ("none", ""):
-            raise CheckpointError(
-                f"{self.file}: {kind}.rope.scaling.type = {scaling!r} is not supported (only none "
-                f"and Llama-3 scaling, stored as {ROPE_FACTORS})"
-            )
+    def _rope_scaling(
+        self, linear: RopeScaling | None, head_dim: int, base: float
+    ) -> RopeScaling | None:
         if ROPE_FACTORS not in self._tensors:
-            return None
+            return linear
+        if linear is not None:
+            raise CheckpointError(
+                f"{self.file}: rope is scaled by {linear.factor} and by {ROPE_FACTORS}, which is "
+                "not supported together"
+            )
         factors = torch.from_numpy(np.array(self._tensors[ROPE_FACTORS].data, dtype=np.float32))
         found = RopeScaling(float(factors.max()), LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
         plain = inverse_frequencies(head_dim, base)
@@ -315,10 +315,6 @@ def _huggingface_name(name: str) -> str:
 def _shape(tensor: Any) -> Shape:
     """GGUF lists the fastest dimension first."""
     return tuple(int(size) for size in reversed(tensor.shape))
-
-
-def _float32(value: float) -> float:
-    return float(str(np.float32(value)))
 
 
 def _unpermute(tensor: Tensor, heads: int) -> Tensor:

@@ -12,10 +12,10 @@ from typing import Any
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.json_files import read_size
 from megatron_async.checkpoints.settings import Settings
-from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.models.architecture import LINEAR, LLAMA3, ModelArchitecture, RopeScaling
 
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-KEYS = {"default": (), "llama3": LLAMA3_KEYS}
+KEYS = {"default": (), LLAMA3: LLAMA3_KEYS, LINEAR: LLAMA3_KEYS[:1]}
 """Kinds of rope that are served, and the keys of each beside `GENERAL`."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Keys at the top of a file."""
@@ -50,7 +50,7 @@ def read_rope(
     if kind not in KEYS:
         raise CheckpointError(
             f"{config.where}: rope_type = {kind!r} is not supported in {place} (only "
-            f"{' and '.join(map(repr, KEYS))})"
+            f"{', '.join(map(repr, KEYS))})"
         )
     known = {*GENERAL, *KEYS[kind], *(FOR_IMAGES if config.family in HAS_IMAGES else ())}
     # The other set is passed over, but what it says must not be another thing.
@@ -62,7 +62,9 @@ def read_rope(
                 f"rope of type {kind!r}: leave it out"
             )
     values = {key: _value(config, key, rope) for key in ("rope_theta", "partial_rotary_factor")}
-    if kind == "llama3":
+    if kind == LINEAR:
+        values["factor"] = rope.get("factor")
+    if kind == LLAMA3:
         values |= {key: rope.get(key) for key in LLAMA3_KEYS[:3]}
         values[ORIGINAL] = _value(config, ORIGINAL, rope) or config.size("max_position_embeddings")
     for key, value in new.items() if old else ():
@@ -75,6 +77,8 @@ def read_rope(
     share = _share(config, values["partial_rotary_factor"], head_dim, percent)
     if kind == "default":
         return base, None, share
+    if kind == LINEAR:
+        return base, RopeScaling(config.check_number("factor", values["factor"]), kind=kind), share
     factor, low, high = (config.check_number(key, values[key]) for key in LLAMA3_KEYS[:3])
     if low >= high:
         raise config.error("low_freq_factor", f"must be less than high_freq_factor = {high}", low)
@@ -130,8 +134,9 @@ def write_rope(a: ModelArchitecture) -> dict[str, Any]:
     """Entries of a `config.json` that describe rope, in both spellings."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": a.rotary_base}
     if a.rope_scaling is not None:
-        rope["rope_type"] = "llama3"
-        rope |= {key: getattr(a.rope_scaling, key) for key in LLAMA3_KEYS}
+        kind = a.rope_scaling.kind
+        rope["rope_type"] = kind
+        rope |= {key: getattr(a.rope_scaling, key) for key in KEYS[kind]}
     if a.rotary_percent != 1:
         rope["partial_rotary_factor"] = a.rotary_percent
     # Older readers (transformers 4, llama.cpp, Megatron-Bridge) look for the second.

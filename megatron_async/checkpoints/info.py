@@ -16,6 +16,8 @@ from megatron_async.models.architecture import (
     ATTENTION,
     DELTA,
     KINDS,
+    LINEAR,
+    LLAMA3,
     MAMBA,
     MLP,
     RECURRENT,
@@ -154,7 +156,7 @@ def format_info(info: ModelInfo) -> str:
             ("gated attention", a.attention_output_gate),
             ("zero-centred norms", a.layernorm_zero_centered_gamma),
             ("gated shared expert", a.moe_shared_expert_gate),
-            ("Llama-3 rope scaling", a.rope_scaling is not None),
+            *_scaling(a),
             (f"sliding window {a.sliding_window}", a.sliding_window is not None),
         )
         if present
@@ -190,6 +192,16 @@ def format_info(info: ModelInfo) -> str:
             rows["states that fit"] += ", beside a KV pool of one block"
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _scaling(a: ModelArchitecture) -> list[tuple[str, bool]]:
+    scaling = a.rope_scaling
+    if scaling is None:
+        return []
+    return [
+        ("Llama-3 rope scaling", scaling.kind == LLAMA3),
+        (f"rope scaled by {scaling.factor:g}", scaling.kind == LINEAR),
+    ]
 
 
 def _attention_rows(a: ModelArchitecture) -> dict[str, str]:

@@ -27,14 +27,20 @@ MTP_KINDS = ATTENTION + MLP + EXPERTS
 """Kinds that are served in a depth of multi-token prediction."""
 
 
+LLAMA3, LINEAR = "llama3", "linear"
+"""Kinds of `RopeScaling`, by Hugging Face's names."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3 frequency scaling ("llama3" in Hugging Face's `rope_scaling`)."""
+    """Scaling of rope's frequencies: of the long waves alone (Llama 3), or of all alike."""
 
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    """This and the next two are Llama 3's."""
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    kind: str = LLAMA3
 
 
 @dataclass(frozen=True)

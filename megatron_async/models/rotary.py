@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.models.architecture import RopeScaling
+from megatron_async.models.architecture import LINEAR, RopeScaling
 
 
 def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
@@ -24,6 +24,8 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = Non
     inv_freq = 1.0 / (base**exponent)
     if scaling is None:
         return inv_freq
+    if scaling.kind == LINEAR:
+        return inv_freq / scaling.factor
     wavelength = 2 * math.pi / inv_freq
     low = scaling.original_max_position_embeddings / scaling.low_freq_factor
     high = scaling.original_max_position_embeddings / scaling.high_freq_factor

@@ -53,8 +53,12 @@ def write_gguf(
         "tokenizer.ggml.eos_token_id": 2,
     } | dict(fields or {})
     for key, value in values.items():
-        if isinstance(value, int):
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
             writer.add_uint32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif value is not None:

@@ -1,0 +1,241 @@
+"""`Metadata`: the keys of a GGUF file, each read or accounted for.
+
+What a key means is llama.cpp's (`src/llama-model.cpp`, `src/llama-context.cpp`); names are those of
+gguf-py's `constants.py`. A reader asks for a key by `get`, `size` or `number`, so it is known at
+the end which keys nobody asked for: `finish` refuses those that change the computation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.json_files import check_size
+from megatron_async.models.architecture import LINEAR, RopeScaling
+
+logger = logging.getLogger("megatron_async")
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_gating_func": (0,),
+    "expert_weights_norm": (False,),
+    "expert_weights_scale": (0, 1),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "use_parallel_residual": (False,),
+    "pooling_type": (0,),
+    "swin_norm": (False,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "attn_logit_softcapping": (0,),
+    "router_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.temperature_scale": (0,),
+    "attention.shared_kv_layers": (0,),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.alpha": (0, 1),
+}
+"""Keys that change the computation, behind the architecture's prefix, and the values that leave it
+as it is."""
+MATTERS = re.compile(
+    "rope|attention|attn|expert|moe|scal|norm|softcap|clamp|ssm|residual|activation|sparsity|window"
+)
+"""A key of such a name that nobody knows is refused: what it means would be guessed."""
+YARN_ALONE = "only rope of the types yarn and longrope has it"
+HARMLESS = {
+    "rope.scaling.finetuned": "llama.cpp only shows it",
+    "rope.scaling.original_context_length": YARN_ALONE,
+    "rope.scaling.yarn_log_multiplier": YARN_ALONE,
+    "rope.scaling.yarn_ext_factor": YARN_ALONE,
+    "rope.scaling.yarn_attn_factor": YARN_ALONE,
+    "rope.scaling.yarn_beta_fast": YARN_ALONE,
+    "rope.scaling.yarn_beta_slow": YARN_ALONE,
+    "tensor_data_layout": "it names the converter's source; llama.cpp reads it nowhere",
+    "expert_feed_forward_length": "there are no experts (`expert_count`)",
+    "expert_shared_feed_forward_length": "there are no experts (`expert_count`)",
+}
+"""Keys behind the architecture's prefix that leave the computation as it is, and why."""
+GENERAL = re.compile(
+    r"GGUF\.\w+|general\.(name|author|version|organization|finetune|basename|description|url|doi"
+    r"|uuid|repo_url|tags|languages|datasets?|quantized_by|size_label|file_type|alignment"
+    r"|license(\.\w+)*|source\.[\w.]+|base_model\.[\w.]+|dataset\.[\w.]+|sampling\.\w+)"
+    r"|split\.(no|tensors\.count)|quantize\.imatrix\.\w+|tokenizer\..+"
+)
+"""Keys about the file, not about the computation; or that other readers account for (sampling, the
+tokenizer)."""
+REFUSED = {
+    "adapter.": "it is an adapter, and adapters are not applied: merge it into its model",
+    "clip.": "it is the vision or audio part of a model: give the file of the language model",
+    "imatrix.": "it holds statistics for quantising, not a model",
+    "diffusion.": "it is no model that writes a text from left to right",
+    "xielu.": "its activation is not supported",
+}
+"""Beginnings of keys of files that are no models of these architectures."""
+
+
+class Metadata:
+    """What a GGUF file says of its model.
+
+    Args:
+        fields: of `gguf.GGUFReader`.
+        where: the file's name, for messages.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        self.fields = fields
+        self.where = where
+        self._taken: set[str] = set()
+
+    def get(self, key: str, *default: Any) -> Any:
+        """A value; the default, if one is given, where it is missing.
+
+        Raises:
+            CheckpointError: it is missing, and there is no default.
+        """
+        self._taken.add(key)
+        field = self.fields.get(key)
+        if field is not None:
+            return field.contents()
+        if default:
+            return default[0]
+        raise CheckpointError(f"{self.where}: metadata {key!r} is missing; the file is incomplete")
+
+    def size(self, key: str, *default: int) -> int:
+        """A positive integer; the arguments are those of `get`.
+
+        Raises:
+            CheckpointError: it is missing, or something else.
+        """
+        return check_size(self.get(key, *default), key, self.where)
+
+    def number(self, key: str, *default: float) -> float:
+        """A positive finite number, as short as its 32 bits tell it: 1e-05, not
+        9.999999747378752e-06; the arguments are those of `get`.
+
+        Raises:
+            CheckpointError: it is missing, or something else.
+        """
+        value = self.get(key, *default)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
+            raise self.error(key, "must be a positive number")
+        return float(str(np.float32(value)))
+
+    def error(self, key: str, problem: str) -> CheckpointError:
+        """An error that names the file, a key and its value."""
+        return CheckpointError(f"{self.where}: {key} = {self.get(key, None)!r} {problem}")
+
+    def check_file(self) -> None:
+        """Check that the file is a whole model.
+
+        Raises:
+            CheckpointError: it is not; the message names the key.
+        """
+        for beginning, why in REFUSED.items():
+            key = next((key for key in self.fields if key.startswith(beginning)), None)
+            if key is not None:
+                raise CheckpointError(f"{self.where}: has {key}: {why}")
+        if self.get("general.type", "model") != "model":
+            raise self.error("general.type", "is not supported (only 'model')")
+        if self.get("split.count", 1) not in (0, 1):
+            raise self.error(
+                "split.count",
+                "means that the model is in several files, which are not read together; join them "
+                "with llama.cpp's llama-gguf-split --merge",
+            )
+        if self.get("general.quantization_version", 2) != 2:
+            raise self.error("general.quantization_version", "is not supported (only 2)")
+
+    def linear_scaling(self, kind: str) -> RopeScaling | None:
+        """Scaling of rope by one factor for all frequencies, which is what a factor without a type
+        means; None where there is none.
+
+        Raises:
+            CheckpointError: another type.
+        """
+        key = f"{kind}.rope.scaling.type"
+        scaling = self.get(key, LINEAR)
+        if scaling not in ("none", LINEAR):
+            raise self.error(key, f"is not supported (only 'none' and {LINEAR!r})")
+        names = [f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"]  # the old name
+        self._taken.update(names)
+        name = next((name for name in names if name in self.fields), None)
+        if name is None or self.get(name) == 0:
+            return None
+        factor = self.number(name)
+        if scaling == "none" and factor != 1:
+            logger.warning(
+                "%s: %s = %s is not used, as %s = 'none'.", self.where, name, factor, key
+            )
+        return None if scaling == "none" or factor == 1 else RopeScaling(factor, kind=LINEAR)
+
+    def finish(self, kind: str, vocabulary: int, head_dim: int, epsilon: float) -> None:
+        """Account for the keys that no reader has asked for.
+
+        Args:
+            kind: `general.architecture`.
+            vocabulary: rows of the embedding.
+            head_dim: size of a head.
+            epsilon: of the norms.
+
+        Raises:
+            CheckpointError: a key that changes the computation has a value that is not served.
+        """
+        same = {
+            "vocab_size": vocabulary,
+            "embedding_length_out": self.get(f"{kind}.embedding_length"),
+            "attention.layer_norm_epsilon": epsilon,
+            "attention.scale": 1 / math.sqrt(head_dim),
+        }
+        unknown = []
+        for key in self.fields.keys() - self._taken:
+            name = key.removeprefix(f"{kind}.")
+            if GENERAL.fullmatch(key) or (name != key and name in HARMLESS):
+                continue
+            value = self.get(key)
+            if name != key and name in same:
+                is_off = name == "attention.scale" and value == 0
+                if not is_off and not _is_close(value, same[name]):
+                    raise self.error(key, f"is not supported (only {same[name]:g})")
+            elif name != key and name in ONLY:
+                if value not in ONLY[name]:
+                    raise self.error(key, f"is not supported (only {_listed(ONLY[name])})")
+            elif name != key and MATTERS.search(name):
+                raise self.error(key, "is not known, and may change the computation")
+            else:
+                unknown.append(key)
+        if unknown:
+            _tell(self.where, tuple(sorted(unknown)))
+
+
+def _is_close(value: Any, expected: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-5)
+
+
+def _listed(supported: tuple[Any, ...]) -> str:
+    return " or ".join(map(str, supported))
+
+
+@lru_cache(maxsize=64)
+def _tell(where: str, keys: tuple[str, ...]) -> None:
+    """Once for a file: a model is opened several times."""
+    logger.warning("%s: nothing is known of the metadata %s: passed over.", where, ", ".join(keys))
