@@ -52,6 +52,7 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         model=request.model,
         messages=input_messages(request.input, request.instructions),
         stream=request.stream,
+        stop=request.stop,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,

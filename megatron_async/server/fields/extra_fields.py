@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_async.server.fields.not_served import KnownFields
+from megatron_async.server.fields.shared_fields import StructuredOutputs
 
 
 class ExtraFields(KnownFields, kw_only=True):
@@ -20,6 +21,11 @@ class ExtraFields(KnownFields, kw_only=True):
     seed: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

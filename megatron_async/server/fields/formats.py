@@ -15,6 +15,11 @@ from megatron_async.server.fields.shared_fields import (
 from megatron_async.text.structured_output import StructuredOutput
 
 ANY_OBJECT = {"type": "object"}
+NOT_SERVED = {
+    "structural_tag": "use json, regex, choice, grammar or json_object",
+    "whitespace_pattern": "use disable_any_whitespace, or a grammar",
+    "disable_additional_properties": "write additionalProperties: false into the schema",
+}
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -31,7 +36,7 @@ def structured_output(request: SharedFields) -> StructuredOutput | None:
         other = _of_structured_outputs(request.structured_outputs)
         if found is not None and other is not None:
             raise Refusal(
-                "response_format and structured_outputs were both given: give one of them.",
+                "a response format and structured_outputs were both given: give one of them.",
                 param="structured_outputs",
             )
         if other is not None:
@@ -57,11 +62,12 @@ def _of_response_format(wanted: ResponseFormat | None) -> StructuredOutput | Non
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return StructuredOutput(json_schema=ANY_OBJECT)
+        given = ANY_OBJECT if wanted.schema is None else wanted.schema
+        return StructuredOutput(json_schema=_as_object(given, "response_format"))
     if wanted.type != "json_schema":
         allowed = '"text", "json_object" or "json_schema"'
         raise not_allowed("response_format", wanted.type, allowed)
-    schema = None if wanted.json_schema is None else wanted.json_schema.schema
+    schema = wanted.schema if wanted.json_schema is None else wanted.json_schema.schema
     if schema is None:
         raise Refusal(
             "response_format has no json_schema.schema: give the schema.", param="response_format"
@@ -70,11 +76,11 @@ def _of_response_format(wanted: ResponseFormat | None) -> StructuredOutput | Non
 
 
 def _of_structured_outputs(wanted: StructuredOutputs) -> StructuredOutput | None:
-    if wanted.structural_tag is not None:
-        raise Refusal(
-            "structural_tag is not served: use json, regex, choice, grammar or json_object.",
-            param="structured_outputs",
-        )
+    for name, remedy in NOT_SERVED.items():
+        if getattr(wanted, name) not in (None, False):
+            raise Refusal(
+                f"structured_outputs.{name} is not served: {remedy}.", param="structured_outputs"
+            )
     given = [name for name in KINDS if getattr(wanted, name) not in (None, False)]
     if not given:
         return None

@@ -63,6 +63,7 @@ class ResponsesRequest(ExtraFields, kw_only=True):
         include: "message.output_text.logprobs" asks for log probs; other names add nothing here.
         top_logprobs: how many of the likeliest tokens beside each.
         metadata: repeated in the answer.
+        stop: texts that end the answer; vLLM's, not OpenAI's.
         truncation: only "disabled" is served.
     """
 
@@ -74,6 +75,7 @@ class ResponsesRequest(ExtraFields, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
+    stop: str | list[str] | None = None
     text: ResponseText | None = None
     reasoning: ResponseReasoning | None = None
     tools: list[ResponseTool] | None = None

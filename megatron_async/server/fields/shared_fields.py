@@ -34,22 +34,27 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """OpenAI's response format: "text", "json_object" or "json_schema"."""
+    """OpenAI's response format: "text", "json_object" or "json_schema"; llama.cpp's clients put
+    the `schema` beside the type."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | bool | None = None
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's `structured_outputs`: one of the first five; `grammar` is llguidance's Lark."""
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: one of the first five; `grammar` is llguidance's Lark. The last
+    three are refused by name."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: Any = None
     disable_any_whitespace: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
 
 
 class SharedFields(KnownFields, kw_only=True):

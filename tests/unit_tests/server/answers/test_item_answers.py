@@ -291,3 +291,50 @@ def test_who_fails_late_says_so_in_the_stream(asked: Any) -> None:
     last = named_events(data)[-1]
     error = last["error"] if last["type"] == "error" else last["response"]["error"]
     assert "aborted" in error["message"]
+
+
+@pytest.mark.parametrize("ask", [response, message])
+def test_fields_of_vllm_that_change_a_text_are_honoured(ask: Any) -> None:
+    params = ask(
+        structured_outputs={"choice": ["yes", "no"]}, logit_bias={"5": -100}, bad_words=["x"],
+        include_stop_str_in_output=True, **{"stop" if ask is response else "stop_sequences": ["s"]},
+    ).choices[0].params  # fmt: skip
+    assert params.structured_output.choice == ["yes", "no"]
+    assert (params.logit_bias, params.bad_words, params.stop_words) == ({5: -100}, ["x"], ["s"])
+    assert params.detokenize_stop_sequence
+    schema = {"type": "json_schema", "schema": SCHEMA}
+    form = {"text": {"format": schema}} if ask is response else {"output_format": schema}
+    with pytest.raises(Refusal, match="give one of them"):
+        ask(structured_outputs={"choice": ["yes"]}, **form)
+    choice = "required" if ask is response else {"type": "any"}
+    tool = {"name": "f", "type": "function"} if ask is response else {"name": "f"}
+    with pytest.raises(Refusal, match="a forced tool call and a response format"):
+        ask(structured_outputs={"regex": "a"}, tools=[tool], tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Write a <tool_call> tag.", "Write a <tool_call> tag.", []),
+        (f"first {CALL[12:]} then ", "first  then ", ["weather"]),
+        ('<tool_call>\n{"name": "weather"}\n</tool_call>\n', "", ["weather"]),
+        ('<tool_call>{"name": "Bob"}</tool_call>', '<tool_call>{"name": "Bob"}</tool_call>', []),
+    ],
+)  # fmt: skip
+def test_calls_and_content_are_the_same_at_both_endpoints(
+    text: str, content: str, calls: list[str]
+) -> None:
+    tool = {"name": "weather", "parameters": SCHEMA, "type": "function"}
+    events, body = both(response(tools=[tool]), text)
+    assert Response.model_validate(body).output_text == content
+    assert [one["name"] for one in body["output"] if one["type"] == "function_call"] == calls
+    assert events[-1]["response"]["output"][-1].keys() == body["output"][-1].keys()
+    deltas = [event["delta"] for event in events if event["type"].endswith("output_text.delta")]
+    assert "".join(deltas) == content
+    tool = {"name": "weather", "input_schema": SCHEMA}
+    events, body = both(message(tools=[tool]), text)
+    assert "".join(block.get("text", "") for block in body["content"]) == content
+    assert [one["name"] for one in body["content"] if one["type"] == "tool_use"] == calls
+    assert all(isinstance(one.get("input", {}), dict) for one in body["content"])
+    texts = [event["delta"].get("text", "") for event in events if "delta" in event]
+    assert "".join(texts) == content

@@ -177,6 +177,61 @@ def test_calls_in_answers() -> None:
     )
 
 
+@pytest.mark.parametrize("choice", ["required", {"function": {"name": "clock"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_off_leaves_no_content(choice: Any, stream: bool) -> None:
+    text = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    asked = asked_chat(tools=[CLOCK], tool_choice=choice, stream=stream)
+    tokens = demo_tokenizer().tokenize(text, False)
+    for count in range(len(tokens)):
+        part = demo_tokenizer().detokenize(tokens[:count], False)
+        if stream:
+            events = streamed(asked, part, reason="length")
+            deltas = [event["choices"][0]["delta"] for event in events]
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            assert {delta.get("content") or "" for delta in deltas} == {""}
+            reason = events[-1]["choices"][0]["finish_reason"]
+        else:
+            found = answered(asked, part, reason="length")["choices"][0]
+            calls, reason = found["message"].get("tool_calls", ()), found["finish_reason"]
+            assert not found["message"]["content"]
+        assert reason == "length"
+        assert bool(calls) == ("}}" in part)  # the call is whole, but for its closing mark
+        assert "".join(call["function"]["arguments"] for call in calls) == "{}" * bool(calls)
+
+
+def test_calls_with_several_choices_log_probs_and_stop_strings() -> None:
+    text = 'So <tool_call>\n{"name": "clock"}\n</tool_call>'
+    for kept in (False, True):
+        asked = asked_chat(
+            tools=[CLOCK],
+            n=2,
+            logprobs=True,
+            stop="</tool_call>",
+            stream=True,
+            include_stop_str_in_output=kept,
+        )
+        choices = answered(asked, text, reason="stop_word")["choices"]
+        events = streamed(asked, text, reason="stop_word")
+        for choice in choices:
+            message = choice["message"]
+            assert message["content"] == "So "
+            assert [call["function"] for call in message["tool_calls"]] == [
+                {"name": "clock", "arguments": "{}"}
+            ]
+            assert (choice["finish_reason"], choice["stop_reason"]) == (
+                "tool_calls",
+                "</tool_call>",
+            )
+            own = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+            assert "".join(one["delta"].get("content") or "" for one in own) == "So "
+            told = [
+                entry for one in own for entry in (one["logprobs"] or {"content": []})["content"]
+            ]
+            assert told == choice["logprobs"]["content"]
+            assert own[-1]["finish_reason"] == "tool_calls"
+
+
 def test_tools_are_told_where_the_template_does_not() -> None:
     asked = asked_chat(
         tools=[WEATHER],
@@ -211,6 +266,11 @@ def test_tools_are_told_where_the_template_does_not() -> None:
         {"tools": [CLOCK], "tool_choice": "required", "response_format": {"type": "json_object"}},
         {"tools": [{"function": {"name": "f", "parameters": {"a": "x" * 2**18}}}], "tool_choice": "required"},
         {"functions": [{"name": "f"}]},
+        {"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": {"minimum": 2**53 + 1}}}}}], "tool_choice": "required"},
+        {"tools": [CLOCK], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        {"structured_outputs": {"regexp": "a"}},
     ],
 )  # fmt: skip
 def test_wrong_tools_get_400(body: dict[str, Any]) -> None:
@@ -228,6 +288,7 @@ OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}}, '{"a": 1}', '{"a": 3}'),
         ({"response_format": {"type": "json_object"}}, '{"b": []}', "[]"),
+        ({"response_format": {"type": "json_object", "schema": OBJECT}}, '{"a": 1}', '{"a": 3}'),
         ({"structured_outputs": {"json": json.dumps(OBJECT)}}, '{ "a": 2}', '{"a": 3}'),
         ({"structured_outputs": {"json": OBJECT, "disable_any_whitespace": True}}, '{"a":2}', '{ "a": 2}'),
         ({"structured_outputs": {"regex": "a/b|c+"}}, "ccc", "d"),
