@@ -282,7 +282,9 @@ def _sliding_window(config: Settings, layers: int) -> int | None:
         if not isinstance(kinds, list) or any(name not in (FULL, SLIDING) for name in kinds):
             raise config.error("layer_types", f"must be a list of {FULL!r} and {SLIDING!r}", kinds)
         if len(kinds) != layers:
-            raise config.error("num_hidden_layers", f", but {len(kinds)} layers are listed", layers)
+            raise config.error(
+                "num_hidden_layers", f", but {len(kinds)} layers are listed in layer_types", layers
+            )
     if SLIDING not in kinds:
         return None
     if window is None:

@@ -235,7 +235,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "compression_config": (),
     "quantization": (),
-    "per_layer_config": ({},),
+    "per_layer_config": (),
     "transformers_weights": ("model.safetensors", "model.safetensors.index.json"),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.huggingface_defaults import ALIASES, DEFAULTS, REQUIRED
+from megatron_async.checkpoints.huggingface_defaults import ALIASES, DEFAULTS, NEUTRAL, REQUIRED
 from megatron_async.checkpoints.huggingface_experts import dense_layers, read_choice
 from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MLP, ModelArchitecture
@@ -86,7 +86,8 @@ def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     known = {*DEFAULTS[family], *REQUIRED, *ALIASES.get(family, ()), *ROPE}
     found = {**text, "architectures": [class_name]}
     for key, value in config.items():
-        if key in OF_THE_WHOLE and value is not None:
+        is_checked = key in OF_THE_WHOLE or (key in NEUTRAL and key not in known)
+        if is_checked and value is not None:
             found[key] = value
         elif key in known and value is not None and text.get(key) != value:
             raise CheckpointError(
@@ -166,7 +167,10 @@ def read_delta(config: Settings) -> dict[str, Any]:
         raise config.error(
             "linear_num_value_heads", f"is not a multiple of linear_num_key_heads = {keys}", values
         )
-    return found | (_read_experts(config) if EXPERTS in pattern else {})
+    if config.family == "qwen3_5":
+        return found
+    experts = _read_experts(config)
+    return found | (experts if EXPERTS in pattern else {})
 
 
 def _mixers(config: Settings, layers: int) -> str:
@@ -178,7 +182,9 @@ def _mixers(config: Settings, layers: int) -> str:
     if not isinstance(listed, list) or set(map(str, listed)) - LAYER_NAMES.keys():
         raise config.error("layer_types", f"must be a list of {', '.join(LAYER_NAMES)}", listed)
     if len(listed) != layers:
-        raise config.error("num_hidden_layers", f", but {len(listed)} layers are listed", layers)
+        raise config.error(
+            "num_hidden_layers", f", but {len(listed)} layers are listed in layer_types", layers
+        )
     return "".join(LAYER_NAMES[name] for name in listed)
 
 

@@ -64,11 +64,13 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "mamba_d_conv": (CONV_KERNEL,),
         "mamba_n_groups": (1,),
         "partial_rotary_factor": (0.5,),
+        "layer_types": (),
     },
     "mamba2": {
         "use_bias": (False,),
         "use_conv_bias": (True,),
         "conv_kernel": (CONV_KERNEL,),
+        "layer_types": (),
     },
     **DELTA_FIXED,
 }
@@ -163,6 +165,7 @@ def _nemotron(config: Settings) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": config.number("routed_scaling_factor"),
     }
     if EXPERTS not in pattern:
+        config.pass_over("n_routed_experts", "num_experts_per_tok")
         return found
     # The score of a single expert would be divided by itself, which Megatron-Core does not.
     return found | experts | read_choice(config, "n_routed_experts", least=2)
@@ -209,7 +212,9 @@ def _bamba(config: Settings) -> dict[str, Any]:
 def _paired(config: Settings, layers: int, mixers: str, ffn: str) -> dict[str, Any]:
     """What Granite and Bamba have in common: each layer a mixer and then `ffn`."""
     if len(mixers) != layers:
-        raise config.error("num_hidden_layers", f", but {len(mixers)} layers are listed", layers)
+        raise config.error(
+            "num_hidden_layers", f", but {len(mixers)} layers are listed in layer_types", layers
+        )
     hidden = config.size("hidden_size")
     heads = config.size("num_attention_heads")
     mamba_heads = config.size("mamba_n_heads")

@@ -111,7 +111,8 @@ def _value(config: Settings, key: str, rope: dict[str, Any]) -> Any:
     inner, outer = rope[key], config.raw(key)
     if inner is None:
         raise config.error(f"{key} of rope", "must not be null: leave it out")
-    if outer is not None and outer != inner:
+    # transformers writes a family's default share there, whatever is inside.
+    if outer not in (None, inner, config.default("partial_rotary_factor")):
         raise config.error(key, f"is {inner!r} among the values of rope: leave one out", outer)
     return inner
 

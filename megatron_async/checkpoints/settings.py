@@ -28,6 +28,8 @@ from megatron_async.checkpoints.json_files import read_size
 logger = logging.getLogger("megatron_async")
 FULL = "full_attention"
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+NULL_COUNTS = ("is_causal",)
+"""Keys whose null is a value: transformers takes it as false."""
 EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 POSITIONS = re.compile(r"rope|rotary|yarn|alibi")
 """A key of such a name that nobody knows is refused: what it means would be guessed."""
@@ -54,13 +56,13 @@ class Settings:
         self._taken: set[str] = set()
         self._alias_of: dict[str, str] = {}
         for alias, key in ALIASES.get(family, {}).items():
-            value = self._values.pop(alias, None)
-            if value is None:
+            if alias not in self._values:
                 continue
+            value = self._values.pop(alias)
+            if value is None:
+                raise self.error(alias, f"must not be null: leave it out, or write {key}")
             own = self._values.setdefault(key, value)
-            if own is None:
-                self._values[key] = value
-            elif own != value:
+            if own != value:
                 raise CheckpointError(
                     f"{where}: {alias} = {value!r} and {key} = {own!r} are the same setting: leave "
                     "one of them out"
@@ -71,6 +73,10 @@ class Settings:
         """A key's value as it stands in the file; None where it is missing."""
         self._taken.add(key)
         return self._values.get(key)
+
+    def default(self, key: str) -> Any:
+        """What a missing key means in this family; None: nothing of its own."""
+        return self._defaults.get(key)
 
     def pass_over(self, *keys: str) -> None:
         """Account for keys without a meaning in a model like this."""
@@ -190,26 +196,27 @@ class Settings:
                 self.only(key, *DTYPES, *(f"torch.{name}" for name in DTYPES))
         known = HARMLESS | HARMLESS_IN.get(self.family, {})
         unknown = []
-        for key in self._values.keys() - self._taken:
+        for key in self._values.keys() - self._taken - known.keys():
             value = self._values[key]
-            if key in known or value is None:
+            if value is None and key not in NULL_COUNTS:
                 continue
             if key in EPSILONS:
-                self.only(key, epsilon)
-            elif key == "layer_types" and isinstance(value, list):
-                self._check_full(key, value)
+                if value != epsilon:
+                    own = ", ".join(name for name in EPSILONS if name in self._taken)
+                    raise self.error(key, f"is not read: the model has {own} = {epsilon}", value)
+            elif key == "layer_types":
+                if value != [FULL] * int(self._values["num_hidden_layers"]):
+                    raise self.error(key, f"is not supported (only {FULL!r} for each layer)", value)
             elif key in NEUTRAL:
-                self.only(key, *NEUTRAL[key])
+                if not _is_one_of(value, NEUTRAL[key]):
+                    problem = f"is not supported (only {_listed(NEUTRAL[key])})"
+                    raise self.error(key, problem, value)
             elif POSITIONS.search(key):
                 raise self.error(key, "is not known, and may change positions: leave it out", value)
             else:
                 unknown.append(key)
         if unknown:
             _tell(self.where, self.family, tuple(sorted(unknown)))
-
-    def _check_full(self, key: str, kinds: Iterable[Any]) -> None:
-        if any(kind != FULL for kind in kinds):
-            raise self.error(key, f"is not supported (only {FULL!r} for each layer)", kinds)
 
     def _number(self, key: str, otherwise: float | None) -> Any:
         value = self.get(key)
