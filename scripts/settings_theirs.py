@@ -194,6 +194,8 @@ def _rope(config: Any, unserved: list[str]) -> dict[str, Any]:
     if rope["rope_type"] == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         scaling = RopeScaling(*(rope[key] for key in keys))
+    elif rope["rope_type"] == "linear":
+        scaling = RopeScaling(rope["factor"], kind="linear")
     elif rope["rope_type"] != "default":
         unserved.append(f"rope_type {rope['rope_type']}")
     return {
