@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Generator, Mapping
 from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, override
 
 from megatron_async.server.chat.answer_pieces import (
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_async.server.chat.call_formats import CallFormat
 
 BLANKS = " \t\r\n"
+MOST_BLANKS = 256
+"""Between two marks that belong together: all blanks are looked at again with each that comes."""
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _BETWEEN_STRINGS = re.compile(r"[ \t\r\n0-9+\-.eEtrufalsn:,]*")
@@ -96,8 +99,12 @@ class CallText:
         return bool(found)
 
     def blanks(self) -> Step[None]:
-        """Read blanks, perhaps none."""
-        yield from self.matching(_BLANKS)
+        """Read blanks, perhaps none; each of them once, however they arrive."""
+        while (found := _BLANKS.match(self.text, self.place)) is not None:
+            self.place = found.end()
+            if self.place < len(self.text) or self.is_ended:
+                return
+            yield
 
     def matching(self, pattern: re.Pattern[str]) -> Step[str]:
         """Read the longest match of a pattern whose matches grow with the text.
@@ -132,8 +139,9 @@ class CallText:
             raise NoCall  # to look for it again and again would take the square of the length
         while not (found := pattern.search(self.text, searched)):
             last = self.text.rfind(mark, searched)
-            rest = self.text[last + len(mark) :].lstrip(BLANKS)
-            if last < 0 or not any(text.startswith(rest) for text in behind):
+            rest = self.text[last + len(mark) :][: MOST_BLANKS + 1].lstrip(BLANKS)
+            is_open = len(self.text) - last - len(mark) <= MOST_BLANKS + len(rest)
+            if last < 0 or not is_open or not any(text.startswith(rest) for text in behind):
                 last = len(self.text) - len(mark) + 1
             searched = max(searched, last)
             if self.is_ended:
@@ -182,8 +190,10 @@ class CallText:
 
 @cache
 def _pattern(mark: str, behind: tuple[str, ...]) -> re.Pattern[str]:
-    follows = f"{_BLANKS.pattern}(?={'|'.join(map(re.escape, behind))})" if behind else ""
-    return re.compile(re.escape(mark) + follows)
+    if not behind:
+        return re.compile(re.escape(mark))
+    follows = "|".join(map(re.escape, behind))
+    return re.compile(f"{re.escape(mark)}[{BLANKS}]{{0,{MOST_BLANKS}}}(?={follows})")
 
 
 class CallsReader(CallReader):
@@ -215,7 +225,7 @@ class CallsReader(CallReader):
     @override
     def push(self, text: str) -> list[Piece]:
         self._source.text += text
-        return self._read()
+        return _joined(self._read())
 
     @override
     def end(self) -> list[Piece]:
@@ -223,7 +233,7 @@ class CallsReader(CallReader):
         found = self._read()
         if self._blanks and not self._has_calls and not self._is_forced:
             found.append(Content(self._blanks))
-        return found
+        return _joined(found)
 
     def _read(self) -> list[Piece]:
         found: list[Piece] = []
@@ -277,21 +287,31 @@ class CallsReader(CallReader):
     def _say(self, text: str, found: list[Piece]) -> None:
         if not text or self._is_forced:
             return
-        text, self._blanks = self._blanks + text, ""
         if not self._has_words and not text.strip(BLANKS):
-            self._blanks = text
+            self._blanks += text
             return
+        text, self._blanks = self._blanks + text, ""
         self._has_words = True
-        last = found[-1] if found else None
-        if isinstance(last, Content):
-            found[-1] = Content(last.text + text)
-        else:
-            found.append(Content(text))
+        found.append(Content(text))
 
     def _tell(self, calls: list[Call], found: list[Piece]) -> None:
         self._has_words, self._has_calls, self._blanks = False, True, ""
         for name, arguments in calls:
             found += [CallBegin(name), CallArguments(arguments)]
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """With one content for several in a row."""
+    if len(pieces) < 2:
+        return pieces
+    found: list[Piece] = []
+    for kind, group in groupby(pieces, type):
+        if kind is Content:
+            texts = [piece.text for piece in group if isinstance(piece, Content)]
+            found.append(Content("".join(texts)))
+        else:
+            found += group
+    return found
 
 
 def _no_constant(name: str) -> None:

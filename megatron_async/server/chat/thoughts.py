@@ -27,6 +27,8 @@ class ThoughtReader(CallReader):
         self._rest = rest
         self._state = "inside" if inside else "before"
         self._held = ""
+        self._blanks: list[str] = []
+        """Before the first word."""
         self._is_new = True
         """Nothing of the part that is being read has been given: blanks are left out."""
 
@@ -34,16 +36,20 @@ class ThoughtReader(CallReader):
     def push(self, text: str) -> list[Piece]:
         if self._state == "behind" and not self._held:
             return self._behind(text)
-        self._held += text
         found: list[Piece] = []
         if self._state == "before":
-            begun = self._held.lstrip()
-            if OPEN.startswith(begun[: len(OPEN)]) and len(begun) < len(OPEN):
+            begun = text if self._held else text.lstrip()
+            self._blanks.append(text[: len(text) - len(begun)])
+            self._held += begun
+            if OPEN.startswith(self._held[: len(OPEN)]) and len(self._held) < len(OPEN):
                 return found  # it may become a thought
-            if begun.startswith(OPEN):
-                self._state, self._held = "inside", begun[len(OPEN) :]
+            if self._held.startswith(OPEN):
+                self._state, self._held = "inside", self._held[len(OPEN) :]
             else:
                 self._state, self._is_new = "behind", False
+                self._held = self._before()
+        else:
+            self._held += text
         if self._state == "inside":
             end = self._held.find(CLOSE)
             if end < 0:
@@ -60,12 +66,17 @@ class ThoughtReader(CallReader):
 
     @override
     def end(self) -> list[Piece]:
-        text, self._held = self._held, ""
+        text = self._before() if self._state == "before" else self._held
+        self._held = ""
         if self._state == "inside":
             return self._thought(text)
         self._is_new = False
         found = self._behind(text)
         return found + (self._rest.end() if self._rest else [])
+
+    def _before(self) -> str:
+        """What has come, where it is no thought after all."""
+        return "".join(self._blanks) + self._held
 
     def _thought(self, text: str) -> list[Piece]:
         text = self._unpadded(text)
