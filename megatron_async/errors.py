@@ -57,8 +57,8 @@ class NoTokenToChoose(RuntimeError):
             reason = f"{bans[0]} leaves none: relax it; or, if it should leave one, {broken}"
         elif bans:
             reason = (
-                f"{', '.join(bans[:-1])} and {bans[-1]} leave none together: relax one of them; "
-                "if they should leave one, check the model's weights"
+                f"{', '.join(bans[:-1])} and {bans[-1]} leave none together: relax one of them "
+                "(where they leave one, a logit was not finite)"
             )
         if grammar_failure is not None:
             reason = f"its grammar gave up, {grammar_failure!r}: give a simpler one"

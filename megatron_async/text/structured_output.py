@@ -33,6 +33,9 @@ ALLOWANCE_S = 0.005
 CREDIT_S = 0.1
 """CPU seconds: a request that exceeds its allowance by more fails, since it delays the batch."""
 
+_SCHEMA_IN_LARK = re.compile(r"%json\s*(?=\{)")
+_DECODER = json.JSONDecoder()
+
 
 @dataclass(frozen=True)
 class StructuredOutput:
@@ -98,6 +101,7 @@ class StructuredOutput:
             check_regex(value)
             return LLMatcher.grammar_from_regex(value)
         check_grammar(value)
+        _check_schemas_in(value)
         return LLMatcher.grammar_from_lark(value)
 
 
@@ -162,6 +166,18 @@ class TokenGrammar:
     def is_too_slow(self) -> bool:
         """Whether its request must fail, for the sake of those beside it."""
         return self.behind_s > CREDIT_S
+
+
+def _check_schemas_in(grammar: str) -> None:
+    """Raise RequestError for a number in a `%json` of a Lark grammar that would not be kept."""
+    place = 0
+    while found := _SCHEMA_IN_LARK.search(grammar, place):
+        place = found.end()
+        try:
+            schema, place = _DECODER.raw_decode(grammar, place)
+        except (ValueError, RecursionError):
+            continue  # the library refuses it, or it is a text of the grammar
+        exact_numbers(schema)
 
 
 def _schema_text(schema: Any) -> str:

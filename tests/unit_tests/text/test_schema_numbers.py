@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import Any
 
 import pytest
@@ -85,3 +86,7 @@ def test_numbers_that_are_kept(tokenizer: Any, schema: Any, good: str, bad: str)
 def test_numbers_that_are_refused_by_name(schema: Any, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         StructuredOutput(json_schema=schema).source()
+    if isinstance(schema, dict) and "no JSON" not in named and float("inf") not in schema.values():
+        grammar = f'start: "%json {{" a b\na: %json {{"const": 1}}\nb: %json {json.dumps(schema)}\n'
+        with pytest.raises(RequestError, match=named):
+            StructuredOutput(grammar=grammar).source()
