@@ -9,9 +9,10 @@ from pathlib import Path
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.model_names import HUB_ID
 
-FILES = ["*.json", "*.safetensors", "*.jinja"]
-"""Files from which a model is read: configuration, weights, tokenizer, chat template."""
-LEFT_OUT = ["*/*", "consolidated*"]
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+"""Files from which a model is read: configuration, weights, tokenizer, chat templates (also those
+of a folder `additional_chat_templates`). A `tokenizer.model` alone is not read, but named."""
+LEFT_OUT = ["*/*.json", "*/*.safetensors", "*/*.model", "consolidated*"]
 """Copies of the weights in other formats, which some repositories have."""
 
 

@@ -123,7 +123,13 @@ class HuggingFaceSource(NamedTensorSource):
     @cached_property
     @override
     def tokenizer(self) -> Tokenizer | None:
-        return Tokenizer.from_folder(self.folder) if Tokenizer.is_in(self.folder) else None
+        if not Tokenizer.is_in(self.folder):
+            return None
+        found = Tokenizer.from_folder(self.folder)
+        rows = self.config.get("vocab_size")
+        if isinstance(rows, int):
+            found.drop_ends_from(rows)
+        return found
 
     @cached_property
     @override

@@ -89,5 +89,5 @@ def dense_layers(config: Settings, layers: int) -> tuple[int, ...]:
     Raises:
         CheckpointError: a malformed value.
     """
-    step, listed = config.size("decoder_sparse_step"), config.integers("mlp_only_layers")
+    step, listed = config.size("decoder_sparse_step"), set(config.integers("mlp_only_layers"))
     return tuple(n for n in range(layers) if n in listed or (n + 1) % step)

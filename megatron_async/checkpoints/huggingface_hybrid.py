@@ -202,7 +202,7 @@ def _granite(config: Settings) -> dict[str, Any]:
 
 def _bamba(config: Settings) -> dict[str, Any]:
     layers = config.size("num_hidden_layers")
-    attending = config.integers("attn_layer_indices")
+    attending = set(config.integers("attn_layer_indices"))
     mixers = "".join(ATTENTION if layer in attending else MAMBA for layer in range(layers))
     found = _paired(config, layers, mixers, MLP)
     config.only("attn_rotary_emb", found["kv_channels"] // 2)

@@ -143,4 +143,12 @@ def _open_folder(folder: Path, name: str) -> ModelSource:
         from megatron_async.checkpoints.torch_dist import TorchDistSource
 
         return TorchDistSource(folder, name)
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if files:
+        raise CheckpointError(f"folder {name!r}: give one of its files, such as {files[0]}.")
+    if (folder / "params.json").is_file():
+        raise CheckpointError(
+            f"folder {name!r}: is in its makers' own format (params.json); give the folder in "
+            f"Hugging Face's, with {CONFIG} and safetensors."
+        )
     raise CheckpointError(f"folder {name!r} holds no model. Accepted: {ACCEPTED}.")

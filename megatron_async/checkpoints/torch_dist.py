@@ -114,7 +114,10 @@ class TorchDistSource(ModelSource):
         above = self.folder.parent
         folders = [self.folder, *([above] if (above / TRACKER).is_file() else [])]
         found = next((folder for folder in folders if Tokenizer.is_in(folder)), None)
-        return None if found is None else Tokenizer.from_folder(found)
+        tokenizer = None if found is None else Tokenizer.from_folder(found)
+        if tokenizer is not None and EMBEDDING in self._reader.shapes:
+            tokenizer.drop_ends_from(self._reader.shapes[EMBEDDING][0])
+        return tokenizer
 
     @cached_property
     @override

@@ -48,18 +48,14 @@ class BytePieces(dict[int, bytes]):
     def __init__(self, backend: BackendTokenizer) -> None:
         super().__init__()
         self._backend = backend
-        added = backend.get_added_tokens_decoder()
-        # The flag of a token that was added twice may be another than what its texts show.
-        self._special = {
-            token.content for number, token in added.items() if _is_hidden(backend, number)
-        }
+        self._hidden = set(hidden_tokens(backend).values())
 
     def __missing__(self, token: int) -> bytes:
         piece = self[token] = self._read(self._backend.id_to_token(token))
         return piece
 
     def _read(self, text: str | None) -> bytes:
-        if text is None or text in self._special:
+        if text is None or text in self._hidden:
             return b""
         byte_of = _bytes_of_characters()
         try:
@@ -68,8 +64,15 @@ class BytePieces(dict[int, bytes]):
             return text.encode()
 
 
-def _is_hidden(backend: BackendTokenizer, token: int) -> bool:
-    return not backend.decode([token], skip_special_tokens=True)
+def hidden_tokens(backend: BackendTokenizer) -> dict[int, str]:
+    """Added tokens that texts leave out. The flag `special` of a token that was added twice may be
+    another than what its texts show."""
+    added = backend.get_added_tokens_decoder().items()
+    return {
+        number: token.content
+        for number, token in added
+        if not backend.decode([number], skip_special_tokens=True)
+    }
 
 
 @cache

@@ -121,7 +121,7 @@ def read_config(folder: Path, error: type[ConfigurationError]) -> dict[str, Any]
 def add_special_tokens(
     backend: BackendTokenizer, config: dict[str, Any], where: str, error: type[ConfigurationError]
 ) -> dict[str, Any]:
-    """Add the tokens that a configuration names to a tokenizer, and take its settings.
+    """Add the tokens that a configuration names to a tokenizer.
 
     Args:
         backend: of the folder's `tokenizer.json`.
@@ -150,7 +150,6 @@ def add_special_tokens(
             f"{where}: the special or added tokens of {TOKENIZER_CONFIG} or {SPECIAL_TOKENS_MAP} "
             f"are malformed ({problem}); save the tokenizer again with transformers"
         ) from problem
-    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     _tell_contradictions(backend, config, where)
     return {key: value for key, value in config.items() if key != DECODER}
 

@@ -6,6 +6,7 @@ Method names are those that Megatron-Core's text generation controller calls.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,8 @@ from megatron_async.text.special_tokens import (
     special_texts,
     token_text,
 )
+
+logger = logging.getLogger("megatron_async")
 
 TOKENIZER = "tokenizer.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -76,6 +79,8 @@ class Tokenizer:
         # Files may ask for them, and a prompt must never be cut or filled without a word.
         backend.no_truncation()
         backend.no_padding()
+        # Of the configuration alone: a tokenizer.json does not keep it.
+        backend.encode_special_tokens = bool(self.config.get("split_special_tokens"))
 
     @staticmethod
     def is_in(folder: Path) -> bool:
@@ -164,6 +169,20 @@ class Tokenizer:
         if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
             return None
         return BytePieces(self.backend) if is_byte_level(self.backend) else None
+
+    def drop_ends_from(self, rows: int) -> None:
+        """Forget end tokens that a model cannot make, as its embedding has no rows for them.
+
+        Args:
+            rows: of the embedding.
+        """
+        beyond = [number for number in self.eos_ids if number >= rows]
+        if beyond:
+            logger.warning(
+                "%s: end token %d is not used: the model has tokens 0 to %d.",
+                self.source, beyond[0], rows - 1,
+            )  # fmt: skip
+        self.eos_ids = tuple(number for number in self.eos_ids if number < rows)
 
     @property
     def vocab_size(self) -> int:

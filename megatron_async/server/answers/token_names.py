@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_async.text.byte_level import BytePieces
+from megatron_async.text.byte_level import BytePieces, hidden_tokens
 from megatron_async.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -99,5 +99,4 @@ class SpecialTokensView:
 
 def special_pieces(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The text of each special token, as UTF-8."""
-    added = tokenizer.backend.get_added_tokens_decoder()
-    return {index: token.content.encode() for index, token in added.items() if token.special}
+    return {index: text.encode() for index, text in hidden_tokens(tokenizer.backend).items()}

@@ -209,3 +209,41 @@ def test_sizes_beside_a_vision_tower(tmp_path: Path) -> None:
     file.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=f"num_hidden_layers = {HUGE} is more than"):
         model_info(tmp_path / "m", memory_gb=1)
+
+
+def test_lists_without_end(
+    hybrid: Callable[[str], Path], family_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A list is not searched for each layer, and an error does not repeat all of it."""
+    for folder, key, layers in (
+        (hybrid("bamba"), "attn_layer_indices", 4096),
+        (family_folder("qwen3-moe"), "mlp_only_layers", 4096),
+        (family_folder("llama-tied"), "layer_types", 3),
+    ):
+        copy = Path(shutil.copytree(folder, tmp_path / key))
+        (copy / "model.safetensors").unlink()
+        config = json.loads((copy / "config.json").read_text())
+        config |= {"num_hidden_layers": layers, key: list(range(10**5, 3 * 10**5))}
+        (copy / "config.json").write_text(json.dumps(config))
+        source = open_model(copy)
+        if layers == 3:
+            with pytest.raises(CheckpointError, match=r"config.json: layer_types = ") as error:
+                _ = source.architecture
+            assert len(str(error.value)) < 3000
+        else:
+            assert source.architecture.num_layers == layers
+
+
+def test_end_tokens_beyond_the_model(
+    family_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A special token that the vocabulary lacks gets the next id, which the model cannot make."""
+    copy = Path(shutil.copytree(family_folder("llama-tied"), tmp_path / "m"))
+    vocab = {f"t{number}": number for number in range(128)}
+    BackendTokenizer(BPE(vocab, [])).save(str(copy / "tokenizer.json"))
+    (copy / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    source = open_model(copy)
+    assert source.architecture.eos_token_ids == (2,)
+    assert source.tokenizer is not None
+    assert source.tokenizer.eod == 2
+    assert "end token 128 is not used: the model has tokens 0 to 127" in caplog.text

@@ -98,6 +98,7 @@ def hub(family_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     files["original/consolidated.00.safetensors"] = b"another format"
     files["pytorch_model.bin"] = b"another one"
+    files["additional_chat_templates/tool_use.jinja"] = b"{{ tools }}"
     server = Hub(files)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -114,6 +115,7 @@ def test_a_model_is_fetched_once_and_then_found_in_the_cache(hub: Hub) -> None:
     source = open_model(REPO)
     assert source.architecture.num_layers > 0
     assert not any(name.endswith((".bin", "00.safetensors")) for name in hub.asked)
+    assert any(name.endswith("additional_chat_templates/tool_use.jinja") for name in hub.asked)
     hub.asked.clear()
     again = open_model(REPO)
     assert again.architecture == source.architecture

@@ -42,6 +42,12 @@ def test_unknown_names_say_what_is_accepted(name: str, message: str) -> None:
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no model\. Accepted: smollm2"):
         open_model(tmp_path)
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"in its makers' own format .params.json."):
+        open_model(tmp_path)
+    (tmp_path / "m-q8_0.gguf").write_text("")
+    with pytest.raises(CheckpointError, match=r"give one of its files, such as m-q8_0.gguf"):
+        open_model(tmp_path)
 
 
 def test_demo_package_missing_or_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

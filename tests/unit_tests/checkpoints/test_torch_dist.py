@@ -222,6 +222,10 @@ def test_hybrid_model_checkpoints_of_training_load(
         ({k: v for k, v in ARGS.items() if k != "swiglu"}, "swiglu = False"),
         (ARGS | {"ffn_hidden_size": 64}, r"linear_fc1.weight' .*expected \[128, 64\], found \[256"),
         (ARGS | {"num_layers": 2}, "is not part of a 2-layer"),
+        (
+            ARGS | {"untie_embeddings_and_output_weights": False},
+            r"'output_layer\.weight' .*is not part of .* tie_word_embeddings = True",
+        ),
         (ARGS | {"num_layers": 4}, r"decoder\.layers\.6\..* is missing"),
     ],
 )

@@ -50,8 +50,8 @@ def training_state(model: Any) -> dict[str, Any]:
     }
 
 
-def test_optimizer_states_are_not_read(tmp_path: Path) -> None:
-    """Their bytes are overwritten, and nobody notices."""
+def test_optimizer_states_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their bytes are overwritten, and nobody notices. Other tensors are named."""
     args = parsed_args()
     model = trained_model(args)
     save_run(model, tmp_path / "bare", args)
@@ -70,6 +70,11 @@ def test_optimizer_states_are_not_read(tmp_path: Path) -> None:
     assert whole.architecture == bare.architecture
     expected = dict(bare.model.named_parameters())
     assert_same_weights(dict(whole.model.named_parameters()), expected)
+    assert not [record for record in caplog.records if record.name == "megatron_async"]
+    other = ShardedTensor.from_rank_offsets("teacher.head.weight", torch.ones(2), replica_id=0)
+    save_run(model, tmp_path / "more", args, teacher=other)
+    load_model(tmp_path / "more", torch.float32, CPU)
+    assert "tensor 'teacher.head.weight', one of 1 that are no part of the model" in caplog.text
 
 
 @pytest.fixture(scope="module")
