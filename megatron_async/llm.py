@@ -35,6 +35,7 @@ from megatron_async.other_names import check_engine_names
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.join_group import join_group
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
+from megatron_async.requests.generation_keys import tell_passed_over
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.recorder import Recorder
@@ -118,7 +119,9 @@ class LLM:
             sequence_parallel,
         )
         self.tokenizer = source.tokenizer
-        self.generation_defaults = generation_defaults(self.tokenizer)
+        told = source if self.tokenizer is None else self.tokenizer
+        self.generation_defaults = generation_defaults(told)
+        tell_passed_over(getattr(told, "generation_config", {}), source.name)
         device = resolve_device_name(device)
         self.dtype = _resolve_dtype(dtype, device)
         asked = [inference_config.get(name) for name in ("lookahead", "async_sched_mode")]

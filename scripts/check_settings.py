@@ -137,8 +137,12 @@ def their_model(variant: Variant) -> Any:
             if variant.family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):  # others have 1 + weight
                 is_norm = "linear_attn.norm" in key
             parameter.data.normal_(1.0 if is_norm else 0.0, 0.2)
-        elif parameter.dim() > 1:
-            parameter.data.normal_(0.0, 0.5 if "conv1d" in key or "gate" in key else 0.1)
+        elif "conv1d" in key or "embed" in key:
+            parameter.data.normal_(0.0, 0.5)
+        elif parameter.dim() > 1:  # outputs as large as inputs, however many there are
+            parameter.data.normal_(
+                0.0, (2.0 if "gate." in key else 1.0) * parameter.shape[-1] ** -0.5
+            )
     for module in model.modules():
         if hasattr(module, "time_step_min"):
             module.time_step_min = 0.0  # its plain path cuts steps off, where no kernel does

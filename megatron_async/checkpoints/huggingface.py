@@ -34,7 +34,7 @@ from megatron_async.checkpoints.source import (
 from megatron_async.checkpoints.tensor_files import INDEX, SINGLE, TensorFiles
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.rotary import described_frequencies
-from megatron_async.text.tokenizer import TOKENIZER, Tokenizer, read_eos_ids
+from megatron_async.text.tokenizer import GENERATION_CONFIG, TOKENIZER, Tokenizer, read_eos_ids
 
 logger = logging.getLogger("megatron_async")
 CONFIG = "config.json"
@@ -119,6 +119,12 @@ class HuggingFaceSource(NamedTensorSource):
             self.folder / CONFIG, stored[OUTPUT], stored[embedding],
         )  # fmt: skip
         return False
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """What the model says of its sampling, also without a tokenizer."""
+        file = self.folder / GENERATION_CONFIG
+        return read_json(file) if file.is_file() else {}
 
     @cached_property
     @override

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from checkpoint_models import FAMILIES, assert_same_weights, huggingface_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from megatron_async import LLM
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.models.architecture import ModelArchitecture
@@ -221,6 +223,22 @@ def test_unsupported_configuration_names_the_value(
     with pytest.raises(ValueError, match=message) as error:
         _ = open_model(folder).architecture
     assert str(folder) in str(error.value)
+
+
+def test_generation_settings_of_a_folder_without_a_tokenizer(
+    family_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = edited(family_folder("llama-tied"), tmp_path)
+    settings = {"do_sample": True, "temperature": 0.5, "num_beams": 3, "eos_token_id": [2, 5]}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    with caplog.at_level(logging.WARNING, "megatron_async"):
+        with LLM(str(folder), device="cpu", max_requests=1, num_kv_blocks=2) as llm:
+            assert llm.default_sampling_params().temperature == 0.5
+        assert open_model(folder).architecture.eos_token_ids == (2, 5)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text for text in told if "num_beams" in text] == [
+        f"{folder}: its generation_config has num_beams = 3: not honoured here."
+    ]
 
 
 def test_mixed_sliding_window_is_refused(
