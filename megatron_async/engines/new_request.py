@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,14 +23,12 @@ from megatron_async.requests.request_registry import RequestEntry
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.sampling_record import sampling_record
 from megatron_async.text.grammar_compiler import GrammarCompiler
+from megatron_async.text.panics import INTERRUPTS
 from megatron_async.text.structured_output import StructuredOutput
 from megatron_async.text.token_watch import EVERYTHING, TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
-
-INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""Exceptions that go to the caller and do not fail the request that is being prepared."""
 
 
 def new_request(

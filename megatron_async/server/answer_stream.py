@@ -116,7 +116,7 @@ class AnswerStream:
             self.done.set_result(None)
 
     def write(self, now: float) -> bool:
-        """Write what has come; False if the reader must read first."""
+        """Write what has come; False if the reader must read first. Never raises."""
         connection = self._connection
         if connection is None or not self.has_begun or self.done.done():
             return True
@@ -128,7 +128,13 @@ class AnswerStream:
             self._stalled_since = self._stalled_since or now
             return False
         self._stalled_since = None
-        if data := self._news():
+        try:
+            data = self._news()
+        except Exception as error:  # of this answer alone; others are written after it
+            self.done.set_exception(error)
+            self.give_up()
+            return True
+        if data:
             connection.write_chunk(data)
             self.written_at = now
         if not self._unended:

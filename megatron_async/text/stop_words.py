@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from megatron_async.text.detokenize import IncrementalDetokenizer, settled_text
 
+MOST_TOKENS = 4096
+"""Tokens that are looked at for a word; more than its bytes only where tokens have none."""
+
 
 class StopWords(Protocol):
     """The stop words of one request.
@@ -59,7 +62,8 @@ class ByteMatcher(StopWords):
             return False
         newest = self._pieces[generated[-1]]
         behind, wanted = [newest], self._longest - 1
-        for place in range(len(generated) - 2, -1, -1):
+        first = max(len(generated) - 1 - MOST_TOKENS, 0)
+        for place in range(len(generated) - 2, first - 1, -1):
             if wanted <= 0:
                 break
             behind.append(self._pieces[generated[place]])

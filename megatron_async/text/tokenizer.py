@@ -24,6 +24,7 @@ from megatron_async.text.chat_template import (
     folder_template,
 )
 from megatron_async.text.gguf_tokenizer import read_gguf
+from megatron_async.text.panics import error_of
 from megatron_async.text.special_tokens import (
     TOKENIZER_CONFIG,
     add_special_tokens,
@@ -147,13 +148,26 @@ class Tokenizer:
             text: special tokens written out in it are recognised.
             add_special_tokens: add what the model expects around a text (often a BOS token); False
                 for text that has it already, as a rendered chat has.
+
+        Raises:
+            RequestError: the tokenizer cannot do that; say, its regular expression gave up.
         """
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            raise error_of(error, "the text cannot be tokenized") from error
         return ids
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            RequestError: the tokenizer cannot do that.
+        """
+        try:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except BaseException as error:
+            raise error_of(error, "the tokens cannot be made a text") from error
 
     def token_bytes(self, num_tokens: int) -> list[bytes] | None:
         """Bytes that each of the tokens 0 .. num_tokens - 1 adds to a text; None where texts

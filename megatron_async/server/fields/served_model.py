@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_async.errors import RequestError
 from megatron_async.requests.defaults import GenerationDefaults, generation_defaults
 from megatron_async.server.answers.token_names import SpecialTokensView, TokenNames
 from megatron_async.server.chat.chat_format import ChatFormat
@@ -147,7 +148,10 @@ class ServedModel:
         most = self.card.max_sequence_length * self.longest_token
         if len(text) > most:
             raise self.too_long(f"the prompt has {len(text)} characters", param)
-        return self.tokenizer.tokenize(text, add_special_tokens)
+        try:
+            return self.tokenizer.tokenize(text, add_special_tokens)
+        except RequestError as error:
+            raise Refusal(str(error), param=param) from error
 
     def too_long(self, what: str, param: str) -> Refusal:
         """The refusal of a prompt beyond the model's context."""

@@ -130,6 +130,31 @@ def test_an_answer_that_cannot_be_begun_fails_alone():
     played(play)
 
 
+def test_an_answer_that_cannot_be_continued_fails_alone():
+    """Also the streams behind it in the same pass are written.
+
+    Break it: `write` that raises.
+    """
+
+    async def play():
+        one, two = Played(), Played()
+        two.stream._hub = one.hub
+        for each in (one, two):
+            each.open()
+            each.feeds[0].tokens(TOKEN, None)
+        one.hub.flush()
+        await asyncio.sleep(0)
+        one.feeds[0].tokens(memoryview(np.array([666], np.int32)), None)
+        two.feeds[0].ended(RequestEnd("length"))
+        one.hub.flush()
+        assert isinstance(one.stream.done.exception(), ValueError)
+        assert one.aborts == [1]
+        assert two.stream.done.result() is None
+        assert two.connection.chunks == [b"end"]
+
+    played(play)
+
+
 def test_who_is_gone_before_the_first_token_is_given_up():
     """Break it: `begin` that does not ask."""
 
