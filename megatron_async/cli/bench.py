@@ -132,6 +132,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
                  "max_concurrency", "client_processes"):  # fmt: skip
         if (value := getattr(arguments, name, None)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more.")
+    if not 0 <= getattr(arguments, "length_sigma", 0) < math.inf:
+        raise ValueError(f"--length-sigma {arguments.length_sigma:g} must be 0 or more.")
     if arguments.json is not None:
         check_writable("--json", arguments.json)
     measure = measure_server if arguments.kind == "serve" else measure_engine

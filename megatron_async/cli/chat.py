@@ -82,7 +82,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         )
     given = given_sampling(arguments)
     options = {"block_size_tokens": BLOCK_SIZE_TOKENS, **engine_options(arguments)}
-    check_early(arguments.model, options)
+    check_early(arguments.model, options, draft_layer=arguments.draft_layer)
     if arguments.model.startswith(DUMMY):
         raise ValueError(
             f"{arguments.model} has no tokenizer, so nobody can talk to it: `{PROGRAM} chat "

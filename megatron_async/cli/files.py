@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+GZIP = b"\x1f\x8b"
+
 
 def read_text(option: str, file: str) -> str:
     """The text of a file.
@@ -46,6 +48,21 @@ def check_readable(option: str, file: str) -> None:
         raise ValueError(f"{option} {file}: {why}.")
 
 
+def check_recording(option: str, file: str) -> None:
+    """Check that a file is a recording by its first bytes, before torch is imported for it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    check_readable(option, file)
+    with open(file, "rb") as opened:
+        if opened.read(len(GZIP)) != GZIP:
+            raise ValueError(
+                f"{option} {file}: that is no recording: they are written by "
+                "`megatron-async generate --record FILE`."
+            )
+
+
 def check_writable(option: str, file: str) -> None:
     """Check that a file can be written, before anything long is begun.
 
@@ -62,6 +79,25 @@ def check_writable(option: str, file: str) -> None:
         why = "it cannot be written (no permission, or a read-only disk); name another place"
     if why:
         raise ValueError(f"{option} {file}: {why}.")
+
+
+def check_folder(option: str, folder: str | Path) -> None:
+    """Check that a folder can be made, by making it, before anything long is begun.
+
+    Raises:
+        ValueError: it cannot; nothing is left behind.
+    """
+    path = Path(folder).absolute()
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        for each in reversed(missing):
+            each.mkdir()
+        for each in missing:
+            each.rmdir()
+    except OSError as error:
+        raise ValueError(f"{option} {folder}: cannot be made ({reason(error)}).") from error
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {folder}: cannot be written (no permission).")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import traceback
@@ -27,7 +28,7 @@ from megatron_async.cli.chat import add_chat
 from megatron_async.cli.completion import add_completion, complete
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
-from megatron_async.cli.files import check_writable, written_as
+from megatron_async.cli.files import check_folder, check_writable, written_as
 from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
     MODEL_HELP,
@@ -39,6 +40,7 @@ from megatron_async.cli.options import (
     engine_options,
     metrics_server,
     parallel_sizes,
+    port,
     show_logged_steps,
 )
 from megatron_async.cli.output import (
@@ -50,7 +52,7 @@ from megatron_async.cli.output import (
 )
 from megatron_async.cli.parser import Parser, add_model, take_model
 from megatron_async.cli.profile import add_profile
-from megatron_async.cli.prompts import model_prompts, read_prompts
+from megatron_async.cli.prompts import check_prompts, model_prompts, read_prompts
 from megatron_async.cli.ranks import (
     end_together,
     gather_replicas,
@@ -161,7 +163,7 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         "(several replicas: each its own, replica 0's t.json is t-0.json)",
     )  # fmt: skip
     output.add_argument(
-        "--metrics-port", type=int, metavar="PORT",
+        "--metrics-port", type=port, metavar="PORT",
         help="meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
         "(several replicas: replica 1 at PORT+1, and so on)",
     )  # fmt: skip
@@ -227,7 +229,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
     if given["return_log_probs"] and not arguments.json:
         raise ValueError("--log-probs and --prompt-log-probs are shown with --json: give that too.")
     options = engine_options(arguments)
-    check_early(arguments.model, options)
+    sizes = parallel_sizes(arguments)
+    check_early(arguments.model, options, sizes, arguments.draft_layer)
+    check_prompts(arguments, prompts)
     for option in ("timeline", "record"):
         if (file := getattr(arguments, option)) is not None:
             check_writable(flag(option), file)
@@ -246,7 +250,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         timeline=arguments.timeline is not None,
         record=arguments.record,
         draft_layer=arguments.draft_layer,
-        **parallel_sizes(arguments),
+        **sizes,
         **options,
     )
     # The answers are what was asked for: the failure of another file is told after them.
@@ -304,7 +308,9 @@ def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool, is_show
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint."""
     check_early(arguments.source, {})
-    check_target(Path(arguments.target).expanduser().absolute(), arguments.overwrite)
+    target = Path(arguments.target).expanduser().absolute()
+    check_target(target, arguments.overwrite)
+    check_folder("TARGET", target)
 
     from megatron_async.checkpoints.convert import convert
 
@@ -324,6 +330,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
 def run_info(arguments: argparse.Namespace) -> int:
     """Print what a model is and needs."""
     check_early(arguments.model, {"device": arguments.device})
+    if arguments.memory_gb is not None and not 0 < arguments.memory_gb < math.inf:
+        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0.")
 
     from megatron_async.checkpoints.info import format_info, model_info
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_async.llm import LLM
 
 PROGRAM = "megatron-async"
+MOST_PORT = 65535
 
 MODEL_HELP = """one of
   smollm2              the demo model, SmolLM2-135M-Instruct (installed by scripts/setup.sh)
@@ -75,17 +76,33 @@ PARALLEL_OPTIONS: tuple[tuple[str, str], ...] = (
     ("pipeline_model_parallel_size", "stages that split the layers between them"),
     ("expert_model_parallel_size", "replicas that split a MoE model's experts"),
 )
-"""Options under torchrun, by the names of `LLM`."""
+"""By the names of `LLM`."""
 
 
-def add_parallel(parser: Any) -> None:
+def port(text: str) -> int:
+    """A port, as argparse takes it."""
+    if not text.isascii() or not text.isdigit() or int(text) > MOST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give 0 to {MOST_PORT}")
+    return int(text)
+
+
+RANKS_TEXTS = {
+    "generate": "Start them with torchrun: `torchrun --nproc-per-node 2 -m megatron_async generate "
+    "...`.\nRanks beyond one model's are data-parallel replicas, which divide the prompts.\n"
+    "scripts/launch_node.sh and scripts/launch_nodes.sh call torchrun for you.",
+    "serve": "`serve` starts them itself, on this host's GPUs: `serve MODEL "
+    "--tensor-model-parallel-size 2`\nneeds two, and with --replicas each engine as many more. "
+    "On several hosts: a\n`coordinator`, a `replica` on each, and `serve --coordinator ADDRESS`.",
+    "replica": "Start them with torchrun: `torchrun --nproc-per-node 2 -m megatron_async replica "
+    "MODEL\n--tensor-model-parallel-size 2 ...`. Ranks beyond one model's are further replicas.\n"
+    "`serve` starts all of it on one host.",
+}
+"""By command: who starts the processes of a model that is split."""
+
+
+def add_parallel(parser: Any, command: str = "generate") -> None:
     """The options of `PARALLEL_OPTIONS`, and `--sequence-parallel`."""
-    group = parser.add_argument_group(
-        "several ranks",
-        "Start them with torchrun: `torchrun --nproc-per-node 2 -m megatron_async generate ...`.\n"
-        "Ranks beyond one model's are data-parallel replicas, which divide the prompts.\n"
-        "scripts/launch_node.sh and scripts/launch_nodes.sh call torchrun for you.",
-    )
+    group = parser.add_argument_group("several ranks", RANKS_TEXTS[command])
     for name, text in PARALLEL_OPTIONS:
         group.add_argument(flag(name), type=int, default=1, metavar="N", help=text)
     group.add_argument(

@@ -18,7 +18,7 @@ from megatron_async.cli.parser import add_model, take_model
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
-    from megatron_async.profiling.profile_run import ProfileWorkload
+    from megatron_async.profiling.profile_workload import ProfileWorkload
 
 WORKLOADS = ("steady", "churn", "trace")
 
@@ -82,19 +82,17 @@ examples:
 def run_profile(arguments: argparse.Namespace) -> int:
     """Run the workload and write its profile."""
     arguments.model = take_model(arguments, default="smollm2")
+    from megatron_async.profiling.profile_workload import ProfileWorkload
+
+    options = {name: getattr(arguments, name) for name, *_ in WORKLOAD_OPTIONS}
+    workload = ProfileWorkload(arguments.workload, **options)
     check_early(arguments.model, {"device": arguments.device, "lookahead": arguments.lookahead})
     folder = writable_folder(arguments.out)
 
     from megatron_async.llm import LLM
-    from megatron_async.profiling.profile_run import (
-        ProfileWorkload,
-        record_workload,
-        write_profile,
-    )
+    from megatron_async.profiling.profile_run import record_workload, write_profile
     from megatron_async.profiling.step_gap_files import gap_text
 
-    options = {name: getattr(arguments, name) for name, *_ in WORKLOAD_OPTIONS}
-    workload = ProfileWorkload(arguments.workload, **options)
     progress = not arguments.no_progress
     with LLM(
         arguments.model,

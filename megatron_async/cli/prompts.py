@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_async.checkpoints.model_names import DUMMY
 from megatron_async.cli.files import read_text
 from megatron_async.cli.ranks import has_other_ranks
 
@@ -29,6 +30,23 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     if arguments.system is not None and arguments.raw:
         raise ValueError("--system is part of the chat template, which --raw leaves out.")
     return prompts
+
+
+def check_prompts(arguments: argparse.Namespace, prompts: Sequence[str]) -> None:
+    """Check prompts of a model that is known to have no tokenizer.
+
+    Raises:
+        ValueError: a text, or a chat.
+    """
+    if not arguments.model.startswith(DUMMY):
+        return
+    for prompt in prompts:
+        token_ids(prompt)
+    if arguments.chat or arguments.system is not None:
+        raise ValueError(
+            f"{arguments.model} has no tokenizer, and so no chat template: leave --chat and "
+            "--system out."
+        )
 
 
 def _text_of(file: str) -> str:

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
 from megatron_async.cli.options import (
     MODEL_HELP,
@@ -16,6 +17,9 @@ from megatron_async.cli.options import (
     add_engine_options,
     add_parallel,
     engine_fields,
+    engine_options,
+    parallel_sizes,
+    port,
 )
 
 FORWARDED_SIZES = (
@@ -56,7 +60,7 @@ docs/server.md has all of it.""",
     engine = serve.add_argument_group("engine")
     add_engine_options(engine)
     add_dtype(engine)
-    add_parallel(serve)
+    add_parallel(serve, "serve")
     serve.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -66,7 +70,7 @@ def _add_http(group: Any) -> None:
         help="name or address to listen at; 0.0.0.0 is all networks, and needs a key",
     )  # fmt: skip
     group.add_argument(
-        "--port", type=int, default=8000, metavar="PORT", help="0 takes any that is free"
+        "--port", type=port, default=8000, metavar="PORT", help="0 takes any that is free"
     )
     group.add_argument(
         "--api-processes", type=int, default=default_api_processes(), metavar="N",
@@ -182,6 +186,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from megatron_async.server.supervisor.service import serve
     from megatron_async.server.supervisor.settings import ServeSettings
 
+    # Told here, and not by a replica or an API process after the address is announced.
+    check_early(arguments.model, engine_options(arguments), parallel_sizes(arguments))
     settings: ServeSettings = read_settings(arguments)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -202,14 +208,17 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         ConfigurationError: a value, or two together, cannot work.
     """
     from megatron_async.errors import ConfigurationError
+    from megatron_async.server.chat.call_formats import format_of_template
     from megatron_async.server.supervisor.keys import (
         read_admin_key,
         read_keys,
         read_password,
     )
     from megatron_async.server.supervisor.settings import ServeSettings
+    from megatron_async.serving.address import check_address
     from megatron_async.serving.records import CoordinatorConfig
     from megatron_async.serving.routing import make_policy
+    from megatron_async.serving.secret import read_secret
 
     if arguments.model is None and arguments.coordinator is not None:
         given = [flag(name) for name in _engine_fields() if getattr(arguments, name) is not None]
@@ -218,6 +227,12 @@ def read_settings(arguments: argparse.Namespace) -> Any:
                 f"{given[0]} is for engines, and with --coordinator this service starts none: "
                 "give it to the replicas."
             )
+    if arguments.coordinator is not None:
+        check_address(arguments.coordinator)
+        if arguments.secret_file is not None:
+            read_secret(arguments.secret_file)
+    if arguments.tool_parser is not None:
+        format_of_template("", arguments.tool_parser)
     if arguments.secret_file is not None and arguments.coordinator is None:
         raise ConfigurationError("--secret-file is for --coordinator ADDRESS, which is missing.")
     if not 0 < arguments.max_body_mb <= 1024:

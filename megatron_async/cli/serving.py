@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.options import (
     MODEL_HELP,
     PROGRAM,
@@ -17,6 +18,7 @@ from megatron_async.cli.options import (
     engine_options,
     metrics_server,
     parallel_sizes,
+    port,
 )
 from megatron_async.cli.output import print_json
 from megatron_async.cli.ranks import is_first_rank
@@ -68,7 +70,7 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser, formatter: 
     coordinator.add_argument(
         "--policy", default="prefix", metavar="NAME",
         help="who serves a request: prefix (who has served its beginning), least-loaded, or\n"
-        "round-robin (default: prefix)",
+        "round-robin",
     )  # fmt: skip
     coordinator.add_argument(
         "--max-retries", type=int, default=2, metavar="N", help="times that one is served again"
@@ -86,7 +88,7 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser, formatter: 
         help="so is one that has work and finishes no step for so long",
     )  # fmt: skip
     coordinator.add_argument(
-        "--metrics-port", type=int, metavar="PORT",
+        "--metrics-port", type=port, metavar="PORT",
         help="serve Prometheus metrics at http://127.0.0.1:PORT/metrics",
     )  # fmt: skip
 
@@ -112,9 +114,9 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     engine = replica.add_argument_group("engine")
     add_engine_options(engine)
     add_dtype(engine)
-    add_parallel(replica)
+    add_parallel(replica, "replica")
     replica.add_argument(
-        "--metrics-port", type=int, metavar="PORT",
+        "--metrics-port", type=port, metavar="PORT",
         help="serve this engine's Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
         "(several replicas in one job: replica 1 at PORT+1, and so on)",
     )  # fmt: skip
@@ -172,10 +174,15 @@ def run_coordinator(arguments: argparse.Namespace) -> int:
 
 def run_replica(arguments: argparse.Namespace) -> int:
     """Serve until the coordinator or a signal ends it."""
+    from megatron_async.serving.address import check_address
+
+    options, secret = engine_options(arguments), _secret(arguments)
+    check_address(arguments.coordinator)
+    check_early(arguments.model, options, parallel_sizes(arguments))
+
     from megatron_async.llm import LLM
     from megatron_async.serving.replica_process import serve_replica
 
-    options, secret = engine_options(arguments), _secret(arguments)
     _log_to_stderr()
     options |= parallel_sizes(arguments)
     progress, port = not arguments.no_progress and is_first_rank(), arguments.metrics_port

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.chances import parse_chances
 from megatron_async.cli.fields import flag
-from megatron_async.cli.files import check_readable, check_writable
+from megatron_async.cli.files import check_recording, check_writable
 
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
@@ -242,6 +242,8 @@ def check_machine(name: str) -> None:
             f"--machine {name} is neither a file nor one of {', '.join(MACHINES)}: make a "
             "recording with `megatron-async generate --record FILE`, or take a built-in one."
         )
+    if name not in MACHINES:
+        check_recording("--machine", name)
 
 
 def warn_of_guesses(reach: Reach, figures: Sequence[Mapping[str, Any]]) -> None:
@@ -351,7 +353,7 @@ def engine_config(
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Replay a recording and say how it went."""
-    check_readable("FILE", arguments.file)
+    check_recording("FILE", arguments.file)
 
     from megatron_async.simulation.recording import load_recording
     from megatron_async.simulation.replay import Replay

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_async.cli.fields import flag
-from megatron_async.cli.simulate import MACHINE_HELP, load_machine
+from megatron_async.cli.files import check_writable
+from megatron_async.cli.simulate import MACHINE_HELP, check_machine, load_machine
 
 TRACE_HELP = """requests, and which prompts begin alike (default: chats):
   chats       made up: users who come back; a few system prompts come first
@@ -106,6 +109,8 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter
 
 def run_simulate_fleet(arguments: argparse.Namespace) -> int:
     """Print the table and, with --json, write the figures."""
+    check_options(arguments)
+
     from tqdm import tqdm
 
     from megatron_async.profiling.benchmark_record import write_record
@@ -113,7 +118,6 @@ def run_simulate_fleet(arguments: argparse.Namespace) -> int:
     from megatron_async.simulation.hit_ceiling import hit_ceiling
     from megatron_async.simulation.trace_files import write_trace
 
-    check_options(arguments)
     source = TraceSource(arguments.trace, arguments.rate, arguments.num_requests, arguments.seed)
     if arguments.write_trace:
         count = write_trace(arguments.write_trace, source.open())
@@ -146,9 +150,23 @@ def check_options(arguments: argparse.Namespace) -> None:
         ValueError: an option that cannot be honoured.
     """
     from megatron_async.serving.routing import make_policy
+    from megatron_async.simulation.session_traces import KINDS
 
     for name in arguments.policy:
         make_policy(name)
+    check_machine(arguments.machine)
+    if arguments.trace not in KINDS and not Path(arguments.trace).is_file():
+        raise ValueError(
+            f"--trace {arguments.trace} is neither a file nor one of {', '.join(KINDS)}: give JSON "
+            "lines as Mooncake's traces are, or one of these kinds."
+        )
+    for option in ("write_trace", "json"):
+        if (file := getattr(arguments, option)) is not None:
+            check_writable(flag(option), file)
+    if not 0 < arguments.rate < math.inf:
+        raise ValueError(f"--rate {arguments.rate:g} must be above 0.")
+    if arguments.num_requests < 1:
+        raise ValueError(f"--num-requests {arguments.num_requests} must be at least 1.")
     for name in ("replicas", "block_size_tokens"):
         least = min(getattr(arguments, name))
         if least < 1:

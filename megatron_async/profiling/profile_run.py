@@ -8,38 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron_async.errors import ConfigurationError
 from megatron_async.observe.timeline import Timeline
-from megatron_async.profiling.arrival_trace import (
-    LengthDistribution,
-    TraceRequest,
-    poisson_trace,
-)
 from megatron_async.profiling.profile_page import profile_page
+from megatron_async.profiling.profile_workload import ProfileWorkload
 from megatron_async.profiling.step_gap_files import gap_record, gap_text
 from megatron_async.profiling.step_gaps import GapReport, step_gaps
 from megatron_async.profiling.trace_server import serve_trace
-from megatron_async.profiling.workloads import Churn, start_steady_decode, steady_decode_tokens
+from megatron_async.profiling.workloads import Churn, start_steady_decode
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
     from megatron_async.llm import LLM
-
-WORKLOADS = {
-    "steady": "a full batch decodes; nobody arrives or ends",
-    "churn": "requests end and arrive in every step",
-    "trace": "requests of random lengths arrive at random times",
-}
-BLOCK_SIZE = 64
-LEAST_MAX_TOKENS = 512
-LONGEST_OVER_MEAN = 4
-"""Lengths of a trace are cut at so many times their mean."""
 
 Bar = Callable[[int], None]
 """Told of progress."""
@@ -49,77 +33,6 @@ ESTIMATED_FROM = 8
 """Steps whose mean time is what the others are expected to take."""
 LONG_S = 5
 """Seconds: shorter waits are not announced."""
-
-
-@dataclass(frozen=True)
-class ProfileWorkload:
-    """What to run.
-
-    Raises:
-        ConfigurationError: an unknown workload, or a value out of range.
-    """
-
-    name: str
-    """One of `WORKLOADS`."""
-    batch: int = 16
-    """Rows of a step; with a trace, the most."""
-    prompt_tokens: int = 64
-    """Length of each prompt; with a trace, the mean."""
-    steps: int = 200
-    """Steps to record; not of a trace."""
-    finishes: int = 1
-    """Requests that end, and that arrive, in each step of churn."""
-    requests: int = 32
-    """Requests of a trace."""
-    rate: float = 4.0
-    """Arrivals a second of a trace."""
-    output_tokens: int = 64
-    """Mean answer of a trace."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.name not in WORKLOADS:
-            raise ConfigurationError(
-                f"workload={self.name!r} is unknown: use one of {', '.join(WORKLOADS)}."
-            )
-        least = {"batch": 1, "prompt_tokens": 1, "steps": 2, "requests": 1, "output_tokens": 2}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)} must be at least {smallest}."
-                )
-        if not 0 < self.rate < math.inf:
-            raise ConfigurationError(f"rate={self.rate!r} must be a number above 0.")
-        Churn.lifetimes(self.batch, self.finishes)
-
-    def engine_settings(self, lookahead: int) -> dict[str, Any]:
-        """Fields of `InferenceConfig` that make room for it."""
-        slots, longest, step_tokens = self.batch, self.prompt_tokens, LEAST_MAX_TOKENS
-        if self.name == "churn":
-            slots = Churn.slots(self.batch, self.finishes, lookahead)
-            step_tokens = Churn.step_tokens(self.batch, self.prompt_tokens, self.finishes)
-            longest += max(Churn.lifetimes(self.batch, self.finishes))
-        max_tokens = max(step_tokens, LEAST_MAX_TOKENS, slots)
-        if self.name == "steady":
-            longest += steady_decode_tokens(self.batch, self.prompt_tokens, max_tokens, self.steps)
-        if self.name == "trace":
-            longest = LONGEST_OVER_MEAN * (self.prompt_tokens + self.output_tokens)
-        return {
-            "lookahead": lookahead,
-            "max_requests": slots,
-            "max_tokens": max_tokens,
-            "max_sequence_length": longest,
-            "block_size_tokens": BLOCK_SIZE,
-            "num_kv_blocks": (slots + self.finishes) * (longest // BLOCK_SIZE + 2),
-        }
-
-    def trace(self, vocab_size: int, rate: float) -> list[TraceRequest]:
-        """The requests of a trace."""
-        prompts, outputs = (
-            LengthDistribution(mean, LONGEST_OVER_MEAN * mean)
-            for mean in (self.prompt_tokens, self.output_tokens)
-        )
-        return poisson_trace(rate, self.requests, prompts, outputs, vocab_size, self.seed)
 
 
 def record_workload(llm: LLM, workload: ProfileWorkload, progress: bool = False) -> Timeline:

