@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import sys
 from typing import Any
 
 from megatron_async.cli.early_checks import check_early
@@ -25,6 +23,10 @@ from megatron_async.cli.options import (
 FORWARDED_SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
 )  # fmt: skip
+
+
+SUPERVISOR = "supervisor"
+"""What this process is called in lines of log."""
 
 
 def add_serve(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
@@ -105,6 +107,9 @@ def _add_http(group: Any) -> None:
         "--one-event-a-token", action="store_true",
         help="never join tokens of a stream in one event, for clients that count events",
     )  # fmt: skip
+    group.add_argument(
+        "--no-request-log", action="store_true", help="no line of log for each request"
+    )
     group.add_argument("--no-page", action="store_true", help="no page for people at /")
     group.add_argument(
         "--metrics-names", choices=("own", "vllm"), default="own",
@@ -183,20 +188,17 @@ def default_api_processes() -> int:
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
+    from megatron_async.observe.log_lines import log_to_stderr, said_line
     from megatron_async.server.supervisor.service import serve
     from megatron_async.server.supervisor.settings import ServeSettings
 
     # Told here, and not by a replica or an API process after the address is announced.
     check_early(arguments.model, engine_options(arguments), parallel_sizes(arguments))
     settings: ServeSettings = read_settings(arguments)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger = logging.getLogger("megatron_async")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    log_to_stderr(SUPERVISOR)
 
     def say(text: str) -> None:
-        print(f"{PROGRAM}: {text}", flush=True)
+        print(said_line(SUPERVISOR, text), flush=True)
 
     return serve(settings, say)
 
@@ -271,6 +273,7 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         one_event_a_token=arguments.one_event_a_token,
         default_max_tokens=arguments.default_max_tokens,
         page=not arguments.no_page,
+        log_requests=not arguments.no_request_log,
         otlp_endpoint=arguments.otlp_endpoint,
         max_body_bytes=int(arguments.max_body_mb * 2**20),
     )

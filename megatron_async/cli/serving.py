@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import os
 import signal
-import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.early_checks import check_early
@@ -145,6 +144,7 @@ def _add_replicas(commands: Any, common: argparse.ArgumentParser, formatter: Any
 
 def run_coordinator(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
+    from megatron_async.observe.log_lines import log_to_stderr
     from megatron_async.serving.coordinator import Coordinator
     from megatron_async.serving.records import CoordinatorConfig
     from megatron_async.serving.routing import make_policy
@@ -157,7 +157,7 @@ def run_coordinator(arguments: argparse.Namespace) -> int:
         stall_s=arguments.stall_s,
         policy=make_policy(arguments.policy),
     )
-    _log_to_stderr()
+    log_to_stderr("coordinator")
     coordinator = Coordinator(arguments.bind, config, _secret(arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())
@@ -181,9 +181,11 @@ def run_replica(arguments: argparse.Namespace) -> int:
     check_early(arguments.model, options, parallel_sizes(arguments))
 
     from megatron_async.llm import LLM
+    from megatron_async.observe.log_lines import log_to_stderr
     from megatron_async.serving.replica_process import serve_replica
 
-    _log_to_stderr()
+    name, rank = arguments.name or "replica", os.environ.get("RANK")  # torchrun's
+    log_to_stderr(name if rank is None else f"{name} rank {rank}")
     options |= parallel_sizes(arguments)
     progress, port = not arguments.no_progress and is_first_rank(), arguments.metrics_port
     with (
@@ -233,11 +235,3 @@ def _secret(arguments: argparse.Namespace) -> bytes | None:
     from megatron_async.serving.secret import read_secret
 
     return None if arguments.secret_file is None else read_secret(arguments.secret_file)
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger = logging.getLogger("megatron_async")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)

@@ -57,6 +57,8 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         tool_parser: its name; None: by the chat template.
         max_body_bytes: of a request.
         default_max_tokens: of an answer whose request gives no limit; None: the model decides.
+        log_requests: whether each request has a line of log.
+        name: of the process, for its lines of log.
         one_event_a_token: never join tokens in one event.
         page: whether there is a page for people at "/".
         shutdown_timeout_s: how long requests may go on after SIGTERM.
@@ -75,6 +77,8 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str | None = None
     max_body_bytes: int = 32 << 20
     default_max_tokens: int | None = None
+    log_requests: bool = False
+    name: str = "api"
     one_event_a_token: bool = False
     page: bool = True
     shutdown_timeout_s: float = 30.0

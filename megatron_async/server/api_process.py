@@ -12,6 +12,7 @@ import signal
 import socket
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
+from megatron_async.observe.log_lines import log_to_stderr
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.http.asgi_app import make_app
 from megatron_async.server.http.live_routes import LiveRoutes
@@ -41,6 +42,7 @@ def run_api_process(config: ApiConfig, listener_fd: int) -> int:
     """
     import uvloop
 
+    log_to_stderr(config.name)
     return uvloop.run(_serve(config, listener_fd))
 
 

@@ -32,6 +32,8 @@ class ChoiceFeed:
         told: is called behind everything that comes; with whether it cannot wait.
 
     Attributes:
+        num_tokens: that have come so far.
+        first_ns: when the first ones came, in nanoseconds since 1970; 0 before.
         end: how the request ended; None before.
         ended_ns: when, in nanoseconds since 1970.
     """
@@ -42,7 +44,7 @@ class ChoiceFeed:
         """Int32: a reader that stalls costs 4 bytes a token."""
         self._log_probs: list[TokenLogProbs] = []
         self._texts: list[str] = []
-        self._has_begun = False
+        self.num_tokens = self.first_ns = 0
         self.end: RequestEnd | None = None
         self.ended_ns = 0
 
@@ -50,11 +52,14 @@ class ChoiceFeed:
         """New tokens; the first ones cannot wait."""
         was_told = len(self._tokens) > 0
         self._tokens += tokens
+        self.num_tokens += len(tokens)
         if log_probs is not None:
             self._log_probs.append(_copied(log_probs))
         if was_told:
             return
-        is_first, self._has_begun = not self._has_begun, True
+        is_first = not self.first_ns
+        if is_first:
+            self.first_ns = time.time_ns()
         self._told(self, is_first)
 
     def text(self, text: str) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from megatron_async.serving.load_lines import running_and_waiting
 from megatron_async.serving.service_counters import cumulative
 
 FINISHED = {
@@ -68,21 +69,6 @@ def vllm_metrics(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
     yield from _by_engine(engines, model_name)
     if (service := stats.get("service")) is not None:
         yield from _of_requests(service, model_name)
-
-
-def running_and_waiting(stats: Mapping[str, Any]) -> tuple[int, int]:
-    """Requests that hold a slot, and those that wait for one.
-
-    An engine's own figures are as old as its last answer to a ping, so that a request whose end is
-    booked would run on for half a second: how many there are the coordinator's books say.
-    """
-    running, waiting = 0, int(stats["queued_requests"])
-    for replica in stats["replicas"].values():
-        engine, unfinished = replica["engine"], replica["unfinished_requests"]
-        without_slot = min(int(engine.get("waiting_requests", 0)), unfinished)
-        held = min(unfinished - without_slot, int(engine.get("slots", unfinished)))
-        running, waiting = running + held, waiting + unfinished - held
-    return running, waiting
 
 
 def _by_engine(engines: Mapping[str, Mapping[str, float]], model_name: str) -> Iterator[Metric]:

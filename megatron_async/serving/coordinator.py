@@ -20,6 +20,7 @@ from megatron_async.serving.address import check_address, why_not_bound
 from megatron_async.serving.dispatcher import Dispatcher
 from megatron_async.serving.host_sockets import HostSockets
 from megatron_async.serving.inputs import Inputs
+from megatron_async.serving.load_lines import LoadLines
 from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
@@ -117,7 +118,7 @@ class Coordinator:
 
     def run(self) -> None:
         """Serve until `stop`; then all peers see that the coordinator is gone."""
-        told = 0.0
+        told, load = 0.0, LoadLines(time.monotonic())
         try:
             while not self._stop.is_set():
                 wait_s = self._pipes.wait_s(time.monotonic(), TURN_MS / 1000)
@@ -137,6 +138,8 @@ class Coordinator:
                 self._bury()
                 if now - told >= self._config.ping_interval_s:
                     told, self.latest_stats = now, self.dispatcher.stats()
+                    if line := load.line(self.latest_stats, now):
+                        logger.info("%s", line)
         finally:
             self._socket.disable_monitor()
             self._monitor.close(0)

@@ -12,6 +12,7 @@ from megatron_async.server.fields.refusal import Refusal, refusal_of
 from megatron_async.server.http.access import Access, request_id
 from megatron_async.server.http.exchange import ClientGone, Exchange
 from megatron_async.server.http.replies import Send, refuse
+from megatron_async.server.http.request_log import RequestNote
 
 logger = logging.getLogger("megatron_async")
 
@@ -32,6 +33,7 @@ class Route(NamedTuple):
         is_open: needs no key.
         needs_admin: needs the admin key.
         error_body: writes its errors.
+        is_logged: its requests have a line of log each.
     """
 
     method: str
@@ -40,6 +42,7 @@ class Route(NamedTuple):
     is_open: bool = False
     needs_admin: bool = False
     error_body: Callable[[Refusal], bytes] = Refusal.body
+    is_logged: bool = False
 
 
 class App:
@@ -49,12 +52,15 @@ class App:
         routes: all that is served.
         access: who may ask.
         root_path: before each path, where a proxy has mounted the server; "" at its root.
+        logs: whether requests of routes that are logged have their line.
     """
 
-    def __init__(self, routes: list[Route], access: Access, root_path: str = "") -> None:
+    def __init__(
+        self, routes: list[Route], access: Access, root_path: str = "", logs: bool = False
+    ) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
         self._below: dict[str, dict[str, Route]] = {}
-        self._access, self._root = access, root_path.rstrip("/")
+        self._access, self._root, self._logs = access, root_path.rstrip("/"), logs
         for route in routes:
             table, path = self._exact, route.path
             if path.endswith("*"):
@@ -68,26 +74,41 @@ class App:
         own_id = request_id(headers) or os.urandom(ID_BYTES).hex().encode()
         exchange = Exchange(scope, receive, send, headers, ((REQUEST_ID, own_id),))
         error_body: Callable[[Refusal], bytes] = Refusal.body
+        note: RequestNote | None = None
         try:
             self._access.check_host(headers)
             route, rest = self._find(scope["method"], scope["path"])
             error_body = route.error_body
+            if self._logs and route.is_logged:
+                note = exchange.note = RequestNote(route.path, own_id)
             if not route.is_open:
                 exchange.caller = self._access.caller(headers, route.needs_admin)
+                if note is not None:
+                    note.owner = exchange.caller.owner
             await route.handler(exchange, rest)
         except ClientGone:
-            return
+            pass
         except Refusal as refusal:
-            await refuse(exchange.send, refusal, error_body)
+            await self._refuse(exchange, refusal, error_body)
         except (CoordinatorLost, ReplicaLost) as error:
             lost = refusal_of(type(error).__name__, str(error))
-            await refuse(exchange.send, lost, error_body)
+            await self._refuse(exchange, lost, error_body)
         except Exception as error:
             # Nothing of the request: it may hold what is not the log's.
             logger.exception(
                 "A request to %s failed.", scope["path"][:100].encode("ascii", "replace")
             )
-            await refuse(exchange.send, refusal_of(type(error).__name__, ""), error_body)
+            await self._refuse(exchange, refusal_of(type(error).__name__, ""), error_body)
+        finally:
+            if note is not None:
+                note.write()
+
+    async def _refuse(
+        self, exchange: Exchange, refusal: Refusal, error_body: Callable[[Refusal], bytes]
+    ) -> None:
+        if exchange.note is not None:
+            exchange.note.refusal = refusal
+        await refuse(exchange.send, refusal, error_body)
 
     def _find(self, method: str, path: str) -> tuple[Route, str]:
         """The route of a path, and what stands for its star.

@@ -38,7 +38,7 @@ def make_app(
     generate = GenerateRoutes(client, config, hub, tracer)
     service = ServiceRoutes(client, config, generate.shown_name)
     routes = [*service.routes(), *generate.routes(), *further]
-    return App(routes, Access(config), config.root_path)
+    return App(routes, Access(config), config.root_path, config.log_requests)
 
 
 class Lifespan(Protocol):

@@ -12,6 +12,7 @@ from megatron_async.server.http.answer_connection import AnswerConnection
 from megatron_async.server.http.replies import EVENTS, Headers, Send
 
 if TYPE_CHECKING:
+    from megatron_async.server.http.request_log import RequestNote
     from megatron_async.server.tracing import RequestTrace
 
 JSON = b"application/json"
@@ -33,6 +34,7 @@ class Exchange:
     Attributes:
         caller: who sent it; set once that is known.
         trace: of its spans; None: nobody wants any.
+        note: for its line of log; None: it has none.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Exchange:
         self._has_begun = False
         self.caller = NOBODY
         self.trace: RequestTrace | None = None
+        self.note: RequestNote | None = None
 
     @property
     def connection(self) -> AnswerConnection:
@@ -70,7 +73,7 @@ class Exchange:
             ClientGone: an error behind the beginning of an answer: the connection ends.
         """
         if message["type"] == "http.response.start":
-            self._begin()
+            self._begin(message["status"])
             if self._told:
                 message = {**message, "headers": [*message["headers"], *self._told]}
         await self._send(message)
@@ -85,14 +88,16 @@ class Exchange:
         Raises:
             ClientGone: an answer has begun.
         """
-        self._begin()
+        self._begin(200)
         headers = [*EVENTS, *self._told] if self._told else EVENTS
         self.connection.begin_events(self.scope, headers, data)
 
-    def _begin(self) -> None:
+    def _begin(self, status: int) -> None:
         if self._has_begun:
             raise ClientGone
         self._has_begun = True
+        if self.note is not None:
+            self.note.status = status
 
     async def body(self, most: int) -> bytes:
         """The whole body of the request.

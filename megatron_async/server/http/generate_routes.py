@@ -112,7 +112,13 @@ class GenerateRoutes:
             Route("GET", "/v1/models", self._models),
             Route("GET", "/v1/models/*", self._model),
             *(
-                Route("POST", path, partial(self._generate, one), error_body=one.error_body)
+                Route(
+                    "POST",
+                    path,
+                    partial(self._generate, one),
+                    error_body=one.error_body,
+                    is_logged=True,
+                )
                 for path, one in ENDPOINTS.items()
             ),
             Route(
@@ -223,6 +229,8 @@ class GenerateRoutes:
         self, asked: Asked, readers: list[Any], exchange: Exchange, numbers: list[int]
     ) -> None:
         """Send an answer's requests; their numbers are put into `numbers` one by one."""
+        if exchange.note is not None:
+            exchange.note.sent(asked, readers)
         if exchange.trace is not None:
             exchange.trace.sent(asked, readers)
         traceparent = exchange.traceparent

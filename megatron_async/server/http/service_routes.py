@@ -74,7 +74,13 @@ class ServiceRoutes:
             Route("GET", "/version", self._version),
             Route("GET", "/metrics", self._metrics),
             *(
-                Route("POST", f"/{verb}", partial(self._do, verb, body), needs_admin=True)
+                Route(
+                    "POST",
+                    f"/{verb}",
+                    partial(self._do, verb, body),
+                    needs_admin=True,
+                    is_logged=True,
+                )
                 for verb, body in bodies.items()
             ),
         ]

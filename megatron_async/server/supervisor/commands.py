@@ -61,6 +61,7 @@ def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
         tool_parser=settings.tool_parser,
         max_body_bytes=settings.max_body_bytes,
         one_event_a_token=settings.one_event_a_token,
+        log_requests=settings.log_requests,
         default_max_tokens=settings.default_max_tokens,
         page=settings.page,
         shutdown_timeout_s=settings.shutdown_timeout_s,

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
+from megatron_async.observe.log_lines import COORDINATOR
 from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.records import CoordinatorConfig
@@ -64,7 +65,7 @@ class OwnCoordinator:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
         self.address = self._coordinator.address
-        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=COORDINATOR, daemon=True)
         self._thread.start()
 
     @property

@@ -115,10 +115,12 @@ class Supervisor:
                         on_parents_death=signal.SIGTERM if settings.ranks > 1 else signal.SIGKILL,
                     )
                 )  # fmt: skip
-        given = msgspec.json.encode(api_config(settings, address))
+        config = api_config(settings, address)
         for number in range(settings.api_processes):
             arguments = ("api", str(listener.fileno()))
             fds = [listener.fileno()]
+            named = msgspec.structs.replace(config, name=f"api-{number}")
+            given = msgspec.json.encode(named)
             self._fronts.append(
                 ChildProcess(f"API process {number}", arguments, pipe, fds, given, environment)
             )

@@ -45,6 +45,7 @@ class ServeSettings:
         profile_folder: where profiles of the engine are written; None: nowhere.
         tool_parser: name, or None: by the chat template.
         one_event_a_token: never join tokens in one event.
+        log_requests: whether each request has a line of log.
         default_max_tokens: of an answer whose request gives no limit; None: the model decides.
         max_body_bytes: of an HTTP request.
         page: whether there is a page for people at "/".
@@ -75,6 +76,7 @@ class ServeSettings:
     profile_folder: str | None = None
     tool_parser: str | None = None
     one_event_a_token: bool = False
+    log_requests: bool = True
     default_max_tokens: int | None = None
     max_body_bytes: int = 32 << 20
     page: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -63,6 +64,31 @@ def test_it_says_where_it_is_and_how_to_ask(service: Served) -> None:
     assert f"curl -N http://127.0.0.1:{service.port}/v1/completions" in text
     assert "sk-test" not in text + service.log.read_text()
     assert service.request("/health", key="")[0] == service.request("/ready", key="")[0] == 200
+
+
+def test_each_request_has_one_line_of_log(service: Served) -> None:
+    """With its id, which is also a header; of what it says nothing, not even in a refusal."""
+
+    def lines(own_id: str) -> list[str]:
+        return [line for line in service.log.read_text().splitlines() if f"id {own_id}," in line]
+
+    for own_id, body, expected in (
+        ("whole", completion(4), r"/v1/completions 200, id whole, key key-1, cmpl-\w+, 3 tokens "
+         r"in, 4 out, first after \d+\.\d{3} s, end length, \d+\.\d{3} s"),
+        ("stream", completion(5, stream=True), r".* 200, .*, 5 out, .*, end length, .*"),
+        ("two", completion(3, n=2), r".* 3 tokens in, 6 out, .*"),
+        ("wrong", completion(4, user="secret", seed=2**63), r".* 400, .* refused \(seed\), .*"),
+    ):  # fmt: skip
+        service.request("/v1/completions", body, headers={"X-Request-Id": own_id})
+        eventually(lambda own_id=own_id: lines(own_id), "the line")
+        (found,) = lines(own_id)
+        assert re.fullmatch(r"[\d :,-]+ INFO api-[01]: " + expected, found)
+    form = re.compile(
+        r"\d{4}-\d\d-\d\d [\d:,]{12} [A-Z]+ (supervisor|coordinator|(api|replica)-\d): ."
+    )
+    assert all(form.match(line) for line in service.log.read_text().splitlines())
+    assert form.match(service.lines[0])
+    assert "secret" not in service.log.read_text()
 
 
 def test_who_speaks_http_has_no_torch(service: Served) -> None:
@@ -186,11 +212,15 @@ def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
 
 def test_sigterm_drains(service: Served) -> None:
     """The last test: it ends the service of the others."""
-    thread, events = in_thread(service, LONG)
+    before = len(service.log.read_text())
+    long = 8 * LONG  # the questions below take some of its time
+    thread, events = in_thread(service, long)
     service.process.send_signal(signal.SIGTERM)
-    eventually(lambda: service.request("/ready", key="")[0] == 503, "/ready to say so", 10)
+    eventually(lambda: service.request("/ready", key="")[0] == 503, "/ready to say so")
     assert service.request("/v1/completions", completion(3))[0] == 503
     thread.join(PATIENCE_S)
-    assert len(token_ids(events)) == LONG
+    assert len(token_ids(events)) == long
     assert service.process.wait(PATIENCE_S) == 0
-    assert "Traceback" not in service.log.read_text()
+    log = service.log.read_text()
+    assert "Traceback" not in log
+    assert "A client is gone" not in log[before:]
