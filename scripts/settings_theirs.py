@@ -75,6 +75,8 @@ def their_architecture(config: Any) -> dict[str, Any]:
         found["max_position_embeddings"] = config.max_position_embeddings
     unserved = [f"hidden_act {a}" for a in _activations(config, kind)]
     unserved += [key for key in _biases(kind) if getattr(config, key, False)]
+    if kind == "nemotron_h" and config.time_step_min not in (0, 0.001):
+        unserved.append("time_step_min")
     for key in ("quantization_config", "_per_layer_config", "per_layer_config"):
         if config.__dict__.get(key):
             unserved.append(key)

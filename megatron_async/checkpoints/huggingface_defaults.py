@@ -116,6 +116,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "n_groups": 8,
         "conv_kernel": 4,
         "time_step_limit": (0.0, float("inf")),
+        "time_step_min": 0.001,
         "use_conv_bias": True,
         "use_bias": False,
         "mamba_proj_bias": False,
@@ -205,6 +206,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "mamba_d_conv": "conv_kernel",
         "mamba_conv_bias": "use_conv_bias",
         "mamba_dt_limit": "time_step_limit",
+        "mamba_dt_min": "time_step_min",
     },
 }
 """Other names that a family's files have for a key -> the key."""
@@ -302,8 +304,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef",
         "router_jitter_noise", "z_loss_coefficient", "rescale_prenorm_residual",
         "gradient_checkpointing", "time_step_min", "time_step_max", "time_step_floor",
-        "time_step_rank", "time_step_scale", "time_step_init_scheme", "mamba_dt_min",
-        "mamba_dt_max", "mamba_dt_init_floor", "id2label", "label2id", "num_labels",
+        "time_step_rank", "time_step_scale", "time_step_init_scheme", "mamba_dt_max",
+        "mamba_dt_init_floor", "id2label", "label2id", "num_labels",
         "problem_type", "finetuning_task", "task_specific_params",
     ),
     "it says how another program computes or answers, not what": (

@@ -9,8 +9,9 @@ The gated norm of Granite, Bamba and Mamba2 in transformers is over all heads; t
 kernels (mamba-ssm) and of Megatron-Core is over each group. Mamba2 is served by the latter, since
 it is what Mamba-Codestral, the one published model with more than one group, was trained with.
 Granite and Bamba are read with one group alone, as all published ones have.
-transformers' plain code raises small time steps of Nemotron-H to `time_step_min`; its kernels,
-Megatron's and ours do not.
+transformers raises time steps of Nemotron-H that are smaller than `time_step_min` to it (0.001 in
+all published files); the models' own code, Megatron-Core and this package do not, so another value
+is refused.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
         "moe_latent_size": (),
         "residual_in_fp32": (False,),
         "sliding_window": (),
+        "time_step_min": (0.001, 0),
     },
     "granitemoehybrid": {
         "mamba_conv_bias": (True,),
