@@ -1,7 +1,8 @@
 """`megatron-async`, and `python -m megatron_async`: the command line."""
 
-import os
 import sys
+
+from megatron_async.cli.interrupts import STATUS, ending_at_once, say_interrupted
 
 
 def main() -> int:
@@ -11,13 +12,13 @@ def main() -> int:
         exit status: see `megatron_async.cli.main.main`; 130: interrupted.
     """
     try:
-        from megatron_async.cli.main import main as run
+        with ending_at_once():
+            from megatron_async.cli.main import main as run
 
-        return run()
+            return run()
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write("\nmegatron-async: interrupted\n")
-        return 130
+        say_interrupted()
+        return STATUS
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.early_checks import check_early
+from megatron_async.cli.interrupts import raise_interrupts
 from megatron_async.cli.options import engine_options
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def measure_engine(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     options.setdefault("max_sequence_length", longest_in + longest_out)
     progress = not arguments.no_progress and sys.stderr.isatty()
     with LLM(arguments.model, dtype=arguments.dtype, progress=progress, **options) as llm:
+        raise_interrupts()
         count = arguments.batch_size if is_latency else arguments.num_prompts
 
         def trace(seed: int, count: int = count) -> list[TraceRequest]:

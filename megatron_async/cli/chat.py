@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.checkpoints.model_names import DEMO, DUMMY
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.files import check_writable
+from megatron_async.cli.interrupts import raise_interrupts
 from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
     MODEL_HELP,
@@ -100,6 +101,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         draft_layer=arguments.draft_layer,
         **options,
     )
+    raise_interrupts()
     with llm:
         most = arguments.most_tokens
         sampling = default_sampling_params(llm.generation_defaults, most, **given)

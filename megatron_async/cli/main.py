@@ -29,6 +29,12 @@ from megatron_async.cli.completion import add_completion, complete
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_folder, check_writable, written_as
+from megatron_async.cli.interrupts import (
+    STATUS,
+    ending_at_once,
+    raise_interrupts,
+    say_interrupted,
+)
 from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
     MODEL_HELP,
@@ -253,6 +259,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         **sizes,
         **options,
     )
+    raise_interrupts()
     # The answers are what was asked for: the failure of another file is told after them.
     lost_file: Exception | None = None
     is_shown = False
@@ -314,6 +321,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
     from megatron_async.checkpoints.convert import convert
 
+    raise_interrupts()
     convert(
         arguments.source,
         arguments.target,
@@ -368,14 +376,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("megatron_async.other_names").setLevel(logging.ERROR)
     quiet_ranks()
     try:
-        status: int = arguments.run(arguments)
+        with ending_at_once():
+            status: int = arguments.run(arguments)
         with written_as("standard output"):
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        if is_first_rank():
-            print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
-        return 130
+        say_interrupted()
+        return STATUS
     except BrokenPipeError:
         # The reader left (`| head`): nothing more to say, not even when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

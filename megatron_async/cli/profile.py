@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
+from megatron_async.cli.interrupts import raise_interrupts
 from megatron_async.cli.options import (
     MODEL_HELP,
     PROGRAM,
@@ -103,6 +104,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
         enable_prefix_caching=arguments.enable_prefix_caching,
         **workload.engine_settings(arguments.lookahead),
     ) as llm:
+        raise_interrupts()
         timeline = record_workload(llm, workload, progress)
         facts = describe_run(arguments, workload, llm)
     report = write_profile(folder, timeline, facts)
