@@ -129,6 +129,12 @@ class GGUFSource(NamedTensorSource):
         names = [name for name in meta.fields if name.startswith("tokenizer.")]
         if "tokenizer.ggml.tokens" not in names:
             return None
+        tokens, rows = len(meta.get("tokenizer.ggml.tokens")), self.architecture.vocab_size
+        if tokens != rows:
+            raise CheckpointError(
+                f"{self.file}: tokenizer.ggml.tokens has {tokens} entries, but token_embd.weight "
+                f"has {rows} rows; the file is incomplete"
+            )
         found = Tokenizer.from_gguf({name: meta.get(name) for name in names}, str(self.file))
         sampling = [name for name in meta.fields if name.startswith(gguf_sampling.PREFIX)]
         found.generation_config = gguf_sampling.generation_config(

@@ -43,9 +43,20 @@ DEFAULTS = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "Qwen2Tokenizer": {"eos_token": _QWEN, "unk_token": _QWEN, "pad_token": _QWEN},
     "GPT2Tokenizer": {"bos_token": _QWEN, "eos_token": _QWEN, "unk_token": _QWEN},
-    "GPTNeoXTokenizer": {"bos_token": _QWEN, "eos_token": _QWEN, "unk_token": _QWEN},
-}
+    "GPTNeoXTokenizer": {
+        "bos_token": _QWEN, "eos_token": _QWEN, "unk_token": _QWEN, "pad_token": "<|padding|>",
+    },
+}  # fmt: skip
 """Special tokens of classes of transformers, where no file names others."""
+CLASSES = {
+    **dict.fromkeys(
+        ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
+         "qwen3_5_moe_text"), "Qwen2Tokenizer"),
+    "mamba2": "GPTNeoXTokenizer",
+}  # fmt: skip
+"""The class of a family's tokenizers, by `model_type`, where no file names one."""
+FIXED_CLASSES = {"qwen2": "Qwen2Tokenizer", "mistral": "", "mixtral": "", "granitemoehybrid": ""}
+"""The class whatever a file names, as published files name wrong ones; "": one without defaults."""
 
 IN_THE_FILE = "tokenizer.json says it by its own parts"
 OF_THE_CALLER = "it is about lengths, padding or types of batches, of which there are none here"
@@ -118,14 +129,38 @@ def read_config(folder: Path, error: type[ConfigurationError]) -> dict[str, Any]
     return {**config, DECODER: decoder} if decoder else config
 
 
+def class_name(folder: Path, config: Mapping[str, Any], error: type[ConfigurationError]) -> str:
+    """The class that transformers takes for a folder's tokenizer, "" for one of no family.
+
+    Args:
+        folder: a Hugging Face folder.
+        config: the fields of its `tokenizer_config.json`.
+        error: what is raised.
+
+    Raises:
+        ConfigurationError: of the class `error`: `config.json` is corrupt.
+    """
+    file = folder / "config.json"
+    model = read_object(file, error) if file.is_file() else {}
+    family = str(model.get("model_type"))
+    named = config.get("tokenizer_class") or model.get("tokenizer_class")
+    found = FIXED_CLASSES.get(family, named or CLASSES.get(family, ""))
+    return str(found).removesuffix("Fast")
+
+
 def add_special_tokens(
-    backend: BackendTokenizer, config: dict[str, Any], where: str, error: type[ConfigurationError]
+    backend: BackendTokenizer,
+    config: dict[str, Any],
+    kind: str,
+    where: str,
+    error: type[ConfigurationError],
 ) -> dict[str, Any]:
     """Add the tokens that a configuration names to a tokenizer.
 
     Args:
         backend: of the folder's `tokenizer.json`.
         config: what `read_config` gives.
+        kind: `class_name`.
         where: the folder, for messages.
         error: what is raised.
 
@@ -137,7 +172,6 @@ def add_special_tokens(
         ConfigurationError: of the class `error`: a malformed token.
     """
     try:
-        kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
         own = {
             name: text
             for name, text in DEFAULTS.get(kind, {}).items()

@@ -28,6 +28,7 @@ from megatron_async.text.panics import error_of
 from megatron_async.text.special_tokens import (
     TOKENIZER_CONFIG,
     add_special_tokens,
+    class_name,
     read_config,
     special_texts,
     token_text,
@@ -121,7 +122,8 @@ class Tokenizer:
                 f"{folder / TOKENIZER_CONFIG}: fast_tokenizer_files = {files!r:.200} is "
                 f"not read (only {TOKENIZER}); save the tokenizer again with transformers"
             )
-        config = add_special_tokens(backend, config, str(folder), TokenizerError)
+        kind = class_name(folder, config, TokenizerError)
+        config = add_special_tokens(backend, config, kind, str(folder), TokenizerError)
         template = folder_template(folder, config, TokenizerError)
         eos = read_eos_ids(folder, _special_id(config, "eos_token", backend))
         file = folder / GENERATION_CONFIG

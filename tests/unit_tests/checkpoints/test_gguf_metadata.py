@@ -176,6 +176,17 @@ def test_what_is_about_the_file_is_not_told(make: Make, caplog: pytest.LogCaptur
     assert "nothing is known of the metadata llama.some_new_key, other.key" in caplog.text
 
 
+@pytest.mark.parametrize("count", [127, 129])
+def test_another_number_of_tokens_than_rows(count: int, make: Make) -> None:
+    fields = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": [f"t{number}" for number in range(count)],
+        "tokenizer.ggml.merges": ["t 1"],
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match=rf"tokens has {count} entries, .* has 128 rows"):
+        _ = open_model(make(fields)).tokenizer
+
+
 def test_scaling_in_two_ways(make: Make) -> None:
     factors = np.ones(8, np.float32) * 2
     with pytest.raises(CheckpointError, match=r"scaled by 4.0 and by rope_freqs.weight"):

@@ -77,6 +77,12 @@ def test_optimizer_states_are_not_read(tmp_path: Path, caplog: pytest.LogCapture
     assert "tensor 'teacher.head.weight', one of 1 that are no part of the model" in caplog.text
 
 
+def test_a_config_without_weights_beside_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "m"))
+    (copy / "config.json").write_text("{}")
+    assert open_model(copy).format == "torch_dist"
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "iter_0000123"

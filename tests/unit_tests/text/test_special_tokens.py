@@ -209,12 +209,41 @@ def test_the_template_of_a_processor(folder: Callable[..., Path]) -> None:
     assert Tokenizer.from_folder(path).apply_chat_template(CHAT) == "p1"
 
 
-def test_special_tokens_of_classes(folder: Callable[..., Path]) -> None:
+@pytest.mark.pairs
+@pytest.mark.parametrize(
+    "named",
+    [
+        None,
+        "PreTrainedTokenizerFast",
+        "Qwen2TokenizerFast",
+        "GPT2Tokenizer",
+        "GPTNeoXTokenizerFast",
+    ],
+)
+@pytest.mark.parametrize("eos", [None, "<b>"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_5_text",
+        "mamba2",
+        "granitemoehybrid",
+        "nemotron_h",
+    ],
+)
+def test_special_tokens_of_classes(
+    family: str, eos: str | None, named: str | None, folder: Callable[..., Path]
+) -> None:
     """Where no file names them, transformers' classes have some by themselves."""
-    path = folder(
-        [AddedToken("<s>"), AddedToken("</s>")], {"tokenizer_class": "LlamaTokenizerFast"}
-    )
-    assert Tokenizer.from_folder(path).special_texts == {"bos_token": "<s>", "eos_token": "</s>"}
+    tokens = [AddedToken(text, special=True) for text in ("<|endoftext|>", "<|padding|>", "<b>")]
+    config: dict[str, Any] = {"tokenizer_class": named} | ({"eos_token": eos} if eos else {})
+    path = folder(tokens, config, {"config.json": {"model_type": family}})
+    ours, theirs = Tokenizer.from_folder(path), their(path)
+    assert ours.special_texts == theirs.special_tokens_map
+    assert (ours.bos, ours.eod) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
 @pytest.mark.parametrize(
