@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +23,7 @@ from patience import PATIENCE_S
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
     start_text_gen_server,
+    stop_text_gen_server,
 )
 from megatron_async.errors import ConfigurationError
 
@@ -116,3 +118,36 @@ def ask(port: int, prompt: list[int], attempts: int = 300) -> dict[str, Any]:
 def test_a_listening_socket_is_refused() -> None:
     with socket.socket() as sock, pytest.raises(ConfigurationError, match="sock"):
         start_text_gen_server("tcp://127.0.0.1:1", None, 0, 1, sock=sock)
+
+
+@pytest.mark.parametrize(
+    ("parsers", "told"),
+    [
+        (["deepseek-r1-reasoning", "qwen3-coder-tool"], ["--tool-parser", "qwen3-coder-tool"]),
+        (["nemotron-v3", "qwen3-coder"], ["--tool-parser", "qwen3-coder"]),
+        (["deepseek-r1-reasoning"], []),  # thoughts are always read
+        (None, []),
+    ],
+)
+def test_parsers_have_megatrons_names(
+    parsers: list[str] | None, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    class Ended:
+        pid = 0
+
+        def __init__(self, command: list[str]) -> None:
+            commands.append(command)
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    start_text_gen_server("tcp://127.0.0.1:1", None, 0, 1, parsers=parsers, hostname="127.0.0.1")
+    stop_text_gen_server()
+    assert commands[0][-len(told) or len(commands[0]) :] == told
+    assert ("--tool-parser" in commands[0]) == bool(told)
+    for wrong in (["hermes", "mistral"], ["xlam"]):
+        with pytest.raises(ConfigurationError, match=r"give one of them|there is no tool parser"):
+            start_text_gen_server("tcp://127.0.0.1:1", None, 0, 1, parsers=wrong)

@@ -113,6 +113,7 @@ CASES = [
     ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}]', "", [WEATHER]),
     ("mistral", 'Text [TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcDEF123"}, {"name": "g", "arguments": {"a": 1}}]', "Text ", [F, ("g", '{"a": 1}')]),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}", "", [WEATHER]),
+    ("mistral", '[TOOL_CALLS] {"name": "f"} so', " so", [F]),
     ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abcDEF123[ARGS]{ARGUMENTS}[TOOL_CALLS]f[CALL_ID]000000000[ARGS]{{}}", "", [WEATHER, F]),
     ("mistral", '[TOOL_CALLS]f{"a": {"b": 1}}[TOOL_CALLS]g{}', "", [("f", '{"a": {"b": 1}}'), ("g", "{}")]),
     ("mistral", '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]Bob[ARGS]{}', "[TOOL_CALLS]Bob[ARGS]{}", [F]),
