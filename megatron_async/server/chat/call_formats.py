@@ -16,14 +16,8 @@ from typing import Any
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.chat.answer_pieces import Call, OfferedTool, ReadingCalls
-from megatron_async.server.chat.calls_reader import (
-    BLANKS,
-    CallText,
-    NoCall,
-    Step,
-    json_call,
-    json_value,
-)
+from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
+from megatron_async.server.chat.json_calls import json_call, json_value
 from megatron_async.server.chat.xml_calls import XML_MARKS, read_xml, xml_rules, xml_written
 
 type Tools = Mapping[str, Mapping[str, Any]]
@@ -49,6 +43,7 @@ class CallFormat:
         templates: a chat template that has all texts of one of these writes this form.
         special: special tokens that are part of it: the answer's text keeps them.
         is_bare: a text that begins with a brace may be a call, too.
+        id_length: letters and digits that an id must have for the template; None: any id will do.
     """
 
     name: str
@@ -60,6 +55,7 @@ class CallFormat:
     templates: tuple[tuple[str, ...], ...]
     special: tuple[str, ...]
     is_bare: bool = False
+    id_length: int | None = None
 
     @cached_property
     def opening(self) -> re.Pattern[str]:
@@ -112,7 +108,7 @@ def _read_hermes(text: CallText, tools: Tools) -> ReadingCalls:
         yield from text.blanks()
         if calls and (yield from text.closes("</tool_call>", "<tool_call>")):
             return calls
-        calls.append(json_call((yield from text.json_object()), tools))
+        calls.append((yield from json_call(text, tools)))
 
 
 def _hermes_rules(tools: Sequence[OfferedTool], many: bool, special: Special) -> str:
@@ -130,12 +126,12 @@ def _read_llama(text: CallText, tools: Tools) -> ReadingCalls:
     if (yield from text.next_is("<|python_tag|>")):
         yield from text.take("<|python_tag|>")
         yield from text.blanks()
-    calls = [json_call((yield from text.json_object()), tools)]
+    calls = [(yield from json_call(text, tools))]
     while True:
         end = text.place
         try:
             yield from text.matching(_SEPARATORS)
-            calls.append(json_call((yield from text.json_object()), tools))
+            calls.append((yield from json_call(text, tools)))
         except NoCall:
             text.place = end
             return calls
@@ -158,7 +154,7 @@ def _read_list(text: CallText, tools: Tools, closing: str = "") -> ReadingCalls:
     text.place += len(is_list)
     while True:
         yield from text.blanks()
-        calls.append(json_call((yield from text.json_object()), tools))
+        calls.append((yield from json_call(text, tools)))
         if not is_list:
             break
         yield from text.blanks()
@@ -298,19 +294,19 @@ FORMATS: dict[str, CallFormat] = {
             "mistral_v11", ("mistral",),
             _MISTRAL_MARKS[:1], _read_mistral, partial(_mistral_rules, True),
             "[TOOL_CALLS]{}[CALL_ID]000000000[ARGS]{}".format,
-            (_MISTRAL_MARKS,), _MISTRAL_MARKS,
+            (_MISTRAL_MARKS,), _MISTRAL_MARKS, id_length=9,
         ),
         CallFormat(
             "mistral_v13", ("mistral",),
             _MISTRAL_MARKS[:1], _read_mistral, partial(_mistral_rules, False),
             "[TOOL_CALLS]{}[ARGS]{}".format,
-            (("[TOOL_CALLS]", "[ARGS]"),), _MISTRAL_MARKS,
+            (("[TOOL_CALLS]", "[ARGS]"),), _MISTRAL_MARKS, id_length=9,
         ),
         CallFormat(
             "mistral", ("mistral_v3", "mistral_v7"),
             _MISTRAL_MARKS[:1], _read_mistral, partial(_list_rules, "[TOOL_CALLS]", ""),
             '[TOOL_CALLS][{{"name": "{}", "arguments": {}}}]'.format,
-            (("[TOOL_CALLS]",),), _MISTRAL_MARKS,
+            (("[TOOL_CALLS]",),), _MISTRAL_MARKS, id_length=9,
         ),
         CallFormat(
             "nemotron_json", ("nemotron_v2", "nemotron_nano_v2"),

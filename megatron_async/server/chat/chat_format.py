@@ -12,6 +12,7 @@ from megatron_async.server.chat.messages import (
     last_text,
     template_messages,
     template_variables,
+    with_ids_of,
     with_json_text,
 )
 from megatron_async.server.chat.template_renderer import TemplateRenderer
@@ -87,6 +88,8 @@ class ChatFormat:
         messages = template_messages(request.messages)
         if tools and not self._tells_tools:
             messages, tools = with_tools_told(messages, tools, self.tool_format), None
+        if self.tool_format.id_length is not None:
+            messages = with_ids_of(messages, self.tool_format.id_length)
         begins_answer = request.add_generation_prompt is not False
         if request.continue_final_message:
             if request.add_generation_prompt:

@@ -13,6 +13,7 @@ import msgspec
 from megatron_async.server.fields.chat_request import ChatRequest, Message
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 
+_NO_LETTER = re.compile(r"[^A-Za-z0-9]")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 KWARGS = frozenset(
     {
@@ -70,6 +71,21 @@ def with_json_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for call in message.get("tool_calls", ()):
             arguments = call["function"]["arguments"]
             call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return found
+
+
+def with_ids_of(messages: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """The messages with ids of calls that have so many letters and digits, the last ones of each:
+    Mistral's templates reject others, which clients have from other models and endpoints."""
+    found = copy.deepcopy(list(messages))
+    for message in found:
+        names = [
+            (message, "tool_call_id"),
+            *((call, "id") for call in message.get("tool_calls", ())),
+        ]
+        for holder, key in names:
+            if key in holder:
+                holder[key] = _NO_LETTER.sub("", holder[key])[-length:].rjust(length, "0")
     return found
 
 

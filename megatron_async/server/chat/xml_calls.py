@@ -23,7 +23,8 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.server.chat.answer_pieces import Call, OfferedTool, ReadingCalls
-from megatron_async.server.chat.calls_reader import BLANKS, CallText, NoCall, Step, json_value
+from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
+from megatron_async.server.chat.json_calls import json_value
 
 XML_MARKS = ("<tool_call>", "<function=")
 """Qwen3-Coder sometimes leaves the outer tag out."""

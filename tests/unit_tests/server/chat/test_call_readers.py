@@ -219,6 +219,13 @@ def test_a_call_is_told_as_soon_as_it_is_whole() -> None:
     assert one.push("\nso <") == [Content("\nso ")]
 
 
+def test_other_json_is_not_held_back() -> None:
+    one = reader("llama3_json")
+    assert one.push('\n{"a') == []
+    assert one.push("nswer") == [Content('\n{"answer')]
+    assert one.push('": {"name": 1') == [Content('": {"name": 1')]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.text('<tool_call>/{}[]":,\\nameTOOL_CALLSfunction= ', max_size=60),

@@ -211,3 +211,25 @@ def test_arguments_are_objects_or_json_text_as_the_template_wants_them() -> None
             asked = asked_chat(served, messages=messages)
             assert demo_tokenizer().detokenize(asked.prompts[0], False) == expected
         served.chat.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [("abcDEF123", "abcDEF123"), ("call_0a1b2c3d4e5f", "b2c3d4e5f"), ("7", "000000007"), ("", "000000000")],
+)  # fmt: skip
+def test_ids_of_calls_are_what_mistrals_templates_take(number: str, expected: str) -> None:
+    template = (
+        "[TOOL_CALLS]{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.id }}"
+        "{% endfor %}|{{ m.tool_call_id }}{% endfor %}"
+    )
+    served = ServedModel.of(demo_card(chat_template=template))
+    call = {"id": number, "function": {"name": "f"}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": number, "content": "x"},
+    ]
+    asked = asked_chat(served, messages=messages)
+    text = demo_tokenizer().detokenize(asked.prompts[0], False)
+    assert text == f"[TOOL_CALLS]{expected}||{expected}"
+    assert len(expected) == 9
+    served.chat.close()
