@@ -53,7 +53,10 @@ COUNTERS = (
 """Keys of `engine.stats()` that a replay must reach too. (Requests that were refused are not
 recorded, so failed ones are not among them.)"""
 
-
+MOST_CHARACTERS = 256 << 20
+"""Of a line: gzip makes a file of a thousandth of that."""
+DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+"""Errors of reading what no recorder has written."""
 TEXT_ENDS = ("stop_word", "grammar", "error")
 """Ends that token ids alone do not tell; "error" is a tokenizer's or a grammar's."""
 
@@ -210,7 +213,7 @@ def load_recording(path: str | Path, allow_truncated: bool = False) -> Recording
             break
         try:
             _parse(recording, json.loads(line))
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+        except DAMAGED as error:
             raise RecordingError(f"{path}: line {number} is damaged ({error}).") from error
     if not recording.is_complete and not allow_truncated:
         raise RecordingError(
@@ -225,7 +228,10 @@ def _lines(path: Path) -> Iterator[str | None]:
     """Lines of a gzip file; None where it breaks off."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         try:
-            yield from file
+            while line := file.readline(MOST_CHARACTERS):
+                if len(line) == MOST_CHARACTERS:
+                    raise zlib.error(f"a line has {len(line)} characters or more")
+                yield line
         except EOFError:
             yield None
         except (gzip.BadGzipFile, UnicodeDecodeError, zlib.error) as error:
@@ -239,7 +245,7 @@ def _parse_header(path: str | Path, line: str | None) -> Recording:
     try:
         header = json.loads(line or "")
         kind, version = header["format"], header["version"]
-    except (ValueError, TypeError, KeyError):
+    except DAMAGED:
         kind, version = None, None
     if kind != FORMAT:
         raise RecordingError(
@@ -251,10 +257,15 @@ def _parse_header(path: str | Path, line: str | None) -> Recording:
             f"{path} has version {version}, but this program reads version {VERSION}: replay it "
             f"with the program that wrote it (commit {header.get('commit')})."
         )
-    _check_names(header["config"], InferenceConfig, "the setting")
-    _check_names(header["shape"], ModelShape, "the model's field")
-    config = InferenceConfig(**header["config"])
-    return Recording(config, ModelShape(**header["shape"]), header)
+    try:
+        _check_names(header["config"], InferenceConfig, "the setting")
+        _check_names(header["shape"], ModelShape, "the model's field")
+        config = InferenceConfig(**header["config"])
+        return Recording(config, ModelShape(**header["shape"]), header)
+    except RecordingError:
+        raise
+    except DAMAGED as error:
+        raise RecordingError(f"{path}: its header is damaged ({error}).") from error
 
 
 def _check_names(values: dict[str, Any], owner: Any, what: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from megatron_async.config import InferenceConfig
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.simulation import recording
 from megatron_async.simulation.fit import fit_machine
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
@@ -105,6 +106,32 @@ def test_damaged_lines_are_named(path):
         load_recording(path)
     write(path, [*content[:3], '["warp",1]\n', *content[4:]])
     with pytest.raises(RecordingError, match="line 4 is damaged"):
+        load_recording(path)
+
+
+HEADER = {"format": recording.FORMAT, "version": recording.VERSION}
+
+
+@pytest.mark.parametrize(
+    ("header", "line", "said"),
+    [
+        (HEADER, "", "header"),
+        (HEADER | {"config": {}, "shape": {}}, "", "header"),
+        (HEADER | {"config": [1], "shape": {}}, "", "1"),
+        (HEADER | {"config": {"num_kv_blocks": {}}, "shape": {}}, "", "header"),
+        (None, "[" * 200_000 + "\n", "line 2 is damaged"),
+        (None, "{}\n", "line 2 is damaged"),
+        (None, "9" * 5000 + "\n", "line 2 is damaged"),
+        (None, " " * 100_000 + "\n", "100000 characters or more"),
+    ],
+)
+def test_hostile_recordings_are_refused(path, header, line, said, monkeypatch):
+    """Also a line that gzip has made small."""
+    if said.startswith("100000"):
+        monkeypatch.setattr(recording, "MOST_CHARACTERS", 100_000)
+    first = lines(path)[0] if header is None else json.dumps(header) + "\n"
+    write(path, first + line)
+    with pytest.raises(RecordingError, match=said):
         load_recording(path)
 
 
