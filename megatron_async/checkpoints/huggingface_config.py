@@ -249,8 +249,8 @@ def token_id_field(ids: tuple[int, ...]) -> int | list[int] | None:
 
 def _family(config: dict[str, Any], where: str) -> Family:
     names = config.get("architectures") or []
-    if len(names) == 1 and names[0] in FAMILIES:
-        return FAMILIES[names[0]]
+    if isinstance(names, list) and len(names) == 1 and str(names[0]) in FAMILIES:
+        return FAMILIES[str(names[0])]
     if not names:
         for family in FAMILIES.values():
             own = MODEL_TYPES.get(family.model_type, family.model_type)

@@ -323,7 +323,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it says where the folder comes from; no code is imported": (
         "architectures", "model_type", "_name_or_path", "name_or_path", "_commit_hash",
         "transformers_version", "auto_map", "custom_pipelines", "unsloth_version",
-        "unsloth_fixed", "tokenizer_class",
+        "unsloth_fixed", "tokenizer_class", "is_llama_config", "transformers.js_config",
     ),
     "tokens are read where the tokenizer is": (
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",

@@ -73,7 +73,7 @@ def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
         CheckpointError: it has none.
     """
     names = config.get("architectures") or []
-    inside = COMPOSITES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    inside = COMPOSITES.get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
     if not names and "text_config" in config:
         kinds = {family: (name, family) for name, family in COMPOSITES.values()}
         inside = kinds.get(str(config.get("model_type")))

@@ -91,7 +91,7 @@ REFUSED = {
 
 def refuse_family(config: dict[str, Any], where: str) -> None:
     """Raise `CheckpointError` for a hybrid family that is not served."""
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind in REFUSED:
         raise CheckpointError(
             f"{where}: model_type = {kind!r} is not supported: {REFUSED[kind]}. Supported hybrid "

@@ -180,7 +180,7 @@ class Settings:
     def error(self, key: str, problem: str, value: Any = None) -> CheckpointError:
         """An error that names the file, the key as the file has it, and its value."""
         space = "" if problem.startswith(",") else " "
-        return CheckpointError(f"{self.where}: {self.name(key)} = {value!r}{space}{problem}")
+        return CheckpointError(f"{self.where}: {self.name(key)} = {value!r:.200}{space}{problem}")
 
     def finish(self, epsilon: float) -> None:
         """Account for the keys that no reader has asked for.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -163,6 +164,25 @@ def test_plain_files_are_known(family: str, caplog: pytest.LogCaptureFixture) ->
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read(plain_config("llama") | changes)
+
+
+ODD = (None, [], {}, "x", [[]], [{"a": 1}], {"a": []}, -1, 0, True, 0.5, 10**40, math.nan, "1")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_values_end_in_an_error_that_names_the_file(family: str) -> None:
+    plain = plain_config(family)
+    keys = (*plain, "rope_scaling", "rope_theta", "partial_rotary_factor", "text_config")
+    for key in keys:
+        for value in ODD:
+            files = [plain | {key: value}]
+            if family in COMPOSITES:
+                files += [composite_config(family, files[0])]
+                files += [composite_config(family, plain) | {key: value}]
+            for config in files:
+                said = said_or(CheckpointError, lambda: read(config))  # noqa: B023
+                assert not isinstance(said, str) or said.startswith(f"{WHERE}: "), said
+                assert len(str(said)) < 2000
 
 
 @pytest.mark.parametrize("family", COMPOSITES)
