@@ -44,6 +44,7 @@ _OTHER_NAMES = {
 """Names of types that people write who know Python better than JSON schema."""
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 """Templates write True, False and None of Python's values."""
+_OF_KIND = {"properties": "object", "items": "array"}
 LENGTHS = ("minLength", "maxLength")
 MAX_REFERENCES = 32
 
@@ -107,7 +108,8 @@ def json_of(value: str, schema: Any, root: Mapping[str, Any]) -> str:
     """
     kinds = _kinds(schema, root)
     text = value.strip(BLANKS)
-    if not kinds - {"string"} or value in _constants(schema, root):
+    constants = [one for own in _branches(schema, root) for one in _constants(own)]
+    if not kinds - {"string"} or value in constants:
         return json.dumps(value, ensure_ascii=False)
     word = _WORDS.get(text.lower())
     if word in kinds:
@@ -147,37 +149,58 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _constants(schema: Any, root: Mapping[str, Any]) -> list[Any]:
-    own = _target(schema, root)
-    listed = own.get("enum", ())
-    found = list(listed) if isinstance(listed, list | tuple) else []
-    found += [own["const"]] if "const" in own else []
-    for part in _parts(own):
-        found += _constants(part, {})
-    return found
-
-
 def _parts(schema: Mapping[str, Any]) -> list[Any]:
     found = [schema.get(key, ()) for key in ("anyOf", "oneOf", "allOf")]
     return [part for parts in found if isinstance(parts, list | tuple) for part in parts]
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def _branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A schema and those that it is made of, each once: they may refer to one another."""
+    found: dict[int, Mapping[str, Any]] = {}
+    to_visit = [schema]
+    while to_visit:
+        own = _target(to_visit.pop(), root)
+        if id(own) not in found:
+            found[id(own)] = own
+            to_visit += _parts(own)
+    return list(found.values())
+
+
+def _constants(own: Mapping[str, Any]) -> list[Any]:
+    listed = own.get("enum")
+    found = list(listed) if isinstance(listed, list | tuple) else []
+    return [*found, own["const"]] if "const" in own else found
+
+
+def _kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema allows; none: it says nothing of them."""
-    own = _target(schema, root)
-    given = own.get("type", ())
-    names = given if isinstance(given, list | tuple) else [given]
-    found = {_OTHER_NAMES.get(str(name).lower(), str(name).lower()) for name in names}
-    if not found:
-        found = {_KINDS[type(value)] for value in _constants(own, root) if type(value) in _KINDS}
-    if depth < MAX_REFERENCES:
-        for part in _parts(own):
-            found |= _kinds(part, root, depth + 1)
-    if not found:
-        found = {"object"} if "properties" in own else {"array"} if "items" in own else set()
-    if own.get("nullable") is True:
-        found.add("null")
+    found: set[str] = set()
+    for own in _branches(schema, root):
+        given = own.get("type", ())
+        names = [
+            str(name).lower()
+            for name in (given if isinstance(given, list) else [given] if given else ())
+        ]
+        found |= {_OTHER_NAMES.get(name, name) for name in names}
+        if not names:
+            found |= {_KINDS[type(value)] for value in _constants(own) if type(value) in _KINDS}
+            found |= {kind for key, kind in _OF_KIND.items() if key in own}
+        if own.get("nullable") is True:
+            found.add("null")
     return frozenset(found | ({"integer"} if "number" in found else set()))
+
+
+def _only_values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
+    """All values that a schema allows, if it lists them."""
+    found: list[Any] = []
+    for own in _branches(schema, root):
+        if constants := _constants(own):
+            found += constants
+        elif own.get("type") == "null":
+            found.append(None)
+        elif "allOf" in own or not _parts(own):
+            return None
+    return found
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -232,10 +255,10 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
 def _value_rule(schema: Any, root: Mapping[str, Any], name: str, lines: list[str]) -> str:
     """A value and its closing tag in Lark, by terminals of this name where they are needed."""
     own, kinds = _target(schema, root), _kinds(schema, root)
-    constants = _constants(schema, root)
-    if constants and all(isinstance(value, str) for value in constants):
-        texts = " | ".join(json.dumps(value, ensure_ascii=False) for value in constants)
-        return f"({texts}) {_END}"
+    values = _only_values(schema, root)
+    if values and not any(isinstance(value, dict | list) for value in values):
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {_END}"
     if kinds and "string" not in kinds:
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         lines.append(f"{name.lower()}_json: %json {json.dumps(definitions | dict(schema))}")

@@ -37,8 +37,12 @@ TOOLS: dict[str, dict[str, Any]] = {
             "all": {"type": "array", "items": {"type": "integer"}}, "maybe": {"type": ["integer", "null"]},
             "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]}, "unit": {"enum": ["1", 2]},
             "fixed": {"const": 3}, "untyped": {"description": "x"}, "nullable": {"type": "boolean", "nullable": True},
+            "unit_or_none": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, "itself": {"$ref": "#/$defs/itself"},
         },
-        "$defs": {"place": {"type": "object"}},
+        "$defs": {
+            "place": {"type": "object"}, "unit": {"enum": ["1", "null"]},
+            "itself": {"anyOf": [{"$ref": "#/$defs/itself"}, {"allOf": [{"$ref": "#/$defs/itself"}]}, {"type": "integer"}]},
+        },
     },
 }  # fmt: skip
 
@@ -193,7 +197,7 @@ def test_a_text_that_is_no_call_is_left_as_it_is(name: str, text: str) -> None:
         ("nothing", "None", None), ("nothing", "null", None), ("at", '{"a": [1,\n 2]}', {"a": [1, 2]}), ("at", "here", "here"),
         ("all", "[1, 2]", [1, 2]), ("all", "(1, 2)", "(1, 2)"), ("maybe", "null", None), ("maybe", "4", 4), ("either", "4", 4),
         ("either", "four", "four"), ("unit", "1", "1"), ("unit", "2", 2), ("fixed", "3", 3), ("untyped", "5", "5"), ("unknown", "{}", "{}"),
-        ("nullable", "none", None), ("nullable", "TRUE", True),
+        ("nullable", "none", None), ("unit_or_none", "1", "1"), ("unit_or_none", "null", "null"), ("unit_or_none", "None", None), ("itself", "5", 5), ("nullable", "TRUE", True),
     ],
 )  # fmt: skip
 def test_values_have_the_types_of_the_schema(key: str, written: str, value: Any) -> None:

@@ -109,8 +109,13 @@ def test_forced_values_between_tags(tokenizer: Any) -> None:
         "text": {"type": "string"}, "short": {"type": "string", "maxLength": 3}, "like": {"type": "string", "pattern": "^a/+b"},
         "one": {"enum": ["x y", "z"]}, "number": {"type": "integer", "minimum": 5}, "sure": {"$ref": "#/$defs/sure"},
         "list": {"type": "array", "items": {"type": "integer"}}, "any": {},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, "mixed": {"enum": ["1", 2, True]},
     }  # fmt: skip
-    schema = {"properties": properties, "required": ["one"], "$defs": {"sure": {"type": "boolean"}}}
+    schema = {
+        "properties": properties,
+        "required": ["one"],
+        "$defs": {"sure": {"type": "boolean"}, "unit": {"enum": ["C", "F"]}},
+    }
     rules = FORMATS["qwen3_coder"].rules([OfferedTool("f", schema)], False, {})
     wanted = StructuredOutput(grammar=f"start: calls\n{rules}")
 
@@ -118,12 +123,13 @@ def test_forced_values_between_tags(tokenizer: Any) -> None:
         parts = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
         return f"<tool_call>\n<function=f>\n{parts}</function>\n</tool_call>"
 
-    good = {"text": "a\n<b>\n\n", "short": "", "like": "a//b!", "one": "x y", "number": "12", "sure": "true", "list": "[1, 2]", "any": "5"}  # fmt: skip
+    good = {"text": "a\n<b>\n\n", "short": "", "like": "a//b!", "one": "x y", "number": "12", "sure": "true", "list": "[1, 2]", "any": "5", "maybe": "null", "mixed": "true"}  # fmt: skip
     assert accepts(tokenizer, wanted, call(**good))
     assert accepts(tokenizer, wanted, call(one="z"))
     assert not accepts(tokenizer, wanted, call(text="a"))
     for key, bad in {
         "text": "</parameter>", "short": "four", "like": "ba/b", "one": "x", "number": "4", "sure": "yes", "list": "[a]",
+        "maybe": "K", "mixed": "3",
     }.items():  # fmt: skip
         assert not accepts(tokenizer, wanted, call(**(good | {key: bad}))), key
     with pytest.raises(RequestError, match="'a>b'"):
