@@ -346,6 +346,8 @@ HARMLESS_IN: dict[str, dict[str, str]] = {
     "granitemoehybrid": {"intermediate_size": "there are no experts"},
     "mamba2": {
         "intermediate_size": "the heads tell it",
+        "num_attention_heads": "there is no attention",
+        "num_key_value_heads": "there is no attention",
         "norm_before_gate": "transformers' class gates first, whatever it says",
         "max_position_embeddings": "the model has no longest sequence",
     },

@@ -18,7 +18,7 @@ from settings_grid import Variant, variants
 from settings_theirs import their_architecture, their_config
 
 from megatron_async.checkpoints import CheckpointError
-from megatron_async.checkpoints.huggingface_config import SUPPORTED, read_architecture
+from megatron_async.checkpoints.huggingface_config import SUPPORTED, read_architecture, write_config
 from megatron_async.checkpoints.huggingface_defaults import (
     ALIASES,
     DEFAULTS,
@@ -128,8 +128,10 @@ def test_a_key_that_nobody_knows_is_told_once(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_files_are_known(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of transformers, and those that this package writes."""
     with caplog.at_level(logging.WARNING, "megatron_async"):
-        read(plain_config(family))
+        ours = read(plain_config(family))
+        assert read(write_config(ours, "bfloat16")) == ours
     assert not caplog.records
 
 
