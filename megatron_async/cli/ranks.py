@@ -1,4 +1,4 @@
-"""The command line on several ranks: torchrun starts it on each, and it speaks once."""
+"""The command line on several ranks: it is started on each, and speaks once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.communication.own_folder import FOLDER_VARIABLE
 from megatron_async.errors import JobFailed, RankLost
 
 if TYPE_CHECKING:
@@ -47,16 +50,24 @@ def is_to_say(message: str, error: BaseException | None = None) -> bool:
     """Whether this rank is to print an error, rather than another that has the same to say.
 
     The first to ask is. What ranks say of another that was lost is the same, and nothing if that
-    one has said why. Where torchrun keeps no store, every rank speaks for itself.
+    one has said why. Where ranks share neither a folder nor a store of torchrun's, every rank
+    speaks for itself.
 
     Args:
         message: without anything that differs from rank to rank, unless `error` is a JobFailed.
         error: what is said; None: something wrong with the command.
     """
-    if not has_other_ranks() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+    if not has_other_ranks():
         return True
+    is_first: Callable[[str], bool]
     try:
-        store, me = _agents_store(), os.environ["RANK"]
+        me = os.environ["RANK"]
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            is_first = partial(_is_first_link, Path(folder), me)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            is_first = partial(_is_first_key, _agents_store(), me)
+        else:
+            return True
     except (RuntimeError, ValueError, KeyError):  # torchrun ends, or is none
         return True
     about = "text " + sha256(message.encode()).hexdigest()
@@ -65,8 +76,8 @@ def is_to_say(message: str, error: BaseException | None = None) -> bool:
     elif isinstance(error, JobFailed):
         about = type(error).__name__
     # Not `or`: who speaks, or leaves it to others, is not to be spoken of.
-    first = _is_first(store, about, me)
-    _is_first(store, f"rank {me}", me)
+    first = is_first(about)
+    is_first(f"rank {me}")
     return first
 
 
@@ -140,5 +151,16 @@ def _agents_store() -> dist.Store:
     return dist.PrefixStore(f"megatron_async/said/{attempt}", store)
 
 
-def _is_first(store: dist.Store, about: str, me: str) -> bool:
+def _is_first_key(store: dist.Store, me: str, about: str) -> bool:
     return store.compare_set(about, "", me).decode() == me
+
+
+def _is_first_link(folder: Path, me: str, about: str) -> bool:
+    place = folder / f"said {about}"
+    try:
+        os.symlink(me, place)  # made at once with what it says
+    except FileExistsError:
+        return os.readlink(place) == me
+    except OSError:  # the one who started the ranks has ended
+        return True
+    return True

@@ -10,8 +10,9 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,8 @@ from megatron_async.errors import ConfigurationError
 
 JOIN_TIMEOUT_VARIABLE = "MEGATRON_ASYNC_JOIN_TIMEOUT_S"
 """Environment: seconds that ranks wait for each other at the start (default 120)."""
+
+LOOPBACK = "127.0.0.1"
 
 _job: Job | None = None
 _joins = 0
@@ -61,13 +64,13 @@ def join_job(timeout_s: float | None = None) -> Job:
         rank, world, store = 0, 1, dist.HashStore()
     _joins += 1
     if world == 1:
-        _job = Job([_record(0, 1, "127.0.0.1", [])], 0, store, None, DeathWatch(0))
+        _job = Job([_record(0, 1, LOOPBACK)], 0, store, None, DeathWatch(0))
         return _job
     own = dist.PrefixStore(f"megatron_async/{_joins}", store)
     exchange = StoreExchange(own, rank, launch is not None and launch.hosts_store)
     watch = DeathWatch(rank)
     try:
-        records = _meet(rank, world, exchange, watch, timeout)
+        records = _meet(rank, world, exchange, watch, timeout, _address(launch))
     except BaseException:
         watch.close("it could not join the job")
         raise
@@ -78,11 +81,15 @@ def join_job(timeout_s: float | None = None) -> Job:
 
 
 def _meet(
-    rank: int, world: int, exchange: StoreExchange, watch: DeathWatch, timeout_s: float
+    rank: int,
+    world: int,
+    exchange: StoreExchange,
+    watch: DeathWatch,
+    timeout_s: float,
+    address: str,
 ) -> list[RankRecord]:
     """Exchange records with the other ranks, and link the death watches."""
-    address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    me = _record(rank, world, address, watch.bind(address) if rank else [])
+    me = _record(rank, world, address)
     watch.know([me])
     mine = encode_record(me)
     there = decode_record(exchange.claim("ranks", mine))
@@ -96,8 +103,17 @@ def _meet(
             "ranks",
             world,
         )
-    connected: set[int] = {0}
+    unwatched: dict[int, RankRecord] = {}
     known = {rank: me}
+
+    def link() -> None:
+        """On rank 0: connect to the watches of those that have told where they listen."""
+        for other, record in list(unwatched.items()):
+            if (endpoints := exchange.told("watched", other)) is not None:
+                del unwatched[other]
+                watch.connect(me, record, msgspec.json.decode(endpoints, type=list[str]))
+        watch.step(0.0)
+        watch.check_unlinked()
 
     def look(present: Collection[int]) -> None:
         for other in sorted(set(present) - known.keys()):
@@ -105,10 +121,12 @@ def _meet(
             if record.world_size != world:
                 exchange.fail(_world_sizes(me, record), "ranks", len(present))
             watch.know([record])
-            if rank == 0 and other not in connected:
-                connected.add(other)
-                watch.connect(me, record)
-        watch.step(0.0)
+            if rank == 0:
+                unwatched[other] = record
+            elif other == 0:
+                endpoints = watch.bind(address, record.on_host_of(me))
+                exchange.tell("watched", msgspec.json.encode(endpoints).decode())
+        link()
         if watch.losses:
             lost = watch.losses[0]
             text = f"{watch.describe([lost.rank])} died while the job started: {lost.reason}."
@@ -127,11 +145,13 @@ def _meet(
     versions = {record.rank: record.versions for record in records}
     if difference := exchange.require_same("their software", versions):
         exchange.fail(Failure(difference), "ranks", world)
-    _link(watch, timeout_s)
+    _await_links(watch, unwatched, link, timeout_s)
     return records
 
 
-def _link(watch: DeathWatch, timeout_s: float) -> None:
+def _await_links(
+    watch: DeathWatch, unwatched: Collection[int], link: Callable[[], None], timeout_s: float
+) -> None:
     wait = Wait(
         "the death watch's connections",
         timeout_s,
@@ -139,11 +159,20 @@ def _link(watch: DeathWatch, timeout_s: float) -> None:
         remedy="The hosts must reach each other by TCP on any port: check the firewall, or name "
         "the interface in MEGATRON_ASYNC_INTERFACE.",
     )
-    while watch.unlinked():
-        watch.step(min(0.05, wait.seconds_to_sleep(watch.unlinked())))
+    while missing := [*unwatched, *watch.unlinked()]:
+        # Who has not told yet where it listens wakes nobody.
+        watch.step(min(0.01 if unwatched else 0.05, wait.seconds_to_sleep(missing)))
+        link()
 
 
-def _record(rank: int, world: int, address: str, endpoints: list[str]) -> RankRecord:
+def _address(launch: Launch | None) -> str:
+    """The IP address by which ranks of other hosts, if there are any, reach this one."""
+    if launch is None:
+        return own_address(os.environ.get("MASTER_ADDR", LOOPBACK))
+    return LOOPBACK if launch.folder is not None else own_address(launch.master_address)
+
+
+def _record(rank: int, world: int, address: str) -> RankRecord:
     from megatron_async import __version__
 
     return RankRecord(
@@ -154,7 +183,6 @@ def _record(rank: int, world: int, address: str, endpoints: list[str]) -> RankRe
         host_identity=host_identity(),
         pid=os.getpid(),
         address=address,
-        watch_endpoints=endpoints,
         versions={"megatron_async": __version__, "torch": str(torch.__version__)},
     )
 

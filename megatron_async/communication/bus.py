@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 import zmq
 
-from megatron_async.communication.host import bind_addresses, choose_endpoint
+from megatron_async.communication.host import admit_own_user, bind_addresses, choose_endpoint
 from megatron_async.communication.job import EXCHANGE_TIMEOUT_S, Job
 from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.communication.waiting import Wait
@@ -26,6 +26,12 @@ _HEADER = struct.Struct("<IQ")
 
 _SUBSCRIBER = b"\x01\xff subscriber "
 """First byte of a subscriber's message to a publisher, followed by its rank."""
+
+MOST_SUBSCRIBER_BYTES = 1 << 16
+"""A publisher hears nothing longer: who sends more is cut off."""
+
+NEVER_MS = 24 * 3600 * 1000
+"""Milliseconds: within a host a connection ends with its process, whose name others could take."""
 
 NETWORK_SILENCE_S = 20.0
 """Seconds of silence after which a connection to a host ends; the death watch notices earlier."""
@@ -178,6 +184,10 @@ class Bus:
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.IPV6, 1)
             end_silent_connections(socket, NETWORK_SILENCE_S)
+            if not other_hosts:
+                socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        admit_own_user(publisher)
+        publisher.setsockopt(zmq.MAXMSGSIZE, MOST_SUBSCRIBER_BYTES)
         endpoints = []
         for address in bind_addresses(job.address(), len(here) > 1, other_hosts):
             publisher.bind(address)
@@ -195,7 +205,8 @@ class Bus:
         while missing:
             if publisher.poll(round(1000 * wait.seconds_to_sleep(missing))):
                 heard = publisher.recv()
-                if heard.startswith(_SUBSCRIBER):
-                    missing.discard(int(heard[len(_SUBSCRIBER) :]))
+                rank_of = heard[len(_SUBSCRIBER) :]
+                if heard.startswith(_SUBSCRIBER) and rank_of.isdigit():
+                    missing.discard(int(rank_of))
         # Or a member that leaves at once would be missed by one whose subscribers are not all here.
         job.exchange(f"connections of {self._name}", "", self.members, timeout_s)

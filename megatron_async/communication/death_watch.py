@@ -111,19 +111,19 @@ class DeathWatch:
         self._wake_read, self._wake_write = os.pipe()
         self._poller.register(self._wake_read, zmq.POLLIN)
 
-    def bind(self, address: str) -> list[str]:
-        """Let rank 0 connect from any host; returns the endpoints.
+    def bind(self, address: str, is_here: bool) -> list[str]:
+        """Let rank 0 connect; returns the endpoints.
 
         Args:
             address: of this host, for other hosts.
+            is_here: rank 0 is on this host, so no network is used.
         """
-        addresses = bind_addresses(address, others_on_this_host=True, other_hosts=True)
+        addresses = bind_addresses(address, others_on_this_host=is_here, other_hosts=not is_here)
         return self._new_link(0).bind(addresses)
 
-    def connect(self, me: RankRecord, peer: RankRecord) -> None:
-        """On rank 0: watch a rank that has come."""
-        self.know([peer])
-        endpoint = choose_endpoint(peer.watch_endpoints, me.on_host_of(peer))
+    def connect(self, me: RankRecord, peer: RankRecord, endpoints: Sequence[str]) -> None:
+        """On rank 0: watch a rank that has come, and is bound to these endpoints."""
+        endpoint = choose_endpoint(endpoints, me.on_host_of(peer))
         self._new_link(peer.rank).connect(endpoint)
 
     def know(self, records: Iterable[RankRecord]) -> None:
@@ -133,6 +133,16 @@ class DeathWatch:
     def unlinked(self) -> list[int]:
         """Ranks whose link is not up yet."""
         return [rank for rank, link in self._links.items() if not link.is_up]
+
+    def check_unlinked(self) -> None:
+        """Lose the ranks of this host that have ended before their link was up."""
+        me = self._records.get(self._rank)
+        for rank in self.unlinked():
+            peer = self._records.get(rank)
+            if me is None or peer is None or not peer.on_host_of(me):
+                continue
+            if process_state(peer.pid) == "ended":
+                self._lose(rank, "it ended while the job started")
 
     def start(self) -> None:
         """Watch from a thread, from now on."""

@@ -63,6 +63,21 @@ class StoreExchange:
         except dist.DistNetworkError as error:
             self._store_is_gone(error)
 
+    def tell(self, name: str, value: str) -> None:
+        """Set this rank's value for those who look for it with `told`."""
+        try:
+            self._store.set(f"exchange/{name}/{self._rank}", value)
+        except dist.DistNetworkError as error:
+            self._store_is_gone(error)
+
+    def told(self, name: str, rank: int) -> str | None:
+        """The value of a rank; None where it has told none yet."""
+        try:
+            is_there = self._store.check([f"exchange/{name}/{rank}"])
+            return self.peek(name, rank) if is_there else None
+        except dist.DistNetworkError as error:
+            self._store_is_gone(error)
+
     def peek(self, name: str, rank: int) -> str:
         """The value of a rank that is there already."""
         return str(self._store.get(f"exchange/{name}/{rank}").decode())

@@ -9,8 +9,10 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
+import zmq
 
 from megatron_async.errors import ConfigurationError
 
@@ -86,6 +88,22 @@ def interface_of(address: str) -> str:
     raise ConfigurationError(f"No interface of this host has the address {address}.")
 
 
+def loopback_interface() -> str:
+    """Name of the interface that only processes of this host reach, as "lo".
+
+    Raises:
+        ConfigurationError: there is none, or it is down.
+    """
+    for name, found in psutil.net_if_addrs().items():
+        for entry in found:
+            if entry.family in (socket.AF_INET, socket.AF_INET6) and is_loopback(entry.address):
+                return str(name)
+    raise ConfigurationError(
+        "This host has no loopback address, over which its ranks exchange tensors: `ip link set lo "
+        "up`, or name another interface in GLOO_SOCKET_IFNAME."
+    )
+
+
 def is_loopback(address: str) -> bool:
     """True for an address that only its own host reaches."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
@@ -112,6 +130,13 @@ def bind_addresses(address: str, others_on_this_host: bool, other_hosts: bool) -
     if other_hosts:
         found.append(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
     return found
+
+
+def admit_own_user(socket: zmq.Socket[Any]) -> None:
+    """Let a ZMQ socket accept connections by `ipc:` from processes of this user alone. All users
+    see the names of abstract sockets; the kernel says whose process connects. Before `bind`."""
+    if ABSTRACT_SOCKETS:
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
 
 
 def choose_endpoint(endpoints: Sequence[str], same_host: bool) -> str:

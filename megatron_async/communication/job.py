@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,10 +17,13 @@ from megatron_async.communication.host import (
     INTERFACE_VARIABLE,
     interface_of,
     is_loopback,
+    loopback_interface,
     own_address,
 )
 from megatron_async.communication.record import RankRecord
 from megatron_async.communication.waiting import Wait
+
+logger = logging.getLogger("megatron_async")
 
 EXCHANGE_TIMEOUT_S = 120.0
 """Seconds that a rank may be late for an exchange."""
@@ -102,17 +106,35 @@ class Job:
         return self.me.address
 
     def route_collectives(self) -> None:
-        """Tell torch's backends the interface to use, where the job spans hosts and the user has
-        not; call it before they start.
+        """Tell torch's backends the interface to use, where the user has not; call it before they
+        start.
 
-        Gloo takes the address of the host's name, which often is a loopback address.
+        By themselves gloo takes the address of the host's name, which is a public one on some hosts
+        and a loopback address on others, and NCCL any interface but the loopback. They ask nobody
+        who connects. So ranks of one host use its loopback interface.
+
+        Raises:
+            ConfigurationError: the interface is missing.
         """
         if all(record.on_host_of(self.me) for record in self.records):
+            if self.world_size > 1 and not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= {
+                *os.environ
+            }:
+                interface = loopback_interface()
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
             return
         interface = interface_of(self.address())
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if INTERFACE_VARIABLE in os.environ:  # NCCL chooses well by itself
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        if self.rank == 0:
+            hosts = sorted(set(self.hosts))
+            logger.warning(
+                "The ranks of this job are on several hosts (%s) and talk without encryption; "
+                "whoever reaches their ports can join in. Run them in a network that you trust.",
+                ", ".join(hosts),
+            )
 
     def exchange(
         self,

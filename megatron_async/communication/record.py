@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_async.errors import ConfigurationError
+
 
 class RankRecord(msgspec.Struct, frozen=True):
     """A rank, as all others know it.
@@ -16,7 +18,6 @@ class RankRecord(msgspec.Struct, frozen=True):
         host_identity: see `host.host_identity`.
         pid: its process id, there.
         address: IP address of its host, on the route to the master.
-        watch_endpoints: where rank 0 reaches its death watch; none for rank 0.
         versions: of what must be the same everywhere.
     """
 
@@ -27,7 +28,6 @@ class RankRecord(msgspec.Struct, frozen=True):
     host_identity: str
     pid: int
     address: str
-    watch_endpoints: list[str] = []
     versions: dict[str, str] = {}
 
     def __str__(self) -> str:
@@ -44,5 +44,16 @@ def encode_record(record: RankRecord) -> str:
 
 
 def decode_record(text: str | bytes) -> RankRecord:
-    """The inverse of `encode_record`."""
-    return msgspec.json.decode(text, type=RankRecord)
+    """The inverse of `encode_record`.
+
+    Raises:
+        ConfigurationError: the text is no record.
+    """
+    try:
+        return msgspec.json.decode(text, type=RankRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"The store in which the ranks of this job meet has something else in the place of a "
+            f"rank's record ({error}): another program uses it, or another version of this one. "
+            "Set another MASTER_PORT."
+        ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_async.communication.host import admit_own_user
 from megatron_async.communication.keepalive import end_silent_connections
 
 EVENTS = (
@@ -43,6 +44,7 @@ class Link:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], silence_s: float) -> None:
         self._socket = context.socket(zmq.PAIR)
         end_silent_connections(self._socket, silence_s)
+        admit_own_user(self._socket)
         # Not -1: it drops what the peer said last.
         self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)

@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import Job
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.lonely_group import BACKEND, register_backend
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """Seconds that a collective of a step waits for a rank; a longer wait would never end."""
@@ -102,10 +103,10 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
     if not dist.is_initialized():
         job = join_job()
         job.route_collectives()
-        if job.world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        else:
-            backend = "gloo"  # a world of one never communicates; this one costs nothing
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if job.world_size == 1:
+            register_backend()
+            backend = BACKEND
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("process_groups", job.store),
@@ -121,7 +122,12 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
             pipeline_model_parallel_size=wanted.pipeline_model_parallel,
             expert_model_parallel_size=wanted.expert_model_parallel,
             distributed_timeout_minutes=COLLECTIVE_TIMEOUT_S / 60,
+            create_gloo_process_groups=False,
         )
+        # Megatron's optimizers want groups for host tensors. Those of above take them, and each
+        # gloo group would listen at a further port.
+        for name in [name for name in vars(parallel_state) if name.endswith("_GLOO")]:
+            setattr(parallel_state, name, getattr(parallel_state, name.removesuffix("_GLOO")))
     if sizes is not None:
         _check_groups(sizes)
     return ProcessGroupCollection.use_mpu_process_groups()

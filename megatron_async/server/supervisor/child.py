@@ -1,21 +1,24 @@
 """What the supervisor's children run:
 
-    python -m megatron_async.server.supervisor.child PARENT PIPE SIGNAL api LISTENER
-    python -m megatron_async.server.supervisor.child PARENT PIPE SIGNAL replica ARGUMENT ...
-    python -m megatron_async.server.supervisor.child PARENT PIPE SIGNAL ranks NUMBER ARGUMENT ...
+    python -m megatron_async.server.supervisor.child PARENT PIPE SIGNAL WHAT
+
+    WHAT: api LISTENER | replica ARGUMENT ... | ranks NUMBER FOLDER ARGUMENT ...
 
 Each binds itself to the life of its parent first. `api` is an API process, its configuration comes
 in as JSON by standard input (keys are in it, and must not be seen in a list of processes).
-`replica` is the command of that name, and `ranks` the same as a job of several ranks on this host.
+`replica` is the command of that name, and `ranks` the same as a job of several ranks on this host,
+which meet in a folder that is made in FOLDER.
 """
 
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from megatron_async.communication.local_ranks import LocalRanks
 from megatron_async.server.supervisor.parent import end_with_parent
 from megatron_async.server.supervisor.rank import PARENT_VARIABLE
 
@@ -34,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     if what == "api":
         return _run_api(int(rest[0]))
     if what == "ranks":
-        return _run_ranks(int(rest[0]), rest[1:])
+        return _run_ranks(int(rest[0]), Path(rest[1]), rest[2:])
     from megatron_async.__main__ import main as command_line
 
     sys.argv = ["megatron-async", what, *rest]
@@ -51,15 +54,16 @@ def _run_api(listener: int) -> int:
     return run_api_process(config, listener) or 0
 
 
-def _run_ranks(number: int, rest: Sequence[str]) -> int:
-    """Torchrun in this process, which ends its ranks when it is told to end."""
+def _run_ranks(number: int, parent: Path, rest: Sequence[str]) -> int:
+    """The ranks of a replica, which end with this process."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
-    sys.argv = [
-        "torchrun", "--standalone", f"--nproc-per-node={number}",
-        "-m", "megatron_async.server.supervisor.rank", "replica", *rest,
-    ]  # fmt: skip
-    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
-    return 0
+    command = [sys.executable, "-m", "megatron_async.server.supervisor.rank", "replica", *rest]
+    with TemporaryDirectory(prefix="ranks-", dir=parent) as folder:  # mode 0700
+        failed = LocalRanks(command, number, Path(folder)).run()
+    if failed is None:
+        return 0
+    sys.stderr.write(f"replica: {failed}\n")
+    return failed.status
 
 
 if __name__ == "__main__":

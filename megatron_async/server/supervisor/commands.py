@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from megatron_async.server.api_config import ApiConfig, TlsFiles
 from megatron_async.server.supervisor.settings import ServeSettings, served_name
@@ -11,16 +12,19 @@ CURL_TOKENS = 200
 """Most tokens of the answer to the line that people are shown."""
 
 
-def replica_command(settings: ServeSettings, name: str, coordinator: str) -> tuple[str, ...]:
+def replica_command(
+    settings: ServeSettings, name: str, coordinator: str, folder: Path
+) -> tuple[str, ...]:
     """Arguments of the child module for a replica.
 
     Args:
         settings: of the service, with a model.
         name: of the replica.
         coordinator: address of the service's own.
+        folder: of the service, which other users do not reach: several ranks meet in it.
     """
     assert settings.model is not None
-    what = ("replica",) if settings.ranks == 1 else ("ranks", str(settings.ranks))
+    what = ("replica",) if settings.ranks == 1 else ("ranks", str(settings.ranks), str(folder))
     device = () if settings.device is None else ("--device", settings.device)
     return (
         *what, settings.model, "--name", name, "--coordinator", coordinator, *device,

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import shutil
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
-import psutil
-
+from megatron_async.communication.own_folder import OwnFolder
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.observe.log_lines import COORDINATOR
 from megatron_async.serving.async_client import AsyncCoordinatorClient
@@ -22,16 +16,14 @@ from megatron_async.serving.records import CoordinatorConfig
 
 logger = logging.getLogger("megatron_async")
 
-PREFIX = "megatron-async-"
-"""Prefix of folders' names, followed by the number of the supervisor's process."""
 LONGEST_SOCKET_PATH = 100
 """Bytes: a Unix socket's address has 108, the last one 0."""
 ASK_TIMEOUT_S = 5.0
 
 
 class OwnCoordinator:
-    """A coordinator that only processes of this user reach: its socket lies in a folder of mode
-    0700, which is removed at the end. A context manager.
+    """A coordinator that only processes of this user reach: its socket lies in a folder of its
+    own, which is removed at the end. A context manager.
 
     Args:
         config: limits and policies.
@@ -46,14 +38,8 @@ class OwnCoordinator:
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        try:
-            remove_left_folders(Path(tempfile.gettempdir()))
-            self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))  # mode 0700
-        except OSError as error:
-            raise ConfigurationError(
-                f"the service has no folder for its sockets ({error}): set TMPDIR to one that can "
-                "be written."
-            ) from error
+        self._own = OwnFolder()
+        self.folder = self._own.path
         socket = self.folder / "coordinator"
         try:
             if len(bytes(socket)) > LONGEST_SOCKET_PATH:
@@ -62,7 +48,7 @@ class OwnCoordinator:
                 )
             self._coordinator = Coordinator(f"ipc://{socket}", config)
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._own.close()
             raise
         self.address = self._coordinator.address
         self._thread = threading.Thread(target=self._run, name=COORDINATOR, daemon=True)
@@ -106,7 +92,7 @@ class OwnCoordinator:
         """End it; those who are connected see that."""
         self._coordinator.stop()
         self._thread.join(5.0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._own.close()
 
     def _run(self) -> None:
         try:
@@ -119,20 +105,6 @@ class OwnCoordinator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def remove_left_folders(parent: Path) -> None:
-    """Remove this user's folders of services that were killed and could not do it.
-
-    Args:
-        parent: where they lie.
-    """
-    for folder in parent.glob(f"{PREFIX}*-*"):
-        process = folder.name.removeprefix(PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError):
-            is_ours = process.isdigit() and folder.lstat().st_uid == os.getuid()
-            if is_ours and not psutil.pid_exists(int(process)):
-                shutil.rmtree(folder)  # raises for a link
 
 
 async def _ask(address: str, what: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""One rank of a replica: the command line, bound to the life of the torchrun that started it.
+"""One rank of a replica: the command line, bound to the life of the process that started the ranks.
 
-torchrun ... -m megatron_async.server.supervisor.rank replica ARGUMENT ...
+python -m megatron_async.server.supervisor.rank replica ARGUMENT ...
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 
 from megatron_async.server.supervisor.parent import end_with_parent
 
-PARENT_VARIABLE = "MEGATRON_ASYNC_TORCHRUN"
-"""Environment: process id of torchrun."""
+PARENT_VARIABLE = "MEGATRON_ASYNC_RANKS_PARENT"
+"""Environment: id of the process that started the ranks."""
 
 
 def main() -> int:

@@ -107,7 +107,7 @@ class Supervisor:
             address = self._coordinator.address
             for number, own in enumerate(variables):
                 name = f"replica-{number}"
-                arguments = replica_command(settings, name, address)
+                arguments = replica_command(settings, name, address, self._coordinator.folder)
                 self._replicas.append(
                     ChildProcess(
                         name, arguments, pipe, environment={**environment, **own},

@@ -27,7 +27,7 @@ class ServeSettings:
         model: as the command line names it; None: replicas are elsewhere (`coordinator`).
         replica_arguments: further arguments of the command `replica`.
         replicas: how many engines this service starts.
-        ranks: processes of each, by torchrun where there are several.
+        ranks: processes of each.
         device: as given; None: a GPU where there is one.
         coordinator: address of one that is there already; None: this service has its own.
         secret_file: of that coordinator; None: it asks for none.

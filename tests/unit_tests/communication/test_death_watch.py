@@ -54,7 +54,7 @@ def test_a_stranger_does_not_end_the_watch():
     watch = DeathWatch(1)
     context = zmq.Context()
     with context.socket(zmq.PAIR) as stranger:
-        stranger.connect(watch.bind("127.0.0.1")[0])
+        stranger.connect(watch.bind("127.0.0.1", True)[0])
         watch.start()
         for message in (b"", b"\xc1", encode([1]), encode({"type": "Goodbye", "failure": ""})):
             stranger.send(message)

@@ -26,6 +26,7 @@ from megatron_async.models.parallel_state import ParallelSizes, ensure_process_g
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 SETTINGS = {
     "MASTER_ADDR": ADDRESSES[0],
+    "LOCAL_WORLD_SIZE": "1",
     "MEGATRON_ASYNC_SILENCE_S": "1",
 }
 

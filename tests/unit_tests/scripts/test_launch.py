@@ -17,6 +17,7 @@ def launch(script, *arguments, gpus=0, **environment):
     variables = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+        "PYTHONPATH": str(SCRIPTS.parent),
         **environment,
     }
     return subprocess.run(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from patience import eventually
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.server.supervisor.own_coordinator import OwnCoordinator, remove_left_folders
+from megatron_async.server.supervisor.own_coordinator import OwnCoordinator
 from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.records import CoordinatorConfig
 
@@ -56,21 +53,5 @@ def test_a_folder_of_too_long_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
-    with pytest.raises(ConfigurationError, match="set TMPDIR to one that can be written"):
+    with pytest.raises(ConfigurationError, match="set TMPDIR"):
         OwnCoordinator(CONFIG)
-
-
-def test_folders_of_services_that_were_killed_are_removed(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        pass
-    left = tmp_path / f"megatron-async-{ended.pid}-abc"
-    kept = [tmp_path / f"megatron-async-{os.getpid()}-abc", tmp_path / "megatron-async-setup-0.log"]
-    for folder in (left, *kept):
-        folder.mkdir()
-    (left / "coordinator").touch()
-    link = tmp_path / f"megatron-async-{ended.pid}-link"
-    link.symlink_to(kept[0])
-    remove_left_folders(tmp_path)
-    assert not left.exists()
-    assert all(folder.is_dir() for folder in kept)
-    assert link.is_symlink()

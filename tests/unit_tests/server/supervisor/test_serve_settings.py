@@ -82,9 +82,9 @@ def test_a_replica_gets_the_options_of_its_command() -> None:
         "dummy:tiny --device cpu --max-requests 4 --no-enable-prefix-caching --dtype float32 "
         "--no-progress --tensor-model-parallel-size 2"
     )
-    words = replica_command(found, "replica-0", "ipc:///x/c")
-    assert words[:2] == ("ranks", "2")
-    arguments = build_parser().parse_args(["replica", *words[2:]])
+    words = replica_command(found, "replica-0", "ipc:///x/c", Path("/x"))
+    assert words[:3] == ("ranks", "2", "/x")
+    arguments = build_parser().parse_args(["replica", *words[3:]])
     assert (arguments.model, arguments.name, arguments.coordinator) == (
         "dummy:tiny", "replica-0", "ipc:///x/c",
     )  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_replica_gets_the_options_of_its_command() -> None:
     assert arguments.enable_prefix_caching is False
     assert arguments.no_progress
     assert arguments.tensor_model_parallel_size == 2
-    assert replica_command(settings("dummy:tiny"), "r", "ipc://x")[0] == "replica"
+    assert replica_command(settings("dummy:tiny"), "r", "ipc://x", Path("/x"))[0] == "replica"
 
 
 def test_names_do_not_tell_where_models_lie(tmp_path: Path) -> None:
