@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 from open_sockets import listening, reachable, second_address
+from patience import PATIENCE_S, eventually
 from ranks import run_ranks
-from served import ENGINE, Served, eventually
+from served import ENGINE, Served
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.communication.own_folder import FOLDER_VARIABLE, OwnFolder
@@ -80,6 +81,6 @@ def test_a_service_of_two_ranks_is_closed_to_others(tmp_path: Path) -> None:
         assert len(ranks) == 2
         ranks[1].kill()
         # Its whole job ends promptly, and another takes its place.
-        _, alive = psutil.wait_procs([*ranks, starter], timeout=60)
+        _, alive = psutil.wait_procs([*ranks, starter], timeout=PATIENCE_S)
         assert not alive
         eventually(lambda: service.children("ranks"), "the replica to be started again")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from megatron_async.communication.local_ranks import LocalRanks, RankEnd
 from megatron_async.communication.own_folder import FOLDER_VARIABLE
@@ -64,7 +65,7 @@ def test_a_signal_goes_on_to_all_ranks(tmp_path: Path) -> None:
         assert starter.stdout is not None
         assert [starter.stdout.readline() for _ in range(2)] == ["here\n"] * 2
         starter.send_signal(signal.SIGTERM)
-        assert starter.wait(60) == 0
+        assert starter.wait(PATIENCE_S) == 0
 
 
 def test_a_command_that_is_none(tmp_path: Path) -> None:
