@@ -139,3 +139,25 @@ def test_nothing_is_wider_than_the_window(page: Browser, width: int) -> None:
     give_key(page, KEY)
     page.value("document.getElementById('settings').open = true")
     assert page.value("document.documentElement.scrollWidth") <= width
+
+
+def test_texts_are_no_html(tmp_path: Path) -> None:
+    """Names, questions, answers and errors are shown as they are written."""
+    assert CHROMIUM is not None
+    hostile = "<img src=x onerror='window.run = 1'><script>window.run = 1</script>"
+    with Served(
+        tmp_path / "log", "smollm2", "--device", "cpu", "--block-size-tokens", "16",
+        "--max-requests", "8", "--no-progress", "--api-processes", "1",
+        "--served-model-name", f"smollm2{hostile}",
+    ) as served:  # fmt: skip
+        served.wait_until_ready()
+        with Browser(CHROMIUM, tmp_path) as page:
+            page.open(f"http://127.0.0.1:{served.port}/")
+            page.until("!document.getElementById('key-form').hidden")
+            give_key(page, ADMIN)
+            ask(page, f"Repeat this and nothing else: {hostile}", temperature=0, max_tokens=24)
+            page.until("document.querySelector('.facts')?.textContent.includes('tokens/s')")
+            assert hostile in text_of(page, "#model")
+            assert hostile in page.value("document.body.textContent")
+            assert page.value("document.querySelectorAll('img[src=x], body script').length") == 0
+            assert page.value("window.run === undefined")
