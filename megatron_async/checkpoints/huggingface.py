@@ -202,6 +202,11 @@ class HuggingFaceSource(NamedTensorSource):
             self._dtypes(self._tensors.mtp)
         for what, count in self._tensors.left_out.items():
             logger.warning("%s: %s (%d tensors) is not loaded.", self.name, what, count)
+        if self._tensors.mtp and self.architecture.mtp_pattern and not with_mtp:
+            logger.info(
+                "%s: multi-token prediction (%d tensors) is read for speculative_method='mtp' "
+                "alone.", self.name, len(self._tensors.mtp),
+            )  # fmt: skip
         others = self._files.passed_over()
         if others:
             read = sorted({path.name for path in self._files.file_of.values()})
