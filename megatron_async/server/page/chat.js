@@ -1,14 +1,20 @@
-// The chat: messages, one answer at a time, its figures, and how it is stopped.
+// The chat: messages, one answer at a time, its figures, and how it is stopped. It is kept for this
+// tab (sessionStorage), so that a reload does not lose it.
 
 import { ApiError, ask, events } from "./api.js";
 import { element, hideTip, TokenText } from "./tokens.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const KEPT = "megatron_async.chat";
+const MOST_TOKENS = 2048; // of an answer, where neither a person nor the server has set a limit
 const by = (id) => document.getElementById(id);
 const [list, form, text, send, stop] = ["messages", "ask", "text", "send", "stop"].map(by);
 
 let turns = []; // of the conversation, as the server wants them
 let running = null; // what ends the answer that is being written
+let writing = null; // that answer
+let served = null; // the model, as /v1/models tells of it
+let used = 0; // tokens of the conversation so far
 
 // Wire the form up; `refused` is told of a key that is wrong or missing.
 export function openChat(refused) {
@@ -25,14 +31,68 @@ export function openChat(refused) {
     submit();
   });
   stop.addEventListener("click", () => running?.abort());
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.isComposing) running?.abort();
+  });
   by("new-chat").addEventListener("click", () => {
     running?.abort();
     turns = [];
+    used = 0;
+    keep();
     list.replaceChildren();
     hideTip();
     text.focus();
   });
   by("shading").addEventListener("change", (event) => list.classList.toggle("shaded", event.target.checked));
+  addEventListener("pagehide", keep);
+  restore();
+}
+
+// What a request that says nothing gets, shown where a person may say something else.
+export function showDefaults(model) {
+  served = model;
+  const defaults = model.generation_defaults ?? {};
+  for (const name of NUMBERS) {
+    const value = defaults[name];
+    if (value !== undefined && value !== null) by(name).placeholder = `default ${value}`;
+  }
+  const most = defaults.max_tokens ?? ownLimit();
+  by("max_tokens").placeholder = most === undefined ? "as many as fit" : `default ${most}`;
+}
+
+// The page's limit of an answer: room that the context surely has; undefined: the rest of it.
+function ownLimit() {
+  if (!served || served.generation_defaults?.max_tokens) return undefined;
+  const most = Math.min(MOST_TOKENS, Math.floor((served.max_model_len - used) / 2));
+  return most > 0 ? most : undefined;
+}
+
+function keep() {
+  const system = by("system").value;
+  const said = writing?.content ? [...turns, { role: "assistant", content: writing.content }] : turns;
+  try {
+    if (said.length || system) sessionStorage.setItem(KEPT, JSON.stringify({ turns: said, system }));
+    else sessionStorage.removeItem(KEPT);
+  } catch { /* storage is full or switched off: the chat lives as long as the page */ }
+}
+
+function restore() {
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}");
+    by("system").value = kept.system ?? "";
+    turns = (kept.turns ?? []).filter(({ role, content }) => role && typeof content === "string");
+  } catch {
+    turns = [];
+  }
+  if (turns.at(-1)?.role === "user") { // no word of its answer had come
+    const question = turns.pop().content;
+    if (!text.value) text.value = question;
+  }
+  for (const { role, content } of turns) {
+    if (role === "user") message("user", "You").append(content);
+    else new TokenText(message("assistant", "Model")).say(content);
+  }
+  list.scrollTop = list.scrollHeight;
 }
 
 function asked() {
@@ -45,6 +105,7 @@ function asked() {
   for (const name of NUMBERS) {
     if (by(name).value !== "") body[name] = Number(by(name).value);
   }
+  body.max_tokens ??= ownLimit(); // undefined is left out
   return body;
 }
 
@@ -56,7 +117,7 @@ async function answer(question, refused) {
   text.value = "";
   const said = message("assistant", "Model");
   const before = turns;
-  const writer = new Answer(said);
+  const writer = writing = new Answer(said);
   setRunning(true);
   try {
     const reply = await ask("v1/chat/completions", asked(), own.signal);
@@ -78,6 +139,9 @@ async function answer(question, refused) {
       if (!text.value) text.value = writer.reason === "failed" ? question : "";
     }
   }
+  if (writing === writer) writing = null;
+  used = writer.used || used;
+  keep();
   if (running === own) {
     running = null;
     setRunning(false);
@@ -111,12 +175,16 @@ class Answer {
     this.content = "";
     this.reason = "";
     this.count = 0; // tokens so far
+    this.used = 0; // with those of the prompt
     this.begun = performance.now();
     this.first = this.last = 0;
   }
 
   take(event) {
-    if (event.usage) this.count = event.usage.completion_tokens;
+    if (event.usage) {
+      this.count = event.usage.completion_tokens;
+      this.used = event.usage.total_tokens;
+    }
     const choice = event.choices[0];
     if (!choice) return;
     const { content, reasoning_content: thought } = choice.delta;

@@ -16,16 +16,24 @@ const WHY = {
   rolled_back: "the steps in flight were taken back",
   interrupted: "a step was cut short",
 };
+const NOBODY = {
+  loading: "No replica has joined yet: the model is being loaded.",
+  restarting: "The engine was lost, and is being started again. Questions wait for it.",
+  dead: "The engine was lost, and does not come back.",
+};
+const PATIENCE_MS = 5000; // of a look
 const by = (id) => document.getElementById(id);
 
 let mayWatch = true;
 let held = false;
+let isGone = false; // the server was not reached by the last look
 let history = []; // samples of the replica that is shown, oldest first
 let shown = "";
 let drawn = null; // the sample whose steps are in the picture, and the picture's width
 
-// Look again and again, while the page is seen; `refused` is told of a key that is missing.
-export async function openEngine(refused) {
+// Look again and again, while the page is seen; `refused` is told of a key that is missing, and
+// `found` when the server is there again: it may serve another model now.
+export async function openEngine(refused, found) {
   by("hold").addEventListener("click", (event) => {
     held = !held;
     event.target.setAttribute("aria-pressed", String(held));
@@ -34,7 +42,7 @@ export async function openEngine(refused) {
   by("replica").addEventListener("change", (event) => show(event.target.value));
   for (;;) {
     const begun = performance.now();
-    if (!document.hidden && !held) await look(refused);
+    if (!document.hidden && !held) await look(refused, found);
     await new Promise((done) => setTimeout(done, Math.max(0, begun - performance.now() + (mayWatch ? WATCH_MS : LIVE_MS))));
   }
 }
@@ -44,17 +52,20 @@ export function lookAgain() {
   mayWatch = true;
 }
 
-async function look(refused) {
+async function look(refused, found) {
   try {
-    const answer = mayWatch ? await ask("watch", {}) : await ask("live");
+    const patience = AbortSignal.timeout(PATIENCE_MS);
+    const answer = mayWatch ? await ask("watch", {}, patience) : await ask("live", undefined, patience);
     take(await answer.json());
+    if (isGone) found();
+    isGone = false;
   } catch (error) {
     if (mayWatch && [401, 403].includes(error.status)) {
       mayWatch = false;
       return;
     }
-    setState("not reached", true);
-    by("engine-note").textContent = error.message;
+    isGone ||= error.status === 0;
+    gone(error.status === 0 ? "not reached" : "no answer", error.message);
     if (error.status === 401) refused(error);
     await new Promise((done) => setTimeout(done, 2000));
   }
@@ -65,6 +76,18 @@ function setState(text, isBad) {
   state.textContent = text;
   state.classList.toggle("running", text === "running");
   state.classList.toggle("bad", Boolean(isBad));
+}
+
+// Numbers of before are not those of now: none are shown.
+function gone(state, why) {
+  setState(state, true);
+  by("engine-note").textContent = why;
+  by("engine").classList.add("gone");
+  show(shown);
+  tiles(["Tokens", "Steps", "Rows a step", "Waiting", "KV blocks", "Launched ahead", "Lookahead", "In flight"]
+    .map((name) => [name, "\u2013", ""]));
+  by("reasons").replaceChildren();
+  by("reasons-note").textContent = by("lanes-note").textContent = "";
 }
 
 function show(name) {
@@ -78,9 +101,10 @@ function take(answer) {
   setState(answer.state, ["dead", "loading", "restarting"].includes(answer.state));
   const names = Object.keys(answer.replicas).sort();
   if (!names.length) {
-    by("engine-note").textContent = "No replica has joined yet: the model is being loaded, or was lost.";
+    gone(answer.state, NOBODY[answer.state] ?? "No replica is there.");
     return;
   }
+  by("engine").classList.remove("gone");
   if (!names.includes(shown)) show(names[0]);
   choices(names);
   const sample = { ...answer.replicas[shown], queued: answer.queued_requests, at: performance.now() / 1000 };
@@ -144,10 +168,8 @@ function tiles(values) {
     const [term, told] = box.children;
     term.textContent = name;
     told.replaceChildren(String(value), " ", element("small", "", unit));
-    if (curve) {
-      box.children[2]?.remove();
-      box.append(spark(curve));
-    }
+    box.children[2]?.remove();
+    if (curve) box.append(spark(curve));
   });
 }
 

@@ -1,7 +1,7 @@
 // The page: its parts put together, and the key where the server asks for one.
 
 import { ask, setKey } from "./api.js";
-import { openChat } from "./chat.js";
+import { openChat, showDefaults } from "./chat.js";
 import { lookAgain, openEngine } from "./engine.js";
 
 const by = (id) => document.getElementById(id);
@@ -17,6 +17,7 @@ async function showModel() {
   try {
     const { data } = await (await ask("v1/models")).json();
     by("model").textContent = `${data[0].id}, context of ${data[0].max_model_len.toLocaleString("en")} tokens`;
+    showDefaults(data[0]);
     document.title = `${data[0].id} \u00b7 megatron_async`;
     by("key-form").hidden = true;
   } catch (error) {
@@ -36,4 +37,4 @@ by("key-form").addEventListener("submit", (event) => {
 
 openChat(refused);
 showModel();
-openEngine(refused);
+openEngine(refused, showModel);

@@ -1,5 +1,7 @@
 // An answer's text as tokens, each with what it might have been.
 
+import { blocks, draw } from "./markdown.js";
+
 const tip = document.getElementById("tip");
 const LEVELS = [0.9, 0.6, 0.3, 0.1]; // probabilities below which a token is shaded more
 
@@ -10,13 +12,18 @@ export function element(name, className, text) {
   return made;
 }
 
-// Puts tokens into an element as their text becomes certain.
+// Puts tokens into an element as their text becomes certain, in the form that the text's marks give.
 export class TokenText {
   constructor(parent) {
     this.parent = parent;
     this.decoder = new TextDecoder(); // a character may be several tokens
     this.waiting = []; // tokens whose text the server has not told yet
-    this.text = ""; // told, and not shown yet
+    this.text = ""; // told, and not certain yet
+    this.whole = ""; // certain
+    this.tokens = []; // of `whole`: where each begins and ends, and what else it might have been
+    this.kept = 0; // where the last block begins: blocks before it stay as they are drawn
+    this.last = []; // elements of the last blocks
+    this.frame = 0;
     parent.tabIndex = 0;
     parent.addEventListener("pointerover", (event) => this.over(event.target));
     parent.addEventListener("pointerleave", () => hideTip());
@@ -31,17 +38,25 @@ export class TokenText {
       const bytes = entry.bytes ? Uint8Array.from(entry.bytes) : new TextEncoder().encode(entry.token);
       this.waiting.push([this.decoder.decode(bytes, { stream: true }), entry]);
     }
-    this.show();
+    this.settle();
+    this.frame ||= requestAnimationFrame(() => this.draw());
+  }
+
+  // Show a text whose tokens are not known.
+  say(text) {
+    this.text = text;
+    this.end();
   }
 
   // Show what is left: text of no token that is known.
   end() {
     this.waiting = [];
-    if (this.text) this.parent.append(this.text);
+    this.take(this.text);
     this.text = "";
+    this.draw();
   }
 
-  show() {
+  settle() {
     while (this.waiting.length && this.text) {
       const [piece, entry] = this.waiting[0];
       if (piece && !this.text.startsWith(piece)) {
@@ -51,11 +66,60 @@ export class TokenText {
       }
       this.waiting.shift();
       if (!piece) continue; // the beginning of a character
-      const span = element("span", `token p${LEVELS.filter((level) => Math.exp(entry.logprob) < level).length}`, piece);
-      span.entry = entry;
-      this.parent.append(span);
+      this.take(piece, entry);
       this.text = this.text.slice(piece.length);
     }
+  }
+
+  take(piece, entry) {
+    if (!piece) return;
+    const begin = this.whole.length;
+    this.whole += piece;
+    this.tokens.push({ begin, end: this.whole.length, entry });
+  }
+
+  // Draw the last block again, which may have become another, and what comes after it.
+  draw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    const found = blocks(this.whole, this.kept);
+    for (const element of this.last) element.remove();
+    const drawn = found.map((block) => draw(block, this.whole, (parent, begin, end) => this.put(parent, begin, end)));
+    this.parent.append(...drawn);
+    // What follows a blank line cannot change what is before it, but for the open end of a list.
+    const stays = found.findLastIndex((block) => block.kind === "blank");
+    const whole = stays > 0 && found.length > stays + 1 ? stays + 1 : 0;
+    this.kept = whole ? found[whole].begin : this.kept;
+    this.last = drawn.slice(whole);
+    if (this.here && !this.here.isConnected) this.at(null);
+  }
+
+  // Append the text of a place, as elements of its tokens.
+  put(parent, begin, end) {
+    let place = this.first(begin);
+    for (; place < this.tokens.length && this.tokens[place].begin < end; place++) {
+      const token = this.tokens[place];
+      const piece = this.whole.slice(Math.max(begin, token.begin), Math.min(end, token.end));
+      if (!token.entry) {
+        parent.append(piece);
+        continue;
+      }
+      const level = LEVELS.filter((one) => Math.exp(token.entry.logprob) < one).length;
+      const span = element("span", `token p${level}`, piece);
+      span.entry = token.entry;
+      parent.append(span);
+    }
+  }
+
+  // The first token that ends behind a place.
+  first(place) {
+    let [low, high] = [0, this.tokens.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.tokens[middle].end > place) high = middle;
+      else low = middle + 1;
+    }
+    return low;
   }
 
   over(target) {
@@ -65,9 +129,12 @@ export class TokenText {
 
   key(event) {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (event.key === "Escape") this.at(null);
+    if (event.key === "Escape" && this.here) {
+      event.stopPropagation(); // it ends the look at a token, and not the answer
+      this.at(null);
+    }
     if (!step) return;
-    const tokens = [...this.parent.querySelectorAll(".token")];
+    const tokens = [...this.parent.querySelectorAll(".token")].filter((token) => token.getClientRects().length);
     const place = tokens.indexOf(this.here) + (this.here ? step : step > 0 ? 1 : 0);
     this.at(tokens[Math.max(0, Math.min(place, tokens.length - 1))] ?? null);
     event.preventDefault();

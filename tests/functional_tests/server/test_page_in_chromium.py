@@ -5,6 +5,7 @@ The test takes half a minute and is no part of the ordinary ones: set MEGATRON_A
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,23 @@ pytestmark = [
     ),
 ]
 QUESTION = "What is the capital of France?"
+MARKED = """# Head
+
+Some **bold** and *thin* with `code`, 2 * 3 * 4, snake_case_name, <b>x</b>.
+[l](javascript:alert(1)) **open
+
+- one
+- two **b**
+  - deep
+
+3. third
+
+> quoted
+
+```python
+x = y ** 2  # **not bold**
+```
+End."""
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +121,84 @@ def test_chat_hover_and_steps(page: Browser, service: Served) -> None:
     assert page.complaints == []
 
 
-def test_an_answer_is_stopped(page: Browser, service: Served) -> None:
+def test_the_first_answer_is_sane_and_settings_say_what_is_done(page: Browser) -> None:
+    give_key(page, KEY)
+    page.until("document.getElementById('temperature').placeholder === 'default 0'")
+    assert page.value("document.getElementById('max_tokens').placeholder") == "default 1024"
+    ask(page, QUESTION)
+    page.until("document.querySelector('.facts')?.textContent.includes('tokens/s')")
+    page.until("document.getElementById('stop').hidden")
+    assert "Paris" in text_of(page, ".assistant .said")
+    # A reload keeps the chat, which goes on, and a new one is empty.
+    page.value("location.reload()")
+    page.until("document.querySelectorAll('.message').length === 2")
+    assert text_of(page, ".user .said") == QUESTION
+    assert "Paris" in text_of(page, ".assistant .said")
+    page.until("document.getElementById('model').textContent.includes('smollm2')")
+    ask(page, "And of Italy?")
+    page.until("document.querySelectorAll('.facts').length === 1")
+    page.until("document.getElementById('stop').hidden")
+    assert "Rome" in text_of(page, ".message:last-child .said")
+    page.value("document.getElementById('new-chat').click()")
+    page.value("location.reload()")
+    page.until("document.readyState === 'complete'")
+    assert page.value("document.querySelectorAll('.message').length") == 0
+
+
+def test_marks_of_a_text_are_its_form(page: Browser) -> None:
+    """In whatever parts it comes: all of its characters stay, and no HTML is made of it."""
+    script = """(async () => {
+        const { TokenText } = await import("/page/tokens.js");
+        for (const size of [1, 3, 1000]) {
+            const said = document.createElement("div");
+            said.id = `by${size}`;
+            said.className = "said";
+            document.getElementById("messages").append(said);
+            const shown = new TokenText(said), text = TEXT;
+            for (let at = 0; at < text.length; at += size) {
+                const token = text.slice(at, at + size);
+                shown.push(token, [{ token, logprob: -0.1, bytes: null, top_logprobs: [] }]);
+                shown.draw();
+            }
+            shown.end();
+        }
+    })()"""
+    page.value(script.replace("TEXT", json.dumps(MARKED)))
+    page.until("Boolean(document.querySelector('#by1000 pre'))")
+
+    def texts(selector: str, size: int) -> list[str]:
+        """What is seen of elements."""
+        found: list[str] = page.value(
+            f"[...document.querySelectorAll('#by{size} {selector}')].map((one) => one.innerText)"
+        )
+        return [text.strip() for text in found]
+
+    for size in (1, 3, 1000):
+        assert text_of(page, f"#by{size}") == MARKED
+        assert texts("h3", size) == ["Head"]
+        assert texts("strong", size) == ["bold", "b"]
+        assert texts("em", size) == ["thin"]
+        assert texts(".paragraph code", size) == ["code"]
+        assert texts("pre", size) == ["x = y ** 2  # **not bold**"]
+        assert texts("ul ul li", size) == ["deep"]
+        assert page.value(f"document.querySelector('#by{size} ol li').value") == 3
+        assert texts(".quote", size) == ["quoted"]
+        first, last = texts(".paragraph", size)
+        assert "2 * 3 * 4, snake_case_name, <b>x</b>.\n[l](javascript:alert(1)) **open" in first
+        assert last == "End."
+        assert texts(":is(a, b, img)", size) == []
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_an_answer_is_stopped(page: Browser, service: Served, how: str) -> None:
     give_key(page, KEY)
     ask(page, "Tell me a very long story.", max_tokens=1500)
     page.until("document.querySelectorAll('.token').length > 3")
-    page.value("document.getElementById('stop').click()")
+    if how == "button":
+        page.value("document.getElementById('stop').click()")
+    else:
+        page.press("Escape", code=27)
     page.until("document.getElementById('stop').hidden")
     assert "stopped" in text_of(page, ".facts")
 
@@ -161,3 +252,16 @@ def test_texts_are_no_html(tmp_path: Path) -> None:
             assert hostile in page.value("document.body.textContent")
             assert page.value("document.querySelectorAll('img[src=x], body script').length") == 0
             assert page.value("window.run === undefined")
+
+
+def test_numbers_of_a_server_that_is_gone_are_not_shown(page: Browser, service: Served) -> None:
+    """The last test: it ends the service of the others."""
+    give_key(page, KEY)
+    page.until("document.getElementById('state').textContent === 'running'")
+    service.process.kill()
+    page.until("document.getElementById('state').textContent === 'not reached'")
+    told = page.value("[...document.querySelectorAll('.tiles dd')].map((one) => one.innerText)")
+    assert {one.strip() for one in told} == {"\u2013"}
+    assert len(told) == 8
+    assert "cannot be reached" in text_of(page, "#engine-note")
+    assert page.value("document.querySelectorAll('#lanes svg, .tiles svg').length") == 0
