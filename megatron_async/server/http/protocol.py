@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,16 @@ def _head_of(default: _Pairs, headers: _Pairs) -> bytes:
     return _last_head[2]
 
 
+def _end_if_unread(transport: asyncio.Transport, seconds: float) -> None:
+    """Let the kernel end a connection whose client takes nothing for so long (tcp(7),
+    TCP_USER_TIMEOUT; since Linux 5.11 also of one that says that it has no room). A whole answer
+    would else stay in memory for as long as the client likes."""
+    number = getattr(socket, "TCP_USER_TIMEOUT", None)
+    end = transport.get_extra_info("socket")
+    if number is not None and end is not None and end.family in (socket.AF_INET, socket.AF_INET6):
+        end.setsockopt(socket.IPPROTO_TCP, number, round(seconds * 1000))
+
+
 class HttpLimits(NamedTuple):
     """Limits of one connection.
 
@@ -53,12 +64,14 @@ class HttpLimits(NamedTuple):
         headers: how many.
         head_s: from the first byte of a request, or from the connection, to the end of its headers.
         body_s: from there to the end of its body.
+        unread_s: for which a client may take nothing of an answer that is ready.
     """
 
     head_bytes: int = 64 << 10
     headers: int = 100
     head_s: float = 20.0
     body_s: float = 60.0
+    unread_s: float = 60.0
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -141,6 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
         """A client has come."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        _end_if_unread(transport, self.limits.unread_s)
         self._expect("the request's headers", self.limits.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:

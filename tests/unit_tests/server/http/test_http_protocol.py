@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import time
 
 import pytest
@@ -43,6 +44,13 @@ class Handlers:
     async def fail(self, exchange, rest):
         raise RuntimeError("a secret of the server")
 
+    async def large(self, exchange, rest):
+        def lose():
+            self.lost += 1
+
+        exchange.connection.tell_when_lost(lose)
+        await reply_json(exchange.send, "x" * 30_000_000)
+
     async def wait(self, exchange, rest):
         gone = asyncio.get_running_loop().create_future()
         exchange.connection.tell_when_lost(lambda: gone.set_result(None))
@@ -54,11 +62,12 @@ class Handlers:
 def served(monkeypatch):
     """Runs a test's coroutine beside a server; `ask` sends bytes and gives the answers."""
     handlers = Handlers()
-    monkeypatch.setattr(HttpProtocol, "limits", HttpLimits(2000, 20, 0.3, 0.3))
+    monkeypatch.setattr(HttpProtocol, "limits", HttpLimits(2000, 20, 0.3, 0.3, 0.3))
     routes = [
         Route("POST", "/echo/*", handlers.echo), Route("GET", "/stream", handlers.stream),
         Route("GET", "/events/*", handlers.events), Route("GET", "/events", handlers.events),
         Route("GET", "/fail", handlers.fail), Route("GET", "/wait", handlers.wait),
+        Route("GET", "/large", handlers.large),
     ]  # fmt: skip
     app = App(routes, Access(ApiConfig(coordinator="x")), "/root")
 
@@ -119,6 +128,19 @@ def test_a_connection_serves_one_request_after_the_other(served):
             assert (status, json.loads(body)) == (200, {"bytes": 4, "rest": "x"})
             assert headers["x-request-id"] == "a.1"
         writer.close()
+
+    served(test)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has it")
+def test_who_does_not_read_a_whole_answer_is_cut_off(served):
+    """Break it: `_end_if_unread` without its option."""
+
+    async def test(port, handlers):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /large HTTP/1.1\r\n" + HEAD + b"\r\n")
+            while not handlers.lost:
+                await asyncio.sleep(0.05)
 
     served(test)
 
