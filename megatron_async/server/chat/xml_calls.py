@@ -176,11 +176,8 @@ def _kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema allows; none: it says nothing of them."""
     found: set[str] = set()
     for own in _branches(schema, root):
-        given = own.get("type", ())
-        names = [
-            str(name).lower()
-            for name in (given if isinstance(given, list) else [given] if given else ())
-        ]
+        given = own.get("type", [])
+        names = [str(name).lower() for name in (given if isinstance(given, list) else [given])]
         found |= {_OTHER_NAMES.get(name, name) for name in names}
         if not names:
             found |= {_KINDS[type(value)] for value in _constants(own) if type(value) in _KINDS}
