@@ -121,7 +121,9 @@ def test_chat_hover_and_steps(page: Browser, service: Served) -> None:
     assert page.complaints == []
 
 
-def test_the_first_answer_is_sane_and_settings_say_what_is_done(page: Browser) -> None:
+def test_the_first_answer_is_sane_and_settings_say_what_is_done(
+    page: Browser, service: Served
+) -> None:
     give_key(page, KEY)
     page.until("document.getElementById('temperature').placeholder === 'default 0'")
     assert page.value("document.getElementById('max_tokens').placeholder") == "default 1024"
@@ -130,7 +132,7 @@ def test_the_first_answer_is_sane_and_settings_say_what_is_done(page: Browser) -
     page.until("document.getElementById('stop').hidden")
     assert "Paris" in text_of(page, ".assistant .said")
     # A reload keeps the chat, which goes on, and a new one is empty.
-    page.value("location.reload()")
+    page.open(f"http://127.0.0.1:{service.port}/")
     page.until("document.querySelectorAll('.message').length === 2")
     assert text_of(page, ".user .said") == QUESTION
     assert "Paris" in text_of(page, ".assistant .said")
@@ -140,8 +142,7 @@ def test_the_first_answer_is_sane_and_settings_say_what_is_done(page: Browser) -
     page.until("document.getElementById('stop').hidden")
     assert "Rome" in text_of(page, ".message:last-child .said")
     page.value("document.getElementById('new-chat').click()")
-    page.value("location.reload()")
-    page.until("document.readyState === 'complete'")
+    page.open(f"http://127.0.0.1:{service.port}/")
     assert page.value("document.querySelectorAll('.message').length") == 0
 
 
