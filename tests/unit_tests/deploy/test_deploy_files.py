@@ -17,6 +17,7 @@ from megatron_async.server.metrics import OUTCOMES, metrics_text
 from megatron_async.serving.service_counters import ServiceCounters
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
+README = DEPLOY / "README.md"
 BOARD = DEPLOY / "grafana" / "boards" / "megatron_async.json"
 NAME = re.compile(r"\b(?:megatron_async|vllm)[a-z0-9_:]*")
 
@@ -80,4 +81,14 @@ def test_whoever_stops_it_waits_longer_than_the_drain() -> None:
     compose = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
     (unit_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     (compose_s,) = re.findall(r"^    stop_grace_period: (\d+)s$", compose, re.MULTILINE)
-    assert min(int(unit_s), int(compose_s)) > drain
+    (pod_s,) = re.findall(r"terminationGracePeriodSeconds: (\d+)", README.read_text("utf-8"))
+    assert min(int(unit_s), int(compose_s), int(pod_s)) > drain
+
+
+def test_what_kills_asks_for_liveness_and_what_sends_requests_for_readiness() -> None:
+    probes = dict(
+        re.findall(r"^(\w+)Probe:.*\n +httpGet: \{path: (/\w+),", README.read_text("utf-8"), re.M)
+    )
+    assert probes == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
+    (asked,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", (DEPLOY / "Dockerfile").read_text())
+    assert asked == "/health"
