@@ -43,7 +43,7 @@ from megatron_async.models.architecture import ModelArchitecture
 EQUAL, REFUSED, WRONG, ALONE = "equal", "refused", "WRONG", "transformers refuses it"
 LENGTHS = (1, 5, 23, 70)
 """Tokens of the prompts."""
-NEW_TOKENS = 6
+NEW_TOKENS = 4
 TOLERANCE = 2e-3
 """Of log probs."""
 
@@ -182,9 +182,10 @@ def their_answer(model: Any, prompt: list[int]) -> tuple[list[int], Tensor]:
     """Greedy tokens of transformers, and log probs of the prompt and of the tokens."""
     tokens = list(prompt)
     for _ in range(NEW_TOKENS):
-        tokens.append(int(_logits(model, tokens)[-1].argmax()))
-    every = _logits(model, tokens).log_softmax(-1)
-    return tokens[len(prompt) :], every[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        logits = _logits(model, tokens)
+        tokens.append(int(logits[-1].argmax()))
+    told = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return tokens[len(prompt) :], told
 
 
 def _logits(model: Any, tokens: list[int]) -> Tensor:

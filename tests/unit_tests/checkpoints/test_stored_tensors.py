@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_families import make_hybrid, their_logits
+from hybrid_families import make_hybrid, their_logits, without_least_step
 from safetensors.torch import load_file, save_file
 from test_delta_folders import with_vision
 from torch import Tensor
@@ -50,10 +50,7 @@ def check_logits(folder: Path) -> None:
 
     has_vision = "vision_config" in json.loads((folder / "config.json").read_text())
     kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-    theirs = kind.from_pretrained(folder).eval()
-    for module in theirs.modules():
-        if hasattr(module, "time_step_min"):
-            module.time_step_min = 0.0
+    theirs = without_least_step(kind.from_pretrained(folder).eval())
     expected = their_logits(theirs, TOKENS)
     ours = load_model(folder, torch.float32, CPU)
     assert not ours.architecture.tie_word_embeddings
