@@ -12,7 +12,7 @@ from megatron_async.server.chat.answer_pieces import CallReader, Content, Piece,
 from megatron_async.text.structured_output import StructuredOutput
 
 OPEN, CLOSE = "<think>", "</think>"
-_REGEX_IN_LARK = re.compile(r"(?<!\\)/")
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 class ThoughtReader(CallReader):
@@ -104,6 +104,11 @@ def overlap(text: str, mark: str) -> int:
     return 0
 
 
+def in_lark(regex: str) -> str:
+    """A regular expression as it stands between Lark's slashes."""
+    return _SLASH.sub(lambda found: "\\/" if found[0] == "/" else found[0], regex)
+
+
 def grammar_behind_thought(wanted: StructuredOutput, in_thought: bool) -> str:
     """A Lark grammar: a thought, then what is wanted.
 
@@ -122,12 +127,12 @@ def grammar_behind_thought(wanted: StructuredOutput, in_thought: bool) -> str:
     if fixed.grammar is not None:
         if not re.search(r"^start\s*:", fixed.grammar, re.MULTILINE):
             raise RequestError("grammar has no rule `start`: name its first rule so.")
-        inner = re.sub(r"\bstart\b", "wanted", fixed.grammar)
-        return f"start: {start} wanted\n{rules}{inner}\n"
+        # A grammar inside of this one: its names, and texts such as "start" in it, stay its own.
+        return f"start: {start} wanted\n{rules}wanted: %lark {{\n{fixed.grammar}\n}}\n"
     if fixed.json_schema is not None:
         body = f"%json {fixed.json_schema}"
     elif fixed.regex is not None:
-        body = f"/{_REGEX_IN_LARK.sub(r'\\/', fixed.regex)}/"
+        body = f"/{in_lark(fixed.regex)}/"
     else:
         body = " | ".join(json.dumps(text) for text in fixed.choice or ())
     return f"start: {start} wanted\n{rules}wanted: {body}\n"

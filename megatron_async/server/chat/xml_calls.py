@@ -25,6 +25,7 @@ from megatron_async.errors import RequestError
 from megatron_async.server.chat.answer_pieces import Call, OfferedTool, ReadingCalls
 from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_value
+from megatron_async.server.chat.thoughts import in_lark
 
 XML_MARKS = ("<tool_call>", "<function=")
 """Qwen3-Coder sometimes leaves the outer tag out."""
@@ -203,6 +204,8 @@ def _only_values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
 # ---- Writing -------------------------------------------------------------------------------------
 
 _NO_END = r"~/(?s:.*<\/parameter>.*)/"
+_ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
+ANYTHING = "(?s:.*)"
 _END = r"/\n<\/parameter>\n/"
 
 
@@ -266,12 +269,9 @@ def _value_rule(schema: Any, root: Mapping[str, Any], name: str, lines: list[str
         return "TEXT"
     held = [f"/(?s:.{{{least or 0},{most}}})/", _NO_END]
     if isinstance(pattern, str):
-        inside = re.sub(r"(?<!\\)/", r"\\/", pattern)
-        before = "" if inside.startswith("^") else "(?s:.*)"
-        after = "" if inside.endswith("$") and not inside.endswith(r"\$") else "(?s:.*)"
-        held.append(
-            f"/{before}({inside.removeprefix('^').removesuffix('$' if not after else '')}){after}/"
-        )
+        begins, ends = pattern.startswith("^"), _ENDS.search(pattern) is not None
+        inside = in_lark(pattern[begins : len(pattern) - ends])
+        held.append(f"/{ANYTHING * (not begins)}({inside}){ANYTHING * (not ends)}/")
     lines.append(f"{name}: ({' & '.join(held)}) {_END}")
     return name
 

@@ -106,7 +106,7 @@ def test_forced_calls_are_what_the_reader_reads(name: str, tokenizer: Any) -> No
 def test_forced_values_between_tags(tokenizer: Any) -> None:
     """In the form of Qwen3-Coder, values have no quotes: the grammar holds them to the schema."""
     properties = {
-        "text": {"type": "string"}, "short": {"type": "string", "maxLength": 3}, "like": {"type": "string", "pattern": "^a/+b"},
+        "text": {"type": "string"}, "short": {"type": "string", "maxLength": 3}, "like": {"type": "string", "pattern": "^a/+b"}, "ends": {"type": "string", "pattern": r"\\/x$"}, "money": {"type": "string", "pattern": r"\d\$"},
         "one": {"enum": ["x y", "z"]}, "number": {"type": "integer", "minimum": 5}, "sure": {"$ref": "#/$defs/sure"},
         "list": {"type": "array", "items": {"type": "integer"}}, "any": {},
         "maybe": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, "mixed": {"enum": ["1", 2, True]},
@@ -123,12 +123,12 @@ def test_forced_values_between_tags(tokenizer: Any) -> None:
         parts = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
         return f"<tool_call>\n<function=f>\n{parts}</function>\n</tool_call>"
 
-    good = {"text": "a\n<b>\n\n", "short": "", "like": "a//b!", "one": "x y", "number": "12", "sure": "true", "list": "[1, 2]", "any": "5", "maybe": "null", "mixed": "true"}  # fmt: skip
+    good = {"text": "a\n<b>\n\n", "short": "", "like": "a//b!", "ends": r"(\/x", "money": "5$!", "one": "x y", "number": "12", "sure": "true", "list": "[1, 2]", "any": "5", "maybe": "null", "mixed": "true"}  # fmt: skip
     assert accepts(tokenizer, wanted, call(**good))
     assert accepts(tokenizer, wanted, call(one="z"))
     assert not accepts(tokenizer, wanted, call(text="a"))
     for key, bad in {
-        "text": "</parameter>", "short": "four", "like": "ba/b", "one": "x", "number": "4", "sure": "yes", "list": "[a]",
+        "text": "</parameter>", "short": "four", "like": "ba/b", "ends": r"\/x.", "money": "5", "one": "x", "number": "4", "sure": "yes", "list": "[a]",
         "maybe": "K", "mixed": "3",
     }.items():  # fmt: skip
         assert not accepts(tokenizer, wanted, call(**(good | {key: bad}))), key
@@ -299,8 +299,10 @@ OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
         ({"structured_outputs": {"json": OBJECT, "disable_any_whitespace": True}}, '{"a":2}', '{ "a": 2}'),
         ({"structured_outputs": {"regex": "a/b|c+"}}, "ccc", "d"),
         ({"structured_outputs": {"regex": "a/b|c+"}}, "a/b", "ab"),
+        ({"structured_outputs": {"regex": r"a\\/b[/]\/"}}, r"a\/b//", "a/b//"),
         ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "maybe"),
         ({"structured_outputs": {"grammar": 'start: "a" start?'}}, "aaa", "b"),
+        ({"structured_outputs": {"grammar": 'start: wanted | "a" start\nwanted: "start }" thought\nthought: blank\nblank: /[{]/ %json {"const": "start"}\n'}}, 'astart }{"start"', "wanted }{"),
     ],
 )  # fmt: skip
 def test_formats_alone_and_behind_a_thought(
@@ -319,6 +321,27 @@ def test_formats_alone_and_behind_a_thought(
     outside = asked_chat(served, chat_template_kwargs={"enable_thinking": False}, **body)
     assert not outside.style.chat.starts_in_thought
     assert accepts(tokenizer, outside.choices[0].params.structured_output, good)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_a_forced_call_behind_a_thought(name: str, tokenizer: Any) -> None:
+    """A parameter may have the name of a grammar's first rule."""
+    template = THINKING + ("{# <function= <parameter= #}" if name == "qwen3_coder" else "")
+    parameters = {"properties": {"start": {"type": "integer"}}, "required": ["start"]}
+    tool = {"type": "function", "function": {"name": "start", "parameters": parameters}}
+    asked = asked_chat(
+        demo(template),
+        tools=[tool],
+        tool_choice="required",
+        chat_template_kwargs={"enable_thinking": True},
+    )
+    call = FORMATS[name].written("start", '{"start": 5}')
+    wanted = asked.choices[0].params.structured_output
+    assert accepts(tokenizer, wanted, f"Hm <tool_call>\n</think>\n\n{call}")
+    assert not accepts(tokenizer, wanted, f"Hm</think>{call.replace('start', 'wanted')}")
+    message = answered(asked, f"Hm</think>\n\n{call}", demo(template))["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"] == {"name": "start", "arguments": '{"start": 5}'}
+    assert (message["content"], message["reasoning_content"]) == (None, "Hm")
 
 
 def test_thoughts_in_answers() -> None:
