@@ -12,10 +12,12 @@ import reprlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import RequestError
 from megatron_async.text.grammar_limits import (
+    MAX_RULES,
     check_choice,
     check_grammar,
     check_regex,
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+KEPT = 16
+"""Texts and schemas that were checked last."""
 ALLOWANCE_S = 0.005
 """CPU seconds of a request's grammar for each token: to make its mask, and to advance by it."""
 CREDIT_S = 0.1
@@ -70,8 +74,6 @@ class StructuredOutput:
             RequestError: not exactly one field is given, or it is of the wrong type, or it is too
                 large or too deep (`text/grammar_limits.py`).
         """
-        from llguidance import LLMatcher
-
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) != 1:
             raise RequestError(
@@ -80,7 +82,7 @@ class StructuredOutput:
             )
         name, value = given[0], getattr(self, given[0])
         if name == "json_schema":
-            return LLMatcher.grammar_from_json_schema(_schema_text(value))
+            return _source_of(name, _schema_text(value))
         if name == "choice":
             is_list = isinstance(value, list) and value
             if is_list:
@@ -91,18 +93,13 @@ class StructuredOutput:
                     "none empty."
                 )
             check_size("choice", sum(map(len, value)))
-            return LLMatcher.grammar_from_regex("|".join(f"({re.escape(text)})" for text in value))
+            return _source_of("choice", "|".join(f"({re.escape(text)})" for text in value))
         if not isinstance(value, str) or not value:
             raise RequestError(
                 f"{name}={reprlib.repr(value)} is not allowed: it must be a text, not empty."
             )
         check_size(name, len(value))
-        if name == "regex":
-            check_regex(value)
-            return LLMatcher.grammar_from_regex(value)
-        check_grammar(value)
-        _check_schemas_in(value)
-        return LLMatcher.grammar_from_lark(value)
+        return _source_of(name, value)
 
 
 class TokenGrammar:
@@ -168,11 +165,38 @@ class TokenGrammar:
         return self.behind_s > CREDIT_S
 
 
+@lru_cache(KEPT)
+def _source_of(name: str, text: str) -> str:
+    """The grammar of a field's text as llguidance takes it.
+
+    Kept, because a request with many answers asks for each of them, on the engine's thread.
+
+    Raises:
+        RequestError: the text is too large or too deep.
+    """
+    from llguidance import LLMatcher
+
+    if name == "json_schema":
+        return LLMatcher.grammar_from_json_schema(text)
+    if name == "choice":
+        return LLMatcher.grammar_from_regex(text)
+    if name == "regex":
+        check_regex(text)
+        return LLMatcher.grammar_from_regex(text)
+    check_grammar(text)
+    _check_schemas_in(text)
+    return LLMatcher.grammar_from_lark(text)
+
+
 def _check_schemas_in(grammar: str) -> None:
     """Raise RequestError for a number in a `%json` of a Lark grammar that would not be kept."""
-    place = 0
+    place = count = 0
     while found := _SCHEMA_IN_LARK.search(grammar, place):
-        place = found.end()
+        count, place = count + 1, found.end()
+        if count > MAX_RULES:
+            raise RequestError(
+                f"grammar has more than {MAX_RULES} schemas (%json): join some of them."
+            )
         try:
             schema, place = _DECODER.raw_decode(grammar, place)
         except (ValueError, RecursionError):
@@ -182,6 +206,15 @@ def _check_schemas_in(grammar: str) -> None:
 
 def _schema_text(schema: Any) -> str:
     """A JSON schema as text."""
+    return _text_of_schema(schema) if isinstance(schema, str) else _as_text(schema)
+
+
+@lru_cache(KEPT)
+def _text_of_schema(schema: str) -> str:
+    return _as_text(schema)
+
+
+def _as_text(schema: Any) -> str:
     if not isinstance(schema, str | Mapping):
         raise RequestError(
             f"json_schema={reprlib.repr(schema)} is not allowed: it must be a dict, or the text of "
