@@ -48,7 +48,9 @@ def exact_numbers(schema: Any) -> Any:
         elif key in ("const", "enum"):
             value = _constant(key, value)
         elif key in LIMITS:
-            value = _limit(key, value, schema.get("type") == "integer")
+            kinds = schema.get("type")
+            kinds = kinds if isinstance(kinds, list) else [kinds]
+            value = _limit(key, value, "integer" in kinds and "number" not in kinds)
         elif key in COUNTS:
             value = _count(key, value)
         elif key == "multipleOf":

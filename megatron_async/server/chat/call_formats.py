@@ -280,7 +280,7 @@ FORMATS: dict[str, CallFormat] = {
     for row in (
         CallFormat(
             "qwen3_coder",
-            ("qwen3_xml", "qwen3.5", "nemotron_v3", "nemotron3"),
+            ("qwen3_xml", "qwen3.5", "nemotron_v3", "super_v3", "ultra_v3"),
             XML_MARKS, read_xml, xml_rules, xml_written,
             (("<function=", "<parameter="),), ("<tool_call>", "</tool_call>"),
         ),

@@ -59,6 +59,7 @@ def test_limits_of_integers(tokenizer: Any, key: str, limit: int) -> None:
     [
         ({"type": "integer", "minimum": 1.0}, "1", "0"), ({"type": "integer", "minimum": -0.0}, "0", "-1"),
         ({"type": "integer", "maximum": 2**63 - 1}, str(2**63 - 1), str(2**63)),
+        ({"type": ["integer", "null"], "maximum": 2**63 - 1}, str(2**63 - 1), str(2**63)),
         ({"type": "number", "minimum": 0.1}, "0.1", "0.09999"), ({"type": "number", "maximum": 1e-7}, "0.0000001", "0.00000011"),
         ({"const": -0.0}, "0", "1"), ({"const": 1.0}, "1", "2"), ({"enum": [BIG, "a"]}, str(BIG), str(BIG + 1)), ({"enum": [0.1, 10**17]}, str(10**17), "0.2"),
         ({"type": "string", "minLength": 2.0}, '"ab"', '"a"'), ({"type": "string", "maxLength": 1.0}, '"a"', '"ab"'),
@@ -78,7 +79,7 @@ def test_numbers_that_are_kept(tokenizer: Any, schema: Any, good: str, bad: str)
         ({"enum": [1, BIG + 1]}, f"enum={BIG + 1}.*as a string"), ({"const": {"a": [BIG + 1]}}, f"const={BIG + 1}"), ({"const": -(2**63)}, "const=-9223372036854775808"),
         ({"const": 123456789012345.678}, "const=.*15 digits"), ({"anyOf": [{"items": {"maximum": BIG + 1}}]}, f"maximum={BIG + 1}"),
         ({"$defs": {"x": {"minimum": -BIG - 1}}}, "minimum=-9007199254740993"), ({"maximum": INF}, "maximum=inf"), ('{"const": 1e400}', "const=inf"), ({"minimum": 5e-324}, "minimum=5e-324"),
-        ({"type": "number", "maximum": 1e22}, "maximum="), ({"minLength": -1}, "minLength=-1"), ({"maxItems": 1.5}, "maxItems=1.5"), ({"minItems": 2**63}, "minItems="),
+        ({"type": "number", "maximum": 1e22}, "maximum="), ({"type": ["number", "integer"], "maximum": 2**63 - 1}, "maximum="), ({"minLength": -1}, "minLength=-1"), ({"maxItems": 1.5}, "maxItems=1.5"), ({"minItems": 2**63}, "minItems="),
         ({"multipleOf": 0}, "multipleOf=0.*above 0"), ({"multipleOf": -3}, "multipleOf=-3"), ({"exclusiveMinimum": True}, "exclusiveMinimum=True.*a number"),
         ({"maximum": "5"}, "maximum='5'"), ({"minimum": None}, "minimum=None"), ({"maximum": 10**4000}, "maximum=a number of more than 128 bits"), ({"maximum": 10**5000}, "no JSON object"),
     ],

@@ -338,3 +338,18 @@ def test_calls_and_content_are_the_same_at_both_endpoints(
     assert all(isinstance(one.get("input", {}), dict) for one in body["content"])
     texts = [event["delta"].get("text", "") for event in events if "delta" in event]
     assert "".join(texts) == content
+
+
+def test_forced_calls_that_are_cut_off_leave_no_text() -> None:
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "K'
+    tool = {"name": "weather", "parameters": SCHEMA, "type": "function"}
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        events, body = both(response(tools=[tool], tool_choice=choice), text, reason="length")
+        assert Response.model_validate(body).output_text == ""
+        assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert not any(event["type"].endswith(".delta") for event in events)
+    tool = {"name": "weather", "input_schema": SCHEMA}
+    for given in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        events, body = both(message(tools=[tool], tool_choice=given), text, reason="length")
+        assert (body["content"], body["stop_reason"]) == ([], "max_tokens")
+        assert not any(event["type"] == "content_block_delta" for event in events)
