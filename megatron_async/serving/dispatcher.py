@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from itertools import count
 
+import msgspec
+
 from megatron_async.requests.trace_context import is_sampled, named
 from megatron_async.serving.card_shelf import CardShelf
 from megatron_async.serving.commands import find_replica, state_after
@@ -254,6 +256,9 @@ class Dispatcher(RequestBooks):
         for ended in message.ends:
             if (request := replica.requests.get(ended.number)) is not None:
                 replica.completed += ended.failure is None
+                if request.is_aborted and (why := self.verbs.why_refused()):
+                    failure = ("RequestAborted", f"aborted: {why}.")
+                    ended = msgspec.structs.replace(ended, failure=failure)
                 parts.end(request, ended)
                 self._finish(request, ended)
         parts.send(self._send)

@@ -32,6 +32,8 @@ WRITERS_S = 5.0
 ENDS_S = 6.0
 """Of `--shutdown-timeout` so much, or a third, is kept for the ends of processes: half of it for
 API processes, half for replicas, which have nothing to do by then, to give their devices back."""
+OWN_END_S = 1.0
+"""Of it so much, or a tenth, is this process' own: to end its coordinator and itself."""
 SHORTEST_S = 2.0
 """Processes have so long to end, also where requests have no time at all."""
 MOST_EARLY_DEATHS = 5
@@ -190,7 +192,8 @@ class Supervisor:
             self._say("ending: no new requests; a second signal ends at once.")
         asked, limit_s = signals.leave, self._settings.shutdown_timeout_s
         ends_s = max(min(limit_s / 3, ENDS_S), SHORTEST_S)
-        deadline = time.monotonic() + max(limit_s, ends_s)
+        own_s = min(limit_s / 10, OWN_END_S)
+        deadline = time.monotonic() + max(limit_s - own_s, ends_s)
         last_of_fronts = deadline - (ends_s / 2 if self._replicas else 0.0)
         if not self._failure and self._coordinator is not None and self._coordinator.drain():
             is_drained = self._wait(signals, asked, deadline - ends_s, self._is_drained)

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from told_service import Service
 
-from megatron_async.serving.messages import Abort, Answer, Ask, Do, Done, SetPaused
+from megatron_async.serving.messages import (
+    Abort,
+    Answer,
+    Ask,
+    Do,
+    Done,
+    Ended,
+    SetPaused,
+    StepTokens,
+)
 
 
 def tell(service: Service, number: int, what: str, **fields: Any) -> list[Any]:
@@ -90,6 +99,34 @@ def test_a_draining_service_finishes_and_refuses() -> None:
     value(service, "resume")
     service.ask(2)
     assert len(service.runs("a")) == 1
+
+
+def test_who_is_aborted_because_the_service_ends_is_told_so() -> None:
+    service = Service("a")
+    service.ask(0)
+    value(service, "drain")
+    value(service, "abort", all=True)
+    service.take("client")
+    failed = ("RequestAborted", "request 0 was aborted")
+    service.hear("a", StepTokens(ends=[Ended(0, "aborted", failed, replica="a")]))
+    kind, text = service.failure()
+    assert kind == "RequestAborted"
+    assert "the service ends" in text
+
+
+def test_a_client_that_goes_while_the_service_ends_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for draining in (False, True):
+        service = Service("a")
+        service.ask(0)
+        if draining:
+            value(service, "drain")
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            service.lose("client")
+        assert ("A client is gone" in caplog.text) == (not draining)
+        assert ("1 requests are aborted, as the service ends" in caplog.text) == draining
 
 
 def test_requests_are_aborted_by_their_label() -> None:

@@ -69,11 +69,11 @@ def test_all_ends_within_the_limit(
     supervisor._fronts, supervisor._replicas = [front], [replica]
     assert supervisor._leave(clock) == 0
     assert clock.now <= max(limit_s, 2.0) + 1e-6
-    # Requests have at least two thirds of the time; who has more to do is told, then ended.
-    is_in_time = done_s < limit_s * 2 / 3
+    # Requests have more than half of the time; who has more to do is told, then ended.
+    is_in_time = done_s < limit_s / 2
     assert (coordinator.aborted_at is None) == is_in_time
     if not is_in_time:
-        assert coordinator.aborted_at >= limit_s * 2 / 3 - 2.0
+        assert coordinator.aborted_at >= limit_s / 2 - 2.0
     assert front.told[0][0] == signal.SIGTERM
     assert signal.SIGKILL in dict(replica.told) or not replica.is_alive
     assert replica.told[0][1] >= front.told[0][1]
@@ -90,5 +90,5 @@ def test_without_a_coordinator_api_processes_have_all_of_it(
     supervisor._fronts = [front]
     assert supervisor._leave(clock) == 0
     assert [(number, round(at, 6)) for number, at in front.told] == [
-        (signal.SIGTERM, 0.0), (signal.SIGKILL, 30.0),
+        (signal.SIGTERM, 0.0), (signal.SIGKILL, 29.0),
     ]  # fmt: skip
