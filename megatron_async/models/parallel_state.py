@@ -18,6 +18,7 @@ from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import Job
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.lonely_group import BACKEND, register_backend
+from megatron_async.models.peer_check import check_peers
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """Seconds that a collective of a step waits for a rank; a longer wait would never end."""
@@ -100,7 +101,8 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
     """
     if sizes is not None:
         sizes.data_parallel(world_size())
-    if not dist.is_initialized():
+    starts = not dist.is_initialized()
+    if starts:
         job = join_job()
         job.route_collectives()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -128,6 +130,8 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
         # gloo group would listen at a further port.
         for name in [name for name in vars(parallel_state) if name.endswith("_GLOO")]:
             setattr(parallel_state, name, getattr(parallel_state, name.removesuffix("_GLOO")))
+    if starts:
+        check_peers(join_job(), list(dist.distributed_c10d._world.pg_map))
     if sizes is not None:
         _check_groups(sizes)
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -10,11 +10,14 @@ from __future__ import annotations
 from datetime import timedelta
 from itertools import pairwise
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async.communication.bootstrap import join_job
 from megatron_async.models.parallel_state import COLLECTIVE_TIMEOUT_S
+from megatron_async.models.peer_check import check_peers
 
 
 class PipelineLinks:
@@ -29,8 +32,8 @@ class PipelineLinks:
     def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
         mine = dist.get_process_group_ranks(pipeline)
         stage, self._count = mine.index(dist.get_rank()), len(mine)
-        all_pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(all_pipelines, mine)
+        told = join_job().exchange("pipelines", msgspec.json.encode(mine).decode())
+        all_pipelines = [msgspec.json.decode(text, type=list[int]) for text in told.values()]
         backend = "gloo" if device.type == "cpu" else "nccl"
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         for ranks in sorted(set(map(tuple, all_pipelines))):
@@ -40,6 +43,8 @@ class PipelineLinks:
                 self._before = pairs[stage - 1] if stage > 0 else None
                 self._after = pairs[stage] if stage + 1 < self._count else None
                 self._samples = samples
+        mine_alone = [self._before, self._after, self._samples]
+        check_peers(join_job(), [group for group in mine_alone if group is not None])
         self._sent: list[dist.Work | None] = [None, None]
         # NCCL makes a communicator at first use, and the host waits for that: not in a step.
         word = torch.zeros(1, device=device)

@@ -21,7 +21,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.ops.experts.expert_combine import combine_add_rms_norm, combine_sums
 from megatron_async.ops.experts.expert_gather import WORD, gather_tokens, packed_row_bytes
 from megatron_async.ops.experts.expert_routing import Routing
-from megatron_async.ops.ranks.symmetric_memory import flag_bytes, make_on_all, share
+from megatron_async.ops.ranks.symmetric_memory import flag_bytes, make_on_all, share, tell_group
 
 EXCHANGE_BYTES = 4 << 20
 """Most bytes that a rank reads from others in one exchange: enough for decode steps. On 4 H200s our
@@ -188,9 +188,7 @@ class ExpertExchange:
         return min(max_tokens, _limit() // read)
 
     def _least(self, value: int) -> int:
-        values: list[int] = [0] * self._group.size()
-        dist.all_gather_object(values, value, group=self._group)
-        return min(values)
+        return min(map(int, tell_group(self._group, "limits of exchanges", str(value))))
 
 
 @cache

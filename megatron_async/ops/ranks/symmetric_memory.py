@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
+from megatron_async.communication.bootstrap import join_job
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256
@@ -56,9 +58,7 @@ def make_on_all[Workspace](
         it and "", or None and why there is none; the same on all ranks.
     """
     made, reason = None, ""
-    hosts: list[object] = [None] * group.size()
-    dist.all_gather_object(hosts, _host(), group=group)
-    if len(set(hosts)) > 1:
+    if len(set(tell_group(group, "hosts", _host()))) > 1:
         return None, "the ranks are on several hosts"
     try:
         made = make()
@@ -66,10 +66,18 @@ def make_on_all[Workspace](
         logger.warning("symmetric memory is not available: %s", error)
         reason = f"symmetric memory is not available: {str(error).splitlines()[0]}"
     # This is a barrier, too: nobody writes flags before all have cleared theirs.
-    reasons: list[str | None] = [None] * group.size()
-    dist.all_gather_object(reasons, reason, group=group)
+    reasons = tell_group(group, "symmetric memory", reason)
     failed = next((found for found in reasons if found), "")
     return (None, failed) if failed else (made, "")
+
+
+def tell_group(group: dist.ProcessGroup, name: str, value: str) -> list[str]:
+    """What each rank of a group says, in their order; all of them call this, at the start.
+
+    Torch's own exchange of objects unpickles what the other ranks' connections bring.
+    """
+    members = dist.get_process_group_ranks(group)
+    return [*join_job().exchange(name, value, members).values()]
 
 
 def _host() -> str:

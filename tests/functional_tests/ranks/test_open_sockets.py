@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from served import ENGINE, Served
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.communication.own_folder import FOLDER_VARIABLE, OwnFolder
+from megatron_async.errors import ConfigurationError, RankLost
+from megatron_async.models import peer_check
+from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux's /proc"
@@ -49,6 +53,19 @@ def test_ranks_of_one_host_open_nothing_to_others(sizes: dict[str, int], meets: 
         assert found["tcp"]  # gloo
         assert found["abstract"]  # the bus
         assert found["files"] == found["udp"] == []
+
+
+def meet_a_stranger() -> str:
+    if os.environ["RANK"] == "1":
+        peer_check._word = lambda *_: list(b"a stranger's word")[: peer_check.WORD_BYTES]
+    with pytest.raises((ConfigurationError, RankLost)) as raised:
+        ensure_process_groups(ParallelSizes(tensor_model_parallel=2))
+    return str(raised.value)
+
+
+def test_a_stranger_behind_a_connection_of_gloo_is_noticed() -> None:
+    texts = run_ranks(2, meet_a_stranger)
+    assert "A connection of rank 0 by gloo does not lead to rank 1" in texts[0]
 
 
 def test_a_model_on_one_rank_opens_nothing() -> None:
