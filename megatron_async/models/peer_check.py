@@ -43,7 +43,8 @@ def check_peers(job: Job, groups: Iterable[dist.ProcessGroup]) -> None:
             job.watch.check(ranks, "the check of gloo's connections")
             failure = error
         expected = [_word(secret, group, rank, job.rank) for rank in ranks]
-        strangers = [r for r, word, due in zip(ranks, told.tolist(), expected) if word != due]
+        words = told.tolist()  # sync-ok: at the start, on the host
+        strangers = [rank for rank, word, due in zip(ranks, words, expected) if word != due]
         if strangers:
             raise ConfigurationError(
                 f"A connection of rank {job.rank} by gloo does not lead to "
