@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.files import written_as
 from megatron_async.cli.output import as_record, print_answer, print_end
+from megatron_async.cli.terminal import WordWrap
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
@@ -77,9 +78,14 @@ async def _print_stream(
         await task  # the engine ends first only by an error
     request = await answer
     with written_as("standard output"):
+        printer.end()
         print_end(as_record(shown, request), printer.has_begun)
         sys.stdout.flush()
     return request
+
+
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 class _StreamPrinter:
@@ -92,6 +98,9 @@ class _StreamPrinter:
     def __init__(self) -> None:
         self.has_begun = False
         self._held_back = ""
+        wrap = WordWrap(_print) if sys.stdout.isatty() else None
+        self._write = wrap.show if wrap else _print
+        self.end = wrap.end if wrap else lambda: None
 
     def show(self, text: Any) -> None:
         text = self._held_back + text
@@ -101,4 +110,4 @@ class _StreamPrinter:
         self._held_back = text[len(said) :]
         if said:
             self.has_begun = True
-            print(said, end="", flush=True)
+            self._write(said)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.interrupts import raise_interrupts
 from megatron_async.cli.options import engine_options
+from megatron_async.cli.terminal import STARTING, said_meanwhile
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -33,8 +34,9 @@ def measure_engine(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     options = engine_options(arguments)
     check_early(arguments.model, options)
 
-    from megatron_async.llm import LLM
-    from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
+    with said_meanwhile(STARTING):
+        from megatron_async.llm import LLM
+        from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
 
     options.setdefault("max_sequence_length", longest_in + longest_out)
     progress = not arguments.no_progress and sys.stderr.isatty()

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from megatron_async.cli.options import (
 )
 from megatron_async.cli.ranks import has_other_ranks
 from megatron_async.cli.sampling import add_sampling_options, given_sampling
+from megatron_async.cli.terminal import STARTING, WordWrap, said_meanwhile, unseen_keys
 from megatron_async.requests.defaults import default_sampling_params
 
 if TYPE_CHECKING:
@@ -90,9 +92,10 @@ def run_chat(arguments: argparse.Namespace) -> int:
             f"{DEMO}`, or `{PROGRAM} generate {arguments.model} -p '1 2 3'`."
         )
 
-    from megatron_async.cli.chat_session import ChatSession
-    from megatron_async.llm import LLM
-    from megatron_async.models.linear import bits_of_weights
+    with said_meanwhile(STARTING):
+        from megatron_async.cli.chat_session import ChatSession
+        from megatron_async.llm import LLM
+        from megatron_async.models.linear import bits_of_weights
 
     llm = LLM(
         arguments.model,
@@ -150,7 +153,11 @@ class Terminal:
             # Lines can then be edited, and the arrow keys bring earlier ones back.
             import readline  # noqa: F401
 
-            print(f"{self._name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
+            print(
+                _filled(
+                    f"{self._name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends."
+                )
+            )
         failed = False
         while (turn := self._read()) is not None:
             word, _, rest = turn.partition(" ")
@@ -189,11 +196,15 @@ class Terminal:
         def show(text: str) -> None:
             print(text, end="", flush=True)
 
+        wrap = WordWrap(show) if self._is_terminal else None
         try:
-            self._last = answer = self._session.answer(turn, show)
+            with unseen_keys():
+                self._last = answer = self._session.answer(turn, wrap.show if wrap else show)
         except (ValueError, RuntimeError) as error:
             print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
             return False
+        if wrap:
+            wrap.end()
         print(flush=True)
         if answer.left_out:
             self._say(
@@ -215,9 +226,9 @@ class Terminal:
         if not self._is_terminal:
             print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
         elif self._has_colours:
-            print(f"\x1b[2m[{text}]\x1b[0m", flush=True)
+            print(f"\x1b[2m{_filled(f'[{text}]')}\x1b[0m", flush=True)
         else:
-            print(f"[{text}]", flush=True)
+            print(_filled(f"[{text}]"), flush=True)
 
     def _command(self, word: str, rest: str) -> None:
         run = self._commands.get(word)
@@ -259,7 +270,7 @@ class Terminal:
             return
         width = shutil.get_terminal_size().columns
         rows = (
-            ("conversation", f"{answer.prompt_tokens} tokens"),
+            ("conversation", f"{answer.prompt_tokens + answer.tokens} tokens with the answer"),
             ("computed in earlier turns", f"{answer.cached_tokens} of these"),
             ("first token after", f"{answer.first_s:.3f} s"),
             ("answer", f"{answer.tokens} tokens in {answer.seconds:.2f} s ({answer.end})"),
@@ -267,3 +278,8 @@ class Terminal:
         )
         for name, value in rows:
             print(f"{name:<26}  {value}"[:width])
+
+
+def _filled(text: str) -> str:
+    """A line of ours, broken between words at the terminal's edge."""
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 1, break_on_hyphens=False)

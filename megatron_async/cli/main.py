@@ -17,24 +17,25 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megatron_async import __version__
-from megatron_async.checkpoints.target_folder import check_target
+from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
 from megatron_async.cli.bench import add_bench
 from megatron_async.cli.chat import add_chat
 from megatron_async.cli.completion import add_completion, complete
+from megatron_async.cli.convert import add_convert
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
-from megatron_async.cli.files import check_folder, check_writable, written_as
+from megatron_async.cli.files import check_writable, written_as
 from megatron_async.cli.interrupts import (
     STATUS,
     ending_at_once,
     raise_interrupts,
     say_interrupted,
 )
+from megatron_async.cli.option_names import in_options
 from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
     MODEL_HELP,
@@ -74,6 +75,8 @@ from megatron_async.cli.serve import add_serve
 from megatron_async.cli.serving import add_serving
 from megatron_async.cli.simulate import add_record_option, add_replay_and_simulate
 from megatron_async.cli.simulate_fleet import add_simulate_fleet
+from megatron_async.cli.terminal import STARTING, said_meanwhile
+from megatron_async.errors import ConfigurationError, RequestError
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
@@ -177,33 +180,6 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     output.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
-def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Options of `convert`."""
-    convert = commands.add_parser(
-        "convert",
-        parents=[common],
-        help="write a model as a Megatron or a Hugging Face checkpoint",
-        description="Write any model that loads as a Megatron torch_dist checkpoint folder\n"
-        "or as a Hugging Face folder, bit for bit, with its configuration and tokenizer.",
-        formatter_class=HelpFormatter,
-        epilog=f"""examples:
-  {PROGRAM} convert smollm2 ./smollm2-megatron
-  {PROGRAM} convert ./smollm2-megatron ./smollm2-hf --to huggingface""",
-    )
-    convert.set_defaults(run=run_convert)
-    convert.add_argument("source", metavar="SOURCE", help=MODEL_HELP)
-    convert.add_argument("target", metavar="TARGET", help="folder to write")
-    convert.add_argument(
-        "--to", choices=("torch_dist", "huggingface"), default="torch_dist", help="format to write"
-    )
-    add_dtype(convert)
-    convert.add_argument(
-        "--no-mtp", action="store_true", help="leave multi-token prediction out, if there is any"
-    )
-    convert.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
-    convert.add_argument("--no-progress", action="store_true", help="no progress bar")
-
-
 def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `info`."""
     info = commands.add_parser(
@@ -242,8 +218,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
         if (file := getattr(arguments, option)) is not None:
             check_writable(flag(option), file)
 
-    from megatron_async.llm import LLM
-    from megatron_async.simulation.recording import RecordingError
+    with said_meanwhile(STARTING):
+        from megatron_async.llm import LLM
+        from megatron_async.simulation.recording import RecordingError
 
     progress = not arguments.no_progress and is_first_rank()
     if arguments.logging_step_interval and is_first_rank():
@@ -312,29 +289,6 @@ def print_replicas(replicas: Sequence[Mapping[str, Any]], as_json: bool, is_show
             print_statistics(*stats)
 
 
-def run_convert(arguments: argparse.Namespace) -> int:
-    """Convert a checkpoint."""
-    check_early(arguments.source, {})
-    target = Path(arguments.target).expanduser().absolute()
-    check_target(target, arguments.overwrite)
-    check_folder("TARGET", target)
-
-    from megatron_async.checkpoints.convert import convert
-
-    raise_interrupts()
-    convert(
-        arguments.source,
-        arguments.target,
-        to=arguments.to,
-        dtype=arguments.dtype,
-        overwrite=arguments.overwrite,
-        progress=not arguments.no_progress,
-        with_mtp=False if arguments.no_mtp else None,
-    )
-    print(f"wrote {arguments.target} ({arguments.to})")
-    return 0
-
-
 def run_info(arguments: argparse.Namespace) -> int:
     """Print what a model is and needs."""
     check_early(arguments.model, {"device": arguments.device})
@@ -392,7 +346,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             traceback.print_exc()
         say_goodbye_with(error)
-        text = f"{PROGRAM}: error: {describe(error)}"
+        said = describe(error)
+        if isinstance(error, ConfigurationError | RequestError) and not isinstance(
+            error, CheckpointError
+        ):
+            said = in_options(said)
+        text = f"{PROGRAM}: error: {said}"
         if is_to_say(text, error):
             print(text, file=sys.stderr, flush=True)
         return 2

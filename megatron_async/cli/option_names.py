@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection
 from dataclasses import fields
 
 from megatron_async.cli.fields import flag
+from megatron_async.cli.options import PARALLEL_OPTIONS, engine_fields
+from megatron_async.cli.sampling import FIELDS as SAMPLED
 from megatron_async.other_names import (
     ENGINE_ADVICE,
     ENGINE_NAMES,
@@ -151,6 +154,32 @@ def option_meant(option: str, known: Collection[str]) -> str:
         return absent
     near = difflib.get_close_matches(option, list(known), n=1)
     return f". Did you mean {near[0]}?" if near else ""
+
+
+SETTINGS = frozenset(
+    {*engine_fields(), *SAMPLED, *OPTIONS, *(name for name, _ in PARALLEL_OPTIONS)}
+    | {"sequence_parallel", "draft_layer", "dtype"}
+)
+WRITTEN = re.compile(
+    r"\b(?P<name>[a-z]+(?:_[a-z]+)*)(?:=(?P<value>'[^']*'|-?\w+(?:\.\w+)*(?::\w+)*))?(?![\w(])"
+)
+"""A setting as errors of `LLM` write it: `lookahead=100`, or its name alone."""
+
+
+def in_options(text: str) -> str:
+    """A message about settings of `LLM` and parameters of a request, in options: `lookahead=100` is
+    `--lookahead 100`. A name of one word without a value may be a word."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        if name not in SETTINGS or (value is None and "_" not in name):
+            return found[0]
+        if value in ("True", "False"):
+            return as_option(name if value == "True" else f"{name}=False")
+        of_field = OPTIONS.get(name, flag(name))
+        return of_field if value is None else f"{of_field} {value.strip(chr(39))}"
+
+    return WRITTEN.sub(option, text)
 
 
 def command_meant(command: str, known: Collection[str]) -> str:

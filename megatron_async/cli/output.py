@@ -23,7 +23,14 @@ STATISTICS = (
 )
 """Rows of the final table: key in `engine.stats()`, name, format."""
 
-STATISTICS_WHEN_NOT_ZERO = (("pauses", "pauses", "{}"), ("evictions", "evictions", "{}"))
+STATISTICS_WHEN_NOT_ZERO = (
+    ("pauses", "pauses", "{}", "pauses"),
+    ("evictions", "evictions", "{}", "evictions"),
+    ("drafted_tokens", "drafted tokens", "{}", "drafted_tokens"),
+    ("accepted_tokens", "of these accepted", "{}", "drafted_tokens"),
+    ("mean_accepted_length", "tokens a row and step", "{:.2f}", "drafted_tokens"),
+)
+"""The same, and the key that is not zero where the row is shown."""
 
 
 def describe(error: BaseException) -> str:
@@ -115,7 +122,9 @@ def print_statistics(*replicas: Mapping[str, Any]) -> None:
     """Print the final table on stderr, beside the answers, with a column for each replica."""
     rows = [row for row in STATISTICS if row[0] in replicas[0]]
     rows += [
-        row for row in STATISTICS_WHEN_NOT_ZERO if any(stats.get(row[0]) for stats in replicas)
+        (key, name, layout)
+        for key, name, layout, when in STATISTICS_WHEN_NOT_ZERO
+        if any(stats.get(when) for stats in replicas)
     ]
     width = max(len(name) for _, name, _ in rows)
     if len(replicas) > 1:

@@ -16,6 +16,7 @@ from megatron_async.cli.options import (
     add_dtype,
 )
 from megatron_async.cli.parser import add_model, take_model
+from megatron_async.cli.terminal import STARTING, said_meanwhile
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -90,9 +91,10 @@ def run_profile(arguments: argparse.Namespace) -> int:
     check_early(arguments.model, {"device": arguments.device, "lookahead": arguments.lookahead})
     folder = writable_folder(arguments.out)
 
-    from megatron_async.llm import LLM
-    from megatron_async.profiling.profile_run import record_workload, write_profile
-    from megatron_async.profiling.step_gap_files import gap_text
+    with said_meanwhile(STARTING):
+        from megatron_async.llm import LLM
+        from megatron_async.profiling.profile_run import record_workload, write_profile
+        from megatron_async.profiling.step_gap_files import gap_text
 
     progress = not arguments.no_progress
     with LLM(

@@ -60,7 +60,7 @@ ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("paused_buffer_size_gb", float, None, "most KV memory of paused requests, GiB"),
 )
 
-COLUMNS: tuple[tuple[str, str, str], ...] = (
+SPEED: tuple[tuple[str, str, str], ...] = (
     ("served/s", "requests_per_second", "{:.2f}"),
     ("tok/s in", "tokens_in_per_second", "{:.0f}"),
     ("tok/s out", "tokens_out_per_second", "{:.0f}"),
@@ -68,6 +68,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("overlap", "overlap_ratio", "{:.3f}"),
     ("GPU idle", "idle_share", "{:.3f}"),
     ("gap p99", "gap_p99_ms", "{:.2f}"),
+)
+SCHEDULE: tuple[tuple[str, str, str], ...] = (
     ("waiting", "mean_waiting", "{:.1f}"),
     ("pauses", "pauses", "{}"),
     ("evictions", "evictions", "{}"),
@@ -75,7 +77,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("recomputed", "recomputed_tokens", "{}"),
     ("accepted", "accepted_tokens", "{}"),
 )
-"""The first table: title, key of the figures, format."""
+"""The first two tables, none wider than a page: title, key of the figures, format."""
 
 
 def add_replay_and_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
@@ -190,11 +192,13 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         print(f"the recording reaches: {machine.reach}")
     print()
     head, *labels = setting_cells(figures)
-    print(head + "".join(f"{title:>11}" for title, *_ in COLUMNS))
-    for label, row in zip(labels, figures, strict=True):
-        cells = (f"{layout.format(row[key]):>11}" for _, key, layout in COLUMNS)
-        print(label + "".join(cells))
-    print("\n" + "\n".join(latency_lines(figures)))
+    for columns in (SPEED, SCHEDULE):
+        print(head + "".join(f"{title:>11}" for title, *_ in columns))
+        for label, row in zip(labels, figures, strict=True):
+            cells = (f"{layout.format(row[key]):>11}" for _, key, layout in columns)
+            print(label + "".join(cells))
+        print()
+    print("\n".join(latency_lines(figures)))
     if machine.reach is not None:
         warn_of_guesses(machine.reach, figures)
     if arguments.json:

@@ -102,7 +102,7 @@ def test_states_dtype_of_hybrids(capsys, monkeypatch):
     assert dtypes == ["bfloat16", "float32"]
     capsys.readouterr()
     line = fails(capsys, *hybrid, "--mamba-ssm-states-dtype", "fp16")
-    assert "mamba_ssm_states_dtype='fp16' is not served: use one of float32, bfloat16" in line
+    assert "--mamba-ssm-states-dtype fp16 is not served: use one of float32, bfloat16" in line
 
 
 @pytest.mark.parametrize("model", ["dummy:tiny", "dummy:tiny-hybrid"])
@@ -120,9 +120,9 @@ def test_speculation(capsys, model):
     assert stats["drafted_tokens"] == stats["drafted_tokens_at_1"] + stats["drafted_tokens_at_2"]
     assert stats["fewer_drafts_nothing_found"] + stats["drafted_tokens_at_1"] > 0
     line = fails(capsys, *asked, "--speculative-method", "mtp")
-    assert "has no layers of multi-token prediction (mtp_pattern = ''): use specul" in line
+    assert "has no layers of multi-token prediction (mtp_pattern = ''): use --specul" in line
     line = fails(capsys, *asked, "--num-speculative-tokens", "2")
-    assert "num_speculative_tokens=2 needs a drafter: set speculative_method='ngram'" in line
+    assert "--num-speculative-tokens 2 needs a drafter: set --speculative-method ngram" in line
 
 
 def test_defaults_are_greedy_and_256_tokens():
@@ -155,11 +155,11 @@ def test_prompts_from_standard_input(monkeypatch):
         (["--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: no such file"),
         (["--prompt", "1", "--system", "be brief", "--raw"], "which --raw leaves out"),
         (["--prompt", "1", "--system", "be brief"], "no chat template"),
-        (["--prompt", "1", "--temperature", "nan"], "temperature=nan"),
-        (["--prompt", "1", "--temperature", "-1"], "temperature=-1.0"),
-        (["--prompt", "1", "--top-p", "1.5"], "top_p=1.5"),
+        (["--prompt", "1", "--temperature", "nan"], "--temperature nan"),
+        (["--prompt", "1", "--temperature", "-1"], "--temperature -1.0"),
+        (["--prompt", "1", "--top-p", "1.5"], "--top-p 1.5"),
         (["--prompt", "1", "--top-k", "5", "--temperature", "0"], "give --temperature 1"),
-        (["--prompt", "1", "--max-new-tokens", "0"], "num_tokens_to_generate=0"),
+        (["--prompt", "1", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["--prompt", "1", "--timeline", "/no/such/folder/t.json"], "no such folder"),
         (["--prompt", "1", "--record", "/no/such/folder/r.rec"], "--record /no/such/folder/r.rec"),
         (["--prompt", "1", "--record", "/"], "that is a folder"),
@@ -167,8 +167,8 @@ def test_prompts_from_standard_input(monkeypatch):
         (["--prompt", "1", "--json-schema", "{bad"], "the schema is no JSON"),
         (["--prompt", "1", "--json-schema", '{"a": "' + 500 * "x"], "the schema is no JSON"),
         (["--prompt", "1", "--grammar", "no.lark"], "--grammar no.lark: there is no such file"),
-        (["--prompt", "1", "--lookahead", "-1"], "lookahead=-1"),
-        (["--prompt", "1", "--max-sequence-length", "99999"], "max_sequence_length=99999"),
+        (["--prompt", "1", "--lookahead", "-1"], "--lookahead -1"),
+        (["--prompt", "1", "--max-sequence-length", "99999"], "--max-sequence-length 99999"),
         (["--prompt", "words"], "not 'words'"),
         (["--prompt", "1", "--chat"], "no chat template"),
     ],

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron_async.cli.main import build_parser, main
-from megatron_async.cli.option_names import COMMANDS, ELSEWHERE, SHORT, option_meant
+from megatron_async.cli.option_names import COMMANDS, ELSEWHERE, SHORT, in_options, option_meant
 
 OPTION = re.compile(r"(?<![\w`-])--[a-z][a-z-]+")
 
@@ -66,6 +66,24 @@ def test_commands_that_are_named_exist() -> None:
     own = parsers()
     assert set(COMMANDS.values()) <= own.keys()
     assert not COMMANDS.keys() & own.keys()
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("lookahead=100 must be at most 64.", "--lookahead 100 must be at most 64."),
+        ("max_tokens=5 is smaller than max_requests=9: lower max_requests.",
+         "--max-step-tokens 5 is smaller than --max-requests 9: lower --max-requests."),
+        ("device='gpu' is unknown: a device is", "--device gpu is unknown: a device is"),
+        ("Give at least buffer_size_gb=1.25, or", "Give at least --buffer-size-gb 1.25, or"),
+        ("enable_prefix_caching=True or enable_prefix_caching=False",
+         "--enable-prefix-caching or --no-enable-prefix-caching"),
+        ("num_tokens_to_generate=0; num_query_groups=3", "--max-new-tokens 0; num_query_groups=3"),
+        ("SamplingParams(return_log_probs=True).", "SamplingParams(return_log_probs=True)."),
+    ],
+)  # fmt: skip
+def test_settings_in_errors_are_options(said: str, told: str) -> None:
+    assert in_options(said) == told
 
 
 def test_what_is_no_unknown_option() -> None:

@@ -97,7 +97,7 @@ def test_errors_name_the_value(capsys, tmp_path):
     assert "steps=1" in fails(capsys, *out, "--steps", "1")
     assert "rate=0.0" in fails(capsys, *out, "--rate", "0")
     assert "finishes per step = 5" in fails(capsys, *out, "--workload", "churn", "--finishes", "5")
-    assert "lookahead=-1" in fails(capsys, *out, "--lookahead", "-1")
+    assert "--lookahead -1" in fails(capsys, *out, "--lookahead", "-1")
     with pytest.raises(SystemExit) as exit_:
         cli.main([*TINY, *out, "--workload", "nonsense"])
     assert exit_.value.code == 2

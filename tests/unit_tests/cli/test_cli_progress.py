@@ -74,7 +74,10 @@ def test_metrics_are_served_while_prompts_are_answered(capsys):
         assert run.result() == 0
     assert "megatron_async_steps_total" in text
     capsys.readouterr()
-    assert "choose a free port" in fails(capsys, *TINY, "--prompt", "1", "--metrics-port", "70000")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = fails(capsys, *TINY, "--prompt", "1", "--metrics-port", str(port))
+    assert "choose a free port" in line
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

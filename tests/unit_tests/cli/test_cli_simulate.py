@@ -37,7 +37,7 @@ def test_record_and_replay(recording, capsys):
 def test_bad_recordings_are_one_line(recording, tmp_path, capsys):
     assert "missing.rec: no such file" in fails(capsys, "replay", str(tmp_path / "missing.rec"))
     (tmp_path / "text.rec").write_text("hello")
-    assert "is not a recording" in fails(capsys, "replay", str(tmp_path / "text.rec"))
+    assert "that is no recording" in fails(capsys, "replay", str(tmp_path / "text.rec"))
     (tmp_path / "short.rec").write_bytes(recording.read_bytes()[:-60])
     assert "--allow-truncated" in fails(capsys, "replay", str(tmp_path / "short.rec"))
     assert cli.main(["replay", str(tmp_path / "short.rec"), "--allow-truncated"]) == 0
@@ -101,8 +101,8 @@ def test_a_simulation_within_the_recording_is_no_guess(tmp_path, capsys):
     [
         (["--machine", "h100"], "--machine h100 is neither a file nor one of h200:"),
         (["--rate", "0"], "--rate 0 must be above 0"),
-        (["--lookahead", "-1"], "lookahead=-1"),
-        (["--mixed-step-tokens", "0"], "mixed_step_tokens=0"),
+        (["--lookahead", "-1"], "--lookahead -1"),
+        (["--mixed-step-tokens", "0"], "--mixed-step-tokens 0"),
         (["--num-kv-blocks", "2"], "needs"),
         (["--prompt-mean", "9999"], "a mean length of 9999"),
     ],

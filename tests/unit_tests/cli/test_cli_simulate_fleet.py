@@ -96,7 +96,7 @@ def test_without_a_cache(tmp_path):
         (["--policy", "best"], "--policy best is unknown: use prefix, least-loaded, round-robin"),
         (["--replicas", "0"], "--replicas 0 must be at least 1"),
         (["--rate", "0"], "--rate 0 must"),
-        (["--kv-gb", "-1"], "buffer_size_gb=-1.0"),
+        (["--kv-gb", "-1"], "--buffer-size-gb -1.0"),
         (["--block-size-tokens", "0"], "--block-size-tokens 0 must be at least 1"),
         (["--kv-gb", "0.0001"], "holds no usable KV block"),
         (["--processes", "0"], "--processes 0 must be at least 1"),

@@ -1,0 +1,63 @@
+"""`megatron-async convert`: a model as another checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_async.checkpoints.target_folder import check_target
+from megatron_async.cli.early_checks import check_early
+from megatron_async.cli.files import check_folder
+from megatron_async.cli.interrupts import raise_interrupts
+from megatron_async.cli.options import MODEL_HELP, PROGRAM, HelpFormatter, add_dtype
+
+
+def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
+    """Options of `convert`."""
+    convert = commands.add_parser(
+        "convert",
+        parents=[common],
+        help="write a model as a Megatron or a Hugging Face checkpoint",
+        description="Write any model that loads as a Megatron torch_dist checkpoint folder\n"
+        "or as a Hugging Face folder, bit for bit, with its configuration and tokenizer.",
+        formatter_class=HelpFormatter,
+        epilog=f"""examples:
+  {PROGRAM} convert smollm2 ./smollm2-megatron
+  {PROGRAM} convert ./smollm2-megatron ./smollm2-hf --to huggingface""",
+    )
+    convert.set_defaults(run=run_convert)
+    convert.add_argument("source", metavar="SOURCE", help=MODEL_HELP)
+    convert.add_argument("target", metavar="TARGET", help="folder to write")
+    convert.add_argument(
+        "--to", choices=("torch_dist", "huggingface"), default="torch_dist", help="format to write"
+    )
+    add_dtype(convert)
+    convert.add_argument(
+        "--no-mtp", action="store_true", help="leave multi-token prediction out, if there is any"
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
+    convert.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint."""
+    check_early(arguments.source, {})
+    target = Path(arguments.target).expanduser().absolute()
+    check_target(target, arguments.overwrite)
+    check_folder("TARGET", target)
+
+    from megatron_async.checkpoints.convert import convert
+
+    raise_interrupts()
+    convert(
+        arguments.source,
+        arguments.target,
+        to=arguments.to,
+        dtype=arguments.dtype,
+        overwrite=arguments.overwrite,
+        progress=not arguments.no_progress,
+        with_mtp=False if arguments.no_mtp else None,
+    )
+    print(f"wrote {arguments.target} ({arguments.to})")
+    return 0
