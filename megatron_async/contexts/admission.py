@@ -61,6 +61,10 @@ class AdmissionQueue:
         """(rank, request id)."""
         self.num_known = 0
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._by_id, self._heap, self.num_known = {}, [], 0
+
     def __len__(self) -> int:
         return len(self._by_id)
 

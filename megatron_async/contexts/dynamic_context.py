@@ -35,7 +35,7 @@ from megatron_async.models.partition import is_recurrent
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
 from megatron_async.ops.recurrent.recurrent_pools import GRID
-from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 
 Agree = Callable[[int, StepShape, bool], StepShape]
 """From a step's number, the shape that this rank wants for it, and whether it has unfinished
@@ -157,9 +157,9 @@ class DynamicInferenceContext:
         """
         if self.prefix_cache is not None:
             self.prefix_cache.prepare(request)
-        rank = rank_of(self._arrivals, request.priority)
-        self.waiting.add(WaitingRequest(request, rank, max_length))
+        request.rank, request.max_length = rank_of(self._arrivals, request.priority), max_length
         self._arrivals += 1
+        self.waiting.add(WaitingRequest(request, request.rank, max_length))
 
     def release_request(self, slot: int) -> None:
         """End the request in `slot`: its blocks and slot are free at once (rows in flight become
@@ -198,17 +198,12 @@ class DynamicInferenceContext:
             flight is resolved (or there is no work). A plan without rows is a dummy step.
         """
         builder, step = self._plan_builder, self._plan_builder.next_step
-        try:
-            decode, prefill = self.scheduler.schedule()
-            wanted = builder.shape_of(decode, prefill)
-            shape = agree(step, wanted, self.has_unfinished_requests())
-            if shape.is_empty:
-                return None
-            plan = builder.build(decode, prefill, shape)
-        except BaseException:
-            if self.prefix_cache is not None:
-                self.prefix_cache.not_planned(step)
-            raise
+        decode, prefill = self.scheduler.schedule()
+        wanted = builder.shape_of(decode, prefill)
+        shape = agree(step, wanted, self.has_unfinished_requests())
+        if shape.is_empty:
+            return None
+        plan = builder.build(decode, prefill, shape)
         if prefill:
             self.scheduler.forget_prefilled()
         return plan
@@ -223,6 +218,23 @@ class DynamicInferenceContext:
         """Evict every request that holds a slot, and empty the prefix cache: KV content is lost."""
         self.reset_prefix_cache()
         self.scheduler.evict_all()
+
+    def start_again(self, requests: list[DynamicInferenceRequest]) -> None:
+        """Write the books anew, after something has left them half written: no step is in flight,
+        no request holds a slot, nothing is cached, and `requests` wait, with the tokens that they
+        have."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+        self.slots.clear()
+        self.blocks.clear()
+        self._plan_builder.clear()
+        self._staging.forget_all()
+        self.scheduler.prefilling = []
+        self.waiting.clear()
+        for request in requests:
+            self.waiting.add(WaitingRequest(request, request.rank, request.max_length))
+            request.status = Status.WAITING_IN_QUEUE
+        self.expect_step()
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Requests that hold a slot go on, but their blocks are not cached

@@ -29,6 +29,11 @@ class KVBlockAllocator:
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.clear()
+
+    def clear(self) -> None:
+        """Make all blocks free, whatever they were."""
+        total = self.total
         self.owners = np.zeros(total, dtype=np.int32)
         self.forgotten: list[int] = []
         # The top of the stack is its end; the lowest ids are handed out first.

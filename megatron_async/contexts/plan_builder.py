@@ -61,6 +61,10 @@ class PlanBuilder:
         """Block `blocks[i]` becomes entry `indices[i]` of the table of `slots[i]`."""
         self._updates.append((slots, indices, blocks))
 
+    def clear(self) -> None:
+        """Drop all block updates for the next plan."""
+        self._updates = []
+
     def drop_block_updates(self, slot: int) -> None:
         """Drop the block updates of a released slot for the next plan, which was not built."""
         kept = [(update, update[0] != slot) for update in self._updates]

@@ -263,14 +263,6 @@ class PrefixCache:
         self._is_stale[plan.slots[held]] = True
         self._forget_written_by(plan.step)
 
-    def not_planned(self, step: int) -> None:
-        """Plan `step` could not be made: no chunk of it is written. The next plan, of the same
-        number, has its requests again, and their blocks are entered then."""
-        self._forget_written_by(step)
-        slots = np.flatnonzero(self._slots.state == SlotState.PREFILLING)
-        done = self._slots.num_prefilled[slots] // self._size
-        self._entered[slots] = np.minimum(self._entered[slots], done)
-
     def reset(self) -> None:
         """Forget everything; requests that hold a slot enter no more blocks."""
         self._forget(self._findable())
@@ -278,6 +270,15 @@ class PrefixCache:
         self._is_stale[:] = True
         if self.states is not None:
             self.states.reset()
+
+    def clear(self) -> None:
+        """Forget everything, however far the books are written; no request holds a slot."""
+        self.losses += len(self._block_of)
+        self._lost.extend(self._block_of)
+        self._block_of, self._hash_of = {}, [None] * len(self._hash_of)
+        self._handed_out.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def _forget_written_by(self, step: int) -> None:
         known = self._findable()

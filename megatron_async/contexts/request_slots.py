@@ -128,6 +128,17 @@ class RequestSlots:
         ]
         self._free = [list(reversed(members)) for members in self._members]
 
+    def clear(self) -> None:
+        """Take all slots from their requests, however far the books of these are written. Rows in
+        flight become zombies."""
+        self.generation += 1
+        self.slot_of = {}
+        self.requests[:] = [None] * self.capacity
+        self.state[:] = SlotState.FREE
+        self.request_id[:] = -1
+        self.num_blocks[:] = 0
+        self._free = [list(reversed(members)) for members in self._members]
+
     @property
     def num_free(self) -> int:
         """Slots that no request holds."""

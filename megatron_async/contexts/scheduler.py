@@ -253,8 +253,7 @@ class Scheduler:
         return cache is None or cache.has_row(found, self._builder.next_step)
 
     def _admit(self, micro_batch: int) -> int:
-        """Give the first waiting request a slot and the blocks of all its tokens. If this raises,
-        the request has neither."""
+        """Give the first waiting request a slot and the blocks of all its tokens."""
         waiting, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
         request, count = waiting.request, self._blocks_for(waiting)
         found = self._look_up(waiting)
@@ -267,22 +266,17 @@ class Scheduler:
             num_cached=len(cached) * size,
         )
         self.prefilling.append(slot)
-        try:
-            if self.prefix_cache is not None:
-                self.prefix_cache.begin(slot, found, self._builder.next_step)
-            # Shared before fresh ones are taken, which could be cached ones too.
-            slots.block_table[slot, : len(cached)] = cached
-            self._blocks.share(cached)
-            slots.num_blocks[slot] = len(cached)
-            fresh = self._blocks.allocate(count - len(cached))
-            slots.block_table[slot, len(cached) : count] = fresh
-            slots.num_blocks[slot] = count
-            indices, blocks = np.arange(count, dtype=np.int32), slots.blocks_of(slot).copy()
-            self._builder.add_block_updates(np.full(count, slot, np.int64), indices, blocks)
-            request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
-        except BaseException:
-            self.release(slot)
-            raise
+        if self.prefix_cache is not None:
+            self.prefix_cache.begin(slot, found, self._builder.next_step)
+        # Shared before fresh ones are taken, which could be cached ones too.
+        slots.block_table[slot, : len(cached)] = cached
+        self._blocks.share(cached)
+        slots.num_blocks[slot] = count
+        fresh = self._blocks.allocate(count - len(cached))
+        slots.block_table[slot, len(cached) : count] = fresh
+        indices, blocks = np.arange(count, dtype=np.int32), slots.blocks_of(slot).copy()
+        self._builder.add_block_updates(np.full(count, slot, np.int64), indices, blocks)
+        request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         self.waiting.pop()
         if self.prefix_cache is not None:
             self.prefix_cache.count(waiting.num_known, found)

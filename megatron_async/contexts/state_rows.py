@@ -73,6 +73,15 @@ class StateRows:
         self.unit = math.lcm(block_size, grid)
         self._interval = -(-interval // self.unit) * self.unit
         self._limit = rows if limit is None else limit
+        self._rows = rows
+        self.hits = 0
+        self.losses = 0
+        self.evictions = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Make all rows free, whatever they were."""
+        slots, rows = self._slots, self._rows
         self.of_slot = np.full(slots.capacity, NO_ROW, dtype=np.int32)
         self._free = list(range(rows - 1, -1, -1))
         self._row_of: dict[bytes, int] = {}
@@ -95,9 +104,6 @@ class StateRows:
         self._reads: dict[int, int] = {}
         self._marks: dict[int, list[int]] = {}
         self._dests: dict[int, list[tuple[int, int]]] = {}
-        self.hits = 0
-        self.losses = 0
-        self.evictions = 0
 
     def __len__(self) -> int:
         """Snapshots that are held."""

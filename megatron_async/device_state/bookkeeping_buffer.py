@@ -78,6 +78,10 @@ class HostStaging:
         """The copy of a step's bookkeeping was not launched."""
         self._on_device[step % len(self._tensors)] = None
 
+    def forget_all(self) -> None:
+        """Nobody knows which copies were launched."""
+        self._on_device = [None] * len(self._tensors)
+
 
 def _pack_prefill(fields: dict[str, np.ndarray], plan: StepPlan) -> None:
     # Dummy rows begin and end where the tokens end; tokens beyond that are padding.

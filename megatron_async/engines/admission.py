@@ -14,6 +14,7 @@ from typing import Any
 from megatron_async.engines.job_loss import JobLoss
 from megatron_async.engines.new_request import new_request, prepare_request
 from megatron_async.engines.step_booking import StepBooking
+from megatron_async.engines.turn import Turn
 from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import RequestAborted, RequestError
 from megatron_async.observe.listener import EngineListener
@@ -43,6 +44,7 @@ class Admission:
         booking: takes slots back.
         job: no request is admitted once its ranks are lost.
         listeners: are told of new and of aborted requests.
+        turn: within which requests enter and leave.
     """
 
     def __init__(
@@ -54,7 +56,10 @@ class Admission:
         booking: StepBooking,
         job: JobLoss,
         listeners: Sequence[EngineListener],
+        turn: Turn,
     ) -> None:
+        self._turn = turn
+        self._entering: RequestEntry | None = None
         self._controller = controller
         self._context = controller.context
         self._requests = requests
@@ -93,22 +98,41 @@ class Admission:
             )
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
-            self._requests.add(entry)
-            self._requests.end(request, Status.FAILED, "error", error)
+            with self._turn:
+                self._requests.add(entry)
+                self._requests.end(request, Status.FAILED, "error", error)
             return entry.future
-        self._enter(entry, max_length, group)
+        try:
+            with self._turn:
+                self._enter(entry, max_length, group)
+        except BaseException:
+            self._forget(entry, group)  # it is there if Ctrl-C took effect at the turn's end
+            raise
         return entry.future
+
+    def _forget(self, entry: RequestEntry, group: RankGroup) -> None:
+        """A request whose caller is told that it was not added leaves no trace."""
+        if self._requests.has(entry):
+            entry.future.cancel()  # nobody waits
+            self.abort(entry.request.request_id, group)
+            self._requests.forget([entry.request.request_id])
 
     def abort(self, request_id: int, group: RankGroup) -> None:
         """Abort a request (`DynamicInferenceEngine.abort_request`) and log it in `group`."""
         error = RequestAborted(f"request {request_id} was aborted")
-        self._end_early(self._requests.get(request_id).request, "aborted", error, group)
+        with self._turn:
+            self._end_early(self._requests.get(request_id).request, "aborted", error, group)
 
     def tend(self, group: RankGroup) -> None:
         """Admit requests that are ready, and end requests that delay others. Only on the leader:
         other ranks, whose clocks differ, replay its actions."""
-        if self._compiling:
-            self._admit_compiled(group)
+        if not self._compiling and not self._requests.has_too_slow:
+            return
+        with self._turn:
+            self._tend(group)
+
+    def _tend(self, group: RankGroup) -> None:
+        self._admit_compiled(group)
         for request_id in self._requests.take_too_slow():
             entry = self._requests.get(request_id)
             assert entry.grammar is not None
@@ -135,21 +159,33 @@ class Admission:
         """Enter a prepared request, and admit it as soon as its grammar is there. Whatever is
         raised, the request is nowhere then."""
         try:
+            self._entering = entry
             self._requests.add(entry)
             job = entry.grammar_job
             if job is None:
                 self._admit(entry.request, max_length, group)
-                return
-            self._compiling[entry.request.request_id] = entry, max_length
-            if job.done():
-                self._admit_compiled(group)
             else:
-                group.compiling(entry.request)
+                self._compiling[entry.request.request_id] = entry, max_length
+                if job.done():
+                    self._admit_compiled(group)
+                else:
+                    group.compiling(entry.request)
+            self._entering = None
         except BaseException:
-            if self._requests.withdraw(entry):
-                self._compiling.pop(entry.request.request_id, None)
-                self._context.waiting.remove(entry.request.request_id)
+            self.mend()
             raise
+
+    def mend(self) -> None:
+        """Take a request back whose admission was cut short. May be repeated."""
+        entry = self._entering
+        if entry is not None and self._requests.withdraw(entry):
+            self._compiling.pop(entry.request.request_id, None)
+            self._context.waiting.remove(entry.request.request_id)
+        self._entering = None
+
+    def compiles(self, request_id: int) -> bool:
+        """Whether a request waits for its grammar."""
+        return request_id in self._compiling
 
     def _admit(self, request: DynamicInferenceRequest, max_length: int, group: RankGroup) -> None:
         self._context.add_request(request, max_length)
@@ -164,15 +200,14 @@ class Admission:
             assert job is not None
             if request.finish_reason is None and not job.done():
                 continue
+            if request.finish_reason is None:
+                try:
+                    entry.grammar = self._grammars.start(job.result())
+                except Exception as error:
+                    self._requests.end(request, Status.FAILED, "error", error)
+                else:
+                    self._admit(request, max_length, group)
             del self._compiling[request_id]
-            if request.finish_reason is not None:
-                continue
-            try:
-                entry.grammar = self._grammars.start(job.result())
-            except Exception as error:
-                self._requests.end(request, Status.FAILED, "error", error)
-            else:
-                self._admit(request, max_length, group)
 
     def _end_early(
         self,

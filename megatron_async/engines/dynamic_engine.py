@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -18,8 +18,11 @@ from megatron_async.engines.admission import POLL_S, Admission
 from megatron_async.engines.arrival import arrival
 from megatron_async.engines.engine_thread import EngineThread
 from megatron_async.engines.generation import run_to_end
+from megatron_async.engines.interrupts import HeldInterrupts
 from megatron_async.engines.invalidation import make_invalidation
 from megatron_async.engines.job_loss import JobLoss
+from megatron_async.engines.loop import end_turn, num_due, run
+from megatron_async.engines.mending import turn_of
 from megatron_async.engines.pausing import EngineState, Pausing
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
@@ -52,7 +55,7 @@ class DynamicInferenceEngine:
         context: schedules them.
 
     Attributes:
-        lookahead: steps that may be unresolved when the next is prepared.
+        lookahead: steps that may be unresolved when another is prepared.
         in_flight: launched steps, oldest first.
         requests: the unfinished requests, with their futures and readers.
         invalidation: the policy for steps in flight when a request that they serve ends.
@@ -62,6 +65,7 @@ class DynamicInferenceEngine:
         listeners: get the events of requests and steps, in order.
         admission, launching, booking: the stages of a request and of a step.
         thread: the thread that may use the engine now.
+        turn: within which its books change; Ctrl-C takes effect between turns, and in waits.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class DynamicInferenceEngine:
         self.requests = RequestRegistry(self.statistics)
         self.invalidation = make_invalidation(context, self.in_flight, self.statistics)
         self.group = RankGroup()
-        self.thread = EngineThread()
+        self.thread, self.turn = EngineThread(), turn_of(self)
         self.job = JobLoss(context.slots, self.requests)
         self.pausing, self.tracer = Pausing(), controller.tracer
         steps = StepLog(context, self.statistics, self.requests.traces)
@@ -91,8 +95,9 @@ class DynamicInferenceEngine:
             self.launching, self.listeners,
         )  # fmt: skip
         self.admission = Admission(
-            controller, self.requests, self.grammars, watch, self.booking, self.job, self.listeners
-        )
+            controller, self.requests, self.grammars, watch, self.booking, self.job,
+            self.listeners, self.turn,
+        )  # fmt: skip
         controller.create_cuda_graphs()
 
     # ---- Requests ----------------------------------------------------------------------------
@@ -181,13 +186,12 @@ class DynamicInferenceEngine:
         self.admission.tend(self.group)
         if self._only_compiles:
             self.admission.wait_for_a_grammar()
-        outputs = []
         step = self.context.next_step
         with self.thread, self.job.giving_up(self.group), self.tracer.range("step", step):
             launched = self.launch_step()
-            for _ in range(self._num_due(launched)):
-                outputs += self.resolve_step()
-        return self.report(outputs, start)
+            for _ in range(num_due(self, launched)):
+                self.resolve_oldest()
+        return end_turn(self, start)
 
     async def async_step(self) -> dict[str, Any]:
         """`step_modern` for an event loop: other coroutines run during each wait."""
@@ -198,32 +202,25 @@ class DynamicInferenceEngine:
         self.admission.tend(self.group)
         if self._only_compiles:
             await asyncio.sleep(POLL_S)
-        outputs = []
         step = self.context.next_step
         with self.thread, self.job.giving_up(self.group), self.tracer.range("step", step):
             launched = self.launch_step()
-            for _ in range(self._num_due(launched)):
+            for _ in range(num_due(self, launched)):
                 oldest = self.in_flight[0]
                 with self.tracer.range("resolve", oldest.plan.step):
                     await arrival(oldest.ready, self.group.wait_async)
                 if self.pausing.is_closed or not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped or closed the engine
-                outputs += self.booking.book_oldest(self.group)
-        return self.report(outputs, start)
+                with self.turn:
+                    self.booking.book_oldest(self.group)
+        return end_turn(self, start)
 
     async def run_engine(self) -> None:
-        """Step whenever there is work, until the task is cancelled or the engine closed.
-
-        Answers come by the futures of `add_request` and by `stream`. Until `run_engine` ends, calls
-        on other threads raise `WrongThread`.
-        """
+        """Step whenever there is work, until the task is cancelled or the engine closed. Answers
+        come by the futures of `add_request` and by `stream`. Until it ends, calls on other threads
+        raise `WrongThread`."""
         with self.thread:
-            while not self.pausing.is_closed:
-                with self.job.giving_up(self.group):
-                    await self.group.wait_for_work(self.requests)
-                while self.has_unfinished_requests() and not self.pausing.is_closed:
-                    await self.async_step()
-                    await asyncio.sleep(0)  # a step whose samples are there already never waits
+            await run(self)
 
     # ---- Its parts ---------------------------------------------------------------------------
 
@@ -235,43 +232,59 @@ class DynamicInferenceEngine:
             step in flight is resolved (or at all), or more than `lookahead` are in flight.
         """
         self.thread.check()
+        self.turn.make_whole()
         if self.is_stopped or self.invalidation.is_draining or self._only_compiles:
             return None
         if self.booking.is_recovering or len(self.in_flight) > self.lookahead:
-            # The latter: a wait was interrupted (a cancelled `async_step`, Ctrl-C), or another
-            # coroutine is in one. A further step would overwrite buffers that steps still use.
-            return None
-        return self.launching.launch_next(self.group, self.lookahead, self.admission.is_compiling)
+            return None  # the latter: a wait was interrupted, or another coroutine is in one
+        arguments = self.group, self.lookahead, self.admission.is_compiling
+        with self.turn:
+            return self.launching.launch_next(*arguments)
 
     def launch_dummy_step(self) -> LaunchedStep | None:
         """Launch a step without requests, if other ranks need this one's experts; else None."""
-        return self.launching.launch_dummy(self.group, self.lookahead, self.admission.is_compiling)
+        arguments = self.group, self.lookahead, self.admission.is_compiling
+        with self.turn:
+            return self.launching.launch_dummy(*arguments)
 
     def resolve_step(self) -> list[StepOutput]:
-        """Wait for the oldest step in flight (IndexError if there is none), and book it.
+        """Wait for the oldest step in flight (IndexError if there is none), and book it: its
+        output, or nothing if it is discarded."""
+        before = len(self.booking.undelivered)
+        self.resolve_oldest()
+        return self.booking.take_undelivered(before)
 
-        Returns:
-            its output; nothing if it is discarded.
-        """
+    def resolve_oldest(self) -> None:
+        """`resolve_step` that leaves the output to the next report."""
         self.thread.check()
+        self.turn.make_whole()
         oldest = self.in_flight[0]
         with self.tracer.range("resolve", oldest.plan.step):
             self.group.wait(oldest.ready)
-        return self.booking.book_oldest(self.group)
+        with self.turn:
+            self.booking.book_oldest(self.group)
 
-    def report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
-        """End a turn of the loop that began at `start` (of `time.perf_counter`) and gave `outputs`:
-        count its time, and return what `step_modern` does."""
-        outputs = self.pausing.take_undelivered() + outputs
+    def report(self, start: float) -> dict[str, Any]:
+        """End a turn of the loop that began at `start`, as `step_modern` does."""
+        outputs = self.booking.take_undelivered()
         ended, step_time = self.requests.take_ended(), time.perf_counter() - start
         self.tracer.collect()
         self.statistics.count_step_time(step_time, not self._has_other_work)
         return step_report(outputs, ended, step_time)
 
+    def take_back(self, report: dict[str, Any]) -> None:
+        """Nobody gets this report: the next one has what it has."""
+        self.booking.undelivered[:0] = report["outputs"]
+        self.requests.give_back(report["finished_request_records"])
+
+    def forget_ended(self, request_ids: Collection[int]) -> None:
+        """No report shall have these requests, if they have ended: nobody waits for them."""
+        self.requests.forget(request_ids)
+
     @property
     def _has_other_work(self) -> bool:
         """Whether there is something to do or to report, beside waiting for grammars."""
-        own = bool(self.requests.has_ended or self.pausing.undelivered or self.in_flight)
+        own = bool(self.requests.has_ended or self.booking.undelivered or self.in_flight)
         own = own or self.context.has_unfinished_requests()
         return own or self.group.others_work or self.group.others_wait
 
@@ -279,16 +292,6 @@ class DynamicInferenceEngine:
     def _only_compiles(self) -> bool:
         """Whether there is nothing to do until a grammar is there."""
         return self.admission.is_compiling and not self._has_other_work
-
-    def _num_due(self, launched: LaunchedStep | None) -> int:
-        """How many of the oldest steps in flight are due to be resolved, after `launch_step` has
-        returned `launched`."""
-        if self.pausing.is_closed:
-            return 0
-        if self.is_stopped or self.invalidation.is_draining:
-            return len(self.in_flight)
-        at_least = min(len(self.in_flight), 1) if launched is None else 0  # or nothing changes
-        return max(len(self.in_flight) - self.lookahead, at_least)
 
     # ---- Stopping and going on ---------------------------------------------------------------
 
@@ -346,8 +349,9 @@ class DynamicInferenceEngine:
     def reset_prefix_cache(self) -> None:
         """Forget what KV blocks hold, as after a change of weights (docs/prefix_caching.md)."""
         self.thread.check()
-        self.group.controlled("reset_prefix_cache")
-        self.context.reset_prefix_cache()
+        with self.turn:
+            self.group.controlled("reset_prefix_cache")
+            self.context.reset_prefix_cache()
 
     # ---- Conveniences ------------------------------------------------------------------------
 
@@ -370,20 +374,15 @@ class DynamicInferenceEngine:
         Raises:
             RequestError: the number of sampling_params differs from the number of prompts.
             EngineStopped: the engine is paused or suspended.
+            Exception: what `on_step` raises; the requests are still there, and go on.
+            KeyboardInterrupt, SystemExit: the requests are aborted.
         """
         self.pausing.check_is_running()
         with self.thread:
             return run_to_end(self, prompts, sampling_params, on_step)
 
     def follow(self) -> bool:
-        """Repeat the leader's actions, until the leader releases its followers or closes.
-
-        Returns:
-            whether the leader goes on: False when it has closed its engine, or if this rank leads.
-
-        Raises:
-            JobFailed: a rank died, or its actions differ from the leader's.
-        """
+        """Repeat the leader's actions; see `ranks.follower.follow`."""
         return follow(self)
 
     def stats(self) -> Mapping[str, float | int]:
@@ -392,9 +391,10 @@ class DynamicInferenceEngine:
 
     def close(self) -> None:
         """Finish launched work, end the device's threads, and fail unfinished requests."""
-        self.group.close()
-        self.context.device.close(wait=not self.job.is_lost)
-        self.tracer.collect()
-        self.admission.close()
-        self.pausing.is_closed = True
-        self.requests.close(self.context.slots)
+        with HeldInterrupts():
+            self.group.close()
+            self.context.device.close(wait=not self.job.is_lost)
+            self.tracer.collect()
+            self.admission.close()
+            self.pausing.is_closed = True
+            self.requests.close(self.context.slots)

@@ -31,6 +31,9 @@ class Invalidation:
         """The request in `slot` has ended: with its last token, by an abort or by a failed step. It
         loses its slot next."""
 
+    def forget(self) -> None:
+        """The steps in flight are dropped, and no request holds a slot."""
+
     def discards(self, step: LaunchedStep) -> bool:
         """Whether `step`, just removed from the steps in flight, must not be booked; its work is
         done."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from megatron_async.contexts.step_output import StepOutput
 from megatron_async.device_state.kv_cache import GIB
+from megatron_async.engines.interrupts import HeldInterrupts
 from megatron_async.errors import EngineStopped, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -26,14 +26,13 @@ class EngineState(Enum):
 
 
 class Pausing:
-    """Whether an engine may launch steps, and the outputs that a stop leaves for the next report.
+    """Whether an engine may launch steps.
 
     Methods that stop or continue an engine take the engine as an argument. The engine refers to
     this object; a reference back would delay the release of the engine's memory.
 
     Attributes:
         is_closed: the engine is closed for good.
-        undelivered: outputs of the steps that were in flight at a stop, for the next report.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,6 @@ class Pausing:
         self._is_suspended = False
         self._cache_is_released = False
         self.is_closed = False
-        self.undelivered: list[StepOutput] = []
 
     @property
     def state(self) -> EngineState:
@@ -61,13 +59,15 @@ class Pausing:
             self._is_paused = True
             engine.statistics.engine_pauses += 1
         self._drain(engine)
-        engine.group.controlled("pause")
+        with HeldInterrupts():
+            engine.group.controlled("pause")
 
     def unpause(self, engine: DynamicInferenceEngine) -> None:
         """Undo `pause`; see `DynamicInferenceEngine.unpause`."""
-        engine.group.controlled("unpause")
-        self._is_paused = False
-        self._go_on(engine)
+        with HeldInterrupts():
+            engine.group.controlled("unpause")
+            self._is_paused = False
+            self._go_on(engine)
 
     def suspend(self, engine: DynamicInferenceEngine, free_kv_cache: bool) -> int:
         """Suspend the engine; see `DynamicInferenceEngine.suspend`."""
@@ -75,9 +75,13 @@ class Pausing:
             self._is_suspended = True
             engine.statistics.engine_suspends += 1
         self._drain(engine)
-        engine.group.controlled("suspend", free_kv_cache)
-        if not free_kv_cache or self._cache_is_released:
-            return 0
+        with engine.turn:
+            engine.group.controlled("suspend", free_kv_cache)
+            if not free_kv_cache or self._cache_is_released:
+                return 0
+            return self._release_cache(engine)
+
+    def _release_cache(self, engine: DynamicInferenceEngine) -> int:
         self._cache_is_released = True
         engine.context.evict_all()
         for listener in engine.listeners:
@@ -95,32 +99,31 @@ class Pausing:
     def resume(self, engine: DynamicInferenceEngine) -> None:
         """Undo `suspend`; see `DynamicInferenceEngine.resume`."""
         self.check_is_open()
-        engine.group.controlled("resume")
-        if self._cache_is_released:
-            context, device = engine.context, engine.context.device
-            cache, states = context.gpu_view.kv_cache, context.gpu_view.states
-            cache.release()  # of an attempt that failed after this point
-            states.release()
-            needed = cache.num_bytes + states.num_bytes(context.max_requests)
-            free = device.free_memory()
-            if needed > free:
-                raise OutOfMemoryError(
-                    f"resuming needs {needed / GIB:.3g} GiB for the KV cache and what else the "
-                    f"engine gave back on {device.torch_device}, but {free / GIB:.3g} GiB is free: "
-                    "free memory there and call resume() again."
-                )
-            cache.allocate()
-            states.allocate()
-            device.fence()
-            engine.controller.recapture_cuda_graphs()
-            self._cache_is_released = False
-        self._is_suspended = False
-        self._go_on(engine)
+        with HeldInterrupts():
+            engine.group.controlled("resume")
+            if self._cache_is_released:
+                self._allocate_cache(engine)
+            self._is_suspended = False
+            self._go_on(engine)
 
-    def take_undelivered(self) -> list[StepOutput]:
-        """Outputs that no report has carried yet."""
-        outputs, self.undelivered = self.undelivered, []
-        return outputs
+    def _allocate_cache(self, engine: DynamicInferenceEngine) -> None:
+        context, device = engine.context, engine.context.device
+        cache, states = context.gpu_view.kv_cache, context.gpu_view.states
+        cache.release()  # of an attempt that failed after this point
+        states.release()
+        needed = cache.num_bytes + states.num_bytes(context.max_requests)
+        free = device.free_memory()
+        if needed > free:
+            raise OutOfMemoryError(
+                f"resuming needs {needed / GIB:.3g} GiB for the KV cache and what else the engine "
+                f"gave back on {device.torch_device}, but {free / GIB:.3g} GiB is free: free "
+                "memory there and call resume() again."
+            )
+        cache.allocate()
+        states.allocate()
+        device.fence()
+        engine.controller.recapture_cuda_graphs()
+        self._cache_is_released = False
 
     def check_can_step(self, engine: DynamicInferenceEngine) -> None:
         """Raise EngineStopped if a step would wait for ever: synchronous code cannot."""
@@ -164,12 +167,12 @@ class Pausing:
                 engine.launch_dummy_step()
             self._resolve_down_to(0, engine)
         engine.statistics.drained = True
-        if self.undelivered:  # also where the engine's loop waits for requests
+        if engine.booking.undelivered:  # also where the engine's loop waits for requests
             engine.requests.wake()
 
     def _resolve_down_to(self, in_flight: int, engine: DynamicInferenceEngine) -> None:
         while len(engine.in_flight) > in_flight:
-            self.undelivered += engine.resolve_step()
+            engine.resolve_oldest()
 
     def _go_on(self, engine: DynamicInferenceEngine) -> None:
         engine.group.stop_together(self.is_stopped)
@@ -179,5 +182,5 @@ class Pausing:
         """Whether a step could neither launch, nor resolve, nor report."""
         can_resolve = engine.in_flight and not self.is_closed
         return self.is_stopped and not (
-            can_resolve or self.undelivered or engine.requests.has_ended
+            can_resolve or engine.booking.undelivered or engine.requests.has_ended
         )

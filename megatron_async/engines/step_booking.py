@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
+from megatron_async.contexts.step_plan import IntArray
 from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
 from megatron_async.engines.step_launching import StepLaunching
@@ -24,11 +25,17 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 End = tuple[int, str, Exception | None]
 """Slot, finish reason, and the error, if any."""
+Ending = tuple[DynamicInferenceRequest, Status, str, Exception | None]
+"""What `RequestRegistry.end` is called with."""
 
 
 class StepBooking:
     """Books resolved steps. Work for every token uses arrays; Python code runs only per event of a
     request.
+
+    A step is booked in two parts, between which its output is there for the next report. If the
+    first is cut short, no token of the step counts. If the second is, `mend` ends what it was to
+    end.
 
     Args:
         context: the state of requests on the CPU.
@@ -39,6 +46,9 @@ class StepBooking:
         watch: says which tokens may end a request by its text.
         launching: samples constrained rows once a booked token gives their masks.
         listeners: are told of booked tokens and of ended requests.
+
+    Attributes:
+        undelivered: outputs that no report has had yet, oldest first.
     """
 
     def __init__(
@@ -61,19 +71,27 @@ class StepBooking:
         self._launching = launching
         self._listeners = listeners
         self._recovers_until = -1
+        self.undelivered: list[StepOutput] = []
+        self._step: LaunchedStep | None = None
+        """The step of which no token is booked yet."""
+        self._known: IntArray | None = None
+        """`RequestSlots.num_known` before it."""
+        self._ending: list[Ending] = []
+        """Requests that the step booked last ends."""
 
-    def book_oldest(self, group: RankGroup) -> list[StepOutput]:
-        """Book the oldest step in flight, whose samples have arrived.
-
-        Returns:
-            its output; nothing if it is discarded.
-        """
+    def book_oldest(self, group: RankGroup) -> None:
+        """Book the oldest step in flight, whose samples have arrived, unless it is discarded."""
+        if not self._in_flight:
+            return  # the turn began with a mending, which has dropped them all
         start = time.thread_time_ns()
-        step = self._in_flight.popleft()
+        self._known = self._context.slots.num_known.copy()
+        self._step = step = self._in_flight[0]
+        self._in_flight.popleft()
         group.resolving(step)
         if self._invalidation.discards(step):
+            self._step = None
             self._launching.give_up_masks()
-            return []
+            return
         output = self.book(step)
         self._requests.readers.booked(output)
         for listener in self._listeners:
@@ -89,7 +107,38 @@ class StepBooking:
             # samples are dropped, and all requests are prefilled again, to the same tokens.
             self._context.evict_all()
             self._recovers_until = self._in_flight[-1].plan.step
-        return [output]
+
+    def take_undelivered(self, first: int = 0) -> list[StepOutput]:
+        """Outputs that no report has had yet, from the given one on."""
+        outputs = self.undelivered[first:]
+        del self.undelivered[first:]
+        return outputs
+
+    def mend(self, cause: BaseException) -> None:
+        """A turn was cut short by `cause`: give requests the tokens that are booked, fail those of
+        a step that was not, and end those of one that was. May be repeated."""
+        slots, step = self._context.slots, self._step
+        if step is not None and self._known is not None:
+            slots.num_known[:] = self._known
+            self.undelivered = [each for each in self.undelivered if each.step != step.plan.step]
+            self._ending = []
+        for request in self._requests.unfinished():
+            if (slot := slots.slot_of.get(request.request_id)) is not None:
+                request.generated_tokens = slots.generated_tokens(slot)
+        if step is not None:
+            held = slots.generation[step.plan.slots] == step.plan.generations
+            error = _step_failed(step, step.error or cause)
+            for slot in step.plan.slots[held].tolist():  # sync-ok: NumPy
+                found = slots.requests[slot]
+                if found is not None and found.finish_reason is None:
+                    self._requests.end(found, Status.FAILED, "error", error)
+            self._statistics.failed_steps += 1
+            self._step = None
+        for ending in self._ending:
+            if ending[0].finish_reason is None:
+                self._requests.end(*ending)
+        self._ending = []
+        self._recovers_until = -1
 
     @property
     def is_recovering(self) -> bool:
@@ -141,13 +190,23 @@ class StepBooking:
         statistics.zombie_rows += output.zombie_rows
         if output.log_probs is not None:
             book_log_probs(output, slots)
-        for slot, reason, error in ends:
-            request = slots.request_at(slot)
+        self._ending = [
+            (
+                slots.request_at(slot),
+                Status.COMPLETED if error is None else Status.FAILED,
+                reason,
+                error,
+            )
+            for slot, reason, error in ends
+        ]
+        self.undelivered.append(output)
+        self._step = None  # from here on the tokens count
+        for (slot, reason, _), ending in zip(ends, self._ending, strict=True):
             self.release(slot)
             for listener in self._listeners:
-                listener.ended(request, reason)
-            status = Status.COMPLETED if error is None else Status.FAILED
-            self._requests.end(request, status, reason, error)
+                listener.ended(ending[0], reason)
+            self._requests.end(*ending)
+        self._ending = []
         gone = {slot for slot, *_ in ends}
         for slot in output.failed_slots.tolist():  # sync-ok: NumPy
             if slot not in gone:
@@ -227,8 +286,7 @@ class StepBooking:
 
     def _fail(self, step: LaunchedStep, cause: BaseException) -> None:
         """The step's own work raised: fail the requests that it served, and no others."""
-        error = StepFailed(f"step {step.plan.step} failed: {cause!r}")
-        error.__cause__ = cause
+        error = _step_failed(step, cause)
         self._statistics.failed_steps += 1
         self._context.step_failed(step.plan)
         slots = self._context.slots
@@ -237,3 +295,9 @@ class StepBooking:
             request = slots.request_at(slot)
             self.release(slot)
             self._requests.end(request, Status.FAILED, "error", error)
+
+
+def _step_failed(step: LaunchedStep, cause: BaseException) -> StepFailed:
+    error = StepFailed(f"step {step.plan.step} failed: {cause!r}")
+    error.__cause__ = cause
+    return error

@@ -114,24 +114,22 @@ class StepLaunching:
         engine's `lookahead` says whether it could have been launched ahead.
 
         A launch that raises becomes a step that failed: its resolve ends its requests and no
-        others. An interrupt (Ctrl-C) goes on to the caller besides.
+        others.
         """
         assert len(self._in_flight) <= lookahead, "it would overwrite samples that are not booked"
         statistics, tracer, start = self._statistics, self._context.tracer, time.thread_time_ns()
         group.planned(plan)
         for listener in self._listeners:
             listener.launching(plan)
-        interrupt = None
         try:
             with tracer.range("transfer_bookkeeping_to_gpu", plan.step):
                 self._context.transfer_bookkeeping_to_gpu(plan)
             self._invalidation.before_launch(plan)
             with tracer.range("launch_step", plan.step):
                 launched = self._controller.launch_step(plan)
-        except BaseException as error:
+        except Exception as error:
             group.launch_failed(plan.step, error)
             launched = self._controller.launch_failed_step(plan, error)
-            interrupt = None if isinstance(error, Exception) else error
         statistics.count_launch(plan, bool(self._in_flight), lookahead)
         self._in_flight.append(launched)
         if launched.awaits_masks:
@@ -139,8 +137,6 @@ class StepLaunching:
         statistics.count_launch_time(time.thread_time_ns() - start)
         for listener in self._listeners:
             listener.launched(plan)
-        if interrupt is not None:
-            raise interrupt
         return launched
 
     def send_masks(self) -> None:

@@ -27,6 +27,10 @@ class EngineListener:
     def evicted_all(self) -> None:
         """Every running request was evicted: the engine gives its KV cache back."""
 
+    def mended(self, error: BaseException) -> None:
+        """An error has cut a step or an admission short: the steps in flight are dropped, and every
+        running request was evicted."""
+
     def launching(self, plan: StepPlan) -> None:
         """A step is about to be launched: work enqueued now runs before the step's device work."""
 

@@ -170,7 +170,7 @@ def _follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
         _replay(engine, group, action)
         if isinstance(action, Resolve):
             # Nobody reads the reports here, but traces and statistics go with them.
-            engine.report([], start)
+            engine.report(start)
 
 
 def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> None:

@@ -58,6 +58,9 @@ class Channel(Protocol):
 class RankGroup:
     """A model on one rank: no other rank to inform or to wait for."""
 
+    is_alone = True
+    """Whether no other rank follows what this one does."""
+
     @property
     def agreement_ns(self) -> int:
         """Nanoseconds spent in `agree` so far."""
@@ -182,6 +185,8 @@ class RankGroup:
 
 class ConnectedGroup(RankGroup):
     """A rank with a channel to the other ranks of its model."""
+
+    is_alone = False
 
     def __init__(
         self, channel: Channel, check_alive: Callable[[], None], check_agreement: bool

@@ -77,6 +77,7 @@ class DynamicInferenceRequest:
         num_cached_tokens: of its prompt, those that were found in the cache when it was admitted;
             None before that.
         block_hashes: of its sequence's first blocks; see `PrefixCache`.
+        rank, max_length: of its `WaitingRequest`, once it is queued.
         traceparent: the trace that it belongs to, as `trace_context.read_traceparent` gives it; ""
             for none. Log lines name it.
     """
@@ -101,6 +102,8 @@ class DynamicInferenceRequest:
     log_probs: RequestLogProbs | None = field(default=None, repr=False)
     num_cached_tokens: int | None = None
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
+    rank: int = field(default=0, repr=False)
+    max_length: int = field(default=0, repr=False)
     traceparent: str = ""
     _text: str | None = field(default=None, init=False, repr=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -34,6 +34,7 @@ class RequestEntry:
 
     Attributes:
         grammar_job: compiles its grammar; `grammar` is there when the request is admitted.
+        is_told: whether `RequestRegistry.on_end` was called, or is being called.
     """
 
     request: DynamicInferenceRequest
@@ -41,6 +42,7 @@ class RequestEntry:
     stop_words: StopWords | None = None
     grammar: TokenGrammar | None = None
     grammar_job: Future[Any] | None = None
+    is_told: bool = False
 
 
 class RequestRegistry:
@@ -101,9 +103,13 @@ class RequestRegistry:
             self.traces.added(entry.request)
         self.wake()
 
+    def has(self, entry: RequestEntry) -> bool:
+        """Whether this very request is unfinished."""
+        return self._entries.get(entry.request.request_id) is entry
+
     def withdraw(self, entry: RequestEntry) -> bool:
         """Remove a request as if it had never been added; returns whether it was there."""
-        is_there = self._entries.get(entry.request.request_id) is entry
+        is_there = self.has(entry)
         if is_there:
             del self._entries[entry.request.request_id]
             self.traces.withdrawn(entry.request.request_id)
@@ -142,8 +148,10 @@ class RequestRegistry:
         error: Exception | None = None,
     ) -> None:
         """A request leaves the engine: its future and streams end, and the next report has it."""
-        request.status, request.finish_reason, request.error = status, reason, error
+        entry = self._entries[request.request_id]
+        request.status, request.error = status, error
         request.latency = time.perf_counter() - request.arrival_time
+        request.finish_reason = reason  # from here on it has ended, whatever is raised
         failed = status == Status.FAILED
         kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
         request.add_event(kind)
@@ -151,20 +159,41 @@ class RequestRegistry:
         self._statistics.aborted_requests += reason == "aborted"
         self._statistics.finished_requests += not failed
         self._ended.append(request)
-        entry = self._entries.pop(request.request_id)
+        self._leave(entry)
+
+    def _leave(self, entry: RequestEntry) -> None:
+        """Tell who waits for a request that has ended, and forget it. May be repeated."""
+        request = entry.request
         if request.traceparent:
             self.traces.ended(request)
-        if self.on_end is not None:
+        if self.on_end is not None and not entry.is_told:
+            entry.is_told = True
             self.on_end(request)
-        if not entry.future.cancelled() and not entry.future.get_loop().is_closed():
+        if not entry.future.done() and not entry.future.get_loop().is_closed():
             entry.future.set_result(request)
         self._too_slow.discard(request.request_id)
         self.readers.wake(request.request_id)
-        self.news.notify()
+        self.wake()
+        del self._entries[request.request_id]
+
+    def unfinished(self) -> list[DynamicInferenceRequest]:
+        """The unfinished requests, behind whatever cut `end` short: requests that have ended have
+        left then."""
+        for entry in list(self._entries.values()):
+            if entry.request.finish_reason is not None:
+                if not any(entry.request is request for request in self._ended):
+                    self._ended.append(entry.request)
+                self._leave(entry)
+        return [entry.request for entry in self._entries.values()]
 
     def is_too_slow(self, request_id: int) -> None:
         """The grammar of an unfinished request holds up the batch."""
         self._too_slow.add(request_id)
+
+    @property
+    def has_too_slow(self) -> bool:
+        """Whether `take_too_slow` would return one."""
+        return bool(self._too_slow)
 
     def take_too_slow(self) -> set[int]:
         """Requests with such grammars, that are still unfinished."""
@@ -175,6 +204,14 @@ class RequestRegistry:
         """Requests that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
+
+    def give_back(self, ended: list[DynamicInferenceRequest]) -> None:
+        """The next `take_ended` returns these, which the last one has returned, too."""
+        self._ended[:0] = ended
+
+    def forget(self, request_ids: Collection[int]) -> None:
+        """`take_ended` shall not return these, if they have ended: nobody waits for them."""
+        self._ended = [each for each in self._ended if each.request_id not in request_ids]
 
     def stream(self, request_id: int, slots: RequestSlots, tokenizer: Any) -> RequestStream:
         """A new stream of an unfinished request.

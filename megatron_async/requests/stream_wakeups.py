@@ -69,6 +69,11 @@ class StreamWakeups:
             if not waiter.done() and not waiter.get_loop().is_closed():
                 waiter.set_result(None)
 
+    def wake_all(self) -> None:
+        """Wake all readers: each looks for itself whether there is news."""
+        for request_id in list(self._waiting):
+            self.wake(request_id)
+
     def booked(self, output: StepOutput) -> None:
         """Tokens were booked: wake who waits for a first token, and have the others woken soon."""
         if not self._waiting:

@@ -69,6 +69,9 @@ class Rollback(Invalidation):
                 self._first = plan.step
                 return
 
+    def forget(self) -> None:
+        self._first, self._discarded = None, []
+
     def discards(self, step: LaunchedStep) -> bool:
         """Collect the steps to be discarded; with the last of them, take all back."""
         if self._first is None or step.plan.step < self._first:

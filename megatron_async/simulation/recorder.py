@@ -96,6 +96,9 @@ class Recorder(EngineListener):
     def evicted_all(self) -> None:
         self._events.append(("evict_all",))
 
+    def mended(self, error: BaseException) -> None:
+        self._failure = self._failure or RuntimeError(f"a step was cut short by {error!r}")
+
     def launched(self, plan: StepPlan | None) -> None:
         times = self._statistics
         now = time.perf_counter_ns()

@@ -145,7 +145,7 @@ class EngineControl(DynamicInferenceEngine):
         self.pause()  # books the steps in flight
         self.unpause()
         self.resume()
-        self.pausing.take_undelivered()
+        self.booking.take_undelivered()
         self.requests.take_ended()
         self.book.take_ended()
         self.book.epoch, self.book.finished = None, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,6 +146,14 @@ class RequestBook:
         """Records of the requests that ended since the last call, in that order."""
         ended, self._ended = self._ended, []
         return ended
+
+    def give_back(self, ended: list[Record]) -> None:
+        """The next `take_ended` returns these, which the last one has returned, too."""
+        self._ended[:0] = ended
+
+    def forget(self, request_ids: Collection[int]) -> None:
+        """`take_ended` shall not return these, if they have ended."""
+        self._ended = [each for each in self._ended if each.request_id not in request_ids]
 
     def begin_epoch(self, epoch: int) -> None:
         """The weights are new: stamp every unfinished request."""

@@ -261,7 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _deliver(self) -> None:
         """A stop books the steps in flight; the next step reports what they gave."""
         assert not self.engine.in_flight
-        if self.engine.pausing.undelivered or self.engine.requests.has_ended:
+        if self.engine.booking.undelivered or self.engine.requests.has_ended:
             self._step()
         with pytest.raises(EngineStopped):
             self.engine.step_modern()

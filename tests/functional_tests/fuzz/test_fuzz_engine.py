@@ -32,6 +32,8 @@ schedule that found them, each with serial answers of its own:
                                        states_without_blocks 5
     steps that fail for ever           test_endless_failures_are_found 58
     a stop beside shared experts       test_overwritten_samples_are_found 4
+    an interrupt in a step             interrupts_are_not_held 5, half_booked_tokens_stay 5,
+                                       books_are_not_mended 5
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ from failing_machine import FailingMachine
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import run_state_machine_as_test
+from interrupted_machine import InterruptedMachine
 from planted_bugs import BUGS, Plant
+from planted_interrupt_bugs import INTERRUPT_BUGS
 from small_grid import use_small_grid
 
 from megatron_async import DynamicInferenceEngine
@@ -147,6 +151,25 @@ def test_steps_that_fail_end_their_requests_alone() -> None:
     counts = counts_of(FAILING_SCHEDULES, FIRST_SEED, FailingMachine)
     # The schedules are worth their name.
     assert min(counts["failed_steps"], counts["error"], counts["length"]) > FAILING_SCHEDULES / 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_interrupted_steps_change_no_token() -> None:
+    counts = counts_of(FAILING_SCHEDULES // 2, FIRST_SEED, InterruptedMachine)
+    # The schedules are worth their name.
+    assert min(counts["signals"], counts["raised"]) > FAILING_SCHEDULES / 10
+
+
+@pytest.mark.parametrize("plant", INTERRUPT_BUGS, ids=lambda plant: plant.__name__)
+def test_a_bug_of_interrupts_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+    monkeypatch.setattr(EngineMachine, "answers", {})
+    plant(monkeypatch)
+    before = EngineMachine.counts["schedules"]
+    with pytest.raises((AssertionError, RuntimeError, KeyError, IndexError)) as failure:
+        fuzz(ENOUGH, 1, Phase.generate, machine=InterruptedMachine)
+    number = EngineMachine.counts["schedules"] - before
+    print(f"{plant.__name__} is found by schedule {number}: {failure.value!r}")
 
 
 @pytest.mark.slow

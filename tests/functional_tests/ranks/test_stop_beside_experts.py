@@ -82,7 +82,7 @@ def test_an_idle_engine_reports_the_steps_of_its_stop(idle: DynamicInferenceEngi
         loop = asyncio.create_task(idle.run_engine())
         await asyncio.sleep(0.01)
         idle.pause()
-        assert idle.pausing.undelivered
+        assert idle.booking.undelivered
         async with asyncio.timeout(PATIENCE_S):
             while idle.has_unfinished_requests():
                 await asyncio.sleep(1e-3)

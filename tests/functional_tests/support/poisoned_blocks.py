@@ -49,6 +49,11 @@ class PoisonedBlocks(KVBlockAllocator):
         if len(blocks):
             self._compute.launch(partial(self._poison, blocks))
 
+    def clear(self) -> None:
+        super().clear()
+        if hasattr(self, "_compute"):
+            self.poison_free_blocks()
+
     def check_free_blocks(self) -> None:
         """Check, on the compute stream, that nobody has written to a free block."""
         self._compute.launch(partial(self._check, self._free_blocks()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -275,9 +275,9 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
 
     step = step_legacy
 
-    def report(self, outputs: list[StepOutput], start: float) -> dict[str, Any]:
+    def report(self, start: float) -> dict[str, Any]:
         """End a turn of the loop, and return what `step_modern` does."""
-        report = super().report(outputs, start)
+        report = super().report(start)
         outputs = report["outputs"]
         if self._times is not None:
             facts = self._block_facts()
@@ -289,6 +289,16 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
         report["active_request_ids"] = _active_ids(outputs, records)
         report["cuda_graph_request_count"] = self.context.watch.graph_requests
         return report
+
+    def take_back(self, report: dict[str, Any]) -> None:
+        """Nobody gets this report: the next one has what it has."""
+        self.booking.undelivered[:0] = report["outputs"]
+        self.book.give_back(report["finished_request_records"])
+
+    def forget_ended(self, request_ids: Collection[int]) -> None:
+        """No report shall have these requests, if they have ended: nobody waits for them."""
+        super().forget_ended(request_ids)
+        self.book.forget(request_ids)
 
     def _block_facts(self) -> dict[str, int]:
         counts = self.context.kv_block_allocator

@@ -1,0 +1,150 @@
+"""Interrupts between any two bytecodes of a step: afterwards every answer is right, or its request
+has failed with the cause, and the next call is as a new engine's.
+
+What was wrong, found by such interrupts one at a time: a step was taken from those in flight
+before it was booked, and its samples were counted back (`RequestSlots.count_back`) some lines
+before its tokens were stored. An interrupt in between lost one token of each of the step's
+requests: the next step's were stored in their places, and the requests COMPLETED, all later tokens
+one place early. With more steps in flight there were more such steps. An interrupt in
+`PlanBuilder.add_block_updates` had the same effect by another way: the host's block table had a
+block of which the device was never told.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from attention_model import VOCABULARY, AttentionModel
+from bytecodes import AtBytecode, ctrl_c, interrupt
+from harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
+from hybrid_model import MixedAttentionModel
+from pairs import ALL_CASES
+from small_grid import use_small_grid
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.errors import StepFailed
+
+TOKENS = 6
+PROMPTS = random_prompts(3, (5, 9, 3, 12), VOCABULARY)
+NEXT = random_prompts(4, (6, 2, 11), VOCABULARY)
+MODELS = {"attention": AttentionModel, "hybrid": MixedAttentionModel}
+STRIDE = 5 if os.environ.get(ALL_CASES) == "1" else 2503
+"""Of the bytecodes of all steps of a run, one is tried, then the one so many behind it."""
+MOST_STEPS = 200
+ACTS = {"signal": ctrl_c, "raised": interrupt}
+
+
+@pytest.fixture(autouse=True)
+def usual_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short sequences pass as many borders of states as long ones do; Ctrl-C raises."""
+    use_small_grid(monkeypatch.setattr)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(params=MODELS)
+def model(request: Any) -> Any:
+    return MODELS[request.param]()
+
+
+def engine_of(model: Any, lookahead: int, sharing: bool = False) -> DynamicInferenceEngine:
+    return make_engine(
+        model, lookahead=lookahead, enable_prefix_caching=sharing, max_requests=3, max_tokens=12,
+        block_size_tokens=3, num_kv_blocks=20, max_sequence_length=48, late_launch=False,
+    )  # fmt: skip
+
+
+def answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    engine = engine_of(model, 0)
+    found = [engine.generate([prompt], greedy(TOKENS))[0].generated_tokens for prompt in prompts]
+    engine.close()
+    return found
+
+
+def run(engine: DynamicInferenceEngine, number: int, act: Callable[[], None]) -> tuple[Any, Any]:
+    """Serve `PROMPTS`, with an interrupt at a bytecode: their futures, and where it was."""
+    futures = [engine.add_request(n, prompt, greedy(TOKENS)) for n, prompt in enumerate(PROMPTS)]
+    with AtBytecode(number, act) as interrupted:
+        try:
+            drain(engine)
+        except KeyboardInterrupt:
+            assert interrupted.where is not None
+    for _ in range(MOST_STEPS):
+        if not engine.has_unfinished_requests():
+            break
+        engine.step_modern()
+    return futures, interrupted.where
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_an_interrupt_at_any_bytecode(model: Any, lookahead: int, sharing: bool, act: str) -> None:
+    """Break one of these, and it fails:
+
+    - `Turn.__enter__`: no `begin` (signal)
+    - `Turn.__exit__`: no `_make_whole` (raised)
+    - `StepBooking.mend`: no `num_known[:] = self._known` (raised)
+    - `DynamicInferenceContext.start_again`: no `slots.clear`, or no `expect_step` (raised)
+    """
+    expected, after = answers(model, PROMPTS), answers(model, NEXT)
+    engine = engine_of(model, lookahead, sharing)
+    number, tried = 1 + 100 * lookahead, 0
+    while True:
+        futures, where = run(engine, number, ACTS[act])
+        if where is None:
+            break
+        tried += 1
+        for future, tokens in zip(futures, expected, strict=True):
+            assert future.done(), where
+            request = future.result()
+            if request.error is None:
+                assert request.generated_tokens == tokens, where
+            else:
+                assert act == "raised", where
+                assert isinstance(request.error, StepFailed), where
+                assert isinstance(request.error.__cause__, KeyboardInterrupt), where
+                assert request.generated_tokens == tokens[: request.generated_length], where
+        assert_all_is_back(engine)
+        if tried % 5 == 0:
+            found = engine.generate(NEXT, greedy(TOKENS))
+            assert [request.generated_tokens for request in found] == after, where
+        number += STRIDE
+    assert tried > 20, "the bytecodes of all steps were counted"
+    engine.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_signals_at_random_moments_of_generate(lookahead: int) -> None:
+    """A person runs a cell, interrupts it, and runs the next one."""
+    model = AttentionModel()
+    expected, after = answers(model, PROMPTS), answers(model, NEXT)
+    engine, moments, interrupted = engine_of(model, lookahead), random.Random(lookahead), 0
+    before = signal.signal(signal.SIGALRM, lambda *_: ctrl_c())
+    try:
+        for _ in range(25):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, 8e-3))
+                found = engine.generate(PROMPTS, greedy(TOKENS))
+                assert [request.generated_tokens for request in found] == expected
+                while True:
+                    signal.pause()
+            except KeyboardInterrupt:
+                interrupted += 1
+            found = engine.generate(NEXT, greedy(TOKENS))
+            assert [request.generated_tokens for request in found] == after
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 25
+    drain(engine)
+    assert_all_is_back(engine)
+    engine.close()
