@@ -12,6 +12,7 @@ import pytest
 from attention_model import VOCABULARY, AttentionModel
 from bytecodes import ctrl_c
 from harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
+from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.errors import RequestAborted, StepFailed
@@ -339,4 +340,4 @@ def test_a_loop_that_is_cancelled_at_any_await_begins_again(
             runner.cancel()
             await asyncio.gather(runner, step, return_exceptions=True)
 
-    asyncio.run(asyncio.wait_for(main(), 100))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
