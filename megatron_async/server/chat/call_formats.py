@@ -85,8 +85,8 @@ def tool_rules(tools: Sequence[OfferedTool], before: Callable[[str], str], after
     is a grammar of its own, so that references inside of it hold."""
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        rules.append(f"call_{i}: {before(tool.name)} arguments_{i} {after}")
-        rules.append(f"arguments_{i}: %json {json.dumps(dict(tool.parameters))}")
+        arguments = f"%json {json.dumps(dict(tool.parameters))}"
+        rules.append(f"call_{i}: {before(tool.name)} {arguments} {after}")
     return "\n".join(rules) + "\n"
 
 

@@ -26,6 +26,7 @@ from megatron_async.server.chat.answer_pieces import Call, OfferedTool, ReadingC
 from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_value
 from megatron_async.server.chat.thoughts import in_lark
+from megatron_async.text.schema_numbers import NOTES
 
 XML_MARKS = ("<tool_call>", "<function=")
 """Qwen3-Coder sometimes leaves the outer tag out."""
@@ -204,6 +205,13 @@ def _only_values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
 # ---- Writing -------------------------------------------------------------------------------------
 
 _NO_END = r"~/(?s:.*<\/parameter>.*)/"
+_PLAIN = {
+    "integer": "/-?(0|[1-9][0-9]*)/",
+    "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
+    "boolean": '"true" | "false"',
+    "null": '"null"',
+}
+"""Values of these types as JSON has them, in Lark."""
 _ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 ANYTHING = "(?s:.*)"
 _END = r"/\n<\/parameter>\n/"
@@ -231,7 +239,8 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
         schema = _target(tool.parameters, tool.parameters)
         properties, required = schema.get("properties"), schema.get("required")
         properties = properties if isinstance(properties, Mapping) else {}
-        required = required if isinstance(required, list | tuple) else ()
+        required = required if isinstance(required, list) else []
+        required = [key for key in required if isinstance(key, str)]
         names = dict.fromkeys([*properties, *required])
         parts = [json.dumps(f"<function={tool.name}>\n")]
         for j, key in enumerate(names):
@@ -240,12 +249,9 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
                     f"tools: {tool.name} has a parameter {key!r}, which this model's form of calls "
                     "cannot write: rename it, without > and line breaks."
                 )
-            rule = f"parameter_{i}_{j}"
-            parts.append(rule if key in required else f"{rule}?")
-            value = _value_rule(properties.get(key, True), tool.parameters, rule.upper(), lines)
-            lines.append(
-                f"{rule}: {json.dumps(f'<parameter={key}>\n', ensure_ascii=False)} {value}"
-            )
+            tag = json.dumps(f"{PARAMETER}{key}>\n", ensure_ascii=False)
+            value = _value_rule(properties.get(key, True), tool.parameters, f"VALUE_{i}_{j}", lines)
+            parts.append(f"{tag} {value}" if key in required else f"({tag} {value})?")
         if not names and schema.get("additionalProperties", False) is not False:
             parts.append("any_parameter*")
         lines.append(f"call_{i}: {' '.join(parts)} {json.dumps(FUNCTION_END)}")
@@ -253,16 +259,18 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
 
 
 def _value_rule(schema: Any, root: Mapping[str, Any], name: str, lines: list[str]) -> str:
-    """A value and its closing tag in Lark, by terminals of this name where they are needed."""
+    """A value and its closing tag in Lark, by a terminal of this name where one is needed: a
+    grammar may have few terminals and schemas, and a chat many tools."""
     own, kinds = _target(schema, root), _kinds(schema, root)
     values = _only_values(schema, root)
     if values and not any(isinstance(value, dict | list) for value in values):
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {_END}"
+    if kinds and kinds <= _PLAIN.keys() and schema.keys() <= {"type", *NOTES}:
+        return f"({' | '.join(_PLAIN[kind] for kind in sorted(kinds))}) {_END}"
     if kinds and "string" not in kinds:
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        lines.append(f"{name.lower()}_json: %json {json.dumps(definitions | dict(schema))}")
-        return f"{name.lower()}_json {_END}"
+        return f"%json {json.dumps(definitions | dict(schema))} {_END}"
     least, most = (own[key] if isinstance(own.get(key), int) else "" for key in LENGTHS)
     pattern = own.get("pattern")
     if kinds != {"string"} or not (least or most != "" or pattern):

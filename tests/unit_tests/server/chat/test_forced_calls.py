@@ -103,13 +103,24 @@ def test_forced_calls_are_what_the_reader_reads(name: str, tokenizer: Any) -> No
     assert reader.push(two) + reader.end() == pieces
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_tools_can_be_forced(name: str, tokenizer: Any) -> None:
+    """As many as a chat may offer, with ten parameters each."""
+    properties = {f"p{i}": {"type": "integer"} for i in range(10)}
+    tools = [OfferedTool(f"t{i}", {"properties": properties}) for i in range(128)]
+    wanted = StructuredOutput(grammar="start: calls\n" + FORMATS[name].rules(tools, False, {}))
+    call = FORMATS[name].written("t127", '{"p0": 1, "p9": 2}')
+    assert accepts(tokenizer, wanted, call)
+    assert not accepts(tokenizer, wanted, call.replace("t127", "t128"))
+
+
 def test_forced_values_between_tags(tokenizer: Any) -> None:
     """In the form of Qwen3-Coder, values have no quotes: the grammar holds them to the schema."""
     properties = {
         "text": {"type": "string"}, "short": {"type": "string", "maxLength": 3}, "like": {"type": "string", "pattern": "^a/+b"}, "ends": {"type": "string", "pattern": r"\\/x$"}, "money": {"type": "string", "pattern": r"\d\$"},
         "one": {"enum": ["x y", "z"]}, "number": {"type": "integer", "minimum": 5}, "sure": {"$ref": "#/$defs/sure"},
         "list": {"type": "array", "items": {"type": "integer"}}, "any": {},
-        "maybe": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, "mixed": {"enum": ["1", 2, True]},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, "mixed": {"enum": ["1", 2, True]}, "plain": {"type": ["boolean", "null"]}, "high": {"type": "number", "title": "x"},
     }  # fmt: skip
     schema = {
         "properties": properties,
@@ -123,13 +134,13 @@ def test_forced_values_between_tags(tokenizer: Any) -> None:
         parts = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
         return f"<tool_call>\n<function=f>\n{parts}</function>\n</tool_call>"
 
-    good = {"text": "a\n<b>\n\n", "short": "", "like": "a//b!", "ends": r"(\/x", "money": "5$!", "one": "x y", "number": "12", "sure": "true", "list": "[1, 2]", "any": "5", "maybe": "null", "mixed": "true"}  # fmt: skip
+    good = {"text": "a\n<b>\n\n", "short": "", "like": "a//b!", "ends": r"(\/x", "money": "5$!", "one": "x y", "number": "12", "sure": "true", "list": "[1, 2]", "any": "5", "maybe": "null", "mixed": "true", "plain": "null", "high": "-0.5e3"}  # fmt: skip
     assert accepts(tokenizer, wanted, call(**good))
     assert accepts(tokenizer, wanted, call(one="z"))
     assert not accepts(tokenizer, wanted, call(text="a"))
     for key, bad in {
         "text": "</parameter>", "short": "four", "like": "ba/b", "ends": r"\/x.", "money": "5", "one": "x", "number": "4", "sure": "yes", "list": "[a]",
-        "maybe": "K", "mixed": "3",
+        "maybe": "K", "mixed": "3", "plain": "5", "high": "05",
     }.items():  # fmt: skip
         assert not accepts(tokenizer, wanted, call(**(good | {key: bad}))), key
     with pytest.raises(RequestError, match="'a>b'"):
