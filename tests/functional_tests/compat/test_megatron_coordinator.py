@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from compat_trio import PROMPTS, compat_engine, drive, greedy_params
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from open_sockets import listening, reachable
 from patience import PATIENCE_S
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
@@ -42,6 +44,9 @@ def test_requests_come_back_as_from_the_engine_itself(tiny_model: torch.nn.Modul
     async def use() -> list[DynamicInferenceRequest]:
         address = await engine.start_listening_to_data_parallel_coordinator()
         assert engine.state is EngineState.RUNNING
+        found = listening(psutil.Process())
+        assert address.removeprefix("tcp://") in found["tcp"]
+        assert reachable(found) == []
         client = InferenceClient(address, deserialize=True)
         client.start()
         answers = await asyncio.gather(*(client.add_request(p, params) for p in PROMPTS))

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from open_sockets import listening, reachable
 from patience import PATIENCE_S, eventually
 from served import ADMIN, ENGINE, KEY, Served, completion, token_ids
 
@@ -89,6 +90,12 @@ def test_each_request_has_one_line_of_log(service: Served) -> None:
     assert all(form.match(line) for line in service.log.read_text().splitlines())
     assert form.match(service.lines[0])
     assert "secret" not in service.log.read_text()
+
+
+def test_no_socket_is_open_to_others(service: Served) -> None:
+    found = listening(psutil.Process(service.process.pid))
+    assert set(found["tcp"]) == {f"127.0.0.1:{service.port}"}
+    assert reachable(found) == []
 
 
 def test_who_speaks_http_has_no_torch(service: Served) -> None:

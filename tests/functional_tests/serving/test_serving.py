@@ -11,7 +11,9 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from open_sockets import listening, reachable
 from patience import PATIENCE_S, eventually
 from ranks import Ranks
 from serving_processes import (
@@ -225,6 +227,9 @@ def test_command_line_and_metrics(service: Service, capsys: pytest.CaptureFixtur
         while wanted not in text:
             time.sleep(0.05)  # it tells what was so at the last ping
             text = urllib.request.urlopen(url).read().decode()
+        whole = psutil.Process()  # coordinator, metrics, client, and replicas as children
+        assert f"127.0.0.1:{server.port}" in listening(whole)["tcp"]
+        assert reachable(listening(whole)) == []
     assert 'megatron_async_coordinator_requests_total{outcome="retried"}' in text
 
 
