@@ -199,7 +199,7 @@ class DeathWatch:
             for message in link.read():
                 try:
                     news = _decode(message)
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     logger.warning("The death watch dropped a message that is none of ours.")
                     continue
                 self._hear(rank, news)

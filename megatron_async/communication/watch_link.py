@@ -25,6 +25,9 @@ EVENTS = (
 LINGER_MS = 500
 """Milliseconds in which a goodbye must be sent; after that it is dropped."""
 
+MOST_BYTES = 1 << 20
+"""Of a message: a goodbye has the text of an error. Who sends more is cut off."""
+
 NEVER_MS = 24 * 3600 * 1000
 """Milliseconds: a lost connection is not restored."""
 
@@ -51,6 +54,7 @@ class Link:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # a full queue would hide the connection's end
         self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
         self._connects = False
         self._descriptor: int | None = None

@@ -13,8 +13,8 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Of one request, or what are as many; their sums can be sent, too."""
 Difference = Annotated[int, msgspec.Meta(ge=-(2**48), le=2**48)]
 """Of sizes of a replica, or a size."""
-Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-"""Below 0 where clocks disagree; never NaN."""
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""Below 0, or of decades, where a clock was set; never NaN."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """A name or label that is shown."""
 Trace = Annotated[

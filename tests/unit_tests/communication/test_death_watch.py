@@ -56,7 +56,9 @@ def test_a_stranger_does_not_end_the_watch():
     with context.socket(zmq.PAIR) as stranger:
         stranger.connect(watch.bind("127.0.0.1", True)[0])
         watch.start()
-        for message in (b"", b"\xc1", encode([1]), encode({"type": "Goodbye", "failure": ""})):
+        nested = b"\x82\xa4type\xa7Goodbye\xa1x" + b"\x91" * 100_000 + b"\x80"
+        leaves = encode({"type": "Goodbye", "failure": ""})
+        for message in (b"", b"\xc1", encode([1]), nested, leaves):
             stranger.send(message)
         eventually(lambda: watch.has_left(0))
     assert watch.losses == []

@@ -102,6 +102,13 @@ def test_sums_stay_numbers_that_can_be_sent() -> None:
         decode_for_coordinator(msgspec.msgpack.encode(ended))
 
 
+def test_a_clock_that_is_set_makes_no_message_unreadable() -> None:
+    years = 60.0 * 365 * 86400
+    ended = Ended(0, "length", ttft=-years, latency=years, queue_s=0.0)
+    heard: Any = decode_for_coordinator(encode(StepTokens(ends=[ended])))
+    assert heard.ends == [ended]
+
+
 def test_names_and_reasons_stay_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "megatron_async")
     service = Service("a")
