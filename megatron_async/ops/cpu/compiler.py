@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("megatron_async")
 
 SWITCH = "MEGATRON_ASYNC_CPU_KERNELS"
 """Environment variable: "torch" keeps to the references in plain torch."""
@@ -66,6 +69,24 @@ def multiplies_integers() -> bool:
 
     is_own = not config.CPU_NAME and not config.CPU_FEATURES
     return is_own and bool(llvm.get_host_cpu_features().get("avx2", False))
+
+
+def compile_missing() -> None:
+    """Compile the loops if they do not lie on the disk, where none fits or this is the first time:
+    in a step they would take so long that its replica would count as lost."""
+    if not compiles():
+        return
+    from megatron_async.ops.cpu import attention_kernels, row_kernels, step_kernels
+    from megatron_async.ops.cpu.kept_loops import is_kept
+    from megatron_async.ops.cpu.sampling import sampling_kernels
+
+    dear = (
+        attention_kernels.decode_attention, row_kernels.norm, step_kernels.unpack_rows,
+        sampling_kernels.draw,
+    )  # fmt: skip
+    if not all(map(is_kept, dear)):
+        logger.info("Compiling loops for this CPU: a minute or so.")
+        compile_all()
 
 
 def compile_all(has_float64: bool = False) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -17,7 +18,7 @@ from numba.core.caching import FunctionCache
 
 logger = logging.getLogger("megatron_async")
 
-_told: set[str] = set()
+_told: list[str] = []
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -40,6 +41,14 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]
     return compiled
 
 
+def is_kept(loop: Any) -> bool:
+    """Whether machine code of a loop, which `njit` made with `cache`, lies on the disk."""
+    cache = loop._cache
+    if not isinstance(cache, _ForgivingCache):
+        return False
+    return any(Path(cache.cache_path).glob(f"{cache._impl.filename_base}*.nbc"))
+
+
 class _ForgivingCache(FunctionCache):
     """Numba's cache of one function; what the disk refuses is compiled again."""
 
@@ -53,10 +62,10 @@ class _ForgivingCache(FunctionCache):
 
 
 def _tell(folder: str, error: Exception) -> None:
-    """Warn once for each folder."""
-    if folder in _told:
+    """Warn once: Numba has a folder below its own for each of these packages."""
+    if _told:
         return
-    _told.add(folder)
+    _told.append(folder)
     logger.warning(
         "Compiled loops cannot be kept%s (%s): each process compiles them again, half a minute; "
         "make room there, or set NUMBA_CACHE_DIR to a folder that can be written.",

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from megatron_async.ops.cpu import kept_loops
+from megatron_async.ops.cpu import compiler, kept_loops
 
 
 def double(number):
@@ -14,7 +14,7 @@ def double(number):
 
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch, tmp_path):
-    monkeypatch.setattr(kept_loops, "_told", set())
+    monkeypatch.setattr(kept_loops, "_told", [])
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
 
 
@@ -35,6 +35,7 @@ def test_what_the_disk_refuses_is_compiled_and_told_once(
     monkeypatch.setattr(f"numba.core.caching.IndexDataCacheFile.{access}", fail)
     loop = kept_loops.njit(cache=True)(double)
     assert [loop(2), loop(2.5)] == [4, 5.0]
+    assert kept_loops.is_kept(loop) == (access != "save")
     (told,) = caplog.messages
     assert str(tmp_path) in told
     assert str(error) in told
@@ -55,5 +56,16 @@ def test_a_loop_is_kept_where_the_disk_takes_it(tmp_path, caplog):
         loop = kept_loops.njit(cache=True)(double)
         assert loop(3) == 6
         assert sum(loop.stats.cache_hits.values()) == hits
+        assert kept_loops.is_kept(loop)
     assert list(tmp_path.rglob("*.nbc"))
     assert not caplog.messages
+
+
+def test_a_replica_compiles_only_what_does_not_lie_on_the_disk(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(compiler, "compiles", lambda: True)
+    monkeypatch.setattr(compiler, "compile_all", lambda: compiled.append(True))
+    for is_kept, times in ((True, 0), (False, 1)):
+        monkeypatch.setattr(kept_loops, "is_kept", lambda loop, answer=is_kept: answer)
+        compiler.compile_missing()
+        assert len(compiled) == times
