@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
+from megatron_async.server.fields.body import check_shape
 from megatron_async.server.fields.chat_request import ChatRequest, Message
+from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 
 _NO_LETTER = re.compile(r"[^A-Za-z0-9]")
@@ -152,9 +154,11 @@ def _arguments(arguments: str | dict[str, Any] | None, param: str) -> dict[str, 
     if not arguments:
         return {}
     if isinstance(arguments, str):
+        text = arguments.encode()
+        check_shape(text, Limits())
         try:
-            found = json.loads(arguments)
-        except (ValueError, RecursionError):
+            found = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise Refusal(

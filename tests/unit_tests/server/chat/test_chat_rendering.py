@@ -76,6 +76,8 @@ def test_the_last_message_is_continued() -> None:
         {"top_logprobs": 2},
         {"logprobs": True, "top_logprobs": 21},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "no"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 900 + "1" + "}" * 900}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}]},
     ],
 )  # fmt: skip
 def test_wrong_chats_get_400(body: dict[str, Any]) -> None:
