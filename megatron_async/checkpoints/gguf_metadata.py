@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.json_files import check_size
+from megatron_async.checkpoints.json_files import check_number, check_size
 from megatron_async.models.architecture import LINEAR, RopeScaling
 
 logger = logging.getLogger("megatron_async")
@@ -131,13 +131,7 @@ class Metadata:
         Raises:
             CheckpointError: it is missing, or something else.
         """
-        value = self.get(key, *default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
-            raise self.error(key, "must be a positive number")
+        value = check_number(self.get(key, *default), key, self.where)
         return float(str(np.float32(value)))
 
     def error(self, key: str, problem: str) -> CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -60,18 +61,14 @@ def check_size(value: Any, key: str, where: str) -> int:
     return int(value)
 
 
-def read_number(
-    config: dict[str, Any], key: str, where: str, default: float | None = None
-) -> float:
-    """A positive number of a JSON object; the arguments are those of `read_size`.
+def check_number(value: Any, key: str, where: str) -> float:
+    """A positive finite number that was read from a file; the arguments are those of `check_size`.
 
     Raises:
         CheckpointError: it is something else.
     """
-    value = config.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
         raise CheckpointError(f"{where}: {key} = {value!r} must be a positive number")
     return float(value)
 

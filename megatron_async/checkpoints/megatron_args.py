@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import FAMILIES
-from megatron_async.checkpoints.json_files import check_size
+from megatron_async.checkpoints.json_files import check_number, check_size
 from megatron_async.models.architecture import (
     ATTENTION,
     DELTA,
@@ -112,7 +112,7 @@ def architecture_from_args(
     activation = _activation(args, where)
     position = args.get("position_embedding_type", "rope")
     is_centered = bool(_renamed(args, "layernorm_zero_centered_gamma", False))
-    experts = args.get("num_experts") or 0
+    experts = _size(args, "num_experts", where) if args.get("num_experts") else 0
     # Whatever no family of transformers has is a hybrid, even without Mamba-2, if it was one.
     plain = re.fullmatch(r"(\*[-E])+", pattern) and activation == "silu" and position == "rope"
     is_plain = plain and not (
@@ -137,7 +137,7 @@ def architecture_from_args(
         model_type = GENERIC
     scaling = None
     if args.get("use_rope_scaling"):
-        factor = float(args.get("rope_scaling_factor", 8.0))
+        factor = _number(args, "rope_scaling_factor", 8.0, where)
         scaling = RopeScaling(factor, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
     return ModelArchitecture(
         model_type=model_type,
@@ -148,8 +148,10 @@ def architecture_from_args(
         kv_channels=args.get("kv_channels") or hidden // heads,
         ffn_hidden_size=_size(args, "ffn_hidden_size", where),
         vocab_size=vocab_size,
-        layernorm_epsilon=float(_renamed(args, "layernorm_epsilon", 1e-5)),
-        rotary_base=float(args.get("rotary_base", 10000)),
+        layernorm_epsilon=check_number(
+            _renamed(args, "layernorm_epsilon", 1e-5), "layernorm_epsilon", where
+        ),
+        rotary_base=_number(args, "rotary_base", 10000.0, where),
         rope_scaling=scaling,
         add_qkv_bias=biases,
         qk_layernorm=norms,
@@ -162,7 +164,7 @@ def architecture_from_args(
         pattern=pattern,
         activation=activation,
         position_embedding_type=position,
-        rotary_percent=float(args.get("rotary_percent", 1.0)),
+        rotary_percent=_number(args, "rotary_percent", 1.0, where),
         **_mtp(args, mtp_pattern, where),
         **(_experts(args, where) if experts else {}),
         **(_mamba(args, hidden, where) if MAMBA in pattern else {}),
@@ -172,6 +174,10 @@ def architecture_from_args(
 
 def _size(args: Mapping[str, Any], name: str, where: str) -> int:
     return check_size(args.get(name), name, where)
+
+
+def _number(args: Mapping[str, Any], name: str, default: float, where: str) -> float:
+    return check_number(args.get(name, default), name, where)
 
 
 def _renamed(args: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -199,7 +205,7 @@ def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     shared = args.get("moe_shared_expert_intermediate_size") or 0
     topk = args.get("moe_router_topk", 2)
     balancing = args.get("moe_router_load_balancing_type") or "none"
-    kinds = [balancing] if isinstance(balancing, str) else balancing
+    kinds = balancing if isinstance(balancing, list | tuple) else [balancing]
     if not all(kind in BALANCED for kind in kinds):
         raise CheckpointError(
             f"{where}: moe_router_load_balancing_type = {balancing!r} is not supported (only "
@@ -276,13 +282,20 @@ def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str, str]:
         dense = tuple(range(layers))
         if has_experts:
             frequency = args.get("moe_layer_freq", 1)
-            if isinstance(frequency, int):
+            if isinstance(frequency, int) and frequency > 0:
                 frequency = [int(layer % frequency == 0) for layer in range(layers)]
+            if not isinstance(frequency, list) or len(frequency) != layers:
+                raise CheckpointError(
+                    f"{where}: moe_layer_freq = {frequency!r} must be a positive integer or a list "
+                    f"of {layers}"
+                )
             dense = tuple(layer for layer in range(layers) if not frequency[layer])
         mixers = _mixers(args, layers, where)
         ffns = moe_pattern(layers, dense)[1::2]
         pattern = "".join(map("".join, zip(mixers, ffns, strict=True)))
         return layers, pattern, pattern[-2:]  # a depth is built as the last layer is
+    if not isinstance(pattern, str):
+        raise CheckpointError(f"{where}: hybrid_layer_pattern = {pattern!r} must be a text")
     # Behind "/" the depths, all alike; "|" is between pipeline stages.
     pattern, *depths = pattern.replace("|", "").split("/")
     mtp_pattern = depths[0] if depths else args.get("mtp_hybrid_override_pattern") or ""

@@ -119,7 +119,11 @@ def read_config(folder: Path, error: type[ConfigurationError]) -> dict[str, Any]
     _name_extra(config)
     # A token with a "__type" is not looked at here, as in transformers.
     values = [*(config.get(name) for name in SPECIAL_NAMES), *_extra(config)]
-    special = {token_text(v) for v in values if isinstance(v, str) or (v and "__type" not in v)}
+    special = {
+        token_text(value)
+        for value in values
+        if isinstance(value, str) or (isinstance(value, Mapping) and "__type" not in value)
+    }
     decoder = {}
     for text, number in content(ADDED_TOKENS).items():
         is_special = text in special
@@ -195,9 +199,10 @@ def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def token_text(value: Any) -> str | None:
-    """A special token is written as text or as an object with its `content`."""
+    """A special token is written as text or as an object with its `content`; an empty text is
+    none."""
     text = value.get("content") if isinstance(value, Mapping) else value
-    return text if isinstance(text, str) else None
+    return text if isinstance(text, str) and text else None
 
 
 def _add(backend: BackendTokenizer, config: Mapping[str, Any], where: str, is_qwen: bool) -> None:
@@ -216,6 +221,8 @@ def _add(backend: BackendTokenizer, config: Mapping[str, Any], where: str, is_qw
     named = _named(config)
     for value in [*named.values(), *_extra(config)]:
         text = token_text(value)
+        if text is None and value != "":
+            raise ValueError(f"{value!r:.100} is no token")
         if text is None or text in known:
             continue
         # A token that is named again, as text alone, counts as text alone.

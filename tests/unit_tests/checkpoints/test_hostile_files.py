@@ -118,6 +118,24 @@ def test_sizes_of_training_arguments(key: str) -> None:
         architecture_from_args(args, 96, (), "run")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 4, "moe_layer_freq": [1]}, r"moe_layer_freq = \[1\] must be"),
+        ({"num_experts": 4, "moe_layer_freq": 0}, "moe_layer_freq = 0 must be"),
+        ({"num_experts": "x"}, "num_experts = 'x' must be"),
+        ({"num_experts": 4, "moe_router_load_balancing_type": 3}, "balancing_type = 3 is not"),
+        ({"rotary_base": None}, "rotary_base = None must be"),
+        ({"rotary_percent": float("nan")}, "rotary_percent = nan must be"),
+        ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon = '1e-5' must be"),
+        ({"hybrid_layer_pattern": 3}, "hybrid_layer_pattern = 3 must be a text"),
+    ],
+)
+def test_odd_training_arguments(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"run: .*{message}"):
+        architecture_from_args(vars(parsed_args()) | changes, 96, (), "run")
+
+
 @pytest.mark.parametrize("key", ["num_layers", "hidden_size", "vocab_size", "num_moe_experts"])
 def test_sizes_of_an_architecture(key: str) -> None:
     plain = {"model_type": "llama", "num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
