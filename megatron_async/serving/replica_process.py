@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_async.communication.bootstrap import join_job
-from megatron_async.serving.heap import frozen_heap
 from megatron_async.ops.cpu.compiler import compile_missing
+from megatron_async.serving.heap import frozen_heap
 from megatron_async.serving.replica import Replica
 
 if TYPE_CHECKING:

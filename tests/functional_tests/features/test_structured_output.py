@@ -264,7 +264,8 @@ A, B = [ord("a")], [ord("b")]
          "the grammar (structured_output) and bad_words leave none together: relax one of them"),
         ({"structured_output": StructuredOutput(choice=["ab"]), "bad_words": ["ab"]},
          "the grammar (structured_output) and bad_words leave none together: relax one of them"),
-        ({"structured_output": StructuredOutput(regex="a?b?"), "bad_words": [A, B], "min_tokens": 3},
+        ({"structured_output": StructuredOutput(regex="a?b?"), "bad_words": [A, B],
+          "min_tokens": 3},
          "the grammar (structured_output), bad_words and min_tokens leave none together"),
     ],
 )  # fmt: skip
