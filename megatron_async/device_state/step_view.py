@@ -45,6 +45,7 @@ class StepView:
     Attributes (valid while a pass runs):
         dims: host-known shape of the batch.
         step: its tokens.
+        mtp_hidden: `[tokens, hidden]`: what a model with multi-token prediction leaves for it.
     """
 
     # Megatron's models ask the context for these. Its own MTP layers never run here.
@@ -54,6 +55,7 @@ class StepView:
     rotary: RotaryTable
     dims: BatchDimensions
     step: LaidOutTokens
+    mtp_hidden: Tensor | None = None
 
     def __init__(
         self, kv_cache: PagedKVCache, norm_eps: float, attention: TorchPagedAttention

@@ -26,13 +26,13 @@ class PagedHybridStack(HybridStack):
     prediction has its own norm after the stack, and calls `run` instead of `forward`.
 
     Attributes:
-        mtp_hidden: `[tokens, hidden]` of the last `forward`: the input of the first depth of
-            multi-token prediction, taken after the final norm, or before it with
-            `mtp_hidden_before_norm`. None if no multi-token prediction is built.
+        gives_mtp_hidden: whether `forward` leaves the input of the first depth of multi-token
+            prediction, if any is built, with its `inference_context`: `StepView.mtp_hidden`, taken
+            after the final norm, or before it with `mtp_hidden_before_norm`.
         compiled: the layers as one call for some steps; None where there is none.
     """
 
-    mtp_hidden: Tensor | None = None
+    gives_mtp_hidden = True
     compiled: CompiledLayers | None = None
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ class PagedHybridStack(HybridStack):
         normed, total = add_norm(output, residual, self.final_norm)
         if getattr(self.config, "mtp_num_depths", 0):
             is_before = self.config.mtp_hidden_before_norm
-            self.mtp_hidden = (total if is_before else normed).flatten(0, 1)
+            inference_context.mtp_hidden = (total if is_before else normed).flatten(0, 1)
         if self.config.sequence_parallel:
             rows = collectives_of(self.pg_collection.tp).all_gather(normed)
             return rows[: inference_context.dims.tokens]

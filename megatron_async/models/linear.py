@@ -24,6 +24,7 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from megatron_async.errors import OutOfMemoryError
+from megatron_async.models.step_state import OfThread
 from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.eight_bit import EightBitWeight, is_available
@@ -174,7 +175,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
 
     packed_weight: PackedWeight | None = None
     may_split: bool = False
-    residual: Tensor | None = None
+    residual = OfThread()
 
     @property
     def collectives(self) -> TensorCollectives:

@@ -20,6 +20,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.mlp import SharedExpertMLP
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.moe_experts import Experts
+from megatron_async.models.step_state import OfThread
 from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
@@ -105,7 +106,7 @@ class MoELayer(MegatronModule):
     """
 
     may_split: bool = False
-    residual: Tensor | None = None
+    residual = OfThread()
     on_routing: Callable[[Routing], None] | None = None
 
     def __init__(

@@ -85,7 +85,7 @@ class MultiTokenPredictionLayer(MegatronModule):
 
         Args:
             embedded: `[tokens, 1, hidden]`, embeddings of the tokens after those of `hidden`.
-            hidden: `[tokens, hidden]`: the model's (`model.decoder.mtp_hidden`), or the previous
+            hidden: `[tokens, hidden]`: the model's (`StepView.mtp_hidden`), or the previous
                 depth's, after its final norm.
             view: of a step with so many tokens: the places of their keys, and the keys that each
                 token sees.

@@ -96,7 +96,7 @@ class MtpDrafter:
         mtp: Any = getattr(model.model, "mtp", None)
         # A few families take the hidden state before the last norm: our stack knows.
         self._decoder: Any = getattr(model.model, "decoder", None)
-        is_theirs = self._decoder is not None and not hasattr(self._decoder, "mtp_hidden")
+        is_theirs = self._decoder is not None and not hasattr(self._decoder, "gives_mtp_hidden")
         if mtp is None or is_theirs:
             raise ConfigurationError(
                 "speculative_method='mtp', but the model has no layers for multi-token prediction, "
@@ -135,7 +135,8 @@ class MtpDrafter:
         kernels, size = kernels_for(kept), view.kv_cache.block_size
         entries = lay_out_entries(view, view.sampled)
         # A chunk reads what the one before has kept, perhaps in the block in which it ends itself.
-        of_trunk = view.hidden_states if self._decoder is None else self._decoder.mtp_hidden
+        of_trunk = view.hidden_states if self._decoder is None else view.mtp_hidden
+        assert of_trunk is not None, "the step's forward has left it"
         hidden = kernels.gather_hidden(of_trunk, kept[0], entries.source)
         ends = step.last_token[view.dims.decode_tokens :]
         kernels.keep_hidden(of_trunk, step.write_index, ends, size, kept[0])

@@ -16,7 +16,7 @@ from hybrid_families import their_logits
 from mtp_folders import MTP_FAMILIES, make_layers, make_trunk, their_depth, write_folder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from whole_sequence import WholeSequence, whole_logits
+from whole_sequence import WholeSequence, whole_pass
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
@@ -59,9 +59,9 @@ def test_a_depth_says_what_transformers_and_vllm_say(name: str, mtp_folder: Make
     assert (a.mtp_pattern, a.mtp_num_depths) == (family.pattern, 1)
     assert a.mtp_hidden_before_norm == family.has_hidden_before_norm
     trunk = make_trunk(name)
-    logits = whole_logits(loaded.model, TOKENS)
+    logits, hidden = whole_pass(loaded.model, TOKENS)
+    assert hidden is not None
     torch.testing.assert_close(logits, their_logits(trunk, TOKENS), rtol=0, atol=1e-3)
-    hidden: Tensor = loaded.model.decoder.mtp_hidden
     embedded = torch.randn(len(TOKENS), 64, generator=torch.Generator().manual_seed(3))
     view: Any = WholeSequence(loaded.model.config, len(TOKENS))
     with torch.inference_mode():
@@ -84,9 +84,8 @@ def _final_hidden(trunk: Any, is_before_norm: bool) -> Tensor:
 @pytest.mark.parametrize("name", MTP_FAMILIES)
 def test_the_first_depth_gets_the_familys_hidden_state(name: str, mtp_folder: MakeFolder) -> None:
     model = load_model(mtp_folder(name)[0], torch.float32, CPU, with_mtp=True).model
-    whole_logits(model, TOKENS)
     expected = _final_hidden(make_trunk(name), MTP_FAMILIES[name].has_hidden_before_norm)
-    torch.testing.assert_close(model.decoder.mtp_hidden, expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(whole_pass(model, TOKENS)[1], expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", MTP_FAMILIES)

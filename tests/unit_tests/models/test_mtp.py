@@ -10,7 +10,7 @@ import torch
 from megatron_mtp import megatron_layer, megatron_output
 from ranks import run_ranks
 from torch import Tensor
-from whole_sequence import WholeSequence, whole_logits
+from whole_sequence import WholeSequence, whole_pass
 
 from megatron_async import DynamicInferenceContext, GPTInferenceWrapper, InferenceConfig
 from megatron_async.checkpoints import open_model
@@ -74,7 +74,7 @@ def depths_of(model: Any, embedded: Tensor, hidden: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["dense", "two depths"])
 def test_a_depth_says_what_megatrons_says(name: str) -> None:
     model = make(SHAPES[name])
-    whole_logits(model, TOKENS)  # which numbers KV layers
+    whole_pass(model, TOKENS)  # which numbers KV layers
     embedded, hidden = inputs(64)
     for layer, found in zip(model.mtp.layers, depths_of(model, embedded, hidden), strict=True):
         theirs = megatron_layer(model.config, model.config.mtp_pattern)
@@ -92,15 +92,17 @@ def test_the_trunk_is_what_it_was(name: str) -> None:
     a = SHAPES[name]
     model, plain = make(a), make(a, with_mtp=False)
     assert plain.mtp is None
-    assert torch.equal(whole_logits(model, TOKENS), whole_logits(plain, TOKENS))
-    assert plain.decoder.mtp_hidden is None
-    hidden = model.decoder.mtp_hidden
+    found, hidden = whole_pass(model, TOKENS)
+    expected, nothing = whole_pass(plain, TOKENS)
+    assert torch.equal(found, expected)
+    assert nothing is None
+    assert hidden is not None
     assert hidden.shape == (len(TOKENS), a.hidden_size)
     if a.mtp_hidden_before_norm:
         hidden = model.decoder.final_norm(hidden)
     tied = model.embedding.word_embeddings.weight if a.tie_word_embeddings else None
     logits = model.output_layer(hidden[:, None], tied)[0].squeeze(1)
-    torch.testing.assert_close(logits, whole_logits(plain, TOKENS))
+    torch.testing.assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -127,8 +129,8 @@ def test_it_costs_nothing_where_it_is_not_asked_for(name: str) -> None:
 
 def _on_ranks(name: str, sizes: dict[str, int]) -> list[list[list[float]]]:
     model = make(SHAPES[name], **sizes)
-    whole_logits(model, TOKENS)
-    hidden = model.decoder.mtp_hidden
+    _, hidden = whole_pass(model, TOKENS)
+    assert hidden is not None
     found = depths_of(model, inputs(64)[0], hidden)
     return [hidden.tolist(), *(depth.tolist() for depth in found)]
 

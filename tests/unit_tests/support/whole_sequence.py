@@ -101,6 +101,7 @@ class WholeSequence:
     use_flashinfer_fused_rope = False
     config = SimpleNamespace(materialize_only_last_token_logits=False)
     first_dummy_place = 1 << 40
+    mtp_hidden: Tensor | None = None
 
     def __init__(self, config: Any, tokens: int) -> None:
         self.max_sequence_length = tokens
@@ -182,6 +183,11 @@ class WholeSequence:
 def whole_logits(model: Any, tokens: list[int]) -> Tensor:
     """Logits `[tokens, vocabulary]` of one sequence by a `HybridModel`; of a pipeline stage that is
     not the last, hidden states `[tokens, 1, hidden]`."""
+    return whole_pass(model, tokens)[0]
+
+
+def whole_pass(model: Any, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
+    """`whole_logits`, and what the pass leaves for multi-token prediction, `[tokens, hidden]`."""
     stamp_kv_layers(model)
     fold_norms(model)
     view = WholeSequence(model.config, len(tokens))
@@ -194,4 +200,5 @@ def whole_logits(model: Any, tokens: list[int]) -> Tensor:
             runtime_gather_output=True,
         )
     assert view.layers == list(range(len(recurrent_layers(model.config))))
-    return logits.squeeze(0) if stage_of(model.config).is_last else logits
+    found = logits.squeeze(0) if stage_of(model.config).is_last else logits
+    return found, view.mtp_hidden
