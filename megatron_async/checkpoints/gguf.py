@@ -117,7 +117,7 @@ class GGUFSource(NamedTensorSource):
             max_position_embeddings=meta.size(f"{kind}.context_length"),
             sliding_window=window,
             eos_token_ids=self._eos_ids,
-            bos_token_id=meta.get("tokenizer.ggml.bos_token_id", None),
+            bos_token_id=meta.token_id("tokenizer.ggml.bos_token_id"),
         )
         meta.finish(kind, vocabulary, head_dim, epsilon)
         return found
@@ -129,10 +129,11 @@ class GGUFSource(NamedTensorSource):
         names = [name for name in meta.fields if name.startswith("tokenizer.")]
         if "tokenizer.ggml.tokens" not in names:
             return None
-        tokens, rows = len(meta.get("tokenizer.ggml.tokens")), self.architecture.vocab_size
-        if tokens != rows:
+        tokens, rows = meta.get("tokenizer.ggml.tokens"), self.architecture.vocab_size
+        if not isinstance(tokens, list) or len(tokens) != rows:
+            count = len(tokens) if isinstance(tokens, list) else "no"
             raise CheckpointError(
-                f"{self.file}: tokenizer.ggml.tokens has {tokens} entries, but token_embd.weight "
+                f"{self.file}: tokenizer.ggml.tokens has {count} entries, but token_embd.weight "
                 f"has {rows} rows; the file is incomplete"
             )
         found = Tokenizer.from_gguf({name: meta.get(name) for name in names}, str(self.file))
@@ -232,8 +233,8 @@ class GGUFSource(NamedTensorSource):
     @property
     def _eos_ids(self) -> tuple[int, ...]:
         names = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
-        eos = [self._metadata.get(name, None) for name in names]
-        return tuple(dict.fromkeys(int(token) for token in eos if token is not None))
+        eos = [self._metadata.token_id(name) for name in names]
+        return tuple(dict.fromkeys(token for token in eos if token is not None))
 
     @cached_property
     def _metadata(self) -> Metadata:

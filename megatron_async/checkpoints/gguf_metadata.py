@@ -134,6 +134,17 @@ class Metadata:
         value = check_number(self.get(key, *default), key, self.where)
         return float(str(np.float32(value)))
 
+    def token_id(self, key: str) -> int | None:
+        """A token's id; None where it is missing.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key, None)
+        if value is not None and (type(value) is not int or value < 0):
+            raise self.error(key, "must be a token's id")
+        return value
+
     def error(self, key: str, problem: str) -> CheckpointError:
         """An error that names the file, a key and its value."""
         return CheckpointError(f"{self.where}: {key} = {self.get(key, None)!r} {problem}")

@@ -81,6 +81,20 @@ def read_gguf(
         ConfigurationError: of the class `error`: a kind of tokenizer or pre-tokenizer that cannot
             be rebuilt exactly, or metadata that do not fit together.
     """
+    try:
+        return _read(metadata, source, error)
+    except error:
+        raise
+    except Exception as problem:  # the library raises bare Exception, odd values any other
+        raise error(
+            f"{source}: the metadata of its tokenizer do not fit together ({problem}); fetch the "
+            "file again"
+        ) from problem
+
+
+def _read(
+    metadata: Mapping[str, Any], source: str, error: type[ConfigurationError]
+) -> tuple[BackendTokenizer, dict[str, Any], list[int], str | None]:
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise error(

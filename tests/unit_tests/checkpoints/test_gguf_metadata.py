@@ -146,6 +146,8 @@ def test_a_factor_without_a_type_computes_what_transformers_computes(
         ({"llama.vocab_size": 127}, "vocab_size = 127 is not supported .only 128"),
         ({"llama.feed_forward_length": [96, 96, 64]}, r"= \[96, 96, 64\] must be a positive int"),
         ({"llama.attention.head_count_kv": [2, 2, 2]}, r"head_count_kv = \[2, 2, 2\] must be"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id = 'x' must be a token's id"),
+        ({"tokenizer.ggml.bos_token_id": float("inf")}, "bos_token_id = inf must be a token's"),
         ({"general.type": "adapter"}, "general.type = 'adapter' is not supported"),
         ({"general.type": "imatrix"}, "general.type = 'imatrix' is not supported"),
         ({"adapter.lora.alpha": 16.0}, "has adapter.lora.alpha: it is an adapter"),

@@ -348,12 +348,17 @@ def test_templates_of_a_gguf_file(trained: str) -> None:
         ({"eot_token_id": 10**9}, "eot_token_id = 1000000000"),
         ({"token_type": [1, 3]}, "token_type is missing, or not of one entry a token"),
         ({"merges": None}, "merges is missing"),
+        ({"merges": ["no such"]}, None),
+        ({"merges": 7}, None),
+        ({"tokens": [3] * 274}, None),
+        ({"add_bos_token": True, "bos_token_id": "x"}, None),
     ],
 )
 def test_metadata_that_do_not_fit_together(
-    fields: dict[str, Any], message: str, trained: str
+    fields: dict[str, Any], message: str | None, trained: str
 ) -> None:
-    with pytest.raises(TokenizerError, match=f"file: tokenizer.ggml.{message}"):
+    said = f"file: tokenizer.ggml.{message}" if message else "file: the metadata of its tokenizer"
+    with pytest.raises(TokenizerError, match=said):
         Tokenizer.from_gguf(gguf(trained, **fields), "file")
 
 
