@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Mapping
@@ -11,20 +12,24 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megatron_async.communication.host import host_identity
+from megatron_async.communication.own_folder import FOLDER_VARIABLE, OwnFolder
+
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
 
 
-def _environment(rank: int, ranks: int, address: str, port: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int, meeting: Mapping[str, str]) -> dict[str, str]:
     """What torchrun would tell a rank. Ray shows each rank its own GPU alone, as number 0."""
-    return {
-        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0",
-        "MASTER_ADDR": address, "MASTER_PORT": str(port),
-    }  # fmt: skip
+    return {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", **meeting}
 
 
 class RankActor:
     """A rank that is not the first: it does what the first one does."""
+
+    def host(self) -> str:
+        """Names this rank's host; see `host_identity`."""
+        return host_identity()
 
     def follow(
         self, environment: Mapping[str, str], model: str, options: Mapping[str, Any]
@@ -56,13 +61,13 @@ class RayRanks:
         self._others: list[Any] = []
         if ranks > 1:
             group = ray.util.get_current_placement_group()
-            address, port = ray.util.get_node_ip_address(), _free_port()
-            for rank in range(1, ranks):
-                actor = _start(group, rank, cpus, gpus)
-                told = _environment(rank, ranks, address, port)
+            actors = [_start(group, rank, cpus, gpus) for rank in range(1, ranks)]
+            _kept.extend(actors)
+            meeting = _meeting(ray.get([actor.host.remote() for actor in actors]))
+            for rank, actor in enumerate(actors, 1):
+                told = _environment(rank, ranks, meeting)
                 self._others.append(actor.follow.remote(told, model, dict(options)))
-                _kept.append(actor)
-            os.environ.update(_environment(0, ranks, address, port))
+            os.environ.update(_environment(0, ranks, meeting))
         from megatron_async.llm import LLM
 
         self.llm: LLM = LLM(model, **options)
@@ -82,7 +87,18 @@ class RayRanks:
 
 
 _kept: list[Any] = []
-"""Handles: an actor ends when nobody has one."""
+"""Handles: an actor ends when nobody has one, and so does a folder."""
+
+
+def _meeting(hosts: list[str]) -> dict[str, str]:
+    """Where ranks meet: in a folder if all are on this host, else at a port of it."""
+    port = {"MASTER_ADDR": ray.util.get_node_ip_address(), "MASTER_PORT": str(_free_port())}
+    if {*hosts} != {host_identity()}:
+        return port
+    folder = OwnFolder()
+    _kept.append(folder)
+    atexit.register(folder.close)
+    return {**port, FOLDER_VARIABLE: str(folder.path)}
 
 
 def _start(group: PlacementGroup | None, rank: int, cpus: float, gpus: float) -> Any:
