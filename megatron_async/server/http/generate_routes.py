@@ -126,6 +126,7 @@ class GenerateRoutes:
                 "/v1/messages/count_tokens",
                 self._count_tokens,
                 error_body=message_error_body,
+                is_logged=True,
             ),
             *TokenizeRoutes(self._model_now, self._limits).routes(),
             Route("GET", "/openapi.json", self._openapi),

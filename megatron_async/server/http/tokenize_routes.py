@@ -75,8 +75,8 @@ class TokenizeRoutes:
     def routes(self) -> list[Route]:
         """The routes."""
         return [
-            Route("POST", "/tokenize", self._tokenize),
-            Route("POST", "/detokenize", self._detokenize),
+            Route("POST", "/tokenize", self._tokenize, is_logged=True),
+            Route("POST", "/detokenize", self._detokenize, is_logged=True),
         ]
 
     async def _tokenize(self, exchange: Exchange, _: str) -> None:
