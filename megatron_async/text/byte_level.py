@@ -6,7 +6,9 @@ In the vocabulary each byte is written as a printable character, after GPT-2's t
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 from tokenizers import Tokenizer as BackendTokenizer
 
@@ -35,6 +37,43 @@ def is_byte_level(backend: BackendTokenizer) -> bool:
     while decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
         decoder = decoder["decoders"][0]
     return bool(decoder.get("type") == "ByteLevel")
+
+
+class ByteRuns(NamedTuple):
+    """Tokens of single bytes, of which a tokenizer with byte fallback (Llama 2, Mixtral) decodes a
+    run as a whole: a byte that is no character changes the text of all bytes of its run. So the
+    text of a run is certain when another token has ended the run.
+
+    Attributes:
+        bytes: ids of these tokens.
+        hidden: ids of tokens that texts leave out, which end no run.
+        size: ids from here on are none, and end no run either.
+    """
+
+    bytes: frozenset[int]
+    hidden: frozenset[int]
+    size: int
+
+    def open_from(self, tokens: Sequence[int]) -> int:
+        """Where the run begins that the tokens end in; their number if they end in none."""
+        start = len(tokens)
+        for place in range(len(tokens) - 1, -1, -1):
+            token = tokens[place]
+            if token in self.bytes:
+                start = place
+            elif token not in self.hidden and token < self.size:
+                break
+        return start
+
+
+def byte_runs(backend: BackendTokenizer) -> ByteRuns | None:
+    """The tokens of single bytes; None where the decoder has no byte fallback."""
+    if backend.decoder is None or b'"ByteFallback"' not in backend.decoder.__getstate__():
+        return None
+    ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    found = frozenset(token for token in ids if token is not None)
+    hidden = frozenset(hidden_tokens(backend))
+    return ByteRuns(found, hidden, backend.get_vocab_size(with_added_tokens=True))
 
 
 class BytePieces(dict[int, bytes]):

@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.text.detokenize import REPLACEMENT, ByteDetokenizer, IncrementalDetokenizer
+from megatron_async.text.detokenize import (
+    LONGEST_WINDOW,
+    REPLACEMENT,
+    ByteDetokenizer,
+    IncrementalDetokenizer,
+)
 from megatron_async.text.stop_words import find_word, first_stop_word, held_back
 
 if TYPE_CHECKING:
@@ -54,6 +59,9 @@ class TokenText:
             self._decoder = ByteDetokenizer(pieces)
         else:
             self._decoder = IncrementalDetokenizer(self._detokenize)
+        self._runs = getattr(tokenizer, "byte_runs", None)
+        self._run: list[int] = []
+        """Last tokens, of single bytes, which a next one may turn into replacement characters."""
         self._tokens: list[int] = []
         """All of them, where the end needs them."""
         self._echo = ""
@@ -107,6 +115,12 @@ class TokenText:
         if len(tokens):
             if not isinstance(self._decoder, ByteDetokenizer):
                 self._tokens += tokens
+            if self._runs is not None:
+                tokens = [*self._run, *tokens]
+                start = self._runs.open_from(tokens)
+                if len(tokens) - start > LONGEST_WINDOW:  # a long wait, for a rare case
+                    start = len(tokens)
+                tokens, self._run = tokens[:start], tokens[start:]
             self._tail += self._decoder.push_all(tokens)
         return self._tail
 

@@ -17,7 +17,13 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.json_objects import MIB, read_object
-from megatron_async.text.byte_level import BytePieces, byte_level_pieces, is_byte_level
+from megatron_async.text.byte_level import (
+    BytePieces,
+    ByteRuns,
+    byte_level_pieces,
+    byte_runs,
+    is_byte_level,
+)
 from megatron_async.text.chat_template import (
     CHAT_TEMPLATE,
     compile_chat_template,
@@ -185,6 +191,14 @@ class Tokenizer:
         if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
             return None
         return BytePieces(self.backend) if is_byte_level(self.backend) else None
+
+    @cached_property
+    def byte_runs(self) -> ByteRuns | None:
+        """Tokens of single bytes whose text is certain only after them; None where there are
+        none."""
+        if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
+            return None
+        return byte_runs(self.backend)
 
     def drop_ends_from(self, rows: int) -> None:
         """Forget end tokens that a model cannot make, as its embedding has no rows for them.

@@ -85,6 +85,9 @@ class SpecialTokensView:
         wanted = None if kept is None else {text.encode() for text in kept}
         self._kept = {i: text for i, text in special.items() if wanted is None or text in wanted}
         self._dropped = special.keys() - self._kept.keys()
+        runs = tokenizer.byte_runs
+        hidden = frozenset(self._dropped)
+        self.byte_runs = None if runs is None else runs._replace(hidden=hidden)
         pieces = tokenizer.byte_pieces
         self.byte_pieces: BytePieces | None = None
         if isinstance(pieces, BytePieces):

@@ -93,17 +93,8 @@ def test_any_division_gives_the_engines_text(make, data) -> None:
     and this fails."""
     tokenizer = make()
     ids = st.one_of(st.sampled_from(likely(tokenizer)), st.integers(0, tokenizer.vocab_size - 1))
-    if make is byte_fallback:
-        # Whole characters: bytes that are none change the text of those before them, which no
-        # stream can take back.
-        words_of = [[token] for token in range(1, 5)]
-        words_of += [[5 + byte for byte in text.encode()] for text in ("é", "世", "🙂")]
-        parts = data.draw(st.lists(st.sampled_from(words_of), max_size=12))
-        tokens = [token for part in parts for token in part]
-        ids = st.sampled_from([*range(1, 5), tokenizer.eod])
-        tokens += data.draw(st.lists(ids, max_size=2))
-    else:
-        tokens = data.draw(st.lists(ids, max_size=24))
+    # With byte fallback a byte that is no character changes the text of the whole run before it.
+    tokens = data.draw(st.lists(ids, max_size=24))
     text = tokenizer.detokenize(tokens)
     places = st.integers(0, max(len(text) - 1, 0))
     words = [
