@@ -115,10 +115,11 @@ def test_what_cannot_be_read_is_refused(coordinator: Coordinator, message: bytes
     peer.close()
 
 
+@pytest.mark.parametrize(("limit", "most"), [("MOST_UNREAD", 20), ("MOST_UNREAD_BYTES", 4 << 20)])
 def test_who_does_not_read_is_lost(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "MOST_UNREAD", 20)
+    monkeypatch.setattr(coordinator_module, limit, most)
     peer, server = Peer(coordinator.address), replica(coordinator.address)
     peer.say(ClientHello(PROTOCOL))
     peer.hear(Welcome)
