@@ -10,6 +10,7 @@ On a cluster: `ray.init(address="auto")`, and gpus=1 of FleetSettings. docs/ray.
 """
 
 import argparse
+import logging
 import time
 
 import ray
@@ -40,6 +41,8 @@ def main() -> None:
     set_for_cluster()
     ray.init(include_dashboard=False)
     serve.start(proxy_location="Disabled")
+    # Ray says that the application is ready at its own proxy's address, and there is no proxy.
+    logging.getLogger("ray.serve").addFilter(lambda line: " is ready at " not in line.getMessage())
     serve.run(build(settings), name=settings.name)
     print(f"Serving at http://127.0.0.1:{arguments.port}/v1 (Ctrl-C ends it)", flush=True)
     try:

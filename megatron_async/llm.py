@@ -31,6 +31,7 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
+from megatron_async.ops.cpu.compiler import compile_missing
 from megatron_async.other_names import check_engine_names
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.join_group import join_group
@@ -135,6 +136,8 @@ class LLM:
         job.check_same("parallel sizes", asdict(sizes))
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
+        if self._device.torch_device.type == "cpu":
+            compile_missing(progress)
         check_weights_fit(source.architecture, self.dtype, sizes, self._device.free_memory())
         weights = build_model(
             source.architecture,

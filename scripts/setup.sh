@@ -67,6 +67,19 @@ an index that you can reach, then run this again.
   full log:   $log"
 }
 
+# Megabytes that lie in the environment and in uv's cache (links between the two count once).
+unpacked() { du -smc $venv "$($venv/bin/uv cache dir 2>/dev/null)" 2>/dev/null | tail -n 1 | cut -f 1; }
+
+# On a terminal, say every three seconds how much has come, until it is killed.
+show_unpacked() {
+    local first=$1 now
+    while sleep 3; do
+        now=$(unpacked)
+        printf '\rsetup: %d MB unpacked of about 6,000, after %d s \033[K' \
+            $((now - first)) $SECONDS >&2
+    done
+}
+
 # What the environment must match: the locks, the package's metadata, the checkout's path.
 # (`cksum`, because macOS has no sha256sum.)
 wanted=$(cat requirements.lock requirements-demo.lock setup.py | cksum; printf '%s' "$PWD")
@@ -100,13 +113,27 @@ index=${PIP_INDEX_URL:-$($venv/bin/python -m pip config get global.index-url 2>/
 export VIRTUAL_ENV=$PWD/$venv
 
 say "installing the locked packages (2.5 GB to download the first time; log: $log)"
+watcher=
+if [[ -t 2 ]]; then
+    SECONDS=0
+    show_unpacked "$(unpacked)" &
+    watcher=$!
+    trap 'kill $watcher 2>/dev/null || true; printf "\r\033[K" >&2' EXIT
+fi
 fetch $venv/bin/uv pip install --no-deps --require-hashes \
     -r requirements.lock -r requirements-demo.lock
+if [[ -n $watcher ]]; then
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true # or bash would say that it was killed
+    trap - EXIT
+    printf '\r\033[K' >&2
+fi
 fetch $venv/bin/uv pip install --no-deps --no-build-isolation --offline --editable .
 
-say "compiling loops for this CPU (once; half a minute)"
-"$venv/bin/python" -c 'from megatron_async.ops.cpu.compiler import compile_all; compile_all()' \
-    >>"$log" 2>&1 || say "they are compiled at their first use instead (see the log)"
+say "compiling loops for this CPU (once; half a minute to a minute on two cores)"
+"$venv/bin/python" -c \
+    'from megatron_async.ops.cpu.compiler import compile_all; compile_all(progress=True)' \
+    >>"$log" || say "they are compiled at their first use instead"
 
 rm -f "$unfinished"
 printf '%s\n' "$wanted" >"$stamp"

@@ -13,7 +13,13 @@ from markupsafe import Markup
 from megatron_async.observe.timeline import Timeline
 from megatron_async.profiling.gap_histogram import gap_histogram
 from megatron_async.profiling.lanes_picture import lanes_picture
-from megatron_async.profiling.step_gap_files import PERCENTILES, did_in_gap, idle_text, time_text
+from megatron_async.profiling.step_gap_files import (
+    PERCENTILES,
+    device_text,
+    did_in_gap,
+    idle_text,
+    time_text,
+)
 from megatron_async.profiling.step_gaps import STAGES, GapReport, StepGap
 
 AROUND_GAP = 1.0
@@ -50,7 +56,7 @@ def profile_page(timeline: Timeline, report: GapReport, facts: Mapping[str, Any]
             "picture": Markup(lanes_picture(timeline, *step_window(report, typical))),
         },
         gaps=len(report.gaps),
-        not_counted=idle_text(report),
+        not_counted=[*idle_text(report), *device_text(facts)],
         histogram=Markup(gap_histogram(report.gaps)),
         times=_times(report),
         rows=[_row(gap) for gap in report.worst],
@@ -102,7 +108,10 @@ def _times(report: GapReport) -> dict[str, list[str]]:
 
 def _cause(gap: StepGap) -> str:
     if gap.is_launched_ahead:
-        text = "The step was launched ahead, so the device had it when the one before ended"
+        text = (
+            "The CPU was in time: the step was launched before the one before it had ended, and "
+            "the gap is the device's own"
+        )
     elif gap.no_overlap is not None:
         text = f"The step was launched with nothing in flight ({gap.cause})"
     else:

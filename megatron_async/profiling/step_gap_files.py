@@ -51,6 +51,7 @@ def gap_text(report: GapReport, facts: Mapping[str, Any]) -> str:
         f"device busy {report.busy_share:.2%}; {report.launched_ahead_share:.1%} of "
         f"{len(report.gaps)} steps were launched before the step before them ended",
         *idle_text(report),
+        *device_text(facts),
         "",
         "longest gaps, each before the step that is named, and what the CPU did meanwhile",
     ]
@@ -66,6 +67,16 @@ def idle_text(report: GapReport) -> list[str]:
         return []
     idle = time_text(sum(gap.gap_us for gap in report.after_idle))
     return [f"not counted: {len(report.after_idle)} times there was nothing to do, {idle} in all"]
+
+
+def device_text(facts: Mapping[str, Any]) -> list[str]:
+    """What the device is, where gaps mean another thing by that."""
+    if facts.get("device") != "CPU":
+        return []
+    return [
+        "the device is a thread of this CPU: a gap before a step that was launched in time is its "
+        "wait for a core, which nothing in the engine could make shorter"
+    ]
 
 
 def gap_record(report: GapReport, facts: Mapping[str, Any]) -> dict[str, Any]:

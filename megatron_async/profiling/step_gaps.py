@@ -64,10 +64,11 @@ class StepGap:
 
     @property
     def cause(self) -> str:
-        """Why the device waited, in two words."""
+        """Why the device waited, in two words. Before a step that was launched in time the gap is
+        the device's own: a GPU's way from step to step, a CPU's thread that waits for a core."""
         if self.no_overlap is not None:
             return self.no_overlap.replace("_", " ")
-        return "launched ahead" if self.is_launched_ahead else "CPU late"
+        return "device's own" if self.is_launched_ahead else "CPU late"
 
 
 @dataclass(frozen=True)

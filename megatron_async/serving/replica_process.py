@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_async.communication.bootstrap import join_job
-from megatron_async.ops.cpu.compiler import compile_missing
 from megatron_async.serving.heap import frozen_heap
 from megatron_async.serving.replica import Replica
 
@@ -38,8 +37,6 @@ def serve_replica(
         ConfigurationError: the coordinator refuses the replica.
     """
     llm.engine.grammars.prepare()  # now it holds up nobody
-    if llm.engine.context.device.torch_device.type == "cpu":
-        compile_missing()
     # Replicas of the job that this one does not need may be lost: others serve their requests.
     join_job().watch.needed = llm.needed_ranks
     if not llm.is_primary_rank:

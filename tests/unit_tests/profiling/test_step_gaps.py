@@ -54,7 +54,7 @@ def test_time_with_nothing_to_do_is_no_gap():
     report = step_gaps(timeline)
     assert [gap.step for gap in report.after_idle] == [LATE]
     assert [gap.gap_us for gap in report.gaps] == [100, 100, 100, 100]
-    causes = ["launched ahead", "nothing to plan", "launched ahead", "launched ahead"]
+    causes = ["device's own", "nothing to plan", "device's own", "device's own"]
     assert [gap.cause for gap in report.gaps] == causes
     text = gap_text(report, {"model": "m"})
     assert "not counted: 1 times there was nothing to do, 400 us in all" in text

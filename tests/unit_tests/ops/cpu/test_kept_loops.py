@@ -64,7 +64,7 @@ def test_a_loop_is_kept_where_the_disk_takes_it(tmp_path, caplog):
 def test_a_replica_compiles_only_what_does_not_lie_on_the_disk(monkeypatch):
     compiled = []
     monkeypatch.setattr(compiler, "compiles", lambda: True)
-    monkeypatch.setattr(compiler, "compile_all", lambda: compiled.append(True))
+    monkeypatch.setattr(compiler, "compile_all", lambda progress: compiled.append(progress))
     for is_kept, times in ((True, 0), (False, 1)):
         monkeypatch.setattr(kept_loops, "is_kept", lambda loop, answer=is_kept: answer)
         compiler.compile_missing()
