@@ -310,6 +310,12 @@ def run_info(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _user_errors() -> tuple[type[Exception], ...]:
+    """`USER_ERRORS`, and ZMQ's, which are no OSErrors, as where no file descriptor is left."""
+    zmq: Any = sys.modules.get("zmq")
+    return USER_ERRORS if zmq is None else (*USER_ERRORS, zmq.ZMQError)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -342,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left (`| head`): nothing more to say, not even when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except USER_ERRORS as error:
+    except _user_errors() as error:
         if arguments.debug:
             traceback.print_exc()
         say_goodbye_with(error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -44,7 +46,19 @@ def describe(error: BaseException) -> str:
     if cause is not None and not _says(text, cause):
         first, *_ = str(cause).splitlines() or [""]
         text += f" (cause: {type(cause).__name__}: {first})"
+    if os.strerror(errno.EMFILE).lower() in text.lower():
+        text += f": {_file_limit()}"
     return text
+
+
+def _file_limit() -> str:
+    import resource
+
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"a process may have {allowed} files and sockets here, and a job of several ranks needs "
+        "more for each of its groups: raise the limit, as by `ulimit -n 4096`"
+    )
 
 
 def _says(text: str, cause: BaseException) -> bool:

@@ -160,6 +160,12 @@ def test_a_cause_is_one_line_and_nothing_is_said_twice(cause: Exception, told: s
     assert describe(error) == told
 
 
+def test_too_many_open_files_has_a_remedy() -> None:
+    for error in (OSError(24, "Too many open files"), RuntimeError("socket: Too many open files")):
+        assert "`ulimit -n" in describe(error)
+    assert "ulimit" not in describe(OSError(28, "No space left on device"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
