@@ -1,8 +1,7 @@
 """`InferenceConfig`: every setting of the engine, with its manual under it.
 
 Field names are Megatron-Core's where the meaning is the same; `lookahead`, `num_kv_blocks`,
-`device` and `check_integrity` are ours. It is mutually exclusive with the model's
-`TransformerConfig`.
+`device` and `check_integrity` are ours.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.other_names import names_settings_that_are_meant
 
 MOST_LOOKAHEAD = 64
 LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
@@ -33,6 +33,7 @@ QUANTIZATIONS = ("int8", "auto", "none")
 ATTENTION_BACKENDS = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3", "torch")
 
 
+@names_settings_that_are_meant
 @dataclass
 class InferenceConfig:
     """Settings of a `DynamicInferenceContext` and its engine.
@@ -198,8 +199,7 @@ class InferenceConfig:
     fastest of those there are, timed at the start."""
 
     check_integrity: bool = False
-    """Check after every step that each KV block and slot has exactly one owner (slow: for
-    tests)."""
+    """Check after every step that each KV block and slot has exactly one owner; for tests."""
 
     check_ranks_agree: bool = False
     """Let followers report a checksum of every plan and of all samples to their leader, which

@@ -228,19 +228,30 @@ def _hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:
 def names_what_is_meant[T: type](made: T) -> T:
     """A decorator of a dataclass of sampling parameters: an unknown keyword raises a TypeError that
     names the right one."""
+
+    def meant(name: str, value: Any, known: Collection[str]) -> str:
+        advice = SAMPLING_ADVICE.get(name)
+        if advice is None and (right := meant_by(name, known, SAMPLING_NAMES)) is not None:
+            advice = f"did you mean {right}={value!r}?"
+        return f": {advice}" if advice else f". Its parameters are: {', '.join(known)}."
+
+    return _refusing(made, "parameter", meant)
+
+
+def names_settings_that_are_meant[T: type](made: T) -> T:
+    """A decorator of a dataclass of an engine's settings, as `names_what_is_meant`."""
+    return _refusing(made, "setting", lambda name, _, known: f".{_hint(name, known, ())}")
+
+
+def _refusing[T: type](made: T, what: str, meant: Callable[[str, Any, Collection[str]], str]) -> T:
     init: Callable[..., None] = made.__init__  # type: ignore[misc]
     known = made.__dataclass_fields__.keys()  # type: ignore[attr-defined]
 
     @wraps(init)
     def checked(self: object, *args: Any, **values: Any) -> None:
         for name in values.keys() - known:
-            advice = SAMPLING_ADVICE.get(name)
-            if advice is None and (meant := meant_by(name, known, SAMPLING_NAMES)) is not None:
-                advice = f"did you mean {meant}={values[name]!r}?"
-            raise TypeError(
-                f"{made.__name__} has no parameter {name!r}"
-                + (f": {advice}" if advice else f". Its parameters are: {', '.join(known)}.")
-            )
+            hint = meant(name, values[name], known)
+            raise TypeError(f"{made.__name__} has no {what} {name!r}{hint}")
         init(self, *args, **values)
 
     made.__init__ = checked  # type: ignore[misc]

@@ -38,7 +38,6 @@ LIMITS: dict[str, tuple[float, float, float]] = {
 }
 """Numbers that choose tokens, by the names of generation_config.json and of vLLM's protocol: the
 value that changes nothing, the smallest and the largest one."""
-FILTERS = ("top_k", "top_p", "min_p")
 MAX_NEW_TOKENS = "max_new_tokens"
 
 

@@ -65,6 +65,12 @@ def test_settings_of_others(given: dict[str, Any], answer: str) -> None:
     assert answer in str(error.value)
 
 
+def test_settings_of_others_in_the_config() -> None:
+    with pytest.raises(TypeError, match=r"no setting 'max_model_len'.*'max_sequence_length'"):
+        InferenceConfig(max_model_len=5)  # type: ignore[call-arg]
+    assert InferenceConfig(lookahead=0).lookahead == 0
+
+
 def test_a_short_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """Megatron's `max_tokens` keeps its meaning; who means an answer's length reads the name."""
     for budget, told in ((255, 1), (256, 0)):
