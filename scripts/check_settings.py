@@ -7,7 +7,7 @@ probs; every other one must be refused by a sentence that names the key. What tr
 refuses has no truth to compare with.
 
     python scripts/check_settings.py --family llama mixtral
-    python scripts/check_settings.py                        # all families: most of an hour
+    python scripts/check_settings.py                        # all families: half an hour
 
 The gated norm of Mamba2 with several groups is compared with a norm over each group, as the
 published kernels have it and transformers' class has not.
