@@ -35,6 +35,9 @@ class StreamWakeups:
     A step costs the engine the same however many readers wait. One timer serves all of them. It
     runs on the event loop that steps the engine, or, where steps are synchronous, on that of the
     last reader.
+
+    Attributes:
+        bookings: of steps so far: a reader that has read since the last one need not look again.
     """
 
     def __init__(self) -> None:
@@ -48,34 +51,43 @@ class StreamWakeups:
         """Event loop of the timer."""
         self._timer: asyncio.Handle | None = None
         self._rests_until = 0.0
+        self.bookings = 0
 
-    async def wait(self, request_id: int) -> None:
-        """Wait until there may be news of an unfinished request."""
-        self._readers_loop = asyncio.get_running_loop()
-        waiter = self._readers_loop.create_future()
-        waiters = self._waiting.setdefault(request_id, [])
-        waiters.append(waiter)
-        try:
-            await waiter
-        except BaseException:
+    def waiter(self, request_id: int) -> asyncio.Future[None]:
+        """Done when there may be news of an unfinished request. Who does not wait for it to the end
+        says so by `gave_up`."""
+        self._readers_loop = loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = asyncio.Future(loop=loop)
+        self._waiting.setdefault(request_id, []).append(waiter)
+        return waiter
+
+    def gave_up(self, request_id: int, waiter: asyncio.Future[None]) -> None:
+        """Nobody waits for `waiter` any more."""
+        waiters = self._waiting.get(request_id, [])
+        if waiter in waiters:
             waiters.remove(waiter)
-            if not waiters and self._waiting.get(request_id) is waiters:
+            if not waiters:
                 del self._waiting[request_id]
-            raise
 
     def wake(self, request_id: int) -> None:
         """Wake the readers of a request now: it has its first token, or has ended."""
         for waiter in self._waiting.pop(request_id, ()):
-            if not waiter.done() and not waiter.get_loop().is_closed():
-                waiter.set_result(None)
+            if not waiter.done():
+                try:
+                    waiter.set_result(None)
+                except RuntimeError:  # who waits there has gone with the event loop
+                    if not waiter.get_loop().is_closed():
+                        raise
 
     def wake_all(self) -> None:
         """Wake all readers: each looks for itself whether there is news."""
+        self.bookings += 1
         for request_id in list(self._waiting):
             self.wake(request_id)
 
     def booked(self, output: StepOutput) -> None:
         """Tokens were booked: wake who waits for a first token, and have the others woken soon."""
+        self.bookings += 1
         if not self._waiting:
             return
         if output.is_first.any():
@@ -118,8 +130,9 @@ class StreamWakeups:
         woken = 0
         while self._due and woken < WOKEN_A_TURN:
             request_id = self._due.popleft()
-            woken += request_id in self._waiting
-            self.wake(request_id)
+            if request_id in self._waiting:
+                woken += 1
+                self.wake(request_id)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

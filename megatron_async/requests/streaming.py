@@ -60,6 +60,8 @@ class RequestStream(AsyncIterator[StreamChunk]):
         self._slots = slots
         self._readers = readers
         self._num_read = 0
+        self._seen = -1
+        """`StreamWakeups.bookings` at the last look."""
         self._is_over = False
         self._text: TokenText | None = None
         if tokenizer is not None:
@@ -68,31 +70,34 @@ class RequestStream(AsyncIterator[StreamChunk]):
             self._text = TokenText(tokenizer, request.sampling_params, given)
 
     async def __anext__(self) -> StreamChunk:
+        # Every call of a function here is one more for each token of each stream.
+        request, readers, text = self.request, self._readers, None
         while not self._is_over:
-            self._is_over = self.request.finish_reason is not None
-            tokens = self._new_tokens()
-            if tokens or self._is_over:
-                self._num_read += len(tokens)
-                chunk = StreamChunk(tokens, self._new_text(tokens))
-                if chunk.tokens or chunk.text:
-                    return chunk
+            self._is_over = request.finish_reason is not None
+            if self._is_over or self._seen != readers.bookings:
+                self._seen = readers.bookings
+                tokens = self._new_tokens()
+                if self._text is not None and (tokens or self._is_over):
+                    text = self._text.push(tokens)
+                    if self._is_over:
+                        text += self._text.end(request.finish_reason, request.stop_words_from)
+                if tokens or text:
+                    self._num_read += len(tokens)
+                    return StreamChunk(tokens, text)
                 continue
-            await self._readers.wait(self.request.request_id)
-        if self.request.error is not None:
-            raise self.request.error
+            waiter = readers.waiter(request.request_id)
+            try:
+                await waiter
+            except BaseException:
+                readers.gave_up(request.request_id, waiter)
+                raise
+        if request.error is not None:
+            raise request.error
         raise StopAsyncIteration
 
     def _new_tokens(self) -> list[int]:
-        slot = self._slots.slot_of.get(self.request.request_id)
+        slots, slot = self._slots, self._slots.slot_of.get(self.request.request_id)
         if self._is_over or slot is None:
             return self.request.generated_tokens[self._num_read :]
-        new = self._slots.generated(slot)[self._num_read :]
-        return new.tolist() if len(new) else []  # sync-ok: NumPy
-
-    def _new_text(self, tokens: list[int]) -> str | None:
-        if self._text is None:
-            return None
-        text, request = self._text.push(tokens), self.request
-        if self._is_over:
-            text += self._text.end(request.finish_reason, request.stop_words_from)
-        return text
+        start = slots.prompt_length[slot] + self._num_read
+        return slots.tokens[slot, start : slots.num_known[slot]].tolist()  # sync-ok: NumPy

@@ -62,6 +62,9 @@ class TokenText:
         self._runs = getattr(tokenizer, "byte_runs", None)
         self._run: list[int] = []
         """Last tokens, of single bytes, which a next one may turn into replacement characters."""
+        by_bytes = isinstance(self._decoder, ByteDetokenizer) and self._runs is None
+        self._keeps_nothing = by_bytes and not self._words
+        """Whether all settled text is returned at once."""
         self._tokens: list[int] = []
         """All of them, where the end needs them."""
         self._echo = ""
@@ -81,6 +84,10 @@ class TokenText:
         if self._held or tokens[-1] in self._stop_ids:
             tokens = [*self._held, *tokens]
             self._held = [tokens.pop()] if tokens[-1] in self._stop_ids else []
+        if self._keeps_nothing and not self._echo:
+            text = self._decoder.push_all(tokens)
+            self._num_returned += len(text)
+            return text
         known = len(self._tail)
         text = self._settle(tokens)
         end = len(text) - self._held_back

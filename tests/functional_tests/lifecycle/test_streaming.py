@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from types import FrameType
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -32,6 +35,15 @@ class Bytes:
         # Lead bytes and continuations at random: half of them are no characters.
         raw = bytes(0xC3 if token % 2 else 0x80 + token % 64 for token in tokens)
         return raw.decode("utf-8", errors="replace")
+
+
+class Pieces(Bytes):
+    """With texts that are the bytes of tokens, as most models have."""
+
+    byte_pieces: ClassVar = {token: b"%c" % (97 + token % 26) for token in range(TINY.vocab_size)}
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return b"".join(map(self.byte_pieces.__getitem__, tokens)).decode()
 
 
 async def read(stream: RequestStream, pause: float = 0.0) -> list[StreamChunk]:
@@ -329,3 +341,51 @@ def test_two_engines_on_one_loop(make_tiny_engine: EngineFactory, lookahead: int
         return turns
 
     assert asyncio.run(run()) > TOKENS
+
+
+MOST_CALLS = 19
+"""Python functions that are called, or go on, for a token of a stream that comes alone: the half of
+them asyncio's."""
+
+
+def calls_of(engine: DynamicInferenceEngine, steps: int, streams: int) -> int:
+    """Calls of Python functions in so many steps of 8 requests of which some are streamed, a token
+    at a time."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    async def main() -> None:
+        for number in range(8):
+            engine.add_request(number, PROMPTS[number % 4], greedy(2 * TOKENS))
+        readers = [asyncio.create_task(read_all(engine.stream(n))) for n in range(streams)]
+        for step in range(steps + 5):
+            if step == 5:
+                sys.setprofile(count)
+            engine.step_modern()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        sys.setprofile(None)
+        drain(engine)
+        await asyncio.gather(*readers)
+
+    async def read_all(stream: RequestStream) -> None:
+        async for _ in stream:
+            pass
+
+    asyncio.run(main())
+    return calls
+
+
+def test_a_token_of_a_stream_takes_few_calls(
+    make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike time, calls do not depend on the machine. Break `RequestStream.__anext__`: look for
+    tokens again before each wait."""
+    monkeypatch.setattr(stream_wakeups, "WAKE_EVERY_S", 0.0)
+    engine = make_tiny_engine(tokenizer=Pieces(), check_integrity=False, late_launch=False)
+    steps = 20
+    with_streams, without = (calls_of(engine, steps, streams) for streams in (8, 0))
+    assert 8 * steps * 8 < with_streams - without < 8 * steps * MOST_CALLS

@@ -36,7 +36,12 @@ class Readers:
 
     async def _read(self, wakeups, number):
         while True:
-            await wakeups.wait(number)
+            waiter = wakeups.waiter(number)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                wakeups.gave_up(number, waiter)
+                raise
             self.wakes[number] += 1
 
     async def stop(self):
