@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
+from megatron_async.engines.interrupts import HeldInterrupts
 from megatron_async.errors import CommunicationTimeout, RanksDisagree, RequestError
 from megatron_async.ranks.actions import (
     Abort,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 PATIENCE = 10
 """Factor: a follower lets a grammar compile so many times as long as its leader does."""
+IDLE_S = 0.5
+"""Seconds within which a follower that waits for its leader heeds Ctrl-C."""
 METHODS = ("pause", "unpause", "suspend", "resume", "reset_prefix_cache")
 
 
@@ -78,7 +81,7 @@ class Follower(ConnectedGroup):
         )
 
     def receive(self, oldest: LaunchedStep | None) -> Action:
-        """The leader's next action.
+        """The leader's next action, which stays the next one until `replayed` is called.
 
         Args:
             oldest: the oldest step in flight. If it fails on this rank, the leader is informed,
@@ -89,11 +92,15 @@ class Follower(ConnectedGroup):
             RanksDisagree: it gave up.
         """
         while not self._received:
-            if self._fetch(WATCH_EVERY_S if oldest else None):
+            if self._fetch(WATCH_EVERY_S if oldest else IDLE_S):
                 continue
             if oldest is not None and oldest.ready.query() and oldest.error is not None:
                 self.launch_failed(oldest.plan.step, oldest.error)
-        return self._received.popleft()
+        return self._received[0]
+
+    def replayed(self) -> None:
+        """What `receive` has returned is done."""
+        self._received.popleft()
 
     def launching(self, step: int, prefill_limit: int) -> int:
         return self.prefill_limit
@@ -129,17 +136,18 @@ class Follower(ConnectedGroup):
         while self._fetch(0.0):
             pass
 
-    def _fetch(self, timeout_s: float | None) -> bool:
-        """Receive one message; returns whether one came in time."""
-        try:
-            turn = self._channel.receive(timeout_s)
-        except CommunicationTimeout:
-            return False
-        for action in turn.actions:
-            if isinstance(action, Close) and action.error is not None:
-                raise RanksDisagree(f"rank {self.leader}, which leads, gave up: {action.error}")
-        self._received += turn.actions
-        return True
+    def _fetch(self, timeout_s: float) -> bool:
+        """Receive one message; returns whether one came in time. Ctrl-C loses none."""
+        with HeldInterrupts():
+            try:
+                turn = self._channel.receive(timeout_s)
+            except CommunicationTimeout:
+                return False
+            for action in turn.actions:
+                if isinstance(action, Close) and action.error is not None:
+                    raise RanksDisagree(f"rank {self.leader}, which leads, gave up: {action.error}")
+            self._received += turn.actions
+            return True
 
 
 def follow(engine: DynamicInferenceEngine) -> bool:
@@ -165,12 +173,15 @@ def _follow(engine: DynamicInferenceEngine, group: Follower) -> bool:
     while True:
         start = time.perf_counter()
         action = group.receive(engine.in_flight[0] if engine.in_flight else None)
+        with HeldInterrupts():  # an action is replayed as a whole, or not yet
+            if not isinstance(action, Close | Release):
+                _replay(engine, group, action)
+            if isinstance(action, Resolve):
+                # Nobody reads the reports here, but traces and statistics go with them.
+                engine.report(start)
+            group.replayed()
         if isinstance(action, Close | Release):
             return isinstance(action, Release)
-        _replay(engine, group, action)
-        if isinstance(action, Resolve):
-            # Nobody reads the reports here, but traces and statistics go with them.
-            engine.report(start)
 
 
 def _replay(engine: DynamicInferenceEngine, group: Follower, action: Action) -> None:

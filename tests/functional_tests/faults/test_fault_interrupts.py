@@ -12,11 +12,14 @@ import pytest
 from attention_model import VOCABULARY, AttentionModel
 from bytecodes import ctrl_c
 from harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
+from memory_channel import FollowingEngine, MemoryChannel
 from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.observe.listener import EngineListener
+from megatron_async.ranks.follower import Follower
+from megatron_async.ranks.leader import Leader
 
 TOKENS = 8
 PROMPTS = random_prompts(5, (5, 9, 3), VOCABULARY)
@@ -341,3 +344,52 @@ def test_a_loop_that_is_cancelled_at_any_await_begins_again(
             await asyncio.gather(runner, step, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_leader_that_is_interrupted(
+    model: AttentionModel, expected: list[list[int]], moment: str
+) -> None:
+    """Its follower does what it did, and serves the next call."""
+    leader, follower = (
+        make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
+    )
+    following = FollowingEngine(leader, follower)
+    leader.listeners.append(At(moment, ctrl_c))
+    with pytest.raises(KeyboardInterrupt):
+        leader.generate(PROMPTS, greedy(TOKENS))
+    assert right(leader, expected)
+    drain(leader)
+    leader.close()
+    following.join()
+    assert following.error is None
+    assert_all_is_back(follower)
+    follower.close()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_follower_that_is_interrupted_follows_on(
+    model: AttentionModel, expected: list[list[int]], moment: str
+) -> None:
+    """Break `_follow`: take the action from the received ones before it is replayed, or do not hold
+    interrupts meanwhile."""
+    leader, follower = (
+        make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
+    )
+    channel = MemoryChannel()
+    leader.group = Leader(channel, channel.check)
+    follower.group = Follower(channel, channel.check)
+    assert right(leader, expected)
+    leader.group.release()
+    ended: list[list[int]] = []
+    follower.requests.on_end = lambda request: ended.append(request.generated_tokens)
+    listener = At(moment, ctrl_c)
+    follower.listeners.append(listener)
+    with pytest.raises(KeyboardInterrupt):
+        follower.follow()
+    assert listener.passed == 1
+    assert follower.follow()
+    assert sorted(ended) == sorted(expected)
+    leader.close()
+    assert not follower.follow()
+    follower.close()
