@@ -106,13 +106,14 @@ class LocalRanks:
             return self._wait()
 
     def _start(self) -> None:
+        address, port = _free_place()
         shared = {
             "WORLD_SIZE": str(self._count),
             "LOCAL_WORLD_SIZE": str(self._count),
             FOLDER_VARIABLE: str(self._folder),
             # For programs that make torch's groups themselves; this project's need no port.
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
         }
         # Not torch's own choice, all cores for each rank.
         threads = max(1, (os.cpu_count() or 1) // self._count)
@@ -190,8 +191,10 @@ def _copy(pipe: IO[bytes], shown: IO[bytes], file: IO[bytes]) -> None:
                     target.flush()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_place() -> tuple[str, str]:
+    """A loopback address of this host and a free port there; hosts may have IPv6 alone."""
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return address, str(probe.getsockname()[1])
+    raise ConfigurationError("this host has no loopback address: `ip link set lo up`.")

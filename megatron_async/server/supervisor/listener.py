@@ -80,7 +80,7 @@ def _why_not(host: str, port: int, error: OSError) -> str:
         case errno.EADDRINUSE:
             return f"{place}: the port is in use: give another one, or 0 for any that is free."
         case errno.EADDRNOTAVAIL:
-            return f"{place}: this host has no such address: give one of its own, as 127.0.0.1."
+            return f"{place}: this host has no such address: give one of its own, as ::1."
         case errno.EACCES | errno.EPERM:
             return f"{place}: this user may not use the port: give one above 1023."
     return f"{place}: cannot listen there ({error})."
