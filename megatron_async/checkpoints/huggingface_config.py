@@ -12,7 +12,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.huggingface_delta import COMPOSITES, MODEL_TYPES
+from megatron_async.checkpoints.huggingface_delta import (
+    MODEL_TYPES,
+    language_model_config,
+)
 from megatron_async.checkpoints.huggingface_experts import read_experts, write_experts
 from megatron_async.checkpoints.huggingface_hybrid import read_hybrid, refuse_family
 from megatron_async.checkpoints.huggingface_hybrid_write import check_written, write_hybrid
@@ -247,6 +250,15 @@ def token_id_field(ids: tuple[int, ...]) -> int | list[int] | None:
     return ids[0] if len(ids) == 1 else list(ids)
 
 
+def check_family(config: dict[str, Any], where: str) -> None:
+    """Check that a `config.json` is of a family that is served, before its weights are looked at.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    _family(language_model_config(config, where), where)
+
+
 def _family(config: dict[str, Any], where: str) -> Family:
     names = config.get("architectures") or []
     if isinstance(names, list) and len(names) == 1 and str(names[0]) in FAMILIES:
@@ -258,8 +270,9 @@ def _family(config: dict[str, Any], where: str) -> Family:
                 return family
     refuse_family(config, where)
     value = f"architectures = {names!r}" if names else f"model_type = {config.get('model_type')!r}"
-    supported = ", ".join((*FAMILIES, *COMPOSITES))
-    raise CheckpointError(f"{where}: {value} is not supported; supported: {supported}")
+    own = {family.model_type for family in FAMILIES.values()}
+    supported = ", ".join(sorted(own))
+    raise CheckpointError(f"{where}: {value} is not supported; families that are: {supported}")
 
 
 def _sliding_window(config: Settings, layers: int) -> int | None:

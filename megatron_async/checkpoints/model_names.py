@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface_config import check_family
 from megatron_async.checkpoints.iteration_folders import is_megatron
 from megatron_async.checkpoints.json_files import read_json
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
@@ -92,11 +93,11 @@ def _check_place(path: Path, name: str) -> None:
     try:
         if path.is_dir():
             if (path / CONFIG).is_file():
-                read_json(path / CONFIG)
+                check_family(read_json(path / CONFIG), str(path / CONFIG))
             elif not is_megatron(path):
                 raise no_model(path, name)
         elif path.name == CONFIG:
-            read_json(path)
+            check_family(read_json(path), str(path))
         elif path.open("rb").read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             raise CheckpointError(
                 f"{name}: not a GGUF file (it does not begin with 'GGUF'): give {ACCEPTED}."

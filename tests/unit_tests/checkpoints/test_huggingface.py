@@ -196,7 +196,10 @@ def test_sliding_window_is_recorded_where_it_is_active(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel.*is not supported; families that are: .*llama",
+        ),
         ({"architectures": "absent", "model_type": "gemma3"}, "model_type = 'gemma3'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type = 'yarn'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one set for all layers"),

@@ -37,10 +37,13 @@ for line in sys.argv[1:]:
 def test_without_torch(tmp_path: Path) -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     (tmp_path / "config.json").write_text("{]")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "layer").write_bytes(bytes(20))
     lines = [
         f"serve smollm2 --port {taken.getsockname()[1]}",
         f"serve {tmp_path}",
+        f"serve {tmp_path}/other",
         f"chat {tmp_path}/config.json",
         f"chat smollm2 --draft-layer {tmp_path}/layer",
         "serve",
