@@ -270,8 +270,7 @@ def _family(config: dict[str, Any], where: str) -> Family:
                 return family
     refuse_family(config, where)
     value = f"architectures = {names!r}" if names else f"model_type = {config.get('model_type')!r}"
-    own = {family.model_type for family in FAMILIES.values()}
-    supported = ", ".join(sorted(own))
+    supported = ", ".join(sorted({family.model_type for family in FAMILIES.values()}))
     raise CheckpointError(f"{where}: {value} is not supported; families that are: {supported}")
 
 
