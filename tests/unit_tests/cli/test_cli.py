@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from cli_runs import TINY, fails
 
-from megatron_async import __main__
 from megatron_async.cli import main as cli
 from megatron_async.cli import output as cli_output
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
@@ -196,49 +195,6 @@ def test_unknown_model_is_named(capsys):
 def test_debug_shows_the_traceback(capsys):
     assert cli.main([*TINY, "--prompts-file", "/no/such/file", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_interrupt_is_clean(capsys, monkeypatch):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "read_prompts", interrupted)
-    assert cli.main([*TINY]) == 130
-    assert capsys.readouterr().err.strip() == "megatron-async: interrupted"
-
-
-HELD = """
-import os, signal, sys
-from megatron_async import __main__
-from megatron_async.cli.interrupts import raise_interrupts
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "megatron_async.llm":  # inside an import of a module, whoever imports it
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-            except KeyboardInterrupt:  # an import may swallow it, or fail at any place
-                pass
-
-sys.meta_path.insert(0, Finder())
-sys.argv = ["megatron-async", "generate", "dummy:tiny", "-p", "1"]
-sys.exit(__main__.main())
-"""
-
-
-def test_an_interrupt_inside_an_import_ends_the_process():
-    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.strip()) == (130, "megatron-async: interrupted")
-
-
-def test_an_interrupt_while_the_command_line_is_imported(capsys, monkeypatch):
-    class Importing:
-        def __getattr__(self, name):
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "megatron_async.cli.main", Importing())
-    assert __main__.main() == 130
-    assert capsys.readouterr().err.strip() == "megatron-async: interrupted"
 
 
 def test_a_reader_that_leaves_is_no_error():
