@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -210,6 +211,17 @@ def check_engine_names(
             "max_tokens=%d is the budget of one step of the engine, as in Megatron-Core. For the "
             "length of an answer: SamplingParams(num_tokens_to_generate=%d).", budget, budget,
         )  # fmt: skip
+
+
+@contextmanager
+def budgets_named_by_options() -> Iterator[None]:
+    """Inside, nothing is said of a step's budget: the command line's option has the right name."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:

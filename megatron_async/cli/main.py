@@ -77,6 +77,7 @@ from megatron_async.cli.simulate import add_record_option, add_replay_and_simula
 from megatron_async.cli.simulate_fleet import add_simulate_fleet
 from megatron_async.cli.terminal import STARTING, said_meanwhile
 from megatron_async.errors import ConfigurationError, RequestError
+from megatron_async.other_names import budgets_named_by_options
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
@@ -332,11 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # module of a compiler's warning is its path), and that there is no CUDA compiler.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*megatron.core")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # What LLM says of `max_tokens`, the option's name says.
-    logging.getLogger("megatron_async.other_names").setLevel(logging.ERROR)
     quiet_ranks()
     try:
-        with ending_at_once():
+        with ending_at_once(), budgets_named_by_options():
             status: int = arguments.run(arguments)
         with written_as("standard output"):
             sys.stdout.flush()
