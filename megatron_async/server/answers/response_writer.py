@@ -13,6 +13,7 @@ from typing import Any
 from megatron_async.server.answers.items import Item, ItemResult, Kind, named_event
 from megatron_async.server.fields.asked import Asked
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.responses_input import full_name
 
 PREFIXES: dict[Kind, str] = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 CALL_PREFIX = "call_"
@@ -31,6 +32,12 @@ class ResponseWriter:
         self._style = asked.style
         self._sequence = 0
         self._items: list[Item] = []
+        # Functions of groups by their full names, which the model calls them by.
+        self._grouped: dict[str, tuple[str, str]] = {
+            full_name(group["name"], tool["name"] or ""): (group["name"], tool["name"])
+            for group in self._style.repeated.get("tools", ())
+            for tool in group.get("tools") or ()
+        }
 
     def new_id(self, kind: Kind) -> str:
         """An id with the prefix that OpenAI gives items of this kind."""
@@ -46,7 +53,7 @@ class ResponseWriter:
     def opened(self, item: Item) -> bytes:
         """`response.output_item.added` and, but for calls, `response.content_part.added`."""
         self._items.append(item)
-        begun = _item(item, "in_progress") | ({} if item.kind == "call" else {"content": []})
+        begun = self._item(item, "in_progress") | ({} if item.kind == "call" else {"content": []})
         events = self._event("response.output_item.added", output_index=item.place, item=begun)
         if item.kind != "call":
             events += self._of_part(item, "response.content_part.added", part=_part(item))
@@ -66,7 +73,8 @@ class ResponseWriter:
         text = item.text
         if item.kind == "call":
             name = "response.function_call_arguments.done"
-            events = self._of_item(item, name, name=item.name, arguments=text)
+            _, own = self._name(item)
+            events = self._of_item(item, name, name=own, arguments=text)
         elif item.kind == "thought":
             events = self._of_part(item, "response.reasoning_text.done", text=text)
         else:
@@ -75,7 +83,7 @@ class ResponseWriter:
             )
         if item.kind != "call":
             events += self._of_part(item, "response.content_part.done", part=_part(item))
-        done = _item(item, "completed")
+        done = self._item(item, "completed")
         return events + self._event("response.output_item.done", output_index=item.place, item=done)
 
     def finished(self, result: ItemResult) -> bytes:
@@ -86,7 +94,7 @@ class ResponseWriter:
     def failed(self, refusal: Refusal) -> bytes:
         """`response.failed`, with what had come."""
         error = {"code": "server_error", "message": refusal.message}
-        output = [_item(item, "incomplete") for item in self._items]
+        output = [self._item(item, "incomplete") for item in self._items]
         response = self._response("failed", output) | {"error": error}
         return self._event("response.failed", response=response)
 
@@ -95,7 +103,7 @@ class ResponseWriter:
         is_cut = result.reason == "length"
         last = len(result.items) - 1
         output = [
-            _item(item, "incomplete" if is_cut and item.place == last else "completed")
+            self._item(item, "incomplete" if is_cut and item.place == last else "completed")
             for item in result.items
         ]
         found = self._response("incomplete" if is_cut else "completed", output)
@@ -131,6 +139,32 @@ class ResponseWriter:
             **style.repeated,
         }
 
+    def _name(self, item: Item) -> tuple[str | None, str]:
+        """The group of a called function, or None, and its name there."""
+        return self._grouped.get(item.name, (None, item.name))
+
+    def _item(self, item: Item, status: str) -> dict[str, Any]:
+        """An item of `output`, as far as it has come."""
+        found: dict[str, Any] = {"id": item.id, "status": status}
+        if item.kind == "call":
+            group, own = self._name(item)
+            call_id = CALL_PREFIX + item.id.removeprefix(PREFIXES["call"])
+            return found | {
+                "type": "function_call",
+                "call_id": call_id,
+                "name": own,
+                "arguments": item.text,
+                **({} if group is None else {"namespace": group}),
+            }
+        if item.kind == "thought":
+            return found | {
+                "type": "reasoning",
+                "summary": [],
+                "content": [_part(item)],
+                "encrypted_content": None,
+            }
+        return found | {"type": "message", "role": "assistant", "content": [_part(item)]}
+
     def _of_item(self, item: Item, event: str, /, **fields: Any) -> bytes:
         return self._event(event, item_id=item.id, output_index=item.place, **fields)
 
@@ -152,24 +186,3 @@ def _part(item: Item) -> dict[str, Any]:
         "annotations": [],
         "logprobs": list(item.log_probs),
     }
-
-
-def _item(item: Item, status: str) -> dict[str, Any]:
-    """An item of `output`, as far as it has come."""
-    found: dict[str, Any] = {"id": item.id, "status": status}
-    if item.kind == "call":
-        call_id = CALL_PREFIX + item.id.removeprefix(PREFIXES["call"])
-        return found | {
-            "type": "function_call",
-            "call_id": call_id,
-            "name": item.name,
-            "arguments": item.text,
-        }
-    if item.kind == "thought":
-        return found | {
-            "type": "reasoning",
-            "summary": [],
-            "content": [_part(item)],
-            "encrypted_content": None,
-        }
-    return found | {"type": "message", "role": "assistant", "content": [_part(item)]}

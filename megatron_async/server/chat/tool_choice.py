@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+TELL_OF_OTHERS = {
+    "additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "allOf",
+    "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas",
+}  # fmt: skip
+"""Keywords of a schema that may want members beside its `properties`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +94,28 @@ def tool_plan(request: ChatRequest, chat: ChatFormat, most: int) -> ToolPlan:
 
 def _grammar(chat: ChatFormat, offered: Sequence[OfferedTool], many: bool) -> str:
     try:
-        offered = [OfferedTool(one.name, exact_numbers(one.parameters)) for one in offered]
+        offered = [
+            OfferedTool(one.name, _only_named(exact_numbers(one.parameters))) for one in offered
+        ]
         grammar = "start: calls\n" + chat.tool_format.rules(offered, many, chat.special)
         check_size("tools", len(grammar))
     except RequestError as error:
         raise Refusal(str(error), param="tools") from error
     return grammar
+
+
+def _only_named(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without arguments that it does not name, where it says nothing of them: the
+    function has none, and a model that is held to a call may write one after another."""
+    named, required = schema.get("properties"), schema.get("required", [])
+    if (
+        not isinstance(named, dict)
+        or not isinstance(required, list)
+        or not TELL_OF_OTHERS.isdisjoint(schema)
+        or not all(isinstance(name, str) and name in named for name in required)
+    ):
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def _checked(kind: str, function: FunctionTool | None, place: int) -> FunctionTool:

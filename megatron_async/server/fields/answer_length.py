@@ -33,7 +33,8 @@ def check_room(
         served: the model.
 
     Raises:
-        Refusal: as OpenAI's and vLLM's servers do, and not cut in silence.
+        Refusal: as OpenAI's and vLLM's servers do, and not cut in silence. Its first words are
+            Anthropic's: Claude Code reads the three numbers and asks again for fewer tokens.
     """
     longest = max(1 if isinstance(prompt, str) else len(prompt) for prompt in prompts)
     context = served.card.max_sequence_length
@@ -41,7 +42,7 @@ def check_room(
     if value is not None and value > room:
         shown = str(value) if value < 2**64 else "a number of more than 64 bits"
         raise Refusal(
-            f"{name} is {shown}, but this model's context of {context} tokens has room for {room} "
-            f"behind the prompt's {longest}: give {name} of at most {room}, leave it out, or "
-            "shorten the prompt.", param=name, code="context_length_exceeded",
+            f"input length and `{name}` exceed context limit: {longest} + {shown} > {context} "
+            f"tokens. Give {name} of at most {room}, or shorten the prompt.",
+            param=name, code="context_length_exceeded",
         )  # fmt: skip

@@ -108,7 +108,7 @@ def ask_chat(
     model, prompt_top_n = _check_style(request, served)
     if set(request.modalities or ()) - {"text"}:
         raise Refusal("modalities: only text is served.", param="modalities")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise Refusal(
             f"top_logprobs={request.top_logprobs} was given without logprobs: set logprobs to "
             "true.",

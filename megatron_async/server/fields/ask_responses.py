@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,8 +21,12 @@ from megatron_async.server.fields.chat_request import (
 from megatron_async.server.fields.extra_fields import extra_fields
 from megatron_async.server.fields.not_served import REMEDIES, refuse_what_is_not_served
 from megatron_async.server.fields.refusal import Refusal, not_allowed
-from megatron_async.server.fields.responses_input import input_messages
-from megatron_async.server.fields.responses_request import ResponsesRequest, ResponseText
+from megatron_async.server.fields.responses_input import full_name, input_messages
+from megatron_async.server.fields.responses_request import (
+    ResponsesRequest,
+    ResponseText,
+    ResponseTool,
+)
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.fields.shared_fields import JsonSchemaFormat, ResponseFormat
 
@@ -77,22 +82,54 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
 
 
 def _tools(request: ResponsesRequest) -> list[Tool] | None:
-    if request.tools is None:
+    """The functions. Tools that only OpenAI's servers run are left out beside them, since Codex
+    offers a web search in every request; `tools` of the answer has those that were offered.
+
+    Raises:
+        Refusal: there are no functions among them.
+    """
+    if not request.tools:
         return None
-    found = []
-    for place, tool in enumerate(request.tools):
-        if tool.type != "function":
-            raise Refusal(
-                f"tools[{place}] is of type {tool.type[:60]!r}: only tools of type function are "
-                "served.", param="tools",
-            )  # fmt: skip
-        function = FunctionTool(
-            name=tool.name or "",
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict,
+    found = [
+        Tool(
+            function=FunctionTool(
+                name=name,
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=tool.strict,
+            )
         )
-        found.append(Tool(function=function))
+        for name, tool in _functions(request.tools)
+    ]
+    if not found:
+        raise Refusal(
+            f"tools[0] is of type {request.tools[0].type[:60]!r}, and no other is a function: only "
+            "tools of type function are served.", param="tools",
+        )  # fmt: skip
+    return found
+
+
+def _functions(tools: list[ResponseTool]) -> Iterator[tuple[str, ResponseTool]]:
+    """Functions with their full names, also those of groups."""
+    for group in tools:
+        if group.type == "function":
+            yield group.name or "", group
+        elif group.type == "namespace":
+            for tool in group.tools or ():
+                if tool.type == "function":
+                    yield full_name(group.name, tool.name or ""), tool
+
+
+def _offered(tools: list[ResponseTool]) -> list[dict[str, Any]]:
+    """The tools that the model is told of, as they came."""
+    found = []
+    for tool in tools:
+        if tool.type == "namespace":
+            inner = [one for one in tool.tools or () if one.type == "function"]
+            tool = msgspec.structs.replace(tool, tools=inner)
+        if tool.type == "function" or tool.tools:
+            told = msgspec.to_builtins(tool)
+            found.append({name: value for name, value in told.items() if name != "tools" or value})
     return found
 
 
@@ -135,7 +172,7 @@ def _repeated(request: ResponsesRequest, asked: Asked) -> dict[str, Any]:
         "temperature": params.temperature,
         "text": {"format": (told["text"] or {}).get("format") or {"type": "text"}},
         "tool_choice": told["tool_choice"] or "auto",
-        "tools": told["tools"] or [],
+        "tools": _offered(request.tools or []),
         "top_logprobs": asked.style.top_n or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",

@@ -106,10 +106,12 @@ OF_ANSWERS: Mapping[str, str] = {
     "background": "responses are not made in the background: leave it out, and use stream",
 }
 """Field that changes an answer in another way -> what to do."""
+KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+"""Anthropic's edit of a context that takes nothing out: Claude Code sends it in every request."""
 NEUTRAL: Mapping[str, Any] = {
     "n": 1, "length_penalty": 1, "spaces_between_special_tokens": True, "verbosity": "medium",
     "skip_special_tokens": True, "include_reasoning": True, "add_generation_prompt": True,
-    "truncation": "disabled", "truncation_side": "left",
+    "truncation": "disabled", "truncation_side": "left", "context_management": KEEPS_ALL,
 }  # fmt: skip
 """Values that ask for what is done anyway. Null, false, 0 and what is empty count as not given."""
 ONE_THING = (

@@ -40,6 +40,11 @@ def input_messages(
     return found
 
 
+def full_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function: its own name, behind that of its group if it is in one."""
+    return f"{namespace}.{name}" if namespace else name
+
+
 def _add(found: list[Message], item: dict[str, Any], param: str) -> None:
     match item.get("type", "message"):
         case "message":
@@ -53,8 +58,12 @@ def _add(found: list[Message], item: dict[str, Any], param: str) -> None:
             assistant = _assistant(found, begins=True)
             assistant.reasoning_content = (assistant.reasoning_content or "") + thought
         case "function_call":
+            namespace = item.get("namespace")
             call = FunctionCall(
-                name=_text(item, "name", param), arguments=_text(item, "arguments", param)
+                name=full_name(
+                    namespace if isinstance(namespace, str) else None, _text(item, "name", param)
+                ),
+                arguments=_text(item, "arguments", param),
             )
             assistant = _assistant(found)
             calls = assistant.tool_calls or []

@@ -37,13 +37,14 @@ class ResponseReasoning(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """A tool; only those of type "function" are served."""
+    """A tool. Served are those of type "function", also in a group of type "namespace"."""
 
     type: str = "function"
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[ResponseTool] | None = None
 
 
 class ResponseToolChoice(msgspec.Struct, kw_only=True):

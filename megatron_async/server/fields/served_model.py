@@ -156,7 +156,8 @@ class ServedModel:
     def too_long(self, what: str, param: str) -> Refusal:
         """The refusal of a prompt beyond the model's context."""
         return Refusal(
-            f"{what}, but this model's context of {self.card.max_sequence_length} tokens must hold "
-            "it and at least one generated token: shorten it.",
+            f"prompt is too long: {what}, but this model's context of "
+            f"{self.card.max_sequence_length} tokens must hold it and at least one generated token"
+            ": shorten it.",
             param=param, code="context_length_exceeded",
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 from collections.abc import Mapping
 
@@ -13,6 +14,8 @@ from megatron_async.server.fields.refusal import Refusal
 
 NOBODY = Caller()
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+REQUEST_ID = b"x-request-id"
+ID_BYTES = 12
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -94,7 +97,8 @@ class Access:
         return found, True
 
 
-def request_id(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The id that a client gave its request, if it may be repeated in the answer's headers."""
-    given = headers.get(b"x-request-id", b"")
-    return given if _ID.fullmatch(given) else None
+def request_id(headers: Mapping[bytes, bytes]) -> bytes:
+    """The id of a request: that of its headers, or a new one where they have none that may be
+    repeated in the answer's headers."""
+    given = headers.get(REQUEST_ID, b"")
+    return given if _ID.fullmatch(given) else os.urandom(ID_BYTES).hex().encode()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_async.errors import CoordinatorLost, ReplicaLost
 from megatron_async.server.fields.refusal import Refusal, refusal_of
-from megatron_async.server.http.access import Access, request_id
+from megatron_async.server.http.access import REQUEST_ID, Access, request_id
 from megatron_async.server.http.exchange import ClientGone, Exchange
 from megatron_async.server.http.replies import Send, refuse
 from megatron_async.server.http.request_log import RequestNote
 
 logger = logging.getLogger("megatron_async")
-
-REQUEST_ID = b"x-request-id"
-ID_BYTES = 12
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
 """Answers one request; the text is what stands for `*` in the route's path."""
@@ -70,8 +66,7 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         """One request of ASGI."""
         headers = dict(scope["headers"])
-        # An id that cannot be repeated in a header is not used: the request gets one of ours.
-        own_id = request_id(headers) or os.urandom(ID_BYTES).hex().encode()
+        own_id = scope["state"]["request_id"] = request_id(headers)
         exchange = Exchange(scope, receive, send, headers, ((REQUEST_ID, own_id),))
         error_body: Callable[[Refusal], bytes] = Refusal.body
         note: RequestNote | None = None

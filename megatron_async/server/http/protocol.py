@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState
 
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.http.access import REQUEST_ID, request_id
 from megatron_async.server.http.replies import Headers
 
 WRITE_BUFFER_BYTES = 256 << 10
@@ -262,6 +263,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.has_body_to_come = False
         self._expect(None)
         super().on_message_complete()
+        self.headers = []  # what is no further request does not have the id of this one
 
     def send_400_response(self, msg: str) -> None:
         """Input that is no HTTP, or beyond a limit, gets an error, and the connection ends."""
@@ -275,8 +277,14 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.disconnected = True  # whoever waits for the rest of this body waits no longer
             cycle.response_complete = True
             cycle.message_event.set()
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-        self.transport.write(STATUS_LINE[refusal.status] + head % len(body) + body)
+        # Where the headers had come, the application has given the request its id.
+        own_id = self.scope["state"].get("request_id") if self.has_body_to_come else None
+        own_id = own_id or request_id(dict(self.headers or ()))
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % (
+            len(body)
+        )
+        head += b"%b: %b\r\n\r\n" % (REQUEST_ID, own_id)
+        self.transport.write(STATUS_LINE[refusal.status] + head + body)
         self.transport.close()
 
     # ---- Limits ------------------------------------------------------------------------------

@@ -126,6 +126,34 @@ def test_thoughts_and_calls_are_items() -> None:
     assert [e["output_index"] for e in events if e["type"].endswith("item.added")] == [0, 1, 2]
 
 
+def test_tools_as_codex_offers_them() -> None:
+    """Functions in groups, which calls name, and tools that only OpenAI's servers run."""
+    inner = {"type": "function", "name": "weather", "parameters": SCHEMA}
+    group = {"type": "namespace", "name": "earth", "description": "x", "tools": [inner]}
+    plain = {"type": "function", "name": "clock"}
+    custom = {"type": "custom", "name": "patch"}
+    mixed = group | {"tools": [inner, custom]}
+    asked = response(tools=[plain, mixed, {"type": "web_search"}, custom, group | {"tools": []}])
+    said = prompt(asked)
+    assert '"earth.weather"' in said
+    assert "web_search" not in said + str(asked.style.repeated["tools"])
+    assert [tool["name"] for tool in asked.style.repeated["tools"]] == ["clock", "earth"]
+    assert [tool["name"] for tool in asked.style.repeated["tools"][1]["tools"]] == ["weather"]
+    events, body = both(asked, CALL.replace("weather", "earth.weather"))
+    called = Response.model_validate(body).output[-1]
+    assert (called.type, called.name, called.namespace) == ("function_call", "weather", "earth")
+    named = [(e["type"], e["name"]) for e in events if "name" in e]
+    assert named == [("response.function_call_arguments.done", "weather")]
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call_output", "call_id": called.call_id, "output": "sunny"},
+    ]
+    items.insert(1, body["output"][-1])
+    assert response(tools=[group], input=items)
+    _, body = both(asked, CALL.replace("weather", "patch"))
+    assert [item["type"] for item in body["output"]] == ["message"]
+
+
 def test_log_probs_of_a_response() -> None:
     asked = response(include=["message.output_text.logprobs"], top_logprobs=2)
     events, body = both(asked, "ab cd")

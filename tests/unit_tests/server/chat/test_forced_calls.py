@@ -159,6 +159,11 @@ def test_choices_of_tools(tokenizer: Any) -> None:
     named = grammar(tools=tools, tool_choice={"type": "function", "function": {"name": "clock"}})
     assert accepts(tokenizer, named, clock)
     assert not accepts(tokenizer, named, weather)
+    # Arguments that a schema does not name are none of the function's, unless it says so.
+    assert not accepts(tokenizer, named, call % ("clock", '{"x": 1}'))
+    free = {"function": {"name": "f", "parameters": {"properties": {}, "minProperties": 1}}}
+    either = grammar(tools=[free], tool_choice="required")
+    assert accepts(tokenizer, either, call % ("f", '{"x": 1}'))
     for choice in ("auto", "none", None):
         assert grammar(tools=tools, tool_choice=choice) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -87,6 +88,18 @@ def test_who_gives_anothers_name_is_told_the_own_one() -> None:
     assert asked("/v1/responses", text={"verbosity": "medium"})
 
 
+def test_what_asks_for_nothing_is_served() -> None:
+    keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert asked("/v1/messages", context_management=keeps)  # of Claude Code, in each request
+    for keep in ({"type": "thinking_turns", "value": 1}, None):
+        edits = [{"type": "clear_thinking_20251015", "keep": keep}]
+        with pytest.raises(Refusal, match="context_management"):
+            asked("/v1/messages", context_management={"edits": edits})
+    assert asked("/v1/chat/completions", top_logprobs=0)
+    with pytest.raises(Refusal, match="top_logprobs"):
+        asked("/v1/chat/completions", top_logprobs=1)
+
+
 def test_only_what_changes_a_prompt_is_refused_where_nothing_is_generated() -> None:
     refused = not_served_by(CountTokensRequest, of_prompts=True)
     assert "documents" in refused
@@ -99,8 +112,14 @@ def test_a_limit_beyond_the_context_is_refused_with_the_room(path: str) -> None:
     name, room = LIMIT_OF[path], CONTEXT - len(prompt)
     assert asked(path, **{name: room}).choices[0].params.num_tokens_to_generate == room
     for most in (room + 1, 10**18):
-        with pytest.raises(Refusal, match=f"room for {room} .* at most {room}, leave") as caught:
+        with pytest.raises(Refusal, match="exceed context limit") as caught:
             asked(path, **{name: most})
+        # The words and numbers that Claude Code reads, to ask again.
+        told = r"length and `(\w+)` exceed context limit: (\d+) \+ (\d+) > (\d+)"
+        found = re.search(told, str(caught.value))
+        assert found is not None
+        assert found.groups() == (name, str(CONTEXT - room), str(most), str(CONTEXT))
+        assert f"at most {room}," in str(caught.value)
         assert (caught.value.status, caught.value.param) == (400, name)
         assert caught.value.code == "context_length_exceeded"
 

@@ -250,7 +250,11 @@ def test_another_protocol_is_not_spoken(served, framed, upgrade, size):
         (b"CONNECT a:1 HTTP/1.1\r\n" + HEAD + b"\r\n", 405, "no proxy"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
          + b"A: %b\r\n" % (b"b" * 50) * 50, 431, "2000 bytes"),
+        (b"GET /stream HTTP/1.1\r\nX-Request-Id: early\r\n" + HEAD + b"A: b\r\n" * 30 + b"\r\n",
+         431, "20 headers"),
         (b"GET /stream HTTP/1.1\r\nHost: loc", 408, "headers did not come within 0.3 s"),
+        (b"POST /echo/x HTTP/1.1\r\nX-Request-Id: slow\r\n" + HEAD
+         + b"Content-Length: 10\r\n\r\n{}", 408, "body did"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 10\r\n\r\n{}", 408, "body did"),
     ],
 )  # fmt: skip
@@ -267,6 +271,9 @@ def test_errors_are_objects(served, request_bytes, status, text):
         assert set(error) == {"message", "type", "param", "code"}
         assert b"secret" not in body
         assert headers["content-type"] == "application/json"
+        given = re.search(rb"(?m)^X-Request-Id: (.*)\r$", request_bytes)
+        expected = "[0-9a-f]{24}" if given is None else given[1].decode()
+        assert re.fullmatch(expected, headers["x-request-id"])
         writer.close()
         # And the server goes on.
         reader, writer = await connect(port)
