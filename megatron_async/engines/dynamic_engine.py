@@ -18,7 +18,6 @@ from megatron_async.engines.admission import POLL_S, Admission
 from megatron_async.engines.arrival import arrival
 from megatron_async.engines.engine_thread import EngineThread
 from megatron_async.engines.generation import run_to_end
-from megatron_async.engines.interrupts import HeldInterrupts
 from megatron_async.engines.invalidation import make_invalidation
 from megatron_async.engines.job_loss import JobLoss
 from megatron_async.engines.loop import end_turn, num_due, run
@@ -27,6 +26,7 @@ from megatron_async.engines.pausing import EngineState, Pausing
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.step_report import step_report
+from megatron_async.interrupts import HeldInterrupts
 from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.observe.step_log import StepLog

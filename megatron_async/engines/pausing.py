@@ -10,8 +10,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from megatron_async.device_state.kv_cache import GIB
-from megatron_async.engines.interrupts import HeldInterrupts
 from megatron_async.errors import EngineStopped, OutOfMemoryError
+from megatron_async.interrupts import HeldInterrupts
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from megatron_async.engines.interrupts import HeldInterrupts, is_below
 from megatron_async.errors import JobFailed
+from megatron_async.interrupts import HeldInterrupts, is_below
 
 
 class Turn:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.engines.interrupts import HeldInterrupts
 from megatron_async.errors import CommunicationTimeout, RanksDisagree, RequestError
+from megatron_async.interrupts import HeldInterrupts
 from megatron_async.ranks.actions import (
     Abort,
     Action,

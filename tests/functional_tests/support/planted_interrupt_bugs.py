@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_async.engines.interrupts import HeldInterrupts
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.turn import Turn
+from megatron_async.interrupts import HeldInterrupts
 
 
 def interrupts_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
