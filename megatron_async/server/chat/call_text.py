@@ -6,6 +6,8 @@ import re
 from collections.abc import Generator
 from functools import cache
 
+from megatron_async.server.chat.tool_types import ToolTypes
+
 BLANKS = " \t\r\n"
 MOST_BLANKS = 256
 """Between two marks that belong together: all blanks are looked at again with each that comes."""
@@ -30,12 +32,14 @@ class CallText:
         text: of it, what is not settled yet.
         place: what is before it was read.
         is_ended: nothing more will come.
+        types: of the parameters of tools, by the tool's name, for forms that need them.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.place = 0
         self.is_ended = False
+        self.types: dict[str, ToolTypes] = {}
         self._absent: dict[re.Pattern[str], int] = {}
         """Pattern -> where it was looked for in vain, in a text that has ended."""
 

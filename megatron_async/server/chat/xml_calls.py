@@ -26,6 +26,8 @@ from megatron_async.server.chat.answer_pieces import Call, OfferedTool, ReadingC
 from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_value
 from megatron_async.server.chat.thoughts import in_lark
+from megatron_async.server.chat.tool_types import KINDS, ToolTypes, ValueTypes
+from megatron_async.text.grammar_limits import check_size
 from megatron_async.text.schema_numbers import NOTES
 
 XML_MARKS = ("<tool_call>", "<function=")
@@ -35,20 +37,9 @@ PARAMETER, PARAMETER_END, FUNCTION_END = "<parameter=", "</parameter>", "</funct
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _INTEGER = re.compile(r"(-?\d+)(?:\.0+)?")
 _NUMBER = re.compile(r"-?\d.*", re.DOTALL)
-_KINDS = {
-    dict: "object", list: "array", bool: "boolean", str: "string", int: "integer", float: "number",
-    type(None): "null",
-}  # fmt: skip
-_OTHER_NAMES = {
-    "int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object",
-    "list": "array",
-}  # fmt: skip
-"""Names of types that people write who know Python better than JSON schema."""
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 """Templates write True, False and None of Python's values."""
-_OF_KIND = {"properties": "object", "items": "array"}
 LENGTHS = ("minLength", "maxLength")
-MAX_REFERENCES = 32
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -77,7 +68,9 @@ def _function(text: CallText, tools: Mapping[str, Mapping[str, Any]]) -> Step[Ca
     yield from text.take(">")
     if name not in tools:
         raise NoCall
-    schema = tools[name]
+    if name not in text.types:
+        text.types[name] = ToolTypes(tools[name])
+    types = text.types[name]
     values: dict[str, str] = {}
     while True:
         yield from text.blanks()
@@ -86,7 +79,7 @@ def _function(text: CallText, tools: Mapping[str, Mapping[str, Any]]) -> Step[Ca
         key = yield from text.until(">")
         if "\n" in key:
             raise NoCall
-        values[key] = json_of((yield from _value(text)), _property(schema, key), schema)
+        values[key] = json_of((yield from _value(text)), types.of_parameter(key))
     pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in values.items())
     return Call(name, f"{{{', '.join(pairs)}}}")
 
@@ -100,18 +93,16 @@ def _value(text: CallText) -> Step[str]:
 # ---- Types ---------------------------------------------------------------------------------------
 
 
-def json_of(value: str, schema: Any, root: Mapping[str, Any]) -> str:
+def json_of(value: str, types: ValueTypes) -> str:
     """A value as JSON text, of a type that its schema allows.
 
     Args:
         value: as it was written.
-        schema: of the parameter; True or {}: there is none.
-        root: the tool's schema, for references.
+        types: of the parameter.
     """
-    kinds = _kinds(schema, root)
+    kinds = types.kinds
     text = value.strip(BLANKS)
-    constants = [one for own in _branches(schema, root) for one in _constants(own)]
-    if not kinds - {"string"} or value in constants:
+    if not kinds - {"string"} or value in types.texts:
         return json.dumps(value, ensure_ascii=False)
     word = _WORDS.get(text.lower())
     if word in kinds:
@@ -123,83 +114,8 @@ def json_of(value: str, schema: Any, root: Mapping[str, Any]) -> str:
         return json.dumps(value, ensure_ascii=False)
     if integer and "integer" in kinds:
         return integer[1]
-    kind = "number" if _NUMBER.fullmatch(text) else _KINDS[type(found)]
+    kind = "number" if _NUMBER.fullmatch(text) else KINDS[type(found)]
     return text if kind in kinds and kind != "string" else json.dumps(value, ensure_ascii=False)
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Any:
-    own = _target(schema, schema)
-    found = own.get("properties", {})
-    if isinstance(found, Mapping) and key in found:
-        return found[key]
-    return own.get("additionalProperties", True)
-
-
-def _target(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema behind its references; {} where it is none, as true."""
-    for _ in range(MAX_REFERENCES):
-        if not isinstance(schema, Mapping):
-            return {}
-        path = schema.get("$ref")
-        if not isinstance(path, str):
-            return schema
-        found: Any = root
-        for key in path.removeprefix("#").split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, Mapping) else None
-        schema = found
-    return {}
-
-
-def _parts(schema: Mapping[str, Any]) -> list[Any]:
-    found = [schema.get(key, ()) for key in ("anyOf", "oneOf", "allOf")]
-    return [part for parts in found if isinstance(parts, list | tuple) for part in parts]
-
-
-def _branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A schema and those that it is made of, each once: they may refer to one another."""
-    found: dict[int, Mapping[str, Any]] = {}
-    to_visit = [schema]
-    while to_visit:
-        own = _target(to_visit.pop(), root)
-        if id(own) not in found:
-            found[id(own)] = own
-            to_visit += _parts(own)
-    return list(found.values())
-
-
-def _constants(own: Mapping[str, Any]) -> list[Any]:
-    listed = own.get("enum")
-    found = list(listed) if isinstance(listed, list | tuple) else []
-    return [*found, own["const"]] if "const" in own else found
-
-
-def _kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema allows; none: it says nothing of them."""
-    found: set[str] = set()
-    for own in _branches(schema, root):
-        given = own.get("type", [])
-        names = [str(name).lower() for name in (given if isinstance(given, list) else [given])]
-        found |= {_OTHER_NAMES.get(name, name) for name in names}
-        if not names:
-            found |= {_KINDS[type(value)] for value in _constants(own) if type(value) in _KINDS}
-            found |= {kind for key, kind in _OF_KIND.items() if key in own}
-        if own.get("nullable") is True:
-            found.add("null")
-    return frozenset(found | ({"integer"} if "number" in found else set()))
-
-
-def _only_values(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
-    """All values that a schema allows, if it lists them."""
-    found: list[Any] = []
-    for own in _branches(schema, root):
-        if constants := _constants(own):
-            found += constants
-        elif own.get("type") == "null":
-            found.append(None)
-        elif "allOf" in own or not _parts(own):
-            return None
-    return found
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -222,7 +138,7 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
     are not required may be left out.
 
     Raises:
-        RequestError: a parameter's name cannot be written in a tag.
+        RequestError: a parameter's name cannot be written in a tag, or there is too much of them.
     """
     opening, closing = (
         f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
@@ -235,12 +151,14 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
         f"TEXT: (/(?s:.*)/ & {_NO_END}) {_END}",
         r"any_parameter: /<parameter=[A-Za-z0-9_.-]{1,64}>\n/ TEXT",
     ]
+    size = 0
     for i, tool in enumerate(tools):
-        schema = _target(tool.parameters, tool.parameters)
+        types = ToolTypes(tool.parameters)
+        schema = types.schema
         properties, required = schema.get("properties"), schema.get("required")
         properties = properties if isinstance(properties, Mapping) else {}
         required = required if isinstance(required, list) else []
-        required = [key for key in required if isinstance(key, str)]
+        required = dict.fromkeys(key for key in required if isinstance(key, str))
         names = dict.fromkeys([*properties, *required])
         parts = [json.dumps(f"<function={tool.name}>\n")]
         for j, key in enumerate(names):
@@ -250,25 +168,28 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
                     "cannot write: rename it, without > and line breaks."
                 )
             tag = json.dumps(f"{PARAMETER}{key}>\n", ensure_ascii=False)
-            value = _value_rule(properties.get(key, True), tool.parameters, f"VALUE_{i}_{j}", lines)
+            value = _value_rule(properties.get(key, True), types, f"VALUE_{i}_{j}", lines)
             parts.append(f"{tag} {value}" if key in required else f"({tag} {value})?")
+            size += len(parts[-1])
+            check_size("tools", size)  # each may have a copy of all definitions
         if not names and schema.get("additionalProperties", False) is not False:
             parts.append("any_parameter*")
         lines.append(f"call_{i}: {' '.join(parts)} {json.dumps(FUNCTION_END)}")
     return "\n".join(lines) + "\n"
 
 
-def _value_rule(schema: Any, root: Mapping[str, Any], name: str, lines: list[str]) -> str:
+def _value_rule(schema: Any, types: ToolTypes, name: str, lines: list[str]) -> str:
     """A value and its closing tag in Lark, by a terminal of this name where one is needed: a
     grammar may have few terminals and schemas, and a chat many tools."""
-    own, kinds = _target(schema, root), _kinds(schema, root)
-    values = _only_values(schema, root)
+    own, found = types.target(schema), types.of_schema(schema)
+    kinds, values = found.kinds, found.only
     if values and not any(isinstance(value, dict | list) for value in values):
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {_END}"
     if kinds and kinds <= _PLAIN.keys() and schema.keys() <= {"type", *NOTES}:
         return f"({' | '.join(_PLAIN[kind] for kind in sorted(kinds))}) {_END}"
     if kinds and "string" not in kinds:
+        root = types.root
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"%json {json.dumps(definitions | dict(schema))} {_END}"
     least, most = (own[key] if isinstance(own.get(key), int) else "" for key in LENGTHS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -145,6 +146,28 @@ def test_forced_values_between_tags(tokenizer: Any) -> None:
         assert not accepts(tokenizer, wanted, call(**(good | {key: bad}))), key
     with pytest.raises(RequestError, match="'a>b'"):
         FORMATS["qwen3_coder"].rules([OfferedTool("f", {"properties": {"a>b": {}}})], False, {})
+
+
+def test_many_references_to_much_are_refused_at_once(tokenizer: Any) -> None:
+    """Each parameter would be as much work as all of what the others refer to."""
+    names = [f"p{i}" for i in range(400)]
+    many = {"$defs": {"b": {"anyOf": [{"type": ["integer", "string"]}] * 400}}}
+    many |= {"properties": {name: {"$ref": "#/$defs/b"} for name in names}}
+    rules = FORMATS["qwen3_coder"].rules
+    with pytest.raises(RequestError, match="10000 alternatives"):
+        rules([OfferedTool("f", many)], False, {})
+    reader = CallsReader(FORMATS["qwen3_coder"], {"f": many})
+    written = FORMATS["qwen3_coder"].written("f", json.dumps(dict.fromkeys(names, 1)))
+    arguments = json.loads(reader.push(written)[1].text)
+    assert (arguments["p0"], arguments["p399"]) == (1, "1")
+    large: dict[str, Any] = {"$defs": {"b": "x" * 100_000}}
+    large |= {"properties": {name: {"type": "object"} for name in names}}
+    tracemalloc.start()
+    with pytest.raises(RequestError, match="tools has .* characters"):
+        rules([OfferedTool("f", large)], False, {})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000  # not 400 copies
 
 
 def test_choices_of_tools(tokenizer: Any) -> None:

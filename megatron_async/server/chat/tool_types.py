@@ -1,0 +1,173 @@
+"""`ToolTypes`: the JSON types of a tool's parameters, as far as its schema says them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_async.errors import RequestError
+
+KINDS = {
+    dict: "object", list: "array", bool: "boolean", str: "string", int: "integer", float: "number",
+    type(None): "null",
+}  # fmt: skip
+_OTHER_NAMES = {
+    "int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object",
+    "list": "array",
+}  # fmt: skip
+"""Names of types that people write who know Python better than JSON schema."""
+_OF_KIND = {"properties": "object", "items": "array"}
+MAX_REFERENCES = 32
+MAX_VISITS = 10_000
+"""Alternatives and listed values of all parameters of a tool: each parameter may refer to the same
+many ones, and they would be looked at for each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTypes:
+    """What a value may be.
+
+    Attributes:
+        kinds: names of JSON types; none: the schema says nothing of them.
+        texts: those that the schema lists.
+        only: all values, if it lists them; else None.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    texts: frozenset[str] = frozenset()
+    only: list[Any] | None = None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the branches of one schema say.
+
+    Attributes:
+        kinds, only: as in `ValueTypes`.
+        is_open: one of them lists no values.
+    """
+
+    kinds: set[str] = field(default_factory=set)
+    only: list[Any] = field(default_factory=list)
+    is_open: bool = False
+
+
+class ToolTypes:
+    """Types of one tool's parameters, each found once.
+
+    Args:
+        root: the tool's schema.
+
+    Attributes:
+        root: as given.
+        schema: `root` behind its references.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.root = root
+        self._targets: dict[str, Any] = {}
+        self._found: dict[str, ValueTypes] = {}
+        self._visits_left = MAX_VISITS
+        self.schema = self.target(root)
+
+    def of_parameter(self, key: str) -> ValueTypes:
+        """Types of a parameter in an answer; of one whose schema is too large, nothing is known."""
+        found = self._found.get(key)
+        if found is None:
+            try:
+                found = self.of_schema(self._property(key))
+            except RequestError:
+                found = ValueTypes()
+            self._found[key] = found
+        return found
+
+    def of_schema(self, schema: Any) -> ValueTypes:
+        """Types of a value.
+
+        Args:
+            schema: of it, within the tool's; True or {}: there is none.
+
+        Raises:
+            RequestError: the tool's schemas have too many alternatives.
+        """
+        seen = _Seen()
+        visited: set[int] = set()  # they may refer to one another
+        to_visit = [schema]
+        while to_visit:
+            own = self.target(to_visit.pop())
+            if id(own) in visited:
+                self._count(1)
+                continue
+            visited.add(id(own))
+            parts = _parts(own)
+            constants = _constants(own)
+            self._count(1 + len(constants))
+            to_visit += parts
+            _look(own, parts, constants, seen)
+        kinds = seen.kinds | ({"integer"} if "number" in seen.kinds else set())
+        texts = frozenset(value for value in seen.only if isinstance(value, str))
+        return ValueTypes(frozenset(kinds), texts, None if seen.is_open else seen.only)
+
+    def target(self, schema: Any) -> Mapping[str, Any]:
+        """A schema behind its references; {} where it is none, as true."""
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(schema, Mapping):
+                return {}
+            path = schema.get("$ref")
+            if not isinstance(path, str):
+                return schema
+            if path not in self._targets:
+                self._targets[path] = self._at(path)
+            schema = self._targets[path]
+        return {}
+
+    def _at(self, path: str) -> Any:
+        found: Any = self.root
+        for key in path.removeprefix("#").split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+    def _property(self, key: str) -> Any:
+        found = self.schema.get("properties", {})
+        if isinstance(found, Mapping) and key in found:
+            return found[key]
+        return self.schema.get("additionalProperties", True)
+
+    def _count(self, visits: int) -> None:
+        self._visits_left -= visits
+        if self._visits_left < 0:
+            raise RequestError(
+                f"tools: the parameters of one have more than {MAX_VISITS} alternatives and listed "
+                "values, with those that each $ref names: give fewer."
+            )
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Any]:
+    found = [schema.get(key, ()) for key in ("anyOf", "oneOf", "allOf")]
+    return [part for parts in found if isinstance(parts, list | tuple) for part in parts]
+
+
+def _constants(own: Mapping[str, Any]) -> list[Any]:
+    listed = own.get("enum")
+    found = list(listed) if isinstance(listed, list | tuple) else []
+    return [*found, own["const"]] if "const" in own else found
+
+
+def _look(own: Mapping[str, Any], parts: list[Any], constants: list[Any], seen: _Seen) -> None:
+    """Add what one branch says."""
+    given = own.get("type", [])
+    names = [str(name).lower() for name in (given if isinstance(given, list) else [given])]
+    seen.kinds |= {_OTHER_NAMES.get(name, name) for name in names}
+    if not names:
+        seen.kinds |= {KINDS[type(value)] for value in constants if type(value) in KINDS}
+        seen.kinds |= {kind for key, kind in _OF_KIND.items() if key in own}
+    if own.get("nullable") is True:
+        seen.kinds.add("null")
+    if constants:
+        seen.only += constants
+    elif own.get("type") == "null":
+        seen.only.append(None)
+    elif "allOf" in own or not parts:
+        seen.is_open = True
