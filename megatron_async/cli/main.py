@@ -53,6 +53,7 @@ from megatron_async.cli.options import (
 from megatron_async.cli.output import (
     as_record,
     describe,
+    libraries_that_fit,
     print_answer,
     print_json,
     print_statistics,
@@ -335,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     quiet_ranks()
     try:
-        with ending_at_once(), budgets_named_by_options():
+        with ending_at_once(), budgets_named_by_options(), libraries_that_fit():
             status: int = arguments.run(arguments)
         with written_as("standard output"):
             sys.stdout.flush()

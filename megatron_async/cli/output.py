@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.files import reason
 
 if TYPE_CHECKING:
     from megatron_async.requests.inference_request import DynamicInferenceRequest
+
+NO_ROOM = re.compile("failed to map|cannot allocate memory", re.IGNORECASE)
+"""Words of glibc's loader, where a process may not have the memory for a library."""
 
 STATISTICS = (
     ("tokens_per_second", "tokens/s", "{:.1f}"),
@@ -59,6 +64,26 @@ def _file_limit() -> str:
         f"a process may have {allowed} files and sockets here, and a job of several ranks needs "
         "more for each of its groups: raise the limit, as by `ulimit -n 4096`"
     )
+
+
+@contextmanager
+def libraries_that_fit() -> Iterator[None]:
+    """Inside, a library for which the process may not take the memory is a MemoryError; the loader
+    (dlopen) says so in an ImportError, which otherwise is a bug of ours or of the installation."""
+    try:
+        yield
+    except ImportError as error:
+        lines = []
+        cause: BaseException | None = error
+        while cause is not None:
+            lines += [line for line in str(cause).splitlines() if NO_ROOM.search(line)]
+            cause = cause.__cause__
+        if not lines:
+            raise
+        raise MemoryError(
+            f"this process may not take as much memory as its libraries need ({lines[-1]}): raise "
+            "its limit of address space (`ulimit -v`; torch takes some GB of it)."
+        ) from None
 
 
 def _says(text: str, cause: BaseException) -> bool:

@@ -37,8 +37,8 @@ class LineFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         """The lines of a traceback; what an exception says may have lines of its own."""
-        text = super().formatException(ei)
-        return INDENT + text.replace("\n", "\n" + INDENT)
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(INDENT + _CONTROL.sub(_escaped, line) for line in lines)
 
 
 def log_to_stderr(process: str) -> None:

@@ -66,7 +66,9 @@ async def _serve(config: ApiConfig, listener_fd: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     with socket.socket(fileno=listener_fd) as listener:
+        preparing = loop.create_task(app.prepare())
         await server.serve(listener)
+        preparing.cancel()
     await client.close()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)

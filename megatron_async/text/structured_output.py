@@ -189,7 +189,8 @@ def _source_of(name: str, text: str) -> str:
 
 
 def _check_schemas_in(grammar: str) -> None:
-    """Raise RequestError for a number in a `%json` of a Lark grammar that would not be kept."""
+    """Raise RequestError for a `%json` of a Lark grammar that is too deep, or has a number that
+    would not be kept."""
     place = count = 0
     while found := _SCHEMA_IN_LARK.search(grammar, place):
         count, place = count + 1, found.end()
@@ -201,6 +202,7 @@ def _check_schemas_in(grammar: str) -> None:
             schema, place = _DECODER.raw_decode(grammar, place)
         except (ValueError, RecursionError):
             continue  # the library refuses it, or it is a text of the grammar
+        check_schema(schema)
         exact_numbers(schema)
 
 

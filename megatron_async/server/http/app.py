@@ -49,19 +49,31 @@ class App:
         access: who may ask.
         root_path: before each path, where a proxy has mounted the server; "" at its root.
         logs: whether requests of routes that are logged have their line.
+        make_ready: makes what the first requests would wait for; None: there is nothing.
     """
 
     def __init__(
-        self, routes: list[Route], access: Access, root_path: str = "", logs: bool = False
+        self,
+        routes: list[Route],
+        access: Access,
+        root_path: str = "",
+        logs: bool = False,
+        make_ready: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
         self._below: dict[str, dict[str, Route]] = {}
         self._access, self._root, self._logs = access, root_path.rstrip("/"), logs
+        self._make_ready = make_ready
         for route in routes:
             table, path = self._exact, route.path
             if path.endswith("*"):
                 table, path = self._below, path[:-1]
             table.setdefault(path, {})[route.method] = route
+
+    async def prepare(self) -> None:
+        """Make what the first requests would wait for, once a replica is there."""
+        if self._make_ready is not None:
+            await self._make_ready()
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         """One request of ASGI."""

@@ -38,7 +38,9 @@ def make_app(
     generate = GenerateRoutes(client, config, hub, tracer)
     service = ServiceRoutes(client, config, generate.shown_name)
     routes = [*service.routes(), *generate.routes(), *further]
-    return App(routes, Access(config), config.root_path, config.log_requests)
+    return App(
+        routes, Access(config), config.root_path, config.log_requests, make_ready=generate.prepare
+    )
 
 
 class Lifespan(Protocol):

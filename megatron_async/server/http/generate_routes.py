@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_async.errors import RequestError
+from megatron_async.errors import ConfigurationError, CoordinatorLost, ReplicaLost, RequestError
 from megatron_async.server.answer_stream import AnswerStream
 from megatron_async.server.answers.forms import stream_form, whole_form
 from megatron_async.server.answers.message_writer import message_error_body
@@ -155,6 +156,14 @@ class GenerateRoutes:
                     ServedModel.of, card, config.served_names, self._limits, config.tool_parser
                 )
         return self._served
+
+    async def prepare(self) -> None:
+        """Once a replica has a model, make what else the first requests would wait for. What is
+        wrong with the model, they are told."""
+        with contextlib.suppress(CoordinatorLost, ReplicaLost, Refusal, ConfigurationError):
+            await self._client.card()
+            served = await self._model_now()
+            await asyncio.to_thread(served.chat.prepare)
 
     # ---- Answers -----------------------------------------------------------------------------
 

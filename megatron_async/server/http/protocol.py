@@ -29,6 +29,12 @@ from megatron_async.server.http.replies import Headers
 WRITE_BUFFER_BYTES = 256 << 10
 """Bytes that may wait for a reader in the transport before its stream holds tokens back."""
 
+ONCE = {
+    b"host": "Host", b"authorization": "Authorization", b"x-api-key": "x-api-key",
+    b"content-type": "Content-Type",
+}  # fmt: skip
+"""Headers of which a proxy might have checked the one, and a server taken the other."""
+
 _errors = logging.getLogger("megatron_async.http")
 _errors.setLevel(logging.ERROR)
 
@@ -230,10 +236,10 @@ class HttpProtocol(HttpToolsProtocol):
             raise self._refused(
                 f"the request has more than {self.limits.headers} headers: send fewer.", 431
             )
-        if name == b"host":
+        if name in ONCE:
             for known, _ in headers:
-                if known == b"host":
-                    raise self._refused("the request has two Host headers: send one.", 400)
+                if known == name:
+                    raise self._refused(f"the request has two {ONCE[name]} headers: send one.", 400)
         if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
             shown = value[:60].decode("latin-1")
             raise self._refused(f"the Transfer-Encoding {shown!r} is not known: use chunked.", 501)

@@ -98,7 +98,7 @@ def _lines(file: str) -> Iterable[tuple[str, str, str]]:
         raise ConfigurationError(
             f"--api-key-file {file}: every user of this host can read it: `chmod 600 {file}`."
         )
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # Python has more ends of lines than files
         words = line.split()
         if not words or words[0].startswith("#"):
             continue

@@ -217,6 +217,25 @@ def test_a_grammar_that_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -
     assert '--json-schema: Unimplemented keys: ["not"] (llguidance cannot hold' in told
 
 
+def test_a_library_that_does_not_fit_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """As under `ulimit -v 1500000`: NumPy tells of it behind a page of advice."""
+
+    def run(*_: object) -> int:
+        try:
+            raise ImportError("libx.so: failed to map segment from shared object")
+        except ImportError as error:
+            raise ImportError("\n\nIMPORTANT: PLEASE READ THIS\n") from error
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cli, "run_generate", run)
+        told = fails(capsys, "generate", "dummy:tiny", "-p", "1")
+        assert "as its libraries need (libx.so: failed to map" in told
+        assert "ulimit -v" in told
+        patched.setattr(cli, "run_generate", lambda _: __import__("no_such_module"))
+        with pytest.raises(ImportError):
+            cli.main(["generate", "dummy:tiny", "-p", "1"])
+
+
 def test_help_needs_no_large_library() -> None:
     """`--help`, and a TAB, which parses too, take 0.1 s; NumPy alone would add 0.2 s."""
     code = (

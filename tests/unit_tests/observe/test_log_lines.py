@@ -35,12 +35,12 @@ def test_a_text_is_one_line(text: str) -> None:
 
 def test_a_traceback_cannot_be_taken_for_a_line() -> None:
     try:
-        raise ValueError("bad\n2026-01-01 00:00:00,000 INFO api-0: all is well")
+        raise ValueError("\x1b[2J\u2028bad\n2026-01-01 00:00:00,000 INFO api-0: all is well")
     except ValueError as error:
         first, *rest = line("x", error).split("\n")
     assert FORM.fullmatch(first)
     assert len(rest) >= 4
-    assert all(one.startswith("    ") for one in rest)
+    assert all(one.startswith("    ") and one.isprintable() for one in rest)
 
 
 def test_a_coordinator_in_a_thread_has_its_name() -> None:

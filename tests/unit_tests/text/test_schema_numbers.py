@@ -91,3 +91,12 @@ def test_numbers_that_are_refused_by_name(schema: Any, named: str) -> None:
         grammar = f'start: "%json {{" a b\na: %json {{"const": 1}}\nb: %json {json.dumps(schema)}\n'
         with pytest.raises(RequestError, match=named):
             StructuredOutput(grammar=grammar).source()
+
+
+def test_a_schema_in_a_grammar_is_no_deeper_than_one_alone() -> None:
+    for depth in range(600, 1200, 100):  # Python reads up to some 1000, and cannot go through them
+        schema = '{"a":' * depth + "1" + "}" * depth
+        with pytest.raises(RequestError, match="512 deep"):
+            StructuredOutput(json_schema=schema).source()
+        with pytest.raises(RequestError, match="512 deep"):
+            StructuredOutput(grammar=f"start: %json {schema}").source()

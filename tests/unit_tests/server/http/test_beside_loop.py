@@ -2,9 +2,17 @@
 
 import asyncio
 import threading
+from typing import Any
 
+from served_demo import demo_card
+
+from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.chat.template_process import TakesLong
+from megatron_async.server.fields.chat_request import ChatRequest, Message
 from megatron_async.server.http.beside_loop import read_body
+from megatron_async.server.http.generate_routes import GenerateRoutes
+from megatron_async.server.stream_hub import StreamHub
+from megatron_async.serving.model_card import ModelCard
 
 
 def test_what_takes_long_goes_on_beside_the_loop():
@@ -21,3 +29,25 @@ def test_what_takes_long_goes_on_beside_the_loop():
     threads.clear()
     assert asyncio.run(read_body(b"x" * 100_000, read)) == "read"
     assert len(threads) == 1
+
+
+def test_a_model_is_ready_for_the_first_chat() -> None:
+    """The process for its template runs, so that no event loop is told to wait for that."""
+
+    class Client:
+        async def card(self) -> ModelCard:
+            return demo_card()
+
+        async def ask(self, what: str) -> dict[str, str]:
+            return {"state": "running"}
+
+    async def run() -> None:
+        client: Any = Client()
+        routes = GenerateRoutes(client, ApiConfig(coordinator=""), StreamHub())
+        await routes.prepare()
+        served = await routes._model_now()
+        chat = ChatRequest(messages=[Message(role="user", content="Hello")])
+        assert "Hello" in served.chat.render(chat, None)
+        served.chat.close()
+
+    asyncio.run(run())

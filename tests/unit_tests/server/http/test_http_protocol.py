@@ -233,6 +233,8 @@ def test_another_protocol_is_not_spoken(served, framed, upgrade, size):
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Content-Type: text/plain\r\n"
          b"Content-Length: 2\r\n\r\n{}", 415, "text/plain"),
         (b"GET /stream HTTP/1.1\r\n" + HEAD + HEAD + b"\r\n", 400, "two Host"),
+        (b"GET /stream HTTP/1.1\r\n" + HEAD + b"Authorization: Bearer a\r\n"
+         b"authorization: Bearer a\r\n\r\n", 400, "two Authorization"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
          400, "HTTP/1.1"),
         (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",

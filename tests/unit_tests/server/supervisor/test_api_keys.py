@@ -46,6 +46,7 @@ def test_no_key_shares_a_name_by_accident(tmp_path: Path) -> None:
         ("ADMIN sk-a", "'ADMIN'"),
         ("alice sk-a\nbob sk-a", "'alice' and 'bob' have the same key"),
         ("al\x1b[31mice sk-a", "printable"),
+        ("al\u2028ice sk-a", "write a key, or a name"),
     ):
         with pytest.raises(ConfigurationError, match=said) as raised:
             check(text)
