@@ -98,7 +98,7 @@ class _Ingress:
     def __init__(self, settings: FleetSettings) -> None:
         self._settings = settings
         self._app: Any = None
-        self._preparing: asyncio.Task[None] | None = None
+        self._first_card: asyncio.Task[Any] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """One request of ASGI."""
@@ -120,11 +120,11 @@ class _Ingress:
         )
         client, hub = FleetClient(RayFleet(handle, settings.name), config), StreamHub()
         client.after_message = hub.flush
+        # Ray's router learns of replicas from its first call on.
+        self._first_card = asyncio.get_running_loop().create_task(client.card())
         names = settings.api.served_names or (settings.model,)
         api = msgspec.structs.replace(settings.api, served_names=names)
         app = make_app(client, api, hub)
-        # Ray's router learns of replicas from its first call on.
-        self._preparing = asyncio.get_running_loop().create_task(app.prepare())
         if settings.port is None:
             return AsgiApp(app)
         return AsgiApp(app, OwnPort(app, api, settings.host, settings.port))

@@ -39,6 +39,10 @@ from megatron_async.server.tracing import RequestTracer
 from megatron_async.serving.request_client import RequestClient
 
 
+LOADED_EVERY_S = 1.0
+"""Between two looks whether a first replica has its model."""
+
+
 class Endpoint(NamedTuple):
     """The endpoint of one path.
 
@@ -161,7 +165,8 @@ class GenerateRoutes:
         """Once a replica has a model, make what else the first requests would wait for. What is
         wrong with the model, they are told."""
         with contextlib.suppress(CoordinatorLost, ReplicaLost, Refusal, ConfigurationError):
-            await self._client.card()
+            while (await self._client.ask("health"))["state"] == "loading":
+                await asyncio.sleep(LOADED_EVERY_S)
             served = await self._model_now()
             await asyncio.to_thread(served.chat.prepare)
 
