@@ -38,7 +38,6 @@ from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import RequestTracer
 from megatron_async.serving.request_client import RequestClient
 
-
 LOADED_EVERY_S = 1.0
 """Between two looks whether a first replica has its model."""
 
