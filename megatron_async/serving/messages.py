@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_async.serving.message_types import Difference, Name, Number, Seconds, Tokens, Trace
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -106,7 +106,7 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
         prompt_log_probs: if they were asked for.
         ttft, latency: seconds at the replica, to the first token and to the end.
         queue_s: seconds at the replica before it had a slot; None: it had none.
-        text: the last part of its text, if the replica makes texts.
+        text, stop_word: where the replica makes texts: the last part, and the word that ended it.
         replica: name of the replica that served it last; "" if none did.
         attempts: replicas that it was given to.
         record: the whole request in a form that only clients of such replicas read (Megatron's, as
@@ -126,6 +126,7 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     latency: Seconds | None = None
     queue_s: Seconds | None = None
     text: str | None = None
+    stop_word: str | None = None
     replica: str = ""
     attempts: Tokens = 0
     record: bytes | None = None

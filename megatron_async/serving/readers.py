@@ -72,6 +72,7 @@ class RequestEnd:
     replica: str = ""
     attempts: int = 0
     record: bytes | None = None
+    stop_word: str | None = None
 
     @property
     def error(self) -> Exception | None:
@@ -100,6 +101,7 @@ class RequestEnd:
             ended.replica,
             ended.attempts,
             ended.record,
+            ended.stop_word,
         )
 
 

@@ -90,7 +90,7 @@ class ReplicaTexts:
             if text is None:
                 return ended
             rest = text.end(ended.finish_reason, ended.stop_words_from)
-            return msgspec.structs.replace(ended, text=rest)
+            return msgspec.structs.replace(ended, text=rest, stop_word=text.stop_word)
         except Exception as error:
             failure = ended.failure or (type(error).__name__, str(error))
             return msgspec.structs.replace(ended, finish_reason="error", failure=failure)

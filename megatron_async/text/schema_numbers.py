@@ -24,6 +24,8 @@ NOTES = ("default", "examples", "example", "title", "description", "$comment")
 EXACT = 2**53
 """Integers up to here are floats, all of them."""
 MOST_LIMIT, LEAST_LIMIT = 10**17, 1e-50
+MOST_DECIMALS = 8
+"""Of `multipleOf`; with more, the library took other numbers for multiples."""
 MOST_COUNT = 2**31
 """No text is so long."""
 
@@ -57,6 +59,8 @@ def exact_numbers(schema: Any) -> Any:
             value = _number(key, value)
             if value <= 0:
                 raise _refused(key, value, "it must be above 0")
+            if isinstance(value, float) and Decimal(repr(value)).scaleb(MOST_DECIMALS) % 1:
+                raise _refused(key, value, f"the grammar keeps {MOST_DECIMALS} decimals: round it")
         elif key not in NOTES:
             value = exact_numbers(value)
         found[key] = value

@@ -33,6 +33,10 @@ class End(Protocol):
         """Characters behind which stop words count."""
 
     @property
+    def stop_word(self) -> str | None:
+        """The one that ended it, where the replica makes the text."""
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
 
@@ -76,18 +80,15 @@ class ChoiceText:
             return text or ""
         return self._text.push(tokens)
 
-    @property
-    def stop_word(self) -> str | None:
-        """The stop word that ended the text; None before the end, or where none did."""
-        return None if self._text is None else self._text.stop_word
+    def stop_word(self, end: End) -> str | None:
+        """The stop word that has ended the text, behind its end; None where none did."""
+        return end.stop_word if self._text is None else self._text.stop_word
 
     def stop_reason(self, end: End) -> int | str | None:
         """What has ended the text, behind its end, in vLLM's words: a stop string, or a token of
-        `stop_token_ids`; None for the model's own end tokens, and where nothing of both did. Of a
-        text that the replica made nothing is known if there are several stop strings."""
+        `stop_token_ids`; None for the model's own end tokens, and where nothing of both did."""
         if end.finish_reason == "stop_word":
-            words = self._params.stop_words or ()
-            return words[0] if self._text is None and len(words) == 1 else self.stop_word
+            return self.stop_word(end)
         is_own = self._last in self._eos_ids and self._params.termination_id != -1
         return None if is_own or end.finish_reason != "stop_token" else self._last
 

@@ -173,7 +173,7 @@ class ItemAnswer:
         self.result = ItemResult(
             self._items,
             finish_reason(end, self._chat, self._num_calls > 0),
-            self._text.stop_word,
+            self._text.stop_word(end),
             end.num_prompt_tokens,
             end.num_cached_tokens or 0,
             self._num_tokens,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+"""Names of tools: OpenAI's are at most 64 long, Anthropic's 128."""
 
 
 @dataclass(frozen=True, slots=True)

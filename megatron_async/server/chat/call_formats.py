@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.server.chat.answer_pieces import Call, OfferedTool, ReadingCalls
+from megatron_async.server.chat.answer_pieces import TOOL_NAME, Call, OfferedTool, ReadingCalls
 from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_call, json_value
 from megatron_async.server.chat.xml_calls import XML_MARKS, read_xml, xml_rules, xml_written
@@ -25,7 +25,6 @@ type Tools = Mapping[str, Mapping[str, Any]]
 type Special = Mapping[str, int]
 """Mark -> id, of those that are special tokens of the tokenizer."""
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SEPARATORS = re.compile(r"[ \t\r\n;,]*")
 
 
@@ -66,6 +65,22 @@ class CallFormat:
     def longest_mark(self) -> int:
         """Characters."""
         return max(map(len, self.marks))
+
+    def rules_behind_text(self, tools: Sequence[OfferedTool], many: bool, special: Special) -> str:
+        """Lark rules whose rule `start` is any text without marks, then calls or the end.
+
+        A lexeme is as long as it can be. So the text ends before the letter that would make a mark
+        of its end, and the first mark is this letter alone.
+        """
+        rules, first = self.rules(tools, many, special), self.marks[0]
+        held = [f"~/(?s:.*({'|'.join(map(re.escape, self.marks))}).*)/"]
+        start = "FREE | FREE calls"
+        if self.is_bare:
+            start = "FREE | calls"
+            held.append(r"~/(?s:[ \t\r\n]*\{.*)/")
+        elif first not in special:
+            rules = rules.replace(mark(first, special), json.dumps(first[-1]), 1)
+        return f"start: {start}\nFREE: /(?s:.*)/ & {' & '.join(held)}\n{rules}"
 
     def is_of(self, template: str) -> bool:
         """Whether a chat template writes calls so."""
@@ -192,10 +207,10 @@ def _read_mistral(text: CallText, tools: Tools) -> ReadingCalls:
     yield from text.blanks()
     if (yield from text.next_is("[", "{")):
         return (yield from _read_list(text, tools))
-    name = yield from text.matching(_NAME)
+    name = yield from text.matching(TOOL_NAME)
     if (yield from text.next_is("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
         yield from text.take("[CALL_ID]")
-        yield from text.matching(_NAME)
+        yield from text.matching(TOOL_NAME)
     if (yield from text.next_is("[ARGS]")):
         yield from text.take("[ARGS]")
     return [(yield from _call_of(text, name, tools))]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from megatron_async.errors import RequestError
-from megatron_async.server.chat.call_formats import format_of_template
+from megatron_async.server.chat.answer_pieces import CallBegin
+from megatron_async.server.chat.call_formats import FORMATS, format_of_template
+from megatron_async.server.chat.calls_reader import CallsReader
 from megatron_async.server.chat.fallback_prompt import with_tools_told
 from megatron_async.server.chat.messages import (
     last_text,
@@ -23,6 +28,10 @@ from megatron_async.serving.model_card import ModelCard
 from megatron_async.text.structured_output import StructuredOutput
 from megatron_async.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("megatron_async")
+
+PROBE, QUESTION = "get_value_of_key", "Which value has the key?"
+"""Of the chat whose call is read back."""
 MARK = "\ue000continue\ue001"
 """Stands behind the text that is continued, so that its end is found in the rendered chat."""
 
@@ -55,6 +64,7 @@ class ChatFormat:
     ) -> None:
         self._template = card.chat_template or ""
         self._tells_tools = "tools" in self._template
+        self._is_named = tool_parser is not None
         self._wants_json_text = False
         self._renderer = TemplateRenderer(tokenizer, template_bytes)
         self.thoughts = OPEN in self._template or CLOSE in self._template
@@ -68,8 +78,46 @@ class ChatFormat:
         }
 
     def prepare(self) -> None:
-        """Start the process for templates, and render a first chat."""
+        """Start the process for templates, render a first chat, and tell the log if the template
+        writes calls of tools in another form than the one that is read."""
         self._renderer.prepare()
+        if self._tells_tools and not self._is_named and not self._reads_own_calls():
+            logger.warning(
+                "The chat template writes calls of tools in a form that is not known here: in "
+                "answers they come as text, and forced calls are written in the form %s. Name the "
+                "model's form with --tool-parser, one of %s.",
+                self.tool_format.name,
+                ", ".join(FORMATS),
+            )
+
+    def _reads_own_calls(self) -> bool:
+        """Whether a call that the template writes is read as one; of a template that writes none,
+        whether it has the form's marks."""
+        call = {"id": "call00001", "function": {"name": PROBE, "arguments": {"key": "value"}}}
+        parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
+        request = msgspec.convert(
+            {
+                "messages": [
+                    {"role": "user", "content": QUESTION},
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "content": "value", "tool_call_id": "call00001"},
+                ],
+                "add_generation_prompt": False,
+            },
+            ChatRequest,
+        )
+        function = {"name": PROBE, "description": "", "parameters": parameters}
+        try:
+            text = self.render(request, [{"type": "function", "function": function}])
+        except Refusal:  # it wants other messages
+            return True
+        text = text.rpartition(QUESTION)[2]
+        if PROBE not in text:
+            return self.tool_format.is_of(self._template)
+        if self.tool_format.is_bare:
+            text = text[max(text.find("{"), 0) :]
+        reader = CallsReader(self.tool_format, {PROBE: parameters})
+        return CallBegin(PROBE) in reader.push(text) + reader.end()
 
     def close(self) -> None:
         """End the process for templates."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from megatron_async.server.chat.call_text import BLANKS, BLANKS_HERE, CallText, 
 
 KEYS = ('"name"', '"arguments"', '"parameters"', '"type"', '"id"')
 """With which a call may begin that is a JSON object."""
+
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a character: JSON may name it, but no text that is sent may hold it."""
 
 
 def _no_constant(name: str) -> None:
@@ -65,6 +69,7 @@ def object_text(text: str) -> str:
     """
     if text.startswith('"'):
         text = str(json_value(text)).strip(BLANKS)
+        text = _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
     if not isinstance(json_value(text), dict):
         raise NoCall
     return text

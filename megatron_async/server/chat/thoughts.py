@@ -119,20 +119,26 @@ def grammar_behind_thought(wanted: StructuredOutput, in_thought: bool) -> str:
     Raises:
         RequestError: `wanted` is of a wrong form.
     """
-    fixed = wanted.fixed()
-    fixed.source()
     thought = 'thought[suffix="</think>"]: /(?s:.*)/\n'
     start = "thought blank" if in_thought else '("<think>" thought blank)?'
-    rules = f"{thought}blank: /[ \\n]*/\n"
+    return f"start: {start} wanted\n{thought}blank: /[ \\n]*/\nwanted: {rule_of(wanted)}"
+
+
+def rule_of(wanted: StructuredOutput) -> str:
+    """What a rule of a Lark grammar says for all that is wanted, and the line's end.
+
+    Raises:
+        RequestError: `wanted` is of a wrong form.
+    """
+    fixed = wanted.fixed()
+    fixed.source()
     if fixed.grammar is not None:
         if not re.search(r"^start\s*:", fixed.grammar, re.MULTILINE):
             raise RequestError("grammar has no rule `start`: name its first rule so.")
         # A grammar inside of this one: its names, and texts such as "start" in it, stay its own.
-        return f"start: {start} wanted\n{rules}wanted: %lark {{\n{fixed.grammar}\n}}\n"
+        return f"%lark {{\n{fixed.grammar}\n}}\n"
     if fixed.json_schema is not None:
-        body = f"%json {fixed.json_schema}"
-    elif fixed.regex is not None:
-        body = f"/{in_lark(fixed.regex)}/"
-    else:
-        body = " | ".join(json.dumps(text) for text in fixed.choice or ())
-    return f"start: {start} wanted\n{rules}wanted: {body}\n"
+        return f"%json {fixed.json_schema}\n"
+    if fixed.regex is not None:
+        return f"/{in_lark(fixed.regex)}/\n"
+    return " | ".join(json.dumps(text) for text in fixed.choice or ()) + "\n"

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from megatron_async.errors import RequestError
-from megatron_async.server.chat.answer_pieces import OfferedTool
+from megatron_async.server.chat.answer_pieces import TOOL_NAME, OfferedTool
 from megatron_async.server.chat.call_formats import CallFormat
+from megatron_async.server.chat.thoughts import rule_of
+from megatron_async.server.chat.tool_types import ToolTypes
 from megatron_async.server.fields.chat_request import ChatRequest, FunctionTool, NamedTool
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.text.grammar_limits import check_schema, check_size
 from megatron_async.text.schema_numbers import exact_numbers
+from megatron_async.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from megatron_async.server.chat.chat_format import ChatFormat
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 TELL_OF_OTHERS = {
     "additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "allOf",
@@ -37,8 +38,8 @@ class ToolPlan:
         tools: for the template, as OpenAI writes them; None: it is told of none.
         format: finds calls in the answer; None: text is text.
         offered: tools that may be called: name -> JSON schema of the arguments.
-        grammar: of nothing but calls, that the answer is held to, in llguidance's Lark; None: it is
-            free.
+        grammar: that the answer is held to, in llguidance's Lark; None: it is free.
+        only_calls: the grammar lets the answer be nothing but calls.
         is_named: one function by its name must be called.
     """
 
@@ -46,19 +47,24 @@ class ToolPlan:
     format: CallFormat | None = None
     offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     grammar: str | None = None
+    only_calls: bool = False
     is_named: bool = False
 
 
-def tool_plan(request: ChatRequest, chat: ChatFormat, most: int) -> ToolPlan:
+def tool_plan(
+    request: ChatRequest, chat: ChatFormat, most: int, wanted: StructuredOutput | None = None
+) -> ToolPlan:
     """Read the tools of a request.
 
     Args:
         request: its `tools`, `tool_choice` and `parallel_tool_calls`.
         chat: of the model.
         most: tools that are allowed.
+        wanted: format of an answer that calls nothing; None: it is free.
 
     Raises:
-        Refusal: a tool has no name, or the choice names none, or there are too many.
+        Refusal: a tool has no name, or the choice names none, or there are too many; or a call is
+            forced beside a format.
     """
     tools, choice = request.tools, request.tool_choice
     if not tools:
@@ -74,30 +80,60 @@ def tool_plan(request: ChatRequest, chat: ChatFormat, most: int) -> ToolPlan:
     for tool in told:
         tool["function"] = {key: v for key, v in tool["function"].items() if v is not None}
     offered = [OfferedTool(f.name, f.parameters or NO_PARAMETERS) for f in functions]
+    schemas = {tool.name: tool.parameters for tool in offered}
+    if len(schemas) < len(offered):
+        raise Refusal("tools has two functions of one name: rename one of them.", param="tools")
     if choice == "none":
         return ToolPlan(told)
     many = request.parallel_tool_calls is not False
-    schemas = {tool.name: tool.parameters for tool in offered}
+    plan = ToolPlan(told, chat.tool_format, schemas)
     if choice is None or choice == "auto":
-        return ToolPlan(told, chat.tool_format, schemas)
+        if wanted is not None:
+            return replace(plan, grammar=_grammar(chat, offered, many, wanted))
+        if any(function.strict for function in functions):
+            return replace(plan, grammar=_grammar(chat, offered, many, is_free=True))
+        return plan
+    if wanted is not None:
+        raise Refusal(
+            "a forced tool call and a response format exclude each other: set tool_choice to "
+            "auto or none, or response_format to text.", param="tool_choice",
+        )  # fmt: skip
+    plan = replace(plan, only_calls=True)
     if isinstance(choice, NamedTool):
+        if choice.type != "function":
+            raise not_allowed("tool_choice.type", choice.type, '"function"')
         name = choice.function.name
-        offered = [tool for tool in offered if tool.name == name][:1]
+        offered = [tool for tool in offered if tool.name == name]
         if not offered:
             raise not_allowed("tool_choice", name, "the name of one of the tools")
         grammar = _grammar(chat, offered, False)
-        return ToolPlan(told, chat.tool_format, {name: schemas[name]}, grammar, True)
+        return replace(plan, offered={name: schemas[name]}, grammar=grammar, is_named=True)
     if choice != "required":
         raise not_allowed("tool_choice", choice, '"none", "auto", "required" or a named function')
-    return ToolPlan(told, chat.tool_format, schemas, _grammar(chat, offered, many))
+    return replace(plan, grammar=_grammar(chat, offered, many))
 
 
-def _grammar(chat: ChatFormat, offered: Sequence[OfferedTool], many: bool) -> str:
+def _grammar(
+    chat: ChatFormat,
+    offered: Sequence[OfferedTool],
+    many: bool,
+    wanted: StructuredOutput | None = None,
+    is_free: bool = False,
+) -> str:
+    """The grammar of calls, or of what is wanted instead of them; free: of text before them."""
+    form = chat.tool_format
     try:
         offered = [
-            OfferedTool(one.name, _only_named(exact_numbers(one.parameters))) for one in offered
+            # Arguments are objects, whether a schema says so or not.
+            OfferedTool(one.name, _only_named(exact_numbers({**one.parameters, "type": "object"})))
+            for one in offered
         ]
-        grammar = "start: calls\n" + chat.tool_format.rules(offered, many, chat.special)
+        if is_free:
+            grammar = form.rules_behind_text(offered, many, chat.special)
+        else:
+            rules = form.rules(offered, many, chat.special)
+            other = "" if wanted is None else f"wanted: {rule_of(wanted)}"
+            grammar = f"start: calls{' | wanted' * bool(other)}\n{rules}{other}"
         check_size("tools", len(grammar))
     except RequestError as error:
         raise Refusal(str(error), param="tools") from error
@@ -124,11 +160,16 @@ def _checked(kind: str, function: FunctionTool | None, place: int) -> FunctionTo
             f"tools[{place}] is no function: only tools of type function are served.",
             param="tools",
         )
-    if not _NAME.fullmatch(function.name):
-        allowed = "1 to 64 of the characters A-Z a-z 0-9 _ . -"
+    if not TOOL_NAME.fullmatch(function.name):
+        allowed = "1 to 128 of the characters A-Z a-z 0-9 _ . -"
         raise not_allowed(f"tools[{place}].function.name", function.name, allowed)
+    parameters = function.parameters or NO_PARAMETERS
     try:
-        check_schema(function.parameters or NO_PARAMETERS)
+        check_schema(parameters)
     except RequestError as error:
         raise Refusal(str(error), param="tools") from error
+    kinds = ToolTypes({}).of_schema({"type": parameters.get("type") or "object"}).kinds
+    if "object" not in kinds:
+        name = f"tools[{place}].function.parameters.type"
+        raise not_allowed(name, parameters["type"], '"object": arguments have names')
     return function

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megatron_async.errors import RequestError
@@ -92,22 +93,49 @@ class ToolTypes:
             RequestError: the tool's schemas have too many alternatives.
         """
         seen = _Seen()
-        visited: set[int] = set()  # they may refer to one another
-        to_visit = [schema]
-        while to_visit:
-            own = self.target(to_visit.pop())
-            if id(own) in visited:
-                self._count(1)
-                continue
-            visited.add(id(own))
-            parts = _parts(own)
+        for own in self._branches(schema):
             constants = _constants(own)
-            self._count(1 + len(constants))
-            to_visit += parts
-            _look(own, parts, constants, seen)
+            self._count(len(constants))
+            _look(own, _parts(own), constants, seen)
         kinds = seen.kinds | ({"integer"} if "number" in seen.kinds else set())
         texts = frozenset(value for value in seen.only if isinstance(value, str))
         return ValueTypes(frozenset(kinds), texts, None if seen.is_open else seen.only)
+
+    @cached_property
+    def properties(self) -> Mapping[str, Any]:
+        """Schemas of the parameters by name, also those of alternatives; a parameter of several of
+        them may be as any says.
+
+        Raises:
+            RequestError: as `of_schema`.
+        """
+        found: dict[str, list[Any]] = {}
+        for own in self._branches(self.schema):
+            given = own.get("properties")
+            for key, schema in given.items() if isinstance(given, Mapping) else ():
+                found.setdefault(key, []).append(schema)
+        return {key: of[0] if len(of) == 1 else {"anyOf": of} for key, of in found.items()}
+
+    @property
+    def required(self) -> Mapping[str, None]:
+        """Names of the parameters that every call has."""
+        parts = self.schema.get("allOf")
+        parts = parts if isinstance(parts, list) else []
+        lists = [own.get("required") for own in (self.schema, *map(self.target, parts))]
+        names = [key for keys in lists if isinstance(keys, list) for key in keys]
+        return dict.fromkeys(key for key in names if isinstance(key, str))
+
+    def _branches(self, schema: Any) -> Iterator[Mapping[str, Any]]:
+        """A schema and those that it is made of, each once: they may refer to one another."""
+        visited: set[int] = set()
+        to_visit = [schema]
+        while to_visit:
+            own = self.target(to_visit.pop())
+            self._count(1)
+            if id(own) not in visited:
+                visited.add(id(own))
+                to_visit += reversed(_parts(own))
+                yield own
 
     def target(self, schema: Any) -> Mapping[str, Any]:
         """A schema behind its references; {} where it is none, as true."""
@@ -130,10 +158,8 @@ class ToolTypes:
         return found
 
     def _property(self, key: str) -> Any:
-        found = self.schema.get("properties", {})
-        if isinstance(found, Mapping) and key in found:
-            return found[key]
-        return self.schema.get("additionalProperties", True)
+        found = self.properties
+        return found[key] if key in found else self.schema.get("additionalProperties", True)
 
     def _count(self, visits: int) -> None:
         self._visits_left -= visits

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_async.errors import RequestError
-from megatron_async.server.chat.answer_pieces import Call, OfferedTool, ReadingCalls
+from megatron_async.server.chat.answer_pieces import TOOL_NAME, Call, OfferedTool, ReadingCalls
 from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_value
 from megatron_async.server.chat.thoughts import in_lark
@@ -34,7 +34,6 @@ XML_MARKS = ("<tool_call>", "<function=")
 """Qwen3-Coder sometimes leaves the outer tag out."""
 PARAMETER, PARAMETER_END, FUNCTION_END = "<parameter=", "</parameter>", "</function>"
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _INTEGER = re.compile(r"(-?\d+)(?:\.0+)?")
 _NUMBER = re.compile(r"-?\d.*", re.DOTALL)
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
@@ -64,7 +63,7 @@ def read_xml(text: CallText, tools: Mapping[str, Mapping[str, Any]]) -> ReadingC
 
 
 def _function(text: CallText, tools: Mapping[str, Mapping[str, Any]]) -> Step[Call]:
-    name = yield from text.matching(_NAME)
+    name = yield from text.matching(TOOL_NAME)
     yield from text.take(">")
     if name not in tools:
         raise NoCall
@@ -149,16 +148,12 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
         f"calls: {one} " + (f'("\\n" {one})*' if many else ""),
         "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
         f"TEXT: (/(?s:.*)/ & {_NO_END}) {_END}",
-        r"any_parameter: /<parameter=[A-Za-z0-9_.-]{1,64}>\n/ TEXT",
+        r"ANY_NAME: /<parameter=[A-Za-z0-9_.-]{1,64}>\n/",
     ]
     size = 0
     for i, tool in enumerate(tools):
         types = ToolTypes(tool.parameters)
-        schema = types.schema
-        properties, required = schema.get("properties"), schema.get("required")
-        properties = properties if isinstance(properties, Mapping) else {}
-        required = required if isinstance(required, list) else []
-        required = dict.fromkeys(key for key in required if isinstance(key, str))
+        properties, required = types.properties, types.required
         names = dict.fromkeys([*properties, *required])
         parts = [json.dumps(f"<function={tool.name}>\n")]
         for j, key in enumerate(names):
@@ -172,8 +167,9 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
             parts.append(f"{tag} {value}" if key in required else f"({tag} {value})?")
             size += len(parts[-1])
             check_size("tools", size)  # each may have a copy of all definitions
-        if not names and schema.get("additionalProperties", False) is not False:
-            parts.append("any_parameter*")
+        further = types.schema.get("additionalProperties", False)
+        if not names and further is not False:
+            parts.append(f"(ANY_NAME {_value_rule(further, types, f'VALUE_{i}', lines)})*")
         lines.append(f"call_{i}: {' '.join(parts)} {json.dumps(FUNCTION_END)}")
     return "\n".join(lines) + "\n"
 

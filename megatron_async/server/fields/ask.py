@@ -118,7 +118,8 @@ def ask_chat(
     name, given = _named_limit(request, "max_completion_tokens", "max_tokens")
     name = limit_name or name
     most = checked_limit(name, given)
-    plan = tool_plan(request, served.chat, served.limits.tools)
+    structured = structured_output(request)
+    plan = tool_plan(request, served.chat, served.limits.tools, structured)
     text = served.chat.render(request, plan.tools)
     ids = served.tokenize(text, request.add_special_tokens is True, "messages")
     ids_cut = cut(ids, request, most, served)
@@ -127,13 +128,7 @@ def ask_chat(
     if most is None and served.answer_tokens is not None:
         most = max(served.answer_tokens, request.min_tokens or 0)
     in_thought = served.chat.starts_in_thought(text)
-    structured = structured_output(request)
     if plan.grammar is not None:
-        if structured is not None:
-            raise Refusal(
-                "a forced tool call and a response format exclude each other: set tool_choice to "
-                "auto or none, or response_format to text.", param="tool_choice",
-            )  # fmt: skip
         structured = StructuredOutput(grammar=plan.grammar)
     if structured is not None and served.chat.thoughts:
         structured = served.chat.behind_thought(structured, in_thought)
@@ -145,7 +140,7 @@ def ask_chat(
         tool_format=plan.format,
         tools=plan.offered,
         many_calls=request.parallel_tool_calls is not False,
-        only_calls=plan.grammar is not None,
+        only_calls=plan.only_calls,
         is_named=plan.is_named,
         prefix=served.chat.continued_text(request) if request.echo else "",
     )

@@ -111,7 +111,10 @@ def _tools(request: CountTokensRequest) -> list[Tool] | None:
                 param="tools",
             )
         function = FunctionTool(
-            name=tool.name, description=tool.description, parameters=tool.input_schema
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.input_schema,
+            strict=tool.strict,
         )
         found.append(Tool(function=function))
     return found

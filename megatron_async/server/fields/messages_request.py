@@ -25,6 +25,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
     type: str | None = None
 
 

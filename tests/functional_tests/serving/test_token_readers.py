@@ -218,6 +218,10 @@ def test_texts_of_a_tokenizer_that_cannot_be_sent(
         stopped = greedy(30, termination_id=-1, stop_words=[expected[10:13]])
         (answer,) = await client.generate([[1, 2]], stopped)
         assert answer.generated_text == expected[: expected.find(expected[10:13])]
+        reader = Reader()
+        stopped.stop_words = ["no such text", expected[10:13]]
+        client.send([1, 2], stopped, reader)
+        assert (await reader.end).stop_word == expected[10:13]
 
     next(run)(work)
     next(run, None)

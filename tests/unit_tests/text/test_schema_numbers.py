@@ -65,6 +65,7 @@ def test_limits_of_integers(tokenizer: Any, key: str, limit: int) -> None:
         ({"type": "string", "minLength": 2.0}, '"ab"', '"a"'), ({"type": "string", "maxLength": 1.0}, '"a"', '"ab"'),
         ({"type": "string", "maxLength": 2**63}, '"a"', "1"), ({"type": "array", "items": {"type": "integer"}, "maxItems": 1.0}, "[1]", "[1,2]"),
         ({"type": "object", "properties": {"const": {"type": "integer", "minimum": 5.0}}, "required": ["const"], "additionalProperties": False}, '{"const":5}', '{"const":4}'),
+        ({"type": "number", "multipleOf": 3e-8}, "0.00000006", "0.00000007"),
         ({"type": "integer", "multipleOf": 3.0, "default": BIG + 1, "examples": [{"minimum": BIG + 1}]}, "6", "7"),
     ],
 )  # fmt: skip
@@ -80,7 +81,7 @@ def test_numbers_that_are_kept(tokenizer: Any, schema: Any, good: str, bad: str)
         ({"const": 123456789012345.678}, "const=.*15 digits"), ({"anyOf": [{"items": {"maximum": BIG + 1}}]}, f"maximum={BIG + 1}"),
         ({"$defs": {"x": {"minimum": -BIG - 1}}}, "minimum=-9007199254740993"), ({"maximum": INF}, "maximum=inf"), ('{"const": 1e400}', "const=inf"), ({"minimum": 5e-324}, "minimum=5e-324"),
         ({"type": "number", "maximum": 1e22}, "maximum="), ({"type": ["number", "integer"], "maximum": 2**63 - 1}, "maximum="), ({"minLength": -1}, "minLength=-1"), ({"maxItems": 1.5}, "maxItems=1.5"), ({"minItems": 2**63}, "minItems="),
-        ({"multipleOf": 0}, "multipleOf=0.*above 0"), ({"multipleOf": -3}, "multipleOf=-3"), ({"exclusiveMinimum": True}, "exclusiveMinimum=True.*a number"),
+        ({"multipleOf": 0}, "multipleOf=0.*above 0"), ({"multipleOf": -3}, "multipleOf=-3"), ({"multipleOf": 4.16e-9}, "multipleOf=4.16e-09.*8 decimals"), ({"exclusiveMinimum": True}, "exclusiveMinimum=True.*a number"),
         ({"maximum": "5"}, "maximum='5'"), ({"minimum": None}, "minimum=None"), ({"maximum": 10**4000}, "maximum=a number of more than 128 bits"), ({"maximum": 10**5000}, "no JSON object"),
     ],
 )  # fmt: skip

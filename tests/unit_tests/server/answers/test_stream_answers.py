@@ -158,8 +158,11 @@ def test_stop_reasons_are_vllms(
     without = demo().__class__.of(
         msgspec.structs.replace(demo().card, tokenizer_json=None, replica_makes_text=True)
     )
-    if isinstance(fields.get("stop"), str) and not chat:  # one word: it was that
-        assert answered(asked, text, without, reason)["choices"][0]["stop_reason"] == told
+    word = told if isinstance(told, str) else None
+    answer = StreamAnswer(asked, without)  # its replica makes the text, and tells the word
+    data = answer.formatters[0].push(tokens_of(text, ends=False))
+    data += answer.formatters[0].end(end_of(asked, reason, stop_word=word))
+    assert events_of(data)[-1]["choices"][0]["stop_reason"] == told
 
 
 def test_special_tokens_are_left_out_or_kept() -> None:

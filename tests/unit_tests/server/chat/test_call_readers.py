@@ -100,6 +100,7 @@ CASES = [
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1e400, "i": 9007199254740993}}</tool_call>', "", [("f", '{"n": 1e400, "i": 9007199254740993}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>', "", [("f", r'{"a": "\ud83d"}')]),
     ("hermes", '<tool_call>\n{"name": "f"}\n{"name": "g"}\n</tool_call>', "", [F, ("g", "{}")]),
     ("hermes", '<tool_call>{"name": "f"}', "", [F]),
     ("hermes", '<tool_call>{"name": "f"}\n</tool_', "", [F]),
@@ -176,7 +177,7 @@ def test_calls_are_found_however_the_text_is_cut(
     name: str, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     assert read_anyhow(name, text) == ("", content, calls)
-    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    assert all(isinstance(json.loads(arguments.encode()), dict) for _, arguments in calls)
 
 
 @pytest.mark.parametrize(("name", "text"), NO_CALLS)
@@ -205,6 +206,19 @@ def test_values_have_the_types_of_the_schema(key: str, written: str, value: Any)
     ((name, arguments),) = read_anyhow("qwen3_coder", text)[2]
     assert (name, json.loads(arguments)) == ("weather", {key: value})
     assert type(json.loads(arguments)[key]) is type(value)
+
+
+@pytest.mark.parametrize("kind", ["anyOf", "oneOf", "allOf"])
+def test_types_of_parameters_of_several_schemas(kind: str) -> None:
+    parts = [
+        {"properties": {"a": {"type": "integer"}}},
+        {"properties": {"a": {"type": "null"}, "b": {"type": "number"}}},
+    ]
+    tools = {"f": {kind: parts, "additionalProperties": {"type": "boolean"}}}
+    values = {"a": "5", "b": "0.5", "c": "true", "d": "x"}
+    text = FORMATS["qwen3_coder"].written("f", json.dumps(values))
+    found = read(CallsReader(FORMATS["qwen3_coder"], tools), [text])[2][0][1]
+    assert json.loads(found) == {"a": 5, "b": 0.5, "c": True, "d": "x"}
 
 
 @pytest.mark.parametrize("name", FORMATS)

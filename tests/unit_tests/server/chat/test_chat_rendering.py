@@ -235,3 +235,34 @@ def test_ids_of_calls_are_what_mistrals_templates_take(number: str, expected: st
     assert text == f"[TOOL_CALLS]{expected}||{expected}"
     assert len(expected) == 9
     served.chat.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "behind", "parser", "is_known"),
+    [
+        ("<tool_call>", '<tool_call>\n{"name": "NAME", "arguments": ARGS}\n</tool_call>', "", None, True),
+        ("<|python_tag|>", 'assistant\n\n{"name": "NAME", "parameters": ARGS}', "<|eot_id|>", None, True),
+        ("", '[TOOL_CALLS] [{"name": "NAME", "arguments": ARGS, "id": "call00001"}]', "</s>", None, True),
+        ("<tool_call>", "<tool_call>NAME\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call>", "", None, False),
+        ("<tool_call>", "<tool_call>NAME\n<arg_key>key</arg_key></tool_call>", "", "hermes", True),
+        ("", "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGS<|tool_call_end|>", "", None, False),
+        ("tool_declare", "", "", None, False),  # it writes no calls
+        ("<tool_call>", "", "", None, True),
+        ("<tool_call>", "{{ raise_exception('no tools') }}", "", None, True),
+    ],
+)  # fmt: skip
+def test_forms_of_calls_that_are_not_known_are_told(
+    before: str, inside: str, behind: str, parser: str | None, is_known: bool, caplog: Any
+) -> None:
+    """The forms of Qwen, Llama 3, Mistral, GLM, and Kimi."""
+    inside = inside.replace("NAME", "{{ c.function.name }}")
+    inside = inside.replace("ARGS", "{{ c.function.arguments | tojson }}")
+    template = (
+        f"{{% if tools %}}{{{{ tools | tojson }}}}{before}{{% endif %}}{{% for m in messages %}}"
+        f"{{{{ m.content }}}}{{% for c in m.tool_calls or [] %}}{inside}{{% endfor %}}{behind}"
+        "{% endfor %}"
+    )
+    served = ServedModel.of(demo_card(chat_template=template), tool_parser=parser)
+    served.chat.prepare()
+    served.chat.close()
+    assert ("--tool-parser" in caplog.text) != is_known

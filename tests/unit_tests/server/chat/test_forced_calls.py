@@ -170,6 +170,101 @@ def test_many_references_to_much_are_refused_at_once(tokenizer: Any) -> None:
     assert peak < 2_000_000  # not 400 copies
 
 
+def test_forced_parameters_of_several_schemas(tokenizer: Any) -> None:
+    parts = [
+        {"properties": {"kind": {"const": "a"}, "n": {"type": "integer"}}, "required": ["kind"]},
+        {"properties": {"kind": {"const": "b"}}, "required": ["kind"]},
+    ]
+    tag = "<parameter={}>\n{}\n</parameter>\n".format
+
+    def accepted(schema: dict[str, Any], *pairs: tuple[str, str]) -> bool:
+        rules = FORMATS["qwen3_coder"].rules([OfferedTool("f", schema)], False, {})
+        wanted = StructuredOutput(grammar=f"start: calls\n{rules}")
+        inside = "".join(tag(*pair) for pair in pairs)
+        call = f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>"
+        return accepts(tokenizer, wanted, call)
+
+    assert accepted({"anyOf": parts}, ("kind", "b"))
+    assert accepted({"anyOf": parts}, ("kind", "a"), ("n", "5"))
+    assert not accepted({"anyOf": parts}, ("kind", "c"))
+    assert not accepted({"allOf": parts}, ("n", "5"))
+    assert accepted({"additionalProperties": {"type": "integer"}}, ("x", "5"), ("y", "6"))
+    assert not accepted({"additionalProperties": {"type": "integer"}}, ("x", "five"))
+
+
+@pytest.mark.parametrize("parameters", [{"description": "x"}, {"properties": {"a": {"type": "integer"}}}, {"type": ["object", "null"]}, {"type": None}, {"$ref": "#/$defs/x", "$defs": {"x": {}}}])  # fmt: skip
+def test_forced_arguments_are_an_object(tokenizer: Any, parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    wanted = grammar(tools=[tool], tool_choice="required")
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert accepts(tokenizer, wanted, call % '{"a": 1}')
+    for other in ("5", "null", "[]", '"{}"'):
+        assert not accepts(tokenizer, wanted, call % other)
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_tools_beside_a_format(tokenizer: Any, thinks: bool) -> None:
+    """The answer is calls, or of the format."""
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    served, before = (demo(THINKING), "Hm</think>\n") if thinks else (demo(), "")
+    for body in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}},
+        {"structured_outputs": {"regex": r'\{"a": 1\}'}}, {"structured_outputs": {"choice": ['{"a": 1}']}},
+        {"structured_outputs": {"grammar": 'start: call\ncall: "{" calls\ncalls: "\\"a\\": 1}"'}},
+    ):  # fmt: skip
+        asked = asked_chat(
+            served, tools=[CLOCK], chat_template_kwargs={"enable_thinking": True}, **body
+        )
+        wanted = asked.choices[0].params.structured_output
+        for good in (call, f"{call}\n{call}", '{"a": 1}'):
+            assert accepts(tokenizer, wanted, before + good), (good, wanted)
+        for bad in ("Hello", '{"a": 3}', call + '{"a": 1}', call.replace("clock", "other")):
+            assert not accepts(tokenizer, wanted, before + bad)
+        for text in (call, '{"a": 1}'):
+            choice = answered(asked, before + text, served, "grammar")["choices"][0]
+            calls = choice["message"].get("tool_calls", [])
+            assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+            assert choice["message"]["content"] == (None if text == call else text)
+            assert [one["function"]["name"] for one in calls] == ["clock"] * (text == call)
+        assert not accepts(tokenizer, grammar(tools=[CLOCK], tool_choice="none", **body), call)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_strict_tools_behind_text(tokenizer: Any, name: str) -> None:
+    schema = WEATHER["function"]["parameters"]
+    form = FORMATS[name]
+    for special in ({}, {form.marks[0]: 5}):
+        rules = form.rules_behind_text([OfferedTool("weather", schema)], True, special)
+        assert (
+            compile_grammar(tokenizer, StructuredOutput(grammar=rules).source()).get_error() == ""
+        )
+    wanted = StructuredOutput(
+        grammar=form.rules_behind_text([OfferedTool("weather", schema)], True, {})
+    )
+    call = form.written("weather", ARGUMENTS).replace("000000000", "abcDEF123")
+    for text in ("", "Hello\n", f"a < b > {form.marks[0][:-1]}", "x {", call):
+        assert accepts(tokenizer, wanted, text), text
+    assert form.is_bare or accepts(tokenizer, wanted, f"Let me see >\n\n{call}")
+    for bad in (
+        call.replace("weather", "other"),
+        call.replace("1", "one"),
+        call[:-1],
+        form.marks[0],
+    ):
+        assert not accepts(tokenizer, wanted, bad)
+        assert form.is_bare or not accepts(tokenizer, wanted, f"So: {bad}")
+
+
+def test_strict_tools_hold_free_answers() -> None:
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    wanted = grammar(tools=[CLOCK, strict])
+    assert wanted is not None
+    assert "FREE calls" in (wanted.grammar or "")
+    assert not asked_chat(tools=[CLOCK, strict]).style.chat.only_calls
+    strict["function"]["strict"] = False  # type: ignore[index]
+    assert grammar(tools=[CLOCK, strict]) is None
+
+
 def test_choices_of_tools(tokenizer: Any) -> None:
     tools = [WEATHER, CLOCK]
     call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
@@ -305,6 +400,11 @@ def test_tools_are_told_where_the_template_does_not() -> None:
         {"tools": [{"function": {"name": "a b"}}]},
         {"tools": [{"function": {"name": ""}}]},
         {"tools": [CLOCK] * 129},
+        {"tools": [WEATHER, CLOCK, CLOCK]},
+        {"tools": [{"function": {"name": "f" * 129}}]},
+        {"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]},
+        {"tools": [{"function": {"name": "f", "parameters": {"type": ["string", "null"]}}}]},
+        {"tools": [CLOCK], "tool_choice": {"type": "custom", "function": {"name": "clock"}}},
         {"tools": [CLOCK], "tool_choice": "always"},
         {"tools": [CLOCK], "tool_choice": {"function": {"name": "other"}}},
         {"tool_choice": "required"},

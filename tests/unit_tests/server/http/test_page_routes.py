@@ -50,7 +50,7 @@ def ask(
 
     given = {"host": "localhost", "content-type": "application/json", **headers}
     scope = {
-        "method": method, "path": path,
+        "method": method, "path": path, "state": {},
         "headers": [(name.encode(), value.encode()) for name, value in given.items()],
     }  # fmt: skip
     asyncio.run(app(scope, receive, send))
