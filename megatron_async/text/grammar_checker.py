@@ -29,24 +29,29 @@ class GrammarChecker:
         self._process: subprocess.Popen[str] | None = None
         self._stop: weakref.finalize[Any, Any] | None = None
 
-    def check(self, source: str, limit_s: float) -> None:
-        """Return if a grammar compiles.
+    def check(self, source: str, limit_s: float) -> int:
+        """Compile a grammar there.
 
         Args:
             source: the grammar.
             limit_s: seconds of CPU time that it may take.
 
+        Returns:
+            bytes that its compiled form takes; 0 where that is unknown.
+
         Raises:
-            RequestError: it does not.
+            RequestError: it does not compile.
             RuntimeError: the process cannot be started.
         """
         if self._process is None or self._process.poll() is not None:
             self._start()
-        error = self._ask([source, limit_s])
-        if error is None:
+        answer = self._ask([source, limit_s])
+        if answer is None:
             raise RequestError(self._why_it_died(limit_s))
+        error, size = answer
         if error:
             raise RequestError(f"structured_output is not valid: {error.strip()}")
+        return size
 
     def close(self) -> None:
         """End the process, also in the middle of a grammar."""
@@ -61,15 +66,14 @@ class GrammarChecker:
             start_new_session=True,
         )  # fmt: skip
         self._stop = weakref.finalize(self, _end, self._process)
-        error = self._ask(self._tokenizer)
-        if error != "":
+        if self._ask(self._tokenizer) is None:
             raise RuntimeError(
                 "the process that checks grammars could not be started "
                 f"({' '.join(COMMAND)} ended with {self._process.wait()}): its stderr says why."
             )
 
-    def _ask(self, message: Any) -> str | None:
-        """The answer; None if the process died of it."""
+    def _ask(self, message: Any) -> tuple[str, int] | None:
+        """The answer: the error, and bytes; None if the process died of it."""
         assert self._process is not None
         stdin, stdout = _pipes(self._process)
         try:
@@ -78,7 +82,10 @@ class GrammarChecker:
             line = stdout.readline()
         except OSError:
             return None
-        return str(json.loads(line)) if line else None
+        if not line:
+            return None
+        error, size = json.loads(line)
+        return str(error), int(size)
 
     def _why_it_died(self, limit_s: float) -> str:
         assert self._process is not None

@@ -6,7 +6,7 @@ import contextlib
 import reprlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_async.errors import RequestError
 from megatron_async.text.grammar_checker import GrammarChecker
@@ -15,12 +15,26 @@ from megatron_async.text.structured_output import StructuredOutput, TokenGrammar
 
 KEPT_GRAMMARS = 64
 """Grammars that are kept for further requests, compiled, or the errors of bad ones."""
+KEPT_BYTES = 256 << 20
+"""Bytes of compiled grammars that are kept, but for the newest ones, which requests wait for."""
 COMPILE_LIMIT_S = 5.0
 """CPU time that compiling a grammar may take."""
 AT_ONCE = 2
 """Grammars that are compiled at the same time: a slow one leaves a place for others."""
 STACK_BYTES = 16 << 20
 """Stack of a thread that compiles: more than what the grammar was tried on."""
+
+
+class CompiledGrammar(NamedTuple):
+    """A grammar at its beginning.
+
+    Attributes:
+        matcher: of llguidance; is copied.
+        size: bytes; 0 where that is unknown.
+    """
+
+    matcher: Any
+    size: int
 
 
 class GrammarCompiler:
@@ -76,14 +90,14 @@ class GrammarCompiler:
         if job is not None and not _is_worth_another_try(job):
             return job
         described = self._read_tokenizer()
-        while len(self._jobs) >= KEPT_GRAMMARS:
+        while len(self._jobs) >= KEPT_GRAMMARS or sum(map(_size, self._jobs.values())) > KEPT_BYTES:
             self._jobs.pop(next(iter(self._jobs)))
         job = self._jobs[source] = self._submit(source, described)
         return job
 
-    def start(self, compiled: Any) -> TokenGrammar:
+    def start(self, compiled: CompiledGrammar) -> TokenGrammar:
         """The beginning of a compiled grammar, for one request."""
-        return TokenGrammar(compiled.deep_copy())
+        return TokenGrammar(compiled.matcher.deep_copy())
 
     def close(self) -> None:
         """Compile no more."""
@@ -109,13 +123,13 @@ class GrammarCompiler:
             checker = GrammarChecker(described)
             self._checkers.append(checker)
         try:
-            checker.check(source, self.limit_s)
+            size = checker.check(source, self.limit_s)
         finally:
             self._idle.append(checker)
         compiled = compile_grammar(self._converted, source)
         if compiled.is_error():
             raise RequestError(f"structured_output is not valid: {compiled.get_error()}")
-        return compiled
+        return CompiledGrammar(compiled, size)
 
     def _read_tokenizer(self) -> tuple[str, int, list[int]]:
         """Convert the tokenizer, once; returns its description for the processes that try."""
@@ -135,6 +149,12 @@ class GrammarCompiler:
             )
         ends = list(self._tokenizer.eos_ids) or [self._tokenizer.eod]
         return backend.to_str(), self._vocab_size, ends
+
+
+def _size(job: Future[Any]) -> int:
+    if not job.done() or job.cancelled() or job.exception() is not None:
+        return 0
+    return int(job.result().size)
 
 
 def _is_worth_another_try(job: Future[Any]) -> bool:

@@ -1,7 +1,8 @@
 """Compile a grammar; as a program, in a process that may crash or be killed without harm.
 
 The program imports llguidance and Python's own modules only. It reads JSON lines: first a
-tokenizer, then grammars; and answers each with the error, or "" if there is none. A grammar that is
+tokenizer, then grammars; and answers each with the error ("": there is none), and with the bytes
+that the compiled form takes. A grammar that is
 too much for it ends it by a signal, which its parent can tell (`text/grammar_checker.py`). It ends
 itself, so that none is left behind when the parent is killed.
 """
@@ -9,6 +10,7 @@ itself, so that none is left behind when the parent is killed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -55,6 +57,28 @@ def compile_grammar(tokenizer: Any, source: str) -> Any:
     return matcher
 
 
+class _HeapNumbers(ctypes.Structure):
+    """glibc's `struct mallinfo2` (mallinfo(3))."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def heap_bytes() -> int:
+    """Bytes that this process has from malloc; 0 where the C library cannot tell."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return 0
+    ask.restype = _HeapNumbers
+    numbers = ask()
+    return int(numbers.uordblks + numbers.hblkhd)
+
+
 def main() -> None:
     """Serve a parent, until it closes the pipe."""
     answers = os.fdopen(os.dup(1), "w")
@@ -64,29 +88,31 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = make_tokenizer(*json.loads(sys.stdin.readline()))
-    _answer(answers, "")
+    _answer(answers, "", 0)
     for line in sys.stdin:
         source, limit_s = json.loads(line)
-        errors: list[str] = []
+        found: list[Any] = []
         threading.stack_size(STACK_BYTES)
-        thread = threading.Thread(target=lambda: errors.append(_error(tokenizer, source)))  # noqa: B023
+        thread = threading.Thread(target=lambda: found.extend(_tried(tokenizer, source)))  # noqa: B023
         # The kernel ends this process when the time is up, whatever it is in.
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         thread.start()
         thread.join()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _answer(answers, *errors)
+        _answer(answers, *found)
 
 
-def _error(tokenizer: Any, source: str) -> str:
+def _tried(tokenizer: Any, source: str) -> tuple[str, int]:
+    before = heap_bytes()
     try:
-        return str(compile_grammar(tokenizer, source).get_error())
+        matcher = compile_grammar(tokenizer, source)
+        return str(matcher.get_error()), max(heap_bytes() - before, 0)
     except Exception as failure:
-        return str(failure) or repr(failure)
+        return str(failure) or repr(failure), 0
 
 
-def _answer(answers: Any, error: str) -> None:
-    answers.write(json.dumps(error) + "\n")
+def _answer(answers: Any, error: str, size: int) -> None:
+    answers.write(json.dumps([error, size]) + "\n")
     answers.flush()
 
 

@@ -169,6 +169,24 @@ def test_a_follower_has_the_grammars_of_its_leader() -> None:
     assert follower.stats()["steps"] == leader.stats()["steps"]
 
 
+def test_compiled_grammars_are_kept_within_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(make_ascii_tokenizer(), 256)
+    small = StructuredOutput(regex="a{3}")
+    large = StructuredOutput(choice=[f"this is choice {i}" for i in range(2000)])
+    first = StructuredOutput(regex="a")  # some of its bytes are the library's, for all
+    sizes = [compiler.begin(one).result().size for one in (first, large, small)]
+    assert 0 < sizes[2] < 200_000 < sizes[1] < 20_000_000
+    kept = compiler.begin(large)
+    assert compiler.begin(StructuredOutput(regex="b")).result()
+    assert compiler.begin(large) is kept
+    monkeypatch.setattr(grammar_compiler, "KEPT_BYTES", sizes[1] - 1)
+    compiler.begin(StructuredOutput(regex="c")).result()  # the oldest go until the rest fits
+    again = compiler.begin(large)
+    assert again is not kept
+    assert again.result().size > 200_000
+    compiler.close()
+
+
 def test_a_tokenizer_is_read_once_and_before_if_asked(
     make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
