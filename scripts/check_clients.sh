@@ -6,13 +6,13 @@
 #   bash scripts/check_clients.sh openai-1 litellm    # only these
 #   BASE_URL=http://host:8000/v1 API_KEY=k MODEL=m bash scripts/check_clients.sh
 #
-# Environments are made by uv in $CLIENT_ENVS (default: /tmp/megatron-async-clients) and kept; they
-# come from PyPI, as do vLLM's and llama.cpp's own tests. Nothing else of the network is used.
+# Environments are made by uv in $CLIENT_ENVS (default: ~/.cache/megatron-async-clients) and kept;
+# they come from PyPI, as do vLLM's and llama.cpp's own tests. Nothing else of the network is used.
 # guidellm (5.7 GB) runs only when named.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-ENVS=${CLIENT_ENVS:-/tmp/megatron-async-clients}
+ENVS=${CLIENT_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-async-clients}
 REPORT=${REPORT:-docs/server_clients.md}
 TIME_LIMIT=${TIME_LIMIT:-1200}
 ALL=(openai-1 openai-2 openai anthropic inspect-ai litellm instructor pydantic-ai langchain-openai

@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
 stamp=$venv/.setup-done
 unfinished=$venv/.setup-unfinished
-log=${TMPDIR:-/tmp}/megatron-async-setup-$(id -u).log
+log= # made below: a known name in a shared folder may be another user's link
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf '\nsetup: %s\n' "$@" >&2; exit 1; }
@@ -87,7 +87,7 @@ if [[ -f $stamp && "$(cat "$stamp")" == "$wanted" ]] && python_runs $venv/bin/py
     exit 0
 fi
 
-: >"$log"
+log=$(mktemp "${TMPDIR:-/tmp}/megatron-async-setup.XXXXXX")
 moved=false # scripts in an environment carry its path
 [[ ! -f $stamp || "$(tail -n 1 "$stamp")" == "$PWD" ]] || moved=true
 if $moved || [[ -e $unfinished || ! -x $venv/bin/pip ]] || ! python_runs $venv/bin/python; then

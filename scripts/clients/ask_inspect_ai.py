@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import tempfile
 from typing import Any
 
 from inspect_ai import Task, eval  # type: ignore[import-not-found]
@@ -19,7 +20,7 @@ from inspect_ai.solver import generate, use_tools  # type: ignore[import-not-fou
 from inspect_ai.tool import tool  # type: ignore[import-not-found]
 
 MODEL, URL, KEY = os.environ["MODEL"], os.environ["BASE_URL"], os.environ["API_KEY"]
-FOLDER = os.environ.get("INSPECT_LOG_DIR", "/tmp/megatron-async-inspect-ai")
+FOLDER = os.environ.get("INSPECT_LOG_DIR") or tempfile.mkdtemp(prefix="inspect-ai-")
 """For its logs, which it reads back later."""
 
 
