@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,16 @@ logger = logging.getLogger("megatron_async")
 
 PROBE, QUESTION = "get_value_of_key", "Which value has the key?"
 """Of the chat whose call is read back."""
+PROBES = [
+    {
+        "type": "function",
+        "function": {
+            "name": PROBE,
+            "description": "Tells the value of a key.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+        },
+    }
+]
 MARK = "\ue000continue\ue001"
 """Stands behind the text that is continued, so that its end is found in the rendered chat."""
 
@@ -63,7 +74,7 @@ class ChatFormat:
         template_bytes: int,
     ) -> None:
         self._template = card.chat_template or ""
-        self._tells_tools = "tools" in self._template
+        self._tells: bool | None = None
         self._is_named = tool_parser is not None
         self._wants_json_text = False
         self._renderer = TemplateRenderer(tokenizer, template_bytes)
@@ -81,7 +92,7 @@ class ChatFormat:
         """Start the process for templates, render a first chat, and tell the log if the template
         writes calls of tools in another form than the one that is read."""
         self._renderer.prepare()
-        if self._tells_tools and not self._is_named and not self._reads_own_calls():
+        if self._tells_tools() and not self._is_named and not self._reads_own_calls():
             logger.warning(
                 "The chat template writes calls of tools in a form that is not known here: in "
                 "answers they come as text, and forced calls are written in the form %s. Name the "
@@ -90,11 +101,23 @@ class ChatFormat:
                 ", ".join(FORMATS),
             )
 
+    def _tells_tools(self) -> bool:
+        """Whether the template writes the tools of a chat; one that only has the word, as Phi-4's,
+        which looks for tools in a message, does not."""
+        if self._tells is None:
+            tells = "tools" in self._template
+            message = {"role": "user", "content": QUESTION}
+            chat = {"messages": [message], "tools": PROBES, "add_generation_prompt": True}
+            # A template may want other messages; and on an event loop it may take too long.
+            with contextlib.suppress(Refusal):
+                tells = tells and PROBE in self._renderer.render(chat)
+            self._tells = tells
+        return self._tells
+
     def _reads_own_calls(self) -> bool:
         """Whether a call that the template writes is read as one; of a template that writes none,
         whether it has the form's marks."""
         call = {"id": "call00001", "function": {"name": PROBE, "arguments": {"key": "value"}}}
-        parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
         request = msgspec.convert(
             {
                 "messages": [
@@ -106,9 +129,8 @@ class ChatFormat:
             },
             ChatRequest,
         )
-        function = {"name": PROBE, "description": "", "parameters": parameters}
         try:
-            text = self.render(request, [{"type": "function", "function": function}])
+            text = self.render(request, PROBES)
         except Refusal:  # it wants other messages
             return True
         text = text.rpartition(QUESTION)[2]
@@ -116,7 +138,7 @@ class ChatFormat:
             return self.tool_format.is_of(self._template)
         if self.tool_format.is_bare:
             text = text[max(text.find("{"), 0) :]
-        reader = CallsReader(self.tool_format, {PROBE: parameters})
+        reader = CallsReader(self.tool_format, {PROBE: {}})
         return CallBegin(PROBE) in reader.push(text) + reader.end()
 
     def close(self) -> None:
@@ -134,7 +156,7 @@ class ChatFormat:
             Refusal: there is no template, or it rejects the chat, or takes too long.
         """
         messages = template_messages(request.messages)
-        if tools and not self._tells_tools:
+        if tools and not self._tells_tools():
             messages, tools = with_tools_told(messages, tools, self.tool_format), None
         if self.tool_format.id_length is not None:
             messages = with_ids_of(messages, self.tool_format.id_length)

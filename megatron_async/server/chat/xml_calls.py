@@ -86,7 +86,8 @@ def _function(text: CallText, tools: Mapping[str, Mapping[str, Any]]) -> Step[Ca
 def _value(text: CallText) -> Step[str]:
     """Read a value and its closing tag, which is one where another tag of the call follows."""
     value = yield from text.until(PARAMETER_END, PARAMETER, FUNCTION_END)
-    return value.removeprefix("\n").removesuffix("\n")
+    end = "\r\n" if value.startswith("\r\n") else "\n"
+    return value.removeprefix(end).removesuffix(end)
 
 
 # ---- Types ---------------------------------------------------------------------------------------
@@ -127,6 +128,15 @@ _PLAIN = {
     "null": '"null"',
 }
 """Values of these types as JSON has them, in Lark."""
+_FORMATS = {
+    "date": "[0-9]{4}-[0-9]{2}-[0-9]{2}",
+    "time": r"[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?([Zz]|[+-][0-9]{2}:[0-9]{2})",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "email": r"[^@ \t\r\n]+@[^@ \t\r\n]+",
+    "ipv4": r"[0-9]{1,3}(\.[0-9]{1,3}){3}",
+}
+_FORMATS["date-time"] = f"{_FORMATS['date']}[Tt]{_FORMATS['time']}"
+"""Of strings, as RFC 3339 and others write them; other formats are notes, as the schema says."""
 _ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 ANYTHING = "(?s:.*)"
 _END = r"/\n<\/parameter>\n/"
@@ -189,10 +199,12 @@ def _value_rule(schema: Any, types: ToolTypes, name: str, lines: list[str]) -> s
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"%json {json.dumps(definitions | dict(schema))} {_END}"
     least, most = (own[key] if isinstance(own.get(key), int) else "" for key in LENGTHS)
-    pattern = own.get("pattern")
-    if kinds != {"string"} or not (least or most != "" or pattern):
+    pattern, form = own.get("pattern"), _FORMATS.get(str(own.get("format")))
+    if kinds != {"string"} or not (least or most != "" or pattern or form):
         return "TEXT"
     held = [f"/(?s:.{{{least or 0},{most}}})/", _NO_END]
+    if form:
+        held.append(f"/{form}/")
     if isinstance(pattern, str):
         begins, ends = pattern.startswith("^"), _ENDS.search(pattern) is not None
         inside = in_lark(pattern[begins : len(pattern) - ends])

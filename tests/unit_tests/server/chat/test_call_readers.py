@@ -123,6 +123,7 @@ CASES = [
     ("mistral", '[TOOL_CALLS]f{"a": {"b": 1}}[TOOL_CALLS]g{}', "", [("f", '{"a": {"b": 1}}'), ("g", "{}")]),
     ("mistral", '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]Bob[ARGS]{}', "[TOOL_CALLS]Bob[ARGS]{}", [F]),
     ("qwen3_coder", XML, "", [XML_CALL]),
+    ("qwen3_coder", XML.replace("\n", "\r\n"), "", [XML_CALL]),
     ("qwen3_coder", f"I look.\n{XML}\n{XML_F}", "I look.\n", [XML_CALL, F]),
     ("qwen3_coder", XML.removeprefix("<tool_call>\n"), "", [XML_CALL]),
     ("qwen3_coder", XML.removesuffix("\n</tool_call>"), "", [XML_CALL]),

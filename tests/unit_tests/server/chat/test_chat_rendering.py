@@ -266,3 +266,31 @@ def test_forms_of_calls_that_are_not_known_are_told(
     served.chat.prepare()
     served.chat.close()
     assert ("--tool-parser" in caplog.text) != is_known
+
+
+@pytest.mark.parametrize(
+    ("template", "is_known"),
+    [
+        ("{{ tools | tojson }}", True), ("{# knows no tools #}", False), ("{{ documents }}", False),
+        ("{% if messages[0].tools %}{{ messages[0].tools }}{% endif %}", False),  # as Phi-4-mini's
+    ],
+)  # fmt: skip
+def test_tools_are_told_by_the_server_where_the_template_does_not(
+    template: str, is_known: bool
+) -> None:
+    template += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    served = ServedModel.of(demo_card(chat_template=template))
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = asked_chat(served, tools=[tool])
+    text = demo_tokenizer().detokenize(asked.prompts[0], False)
+    assert ("You may call functions" in text) != is_known
+    assert '"name": "f"' in text
+    served.chat.close()
+
+
+def test_a_template_that_rejects_tools_says_so() -> None:
+    template = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    served = ServedModel.of(demo_card(chat_template=template))
+    with pytest.raises(Refusal, match="no tools"):
+        asked_chat(served, tools=[{"function": {"name": "f"}}])
+    served.chat.close()

@@ -192,6 +192,22 @@ def test_forced_parameters_of_several_schemas(tokenizer: Any) -> None:
     assert not accepted({"additionalProperties": {"type": "integer"}}, ("x", "five"))
 
 
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        ("date", "2026-11-28", "tomorrow"), ("time", "23:59:59.5Z", "noon"), ("date-time", "2026-11-28T10:00:00+01:00", "2026-11-28"),
+        ("uuid", "123e4567-e89b-12d3-a456-426614174000", "123"), ("email", "a@b.c", "a"), ("ipv4", "10.0.0.1", "10.0.0"),
+    ],
+)  # fmt: skip
+def test_forced_formats_between_tags(tokenizer: Any, form: str, good: str, bad: str) -> None:
+    schema = {"properties": {"x": {"type": "string", "format": form}}, "required": ["x"]}
+    rules = FORMATS["qwen3_coder"].rules([OfferedTool("f", schema)], False, {})
+    wanted = StructuredOutput(grammar=f"start: calls\n{rules}")
+    call = FORMATS["qwen3_coder"].written
+    assert accepts(tokenizer, wanted, call("f", json.dumps({"x": good})))
+    assert not accepts(tokenizer, wanted, call("f", json.dumps({"x": bad})))
+
+
 @pytest.mark.parametrize("parameters", [{"description": "x"}, {"properties": {"a": {"type": "integer"}}}, {"type": ["object", "null"]}, {"type": None}, {"$ref": "#/$defs/x", "$defs": {"x": {}}}])  # fmt: skip
 def test_forced_arguments_are_an_object(tokenizer: Any, parameters: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
