@@ -29,6 +29,10 @@ OPTIONS = {
     "return_log_probs=True, top_n_logprobs": "--log-probs --top-n-logprobs N",
     "return_log_probs=True, skip_prompt_log_probs=False": "--prompt-log-probs",
     "structured_output": "--json-schema, --regex, --grammar or --choice",
+    "max_unfinished": "--max-unfinished",
+    "max_tokens_in_flight": "--max-tokens-in-flight",
+    "max_unfinished_of_owner": "--max-unfinished-per-key",
+    "max_tokens_of_owner": "--max-tokens-per-key",
     "quantization='int8'": "--quantization int8",
     "quantization='auto'": "--quantization auto",
     "device='cuda'": "--device cuda",
@@ -48,6 +52,11 @@ COMMAND_LINE_NAMES = {
     "dp": "--replicas",
     "max_queued_requests": "--max-unfinished",
     "no_cnv": "--raw",
+    "workers": "--api-processes",
+    "api_server_count": "--api-processes",
+    "disable_log_requests": "--no-request-log",
+    "ssl_cert_file": "--ssl-certfile",
+    "ssl_key_file": "--ssl-keyfile",
     "dist_init_addr": "--coordinator",
 }
 """Options of programs, which `LLM` has not: name elsewhere -> option."""
@@ -71,6 +80,8 @@ ADVICE = {
     "interactive": "that is `megatron-async chat`",
     "nnodes": "start a `coordinator`, and a `replica` on each host",
     "node_rank": "start a `coordinator`, and a `replica` on each host",
+    "log_json": "lines of log have one form: DATE TIME LEVEL PROCESS: TEXT",
+    "uds": "it listens at an address and a port: leave it out",
     "stream": "answers are streamed where a client asks for it",
 }
 """What to do in words."""

@@ -238,7 +238,9 @@ def read_settings(arguments: argparse.Namespace) -> Any:
     if arguments.secret_file is not None and arguments.coordinator is None:
         raise ConfigurationError("--secret-file is for --coordinator ADDRESS, which is missing.")
     if not 0 < arguments.max_body_mb <= 1024:
-        raise ConfigurationError(f"--max-body-mb {arguments.max_body_mb} must be up to 1024.")
+        raise ConfigurationError(
+            f"--max-body-mb {arguments.max_body_mb} must be above 0, at most 1024."
+        )
     return ServeSettings(
         model=arguments.model,
         replica_arguments=replica_arguments(arguments),

@@ -62,7 +62,9 @@ class RequestNote:
 
     def _of_answer(self, asked: Asked) -> list[str]:
         ends = [feed.end for feed in self._feeds]
-        prompts: dict[int, int] = {}
+        # Of a text that a replica tokenizes, its end has the number.
+        given = enumerate(asked.prompts)
+        prompts = {place: len(one) for place, one in given if not isinstance(one, str)}
         for choice, end in zip(asked.choices, ends, strict=True):
             if end is not None:
                 prompts[choice.prompt] = end.num_prompt_tokens

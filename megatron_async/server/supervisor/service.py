@@ -226,8 +226,11 @@ class Supervisor:
             return not any(child.is_alive for child in children)
 
         if not self._wait(signals, asked, deadline, are_gone):
+            why = "a second signal came" if signals.leave > asked else "it has not ended in time"
             for child in children:
-                child.signal(signal.SIGKILL)
+                if child.is_alive:
+                    logger.warning("%s is killed: %s.", child.name, why)
+                    child.signal(signal.SIGKILL)
 
     def _wait(
         self, signals: Signals, asked: int, deadline: float, is_over: Callable[[], bool]

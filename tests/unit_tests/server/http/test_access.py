@@ -6,10 +6,13 @@ import re
 import pytest
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.api_config import ApiConfig, KeyDigest
-from megatron_async.server.fields.asked import Caller
+from megatron_async.server.choice_feed import ChoiceFeed
+from megatron_async.server.fields.asked import AnswerStyle, Asked, AskedChoice, Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.access import Access, request_id
+from megatron_async.server.http.request_log import RequestNote
 
 
 def digest(name, key):
@@ -92,3 +95,14 @@ def test_ids_that_may_be_repeated():
     assert request_id({b"x-request-id": b"a.B-9_"}) == b"a.B-9_"
     for bad in (b"", b"a b", b"a\r\nset-cookie: x", b"x" * 129, "ä".encode()):
         assert re.fullmatch(rb"[0-9a-f]{24}", request_id({b"x-request-id": bad}))
+
+
+def test_the_line_of_a_client_that_went_has_its_prompt():
+    params = SamplingParams()
+    style = AnswerStyle("completions", "cmpl-1", 0, "m")
+    choices = [AskedChoice(place, place, params) for place in (0, 1)]
+    note = RequestNote("/v1/completions", b"own")
+    note.sent(Asked([[1, 2, 3], "a text"], choices, 0, style), [ChoiceFeed(print)] * 2)
+    assert note.text().startswith(
+        "/v1/completions no answer, id own, cmpl-1, 3 tokens in, 0 out, end client gone, "
+    )
