@@ -262,7 +262,15 @@ def check_family(config: dict[str, Any], where: str) -> None:
 def _family(config: dict[str, Any], where: str) -> Family:
     names = config.get("architectures") or []
     if isinstance(names, list) and len(names) == 1 and str(names[0]) in FAMILIES:
-        return FAMILIES[str(names[0])]
+        found = FAMILIES[str(names[0])]
+        # transformers goes by the latter, so a file that contradicts itself has two meanings.
+        kind, own = config.get("model_type"), MODEL_TYPES.get(found.model_type, found.model_type)
+        if kind not in (None, own, found.model_type):
+            raise CheckpointError(
+                f"{where}: architectures = {names!r} and model_type = {kind!r:.200} are two "
+                f"families: correct one of them (the former is model_type {own!r})"
+            )
+        return found
     if not names:
         for family in FAMILIES.values():
             own = MODEL_TYPES.get(family.model_type, family.model_type)

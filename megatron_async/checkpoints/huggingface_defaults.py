@@ -73,7 +73,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128},
-    "mimo": _QWEN2,
+    "mimo": _QWEN2 | {"attention_bias": True},  # whatever its files say, as in Qwen2
     "mixtral": {
         **_COMMON,
         **_HEADS,

@@ -83,6 +83,11 @@ def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(f"{where}: text_config = {text!r} must describe the language model")
+    if config.get("model_type") not in (None, family):
+        raise CheckpointError(
+            f"{where}: architectures = {names!r} and model_type = {config['model_type']!r:.200} "
+            f"are two families: correct one of them (the former is model_type {family!r})"
+        )
     known = {*DEFAULTS[family], *REQUIRED, *ALIASES.get(family, ()), *ROPE}
     found = {**text, "architectures": [class_name]}
     for key, value in config.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.json_files import read_size
+from megatron_async.checkpoints.json_files import check_number, read_size
 from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import LINEAR, LLAMA3, ModelArchitecture, RopeScaling
 
@@ -73,13 +73,14 @@ def read_rope(
                 f"{config.where}: {key} = {value!r} in rope_parameters, but {values[key]!r} in "
                 "rope_scaling or by default: rope_scaling counts, so write it there"
             )
-    base = config.check_number("rope_theta", values["rope_theta"])
+    base = check_number(values["rope_theta"], "rope_theta", config.where)
     share = _share(config, values["partial_rotary_factor"], head_dim, percent)
     if kind == "default":
         return base, None, share
     if kind == LINEAR:
-        return base, RopeScaling(config.check_number("factor", values["factor"]), kind=kind), share
-    factor, low, high = (config.check_number(key, values[key]) for key in LLAMA3_KEYS[:3])
+        factor = check_number(values["factor"], "factor", config.where)
+        return base, RopeScaling(factor, kind=kind), share
+    factor, low, high = (check_number(values[key], key, config.where) for key in LLAMA3_KEYS[:3])
     if low >= high:
         raise config.error("low_freq_factor", f"must be less than high_freq_factor = {high}", low)
     original = read_size(values, ORIGINAL, config.where)
@@ -88,7 +89,8 @@ def read_rope(
 
 def _set(config: Settings, key: str) -> dict[str, Any]:
     """A set of values of rope; empty where there is none."""
-    rope = config.get(key) or {}
+    rope = config.get(key)
+    rope = {} if rope is None else rope
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise config.error(key, "is not supported (only one set for all layers)", rope)
     return rope
@@ -120,7 +122,7 @@ def _value(config: Settings, key: str, rope: dict[str, Any]) -> Any:
 def _share(config: Settings, value: Any, head_dim: int, percent: float | None) -> float:
     """The share of a head that rope turns: null and a missing one are all of it, or `percent`."""
     key = "partial_rotary_factor"
-    share = (percent or 1.0) if value is None else config.check_number(key, value)
+    share = (percent or 1.0) if value is None else check_number(value, key, config.where)
     if share > 1 or (percent is not None and share != percent):
         only = "at most 1" if percent is None else percent
         raise config.error(key, f"is not supported (only {only})", value)

@@ -57,7 +57,7 @@ def check_size(value: Any, key: str, where: str) -> int:
     """
     problem = size_problem(key, value)
     if problem:
-        raise CheckpointError(f"{where}: {key} = {value!r} {problem}")
+        raise CheckpointError(f"{where}: {key} = {value!r:.200} {problem}")
     return int(value)
 
 
@@ -69,7 +69,7 @@ def check_number(value: Any, key: str, where: str) -> float:
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
-        raise CheckpointError(f"{where}: {key} = {value!r} must be a positive number")
+        raise CheckpointError(f"{where}: {key} = {value!r:.200} must be a positive number")
     return float(value)
 
 

@@ -50,6 +50,8 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "qk_l2_norm": (False,),
     "linear_conv_kernel_dim": (CONV_KERNEL, None),
     "use_mup": (False,),
+    # No option of Megatron-LM's parser, but every argument with a field's name is that field.
+    "softmax_scale": (None,),
 }
 """Arguments that change the computation, and the values that are supported. Absent is not set."""
 
@@ -105,22 +107,23 @@ def architecture_from_args(
         if value not in supported:
             allowed = " or ".join(map(repr, supported))
             raise CheckpointError(f"{where}: {name} = {value!r} is not supported (only {allowed})")
+    _check_spec(args, where)
     heads = _size(args, "num_attention_heads", where)
     hidden = _size(args, "hidden_size", where)
-    grouped = args.get("group_query_attention", False)
+    grouped = _flag(args, "group_query_attention", where)
     layers, pattern, mtp_pattern = _layers(args, where)
     activation = _activation(args, where)
     position = args.get("position_embedding_type", "rope")
-    is_centered = bool(_renamed(args, "layernorm_zero_centered_gamma", False))
+    new, old = "layernorm_zero_centered_gamma", RENAMED["layernorm_zero_centered_gamma"]
+    is_centered = _flag(args, old if args.get(new) is None else new, where)
+    is_gated = _flag(args, "attention_output_gate", where)
     experts = _size(args, "num_experts", where) if args.get("num_experts") else 0
     # Whatever no family of transformers has is a hybrid, even without Mamba-2, if it was one.
     plain = re.fullmatch(r"(\*[-E])+", pattern) and activation == "silu" and position == "rope"
     is_plain = plain and not (
-        is_centered
-        or args.get("attention_output_gate")
-        or (experts and args.get("moe_shared_expert_intermediate_size"))
+        is_centered or is_gated or (experts and args.get("moe_shared_expert_intermediate_size"))
     )
-    biases, norms = bool(args.get("add_qkv_bias")), bool(args.get("qk_layernorm"))
+    biases, norms = _flag(args, "add_qkv_bias", where), _flag(args, "qk_layernorm", where)
     features = (biases, norms, experts > 0)
     families = [
         family.model_type
@@ -136,16 +139,19 @@ def architecture_from_args(
     else:
         model_type = GENERIC
     scaling = None
-    if args.get("use_rope_scaling"):
+    if _flag(args, "use_rope_scaling", where):
         factor = _number(args, "rope_scaling_factor", 8.0, where)
         scaling = RopeScaling(factor, LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL)
+    percent = _number(args, "rotary_percent", 1.0, where)
+    if percent > 1:
+        raise CheckpointError(f"{where}: rotary_percent = {percent} must be at most 1")
     return ModelArchitecture(
         model_type=model_type,
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
         num_query_groups=_size(args, "num_query_groups", where) if grouped else heads,
-        kv_channels=args.get("kv_channels") or hidden // heads,
+        kv_channels=_size_or(args, "kv_channels", hidden // heads, where),
         ffn_hidden_size=_size(args, "ffn_hidden_size", where),
         vocab_size=vocab_size,
         layernorm_epsilon=check_number(
@@ -155,16 +161,16 @@ def architecture_from_args(
         rope_scaling=scaling,
         add_qkv_bias=biases,
         qk_layernorm=norms,
-        attention_output_gate=bool(args.get("attention_output_gate")),
+        attention_output_gate=is_gated,
         layernorm_zero_centered_gamma=is_centered,
-        tie_word_embeddings=not args.get("untie_embeddings_and_output_weights", False),
+        tie_word_embeddings=not _flag(args, "untie_embeddings_and_output_weights", where),
         max_position_embeddings=_size(args, "max_position_embeddings", where),
         sliding_window=_window(args, where),
         eos_token_ids=eos_token_ids,
         pattern=pattern,
         activation=activation,
         position_embedding_type=position,
-        rotary_percent=_number(args, "rotary_percent", 1.0, where),
+        rotary_percent=percent,
         **_mtp(args, mtp_pattern, where),
         **(_experts(args, where) if experts else {}),
         **(_mamba(args, hidden, where) if MAMBA in pattern else {}),
@@ -172,8 +178,33 @@ def architecture_from_args(
     )
 
 
+def _check_spec(args: Mapping[str, Any], where: str) -> None:
+    """Layers of Megatron's own are known by their other arguments, those of a user are not."""
+    spec = args.get("spec") or ["local"]
+    module = str(spec[0] if isinstance(spec, list | tuple) else spec)
+    if module != "local" and not module.startswith("megatron."):
+        raise CheckpointError(
+            f"{where}: spec = {spec!r:.200} is not supported (only of Megatron's own modules): "
+            "what such layers compute is not known; build the model in your own script, and serve "
+            "it from there"
+        )
+
+
 def _size(args: Mapping[str, Any], name: str, where: str) -> int:
     return check_size(args.get(name), name, where)
+
+
+def _size_or(args: Mapping[str, Any], name: str, otherwise: int, where: str) -> int:
+    """A size that an absent argument, or None, leaves to others."""
+    return otherwise if args.get(name) is None else _size(args, name, where)
+
+
+def _flag(args: Mapping[str, Any], name: str, where: str) -> bool:
+    """True or false; an absent argument and None are false."""
+    value = args.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{where}: {name} = {value!r:.200} must be True or False")
+    return bool(value)
 
 
 def _number(args: Mapping[str, Any], name: str, default: float, where: str) -> float:
@@ -201,9 +232,12 @@ def _window(args: Mapping[str, Any], where: str) -> int | None:
 
 
 def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
-    ffn = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size")
+    ffn = _size_or(args, "moe_ffn_hidden_size", _size(args, "ffn_hidden_size", where), where)
     shared = args.get("moe_shared_expert_intermediate_size") or 0
-    topk = args.get("moe_router_topk", 2)
+    shared = _size(args, "moe_shared_expert_intermediate_size", where) if shared else 0
+    factor = args.get("moe_router_topk_scaling_factor") or None  # as Megatron-Core's router has it
+    if factor is not None:
+        factor = check_number(factor, "moe_router_topk_scaling_factor", where)
     balancing = args.get("moe_router_load_balancing_type") or "none"
     kinds = balancing if isinstance(balancing, list | tuple) else [balancing]
     if not all(kind in BALANCED for kind in kinds):
@@ -213,21 +247,21 @@ def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     return {
         "num_moe_experts": _size(args, "num_experts", where),
-        "moe_router_topk": _size({"moe_router_topk": topk}, "moe_router_topk", where),
-        "moe_ffn_hidden_size": _size({"moe_ffn_hidden_size": ffn}, "moe_ffn_hidden_size", where),
-        "moe_router_pre_softmax": bool(args.get("moe_router_pre_softmax")),
+        "moe_router_topk": check_size(args.get("moe_router_topk", 2), "moe_router_topk", where),
+        "moe_ffn_hidden_size": ffn,
+        "moe_router_pre_softmax": _flag(args, "moe_router_pre_softmax", where),
         "moe_router_score_function": args.get("moe_router_score_function", "softmax"),
-        "moe_router_enable_expert_bias": bool(args.get("moe_router_enable_expert_bias")),
-        "moe_router_topk_scaling_factor": args.get("moe_router_topk_scaling_factor"),
+        "moe_router_enable_expert_bias": _flag(args, "moe_router_enable_expert_bias", where),
+        "moe_router_topk_scaling_factor": factor,
         "moe_shared_expert_intermediate_size": shared,
-        "moe_shared_expert_gate": bool(shared and args.get("moe_shared_expert_gate")),
+        "moe_shared_expert_gate": _flag(args, "moe_shared_expert_gate", where) and shared > 0,
     }
 
 
 def _activation(args: Mapping[str, Any], where: str) -> str:
-    if args.get("swiglu"):
+    if _flag(args, "swiglu", where):
         return "silu"
-    if args.get("squared_relu"):
+    if _flag(args, "squared_relu", where):
         return "squared_relu"
     raise CheckpointError(
         f"{where}: swiglu = {args.get('swiglu', False)!r} is not supported (only True, or "
@@ -238,8 +272,8 @@ def _activation(args: Mapping[str, Any], where: str) -> str:
 def _mamba(args: Mapping[str, Any], hidden: int, where: str) -> dict[str, Any]:
     defaults = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 8}
     sizes = _sizes(args, defaults, where)
-    heads = args.get("mamba_num_heads") or 2 * hidden // sizes["mamba_head_dim"]
-    return {**sizes, "mamba_num_heads": _size({"mamba_num_heads": heads}, "mamba_num_heads", where)}
+    heads = 2 * hidden // sizes["mamba_head_dim"]
+    return {**sizes, "mamba_num_heads": _size_or(args, "mamba_num_heads", heads, where)}
 
 
 def _delta(args: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -275,6 +309,9 @@ def _hybrid_pattern(args: Mapping[str, Any]) -> str:
 def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str, str]:
     """Number of layers as families count them; the pattern; that of a depth of multi-token
     prediction, if there are any. A `HybridModel` counts attention and MLP apart."""
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"):
+        if not isinstance(args.get(name), str | None):
+            raise CheckpointError(f"{where}: {name} = {args[name]!r:.200} must be a text")
     pattern = _hybrid_pattern(args)
     has_experts = bool(args.get("num_experts"))
     if not pattern:
@@ -294,14 +331,12 @@ def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str, str]:
         ffns = moe_pattern(layers, dense)[1::2]
         pattern = "".join(map("".join, zip(mixers, ffns, strict=True)))
         return layers, pattern, pattern[-2:]  # a depth is built as the last layer is
-    if not isinstance(pattern, str):
-        raise CheckpointError(f"{where}: hybrid_layer_pattern = {pattern!r} must be a text")
     # Behind "/" the depths, all alike; "|" is between pipeline stages.
     pattern, *depths = pattern.replace("|", "").split("/")
     mtp_pattern = depths[0] if depths else args.get("mtp_hybrid_override_pattern") or ""
     kinds = set(pattern + "".join(depths) + mtp_pattern)
     if not pattern or not kinds <= KINDS.keys() or (EXPERTS in kinds and not has_experts):
-        whole = "/".join([pattern, *depths])
+        whole = "/".join(part for part in (pattern, *(depths or [mtp_pattern])) if part)
         raise CheckpointError(
             f"{where}: hybrid layer pattern {whole!r} is not supported (only layers "
             f"{', '.join(map(repr, KINDS))}, and 'E' where num_experts says how many)"
@@ -321,7 +356,7 @@ def _mtp(args: Mapping[str, Any], pattern: str, where: str) -> dict[str, Any]:
             f"{where}: mtp_num_layers = {depths} of a hybrid model without a pattern behind '/' in "
             "hybrid_layer_pattern, or mtp_hybrid_override_pattern"
         )
-    is_repeated = bool(args.get("mtp_use_repeated_layer"))
+    is_repeated = _flag(args, "mtp_use_repeated_layer", where)
     return {
         "mtp_pattern": pattern,
         "mtp_num_depths": 1 if is_repeated else depths,

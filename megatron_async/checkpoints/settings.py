@@ -8,7 +8,6 @@ once of those that nobody knows.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -23,7 +22,7 @@ from megatron_async.checkpoints.huggingface_defaults import (
     NEUTRAL,
     NULLABLE,
 )
-from megatron_async.checkpoints.json_files import read_size
+from megatron_async.checkpoints.json_files import check_number, check_size
 
 logger = logging.getLogger("megatron_async")
 FULL = "full_attention"
@@ -105,8 +104,7 @@ class Settings:
         Raises:
             CheckpointError: it is something else.
         """
-        value = self._number(key, otherwise)
-        return read_size({self.name(key): value}, self.name(key), self.where)
+        return check_size(self._number(key, otherwise), self.name(key), self.where)
 
     def number(self, key: str, otherwise: float | None = None) -> float:
         """A positive finite number; the arguments are those of `size`.
@@ -114,19 +112,7 @@ class Settings:
         Raises:
             CheckpointError: it is something else.
         """
-        value = self._number(key, otherwise)
-        return self.check_number(key, value)
-
-    def check_number(self, key: str, value: Any) -> float:
-        """A value of this key, or of a key inside it, as a positive finite number.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
-            raise self.error(key, "must be a positive number", value)
-        return float(value)
+        return check_number(self._number(key, otherwise), self.name(key), self.where)
 
     def flag(self, key: str) -> bool:
         """True or false.

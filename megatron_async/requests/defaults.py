@@ -120,9 +120,11 @@ def generation_defaults(model: Any) -> GenerationDefaults:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= high:
             raise _cannot_be(where, name, value, f"a number from {low:g} to {high:g}")
+        if name == "top_k" and value != int(value):
+            raise _cannot_be(where, name, value, "a whole number")
         numbers[name] = float(value)
     do_sample, most = fields.get("do_sample"), fields.get(MAX_NEW_TOKENS)
-    if do_sample not in (None, True, False):
+    if not isinstance(do_sample, bool | None):
         raise _cannot_be(where, "do_sample", do_sample, "true or false")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise _cannot_be(where, MAX_NEW_TOKENS, most, "an integer, 1 or more")

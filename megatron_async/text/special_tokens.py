@@ -115,6 +115,8 @@ def read_config(folder: Path, error: type[ConfigurationError]) -> dict[str, Any]
             continue
         if name == EXTRA and isinstance(value, list) and isinstance(known, list):
             value = known + [token for token in value if token not in known]
+        if isinstance(config.get(name), str) and name not in SPECIAL_NAMES:
+            continue  # a token of the model's own
         config[name] = {**value, "special": True} if _is_token(value) else value
     _name_extra(config)
     # A token with a "__type" is not looked at here, as in transformers.
@@ -210,9 +212,12 @@ def _add(backend: BackendTokenizer, config: Mapping[str, Any], where: str, is_qw
     present = {token.content: token for token in by_number.values()}
     wanted: list[str | AddedToken] = []
     numbers = {}
-    for number, value in sorted((int(n), v) for n, v in (config.get(DECODER) or {}).items()):
+    decoder = config.get(DECODER)
+    is_given = decoder is not None
+    for number, value in sorted((int(n), v) for n, v in (decoder or {}).items()):
         token = _token(value)
-        if value.get(IS_OLD) and number in by_number:
+        is_given = not value.get(IS_OLD)
+        if not is_given and number in by_number:
             continue
         numbers[token.content] = number
         if repr(present.get(token.content)) != repr(token):
@@ -226,15 +231,19 @@ def _add(backend: BackendTokenizer, config: Mapping[str, Any], where: str, is_qw
         if text is None or text in known:
             continue
         # A token that is named again, as text alone, counts as text alone.
-        one = text if isinstance(value, str) else _token(value, special=True)
+        one = text if isinstance(value, str) else _token(value, special="__type" not in value)
         if not any(type(one) is type(other) and repr(one) == repr(other) for other in wanted):
             wanted.append(one)
+    # A token with a name is special. Of those that tokenizer.json has, transformers makes it so
+    # where no decoder is given.
     last = {token if isinstance(token, str) else token.content: token for token in wanted}
     for text in special_texts(config).values():
-        found = last.get(text) or present[text]
-        if isinstance(found, AddedToken) and not found.special:
-            flags = {name: getattr(found, name) for name in FLAGS}
-            wanted.append(AddedToken(text, **flags | {"special": True}))
+        found = last.get(text)
+        if found is None and (text in numbers or not is_given):
+            found = present[text]
+            wanted.append(found)
+        if isinstance(found, AddedToken):
+            found.special = True  # which leaves `normalized` to follow from it, where it is not set
     backend.add_tokens([_token(token) if isinstance(token, str) else token for token in wanted])
     if is_qwen:  # whose class does so
         extra = [text for value in _extra(config) if (text := token_text(value))]

@@ -201,18 +201,18 @@ class Tokenizer:
         return byte_runs(self.backend)
 
     def drop_ends_from(self, rows: int) -> None:
-        """Forget end tokens that a model cannot make, as its embedding has no rows for them.
+        """Forget end tokens that a model cannot make: its embedding has no rows for them.
 
         Args:
             rows: of the embedding.
         """
-        beyond = [number for number in self.eos_ids if number >= rows]
+        beyond = [number for number in self.eos_ids if not 0 <= number < rows]
         if beyond:
             logger.warning(
                 "%s: end token %d is not used: the model has tokens 0 to %d.",
                 self.source, beyond[0], rows - 1,
             )  # fmt: skip
-        self.eos_ids = tuple(number for number in self.eos_ids if number < rows)
+        self.eos_ids = tuple(number for number in self.eos_ids if 0 <= number < rows)
 
     @property
     def vocab_size(self) -> int:
@@ -318,7 +318,7 @@ def read_eos_ids(folder: Path, own: int | None = None) -> tuple[int, ...]:
         if value is None and isinstance(inside, dict):
             value = inside.get("eos_token_id")
         values = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) for token in values):
+        if not all(type(token) is int for token in values):
             raise TokenizerError(f"{folder / name}: eos_token_id = {value!r} must be token ids")
         ids += values
     return tuple(dict.fromkeys(ids))

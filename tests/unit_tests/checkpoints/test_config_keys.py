@@ -33,6 +33,7 @@ from megatron_async.checkpoints.huggingface_rope import ROPE_KEYS
 from megatron_async.models.architecture import ModelArchitecture
 
 WHERE = "config.json"
+LLAMA = {"model_type": "llama"}
 WITHOUT_ROPE = ("nemotron_h", "mamba2")
 
 
@@ -161,6 +162,8 @@ def test_plain_files_are_known(family: str, caplog: pytest.LogCaptureFixture) ->
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf must be a positive number"),
         ({"dtype": "int3"}, "dtype = 'int3' is not supported .only 'auto' or 'float32'"),
         ({"head_dim": 15}, "head_dim = 15 must be an even number"),
+        ({"rope_scaling": False}, "rope_scaling = False is not supported"),
+        ({"model_type": "qwen3"}, "LlamaForCausalLM.* and model_type = 'qwen3' are two families"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -203,6 +206,9 @@ def test_settings_beside_the_language_model(family: str) -> None:
     ):
         with pytest.raises(CheckpointError, match=f"{key} = "):
             read(whole | {key: value})
+    for two in (whole | {"model_type": "qwen2_vl"}, whole | {"text_config": plain | LLAMA}):
+        with pytest.raises(CheckpointError, match="are two families"):
+            read(two)
     inner = plain | {"quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(CheckpointError, match="quantization_config = "):
         read(whole | {"text_config": inner, "quantization_config": None})
@@ -222,6 +228,15 @@ def test_published_files_of_older_forms_are_known(caplog: pytest.LogCaptureFixtu
         assert read(plain_config("nemotron_h") | nemotron).pattern == "ME*-"
         assert read(plain_config("qwen2") | qwen)
     assert not caplog.records
+
+
+def test_biases_of_mimo_need_no_key() -> None:
+    """Its published code is Qwen2's, which has them without a word."""
+    mimo = plain_config("qwen2") | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    assert "attention_bias" not in mimo
+    assert read(mimo) == read(mimo | {"attention_bias": True})
+    with pytest.raises(CheckpointError, match="attention_bias = False is not supported"):
+        read(mimo | {"attention_bias": False})
 
 
 def test_pages_say_what_a_key_means() -> None:

@@ -128,7 +128,27 @@ def test_sizes_of_training_arguments(key: str) -> None:
         ({"rotary_base": None}, "rotary_base = None must be"),
         ({"rotary_percent": float("nan")}, "rotary_percent = nan must be"),
         ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon = '1e-5' must be"),
+        ({"rotary_percent": 1.5}, "rotary_percent = 1.5 must be at most 1"),
         ({"hybrid_layer_pattern": 3}, "hybrid_layer_pattern = 3 must be a text"),
+        (
+            {"hybrid_layer_pattern": "*-", "mtp_hybrid_override_pattern": 3},
+            "mtp_hybrid_override_pattern = 3 must be a text",
+        ),
+        ({"kv_channels": -16}, "kv_channels = -16 must be"),
+        ({"kv_channels": "16"}, "kv_channels = '16' must be"),
+        ({"qk_layernorm": "False"}, "qk_layernorm = 'False' must be True or False"),
+        ({"untie_embeddings_and_output_weights": 1}, "output_weights = 1 must be True or False"),
+        ({"layernorm_zero_centered_gamma": 0.5}, "zero_centered_gamma = 0.5 must be True"),
+        (
+            {"num_experts": 4, "moe_router_topk_scaling_factor": -1.0},
+            "moe_router_topk_scaling_factor = -1.0 must be",
+        ),
+        (
+            {"num_experts": 4, "moe_shared_expert_intermediate_size": 0.5},
+            "moe_shared_expert_intermediate_size = 0.5 must be",
+        ),
+        ({"softmax_scale": 0.5}, "softmax_scale = 0.5 is not supported"),
+        ({"spec": ["mine.layers", "spec"]}, r"spec = \['mine.layers', 'spec'\] is not supported"),
     ],
 )
 def test_odd_training_arguments(changes: dict[str, Any], message: str) -> None:

@@ -68,6 +68,8 @@ def test_other_numbers_and_lengths() -> None:
         ({"top_p": True}, "top_p=True"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"do_sample": "yes"}, "do_sample='yes', which must be true or false"),
+        ({"do_sample": 1}, "do_sample=1, which must be true or false"),
+        ({"top_k": 0.5}, "top_k=0.5, which must be a whole number"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
     ],

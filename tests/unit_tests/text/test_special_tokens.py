@@ -100,6 +100,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "additional": {"additional_special_tokens": ["<a>", token("<b>", rstrip=True)]},
     "of the model's own": {"boi_token": "<a>", "eoi_token": token("<b>")},
     "of version 5": {"model_specific_special_tokens": {"image": "<a>"}, "sep_token": "<b>"},
+    "decoder of another, without a flag": {
+        "sep_token": "<a>",
+        "eos_token": "<b>",
+        "added_tokens_decoder": {"272": {"content": "<b>", "lstrip": True}},
+    },
+    "names in both files": {
+        "image_token": "<a>", "extra_special_tokens": [{"__type": "AddedToken", "content": "<b>"}],
+    },
     "split": {"bos_token": "<a>", "split_special_tokens": True},
 }  # fmt: skip
 FILES: dict[str, dict[str, Any]] = {

@@ -169,7 +169,13 @@ def test_end_tokens_of_all_files_count(demo: Tokenizer, tmp_path: Path) -> None:
     demo.save(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert Tokenizer.from_folder(tmp_path).eos_ids == (2, 0, 7)
+    found = Tokenizer.from_folder(tmp_path)
+    assert found.eos_ids == (2, 0, 7)
+    found.drop_ends_from(7)
+    assert found.eos_ids == (2, 0)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, true]}')
+    with pytest.raises(TokenizerError, match=r"eos_token_id = \[0, True\] must be token ids"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_templates_of_older_files(demo: Tokenizer, tmp_path: Path) -> None:
