@@ -92,10 +92,11 @@ def _check_place(path: Path, name: str) -> None:
     """What a folder or a file says of itself by its names and first bytes."""
     try:
         if path.is_dir():
-            if (path / CONFIG).is_file():
-                check_family(read_json(path / CONFIG), str(path / CONFIG))
-            elif not is_megatron(path):
+            if is_megatron(path):
+                return  # which may have a tokenizer's config.json, or weights of both kinds
+            if not (path / CONFIG).is_file():
                 raise no_model(path, name)
+            check_family(read_json(path / CONFIG), str(path / CONFIG))
         elif path.name == CONFIG:
             check_family(read_json(path), str(path))
         elif path.open("rb").read(len(GGUF_MAGIC)) != GGUF_MAGIC:
