@@ -297,6 +297,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys that change the computation of some model, and the values at which they do not. With
 another value they are refused, unless a family reads them."""
 
+_NORMS_OF_HEADS: dict[str, tuple[Any, ...]] = {"qk_layernorm": (True,), "use_qk_norm": (True,)}
+NEUTRAL_IN = dict.fromkeys(
+    ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"), NEUTRAL | _NORMS_OF_HEADS
+)
+"""`NEUTRAL` in families where other values change nothing: published files of Qwen3-Coder say that
+queries and keys have norms, which the family has anyway."""
+
 _REASONS: dict[str, tuple[str, ...]] = {
     "only training reads it": (
         "initializer_range", "initializer_cutoff_factor", "init_method", "attention_dropout",

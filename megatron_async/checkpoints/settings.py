@@ -20,6 +20,7 @@ from megatron_async.checkpoints.huggingface_defaults import (
     HARMLESS,
     HARMLESS_IN,
     NEUTRAL,
+    NEUTRAL_IN,
     NULLABLE,
 )
 from megatron_async.checkpoints.json_files import check_number, check_size
@@ -181,6 +182,7 @@ class Settings:
             if key in self._values:
                 self.only(key, *DTYPES, *(f"torch.{name}" for name in DTYPES))
         known = HARMLESS | HARMLESS_IN.get(self.family, {})
+        neutral = NEUTRAL_IN.get(self.family, NEUTRAL)
         unknown = []
         for key in self._values.keys() - self._taken - known.keys():
             value = self._values[key]
@@ -193,9 +195,9 @@ class Settings:
             elif key == "layer_types":
                 if value != [FULL] * int(self._values["num_hidden_layers"]):
                     raise self.error(key, f"is not supported (only {FULL!r} for each layer)", value)
-            elif key in NEUTRAL:
-                if not _is_one_of(value, NEUTRAL[key]):
-                    problem = f"is not supported (only {_listed(NEUTRAL[key])})"
+            elif key in neutral:
+                if not _is_one_of(value, neutral[key]):
+                    problem = f"is not supported (only {_listed(neutral[key])})"
                     raise self.error(key, problem, value)
             elif POSITIONS.search(key):
                 raise self.error(key, "is not known, and may change positions: leave it out", value)

@@ -162,6 +162,7 @@ def test_plain_files_are_known(family: str, caplog: pytest.LogCaptureFixture) ->
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf must be a positive number"),
         ({"dtype": "int3"}, "dtype = 'int3' is not supported .only 'auto' or 'float32'"),
         ({"head_dim": 15}, "head_dim = 15 must be an even number"),
+        ({"use_qk_norm": True}, "use_qk_norm = True is not supported .only False"),
         ({"rope_scaling": False}, "rope_scaling = False is not supported"),
         ({"model_type": "qwen3"}, "LlamaForCausalLM.* and model_type = 'qwen3' are two families"),
     ],
@@ -227,6 +228,8 @@ def test_published_files_of_older_forms_are_known(caplog: pytest.LogCaptureFixtu
         assert read(plain_config("granitemoehybrid") | granite)
         assert read(plain_config("nemotron_h") | nemotron).pattern == "ME*-"
         assert read(plain_config("qwen2") | qwen)
+        coder = {"use_qk_norm": True, "qkv_bias": False}
+        assert read(plain_config("qwen3_moe") | coder) == read(plain_config("qwen3_moe"))
     assert not caplog.records
 
 
