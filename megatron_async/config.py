@@ -7,7 +7,7 @@ Field names are Megatron-Core's where the meaning is the same; `lookahead`, `num
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_async.errors import ConfigurationError
@@ -206,6 +206,10 @@ class InferenceConfig:
     compares them with its own; for debugging several ranks."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            switch = getattr(self, field.name)
+            if str(field.type).startswith("bool") and switch not in (True, False, None):
+                raise ConfigurationError(f"{field.name}={switch!r} must be True or False.")
         self._resolve_lookahead()
         self._resolve_speculation()
         caches: Any = self.enable_prefix_caching
@@ -246,21 +250,15 @@ class InferenceConfig:
         self._require_int("inference_sampling_seed", 0)
         self._require_int("logging_step_interval", 0)
         self.quantization = None if self.quantization == "none" else self.quantization
-        if self.quantization not in (None, *QUANTIZATIONS):
-            raise ConfigurationError(
-                f"quantization={self.quantization!r} is unknown: use one of "
-                f"{', '.join(QUANTIZATIONS)}, or None for the model's own weights."
-            )
-        if self.attention_backend not in (None, *ATTENTION_BACKENDS):
-            raise ConfigurationError(
-                f"attention_backend={self.attention_backend!r} is unknown: use one of "
-                f"{', '.join(ATTENTION_BACKENDS)}, or None to have the fastest chosen."
-            )
-        if self.invalidation not in INVALIDATION_POLICIES:
-            raise ConfigurationError(
-                f"invalidation={self.invalidation!r} is unknown: use one of "
-                f"{', '.join(INVALIDATION_POLICIES)}."
-            )
+        for name, known in (
+            ("quantization", QUANTIZATIONS), ("attention_backend", ATTENTION_BACKENDS),
+            ("invalidation", INVALIDATION_POLICIES),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value not in known and (value is not None or name == "invalidation"):
+                raise ConfigurationError(
+                    f"{name}={value!r} is unknown: use one of {', '.join(known)}, or leave it out."
+                )
         if self.invalidation == "rollback" and self.enable_prefix_caching:
             raise ConfigurationError(
                 "invalidation='rollback' is not served with enable_prefix_caching=True: others may "
@@ -333,7 +331,7 @@ class InferenceConfig:
         if method not in (None, *SPECULATIVE_METHODS):
             raise ConfigurationError(
                 f"speculative_method={method!r} is unknown: use one of "
-                f"{', '.join(map(repr, SPECULATIVE_METHODS))}, or None."
+                f"{', '.join(map(repr, SPECULATIVE_METHODS))}, or leave it out."
             )
         if method is not None and self.num_speculative_tokens == 0:
             self.num_speculative_tokens = DEFAULT_DRAFTS[method]
@@ -342,7 +340,7 @@ class InferenceConfig:
             if method != "mtp":
                 raise ConfigurationError(
                     f"draft_vocab_size={self.draft_vocab_size} is for speculative_method='mtp', "
-                    f"not {method!r}: leave it None."
+                    f"not {method!r}: leave it out."
                 )
 
     def _require_int(self, name: str, least: int) -> None:

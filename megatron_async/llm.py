@@ -110,6 +110,9 @@ class LLM:
         draft_layer: str | Path | None = None,
         **inference_config: Any,
     ) -> None:
+        for name, value in ("progress", progress), ("timeline", timeline):
+            if value not in (True, False):
+                raise ConfigurationError(f"{name}={value!r} must be True or False.")
         if draft_layer is None and inference_config.get("speculative_method") == "mtp":
             draft_layer = shipped_draft_layer(model)
         source = open_model(model, draft_layer)
@@ -375,6 +378,7 @@ def _make_config(
     if architecture.sliding_window is not None:
         longest = min(longest, architecture.sliding_window)
     asked = values.get("max_sequence_length")
+    InferenceConfig(**{name: value for name, value in values.items() if value is not None})
     if asked is None:
         settings = {**values, "device": device}
         length = default_max_sequence_length(architecture, longest, settings, dtype.itemsize)

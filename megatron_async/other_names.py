@@ -17,6 +17,8 @@ from megatron_async.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
+LIKE = 0.75
+"""Names that are less alike (0 to 1, of difflib) are other names, not misspelt ones."""
 SHORT_BUDGET = 256
 """A smaller `max_tokens` of an engine was most likely meant for an answer."""
 
@@ -114,6 +116,10 @@ NOTES = {
 }
 """Where the unit or the meaning is another one too."""
 
+KV_DTYPE = "the KV cache has the dtype of the weights, such as dtype='bfloat16'"
+OF_THE_HUB = "Hugging Face's own variables say it: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE"
+ONLY_TEXT = "only text is made, from text: leave it out"
+LOGGING = "the program's logging says it (logger 'megatron_async'): leave it out"
 ENGINE_ADVICE = {
     "data_parallel_size": "replicas are processes: `megatron-async serve --replicas N`",
     "dp_size": "replicas are processes: `megatron-async serve --replicas N`",
@@ -124,19 +130,32 @@ ENGINE_ADVICE = {
     "lora_modules": "LoRA is not served: merge it into the weights",
     "swap_space": "nothing is swapped: paused requests are computed again",
     "cpu_offload_gb": "weights are not offloaded: try a quantized model or more ranks",
-    "kv_cache_dtype": "the KV cache has the dtype of the weights: set dtype",
-    "cache_type_k": "the KV cache has the dtype of the weights: set dtype",
+    "kv_cache_dtype": KV_DTYPE,
+    "cache_type_k": KV_DTYPE,
+    "cache_type_v": KV_DTYPE,
     "load_format": "the format is told by the files",
     "tokenizer": "the tokenizer is read from the model's folder",
     "tokenizer_path": "the tokenizer is read from the model's folder",
     "revision": "write it behind the model's id: ORG/NAME@REVISION",
+    "n_threads": "threads of a CPU: set OMP_NUM_THREADS in the environment",
     "threads": "threads of a CPU: set OMP_NUM_THREADS in the environment",
     "flash_attn": "the fastest attention that runs here is chosen: attention_backend names one",
     "compilation_config": "kernels are compiled as they are needed: there is nothing to set",
     "rope_scaling": "write it into the model's config.json",
     "hf_overrides": "write it into the model's config.json",
-    "generation_config": "the model's generation_config.json is read",
-    "override_generation_config": "write it into the model's generation_config.json",
+    "generation_config": "a request's own parameters count, then the model's "
+    "generation_config.json: leave it out",
+    "override_generation_config": "each request says it, else the model's generation_config.json: "
+    "write it there",
+    "tokenizer_mode": "the tokenizer is read from the model's folder",
+    "skip_tokenizer_init": "prompts may be token ids: leave it out",
+    "mlock": "weights are read into memory: leave it out",
+    "mmap": "weights are read into memory: leave it out",
+    "no_mmap": "weights are read into memory: leave it out",
+    "max_loras": "LoRA is not served: merge it into the weights",
+    **dict.fromkeys(("hf_token", "token", "download_dir", "cache_dir"), OF_THE_HUB),
+    **dict.fromkeys(("limit_mm_per_prompt", "mmproj", "embedding", "task", "runner"), ONLY_TEXT),
+    **dict.fromkeys(("verbose", "disable_log_stats", "log_level"), LOGGING),
     "chat_template": "write it into the model's folder as chat_template.jinja",
 }
 """Settings that exist elsewhere and have no name here, with what to do."""
@@ -151,6 +170,9 @@ SAMPLING_NAMES = {
     "repeat_penalty": "repetition_penalty",
     "stop": "stop_words",
     "stop_strings": "stop_words",
+    "stop_sequences": "stop_words",
+    "random_seed": "seed",
+    "min_new_tokens": "min_tokens",
     "eos_token_id": "termination_id",
     "logprobs": "return_log_probs=True, top_n_logprobs",
     "prompt_logprobs": "return_log_probs=True, skip_prompt_log_probs=False",
@@ -158,6 +180,12 @@ SAMPLING_NAMES = {
     "structured_outputs": "structured_output",
     "guided_decoding": "structured_output",
     "response_format": "structured_output",
+    "json_schema": "structured_output",
+    "regex": "structured_output",
+    "guided_json": "structured_output",
+    "guided_regex": "structured_output",
+    "guided_choice": "structured_output",
+    "guided_grammar": "structured_output",
 }
 """Parameters of a request: name elsewhere -> what to write here."""
 
@@ -165,7 +193,14 @@ SAMPLING_ADVICE = {
     "n": "give the prompt n times, each with a seed of its own",
     "best_of": "give the prompt several times, each with a seed of its own",
     "do_sample": "temperature=0 takes the likeliest token, temperature=1.0 samples",
+    "num_return_sequences": "give the prompt several times, each with a seed of its own",
     "num_beams": "beam search is not served",
+    "length_penalty": "beam search is not served",
+    "early_stopping": "beam search is not served",
+    "pad_token_id": "nothing is padded: leave it out",
+    "allowed_token_ids": "structured_output says what an answer may be",
+    "typical_p": "it is not served: use top_p or min_p",
+    "mirostat": "it is not served: use top_p or min_p",
     "use_beam_search": "beam search is not served",
     "ignore_eos": "write termination_id=-1",
     "skip_special_tokens": "generated_text has no special tokens; generated_tokens has all",
@@ -181,8 +216,14 @@ def meant_by(name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> s
         known: names that exist here.
         elsewhere: names of other engines -> names here; they come before a likeness of letters.
     """
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return elsewhere.get(name, near[0] if near else None)
+    return elsewhere.get(name) or nearest(name, known)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name that was most likely misspelt, or None. Leading hyphens do not make names alike."""
+    bare = {each.lstrip("-"): each for each in reversed(list(known))}
+    found = difflib.get_close_matches(name.lstrip("-"), list(bare), n=1, cutoff=LIKE)
+    return bare[found[0]] if found else None
 
 
 def check_engine_names(

@@ -57,7 +57,7 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
         formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} chat
-  {PROGRAM} chat --quantization auto
+  {PROGRAM} chat ./model.gguf --quantization auto
   {PROGRAM} chat ./my-llama --system "You answer in one sentence." --temperature 0.7
   printf 'What is 2 + 3?\\nAnd times 4?\\n' | {PROGRAM} chat""",
     )

@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, ConfigurationError | RequestError) and not isinstance(
             error, CheckpointError
         ):
-            said = in_options(said)
+            said = in_options(said, vars(arguments))
         text = f"{PROGRAM}: error: {said}"
         if is_to_say(text, error):
             print(text, file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection
 from dataclasses import fields
@@ -16,6 +15,7 @@ from megatron_async.other_names import (
     NOTES,
     SAMPLING_ADVICE,
     SAMPLING_NAMES,
+    nearest,
 )
 from megatron_async.requests.sampling_params import SamplingParams
 
@@ -26,6 +26,7 @@ OPTIONS = {
     "bad_words": "--bad-word",
     "stop_token_ids": "--stop-token-id",
     "termination_id": "--stop-token-id",
+    "return_log_probs": "--log-probs",
     "return_log_probs=True, top_n_logprobs": "--log-probs --top-n-logprobs N",
     "return_log_probs=True, skip_prompt_log_probs=False": "--prompt-log-probs",
     "structured_output": "--json-schema, --regex, --grammar or --choice",
@@ -58,6 +59,7 @@ COMMAND_LINE_NAMES = {
     "ssl_cert_file": "--ssl-certfile",
     "ssl_key_file": "--ssl-keyfile",
     "dist_init_addr": "--coordinator",
+    "otlp_traces_endpoint": "--otlp-endpoint",
 }
 """Options of programs, which `LLM` has not: name elsewhere -> option."""
 SHORT = {
@@ -82,6 +84,12 @@ ADVICE = {
     "node_rank": "start a `coordinator`, and a `replica` on each host",
     "log_json": "lines of log have one form: DATE TIME LEVEL PROCESS: TEXT",
     "uds": "it listens at an address and a port: leave it out",
+    "chat_template_kwargs": "each request says it",
+    "default_chat_template_kwargs": "each request says it",
+    "guided_decoding_backend": "llguidance is always used: leave it out",
+    "enable_log_requests": "each request of a server is logged: leave it out",
+    "verbose": "--debug shows the traceback of an error",
+    "log_level": "there is one level: leave it out",
     "stream": "answers are streamed where a client asks for it",
 }
 """What to do in words."""
@@ -89,8 +97,18 @@ REQUEST_ADVICE = {
     "skip_special_tokens": "texts are shown without special tokens; --json has all token ids",
     "do_sample": "--temperature 0 takes the likeliest token, --temperature 1 samples",
     "n": "a prompt has one answer: repeat the prompt",
-    "num_beams": SAMPLING_ADVICE["num_beams"],
-    "use_beam_search": SAMPLING_ADVICE["use_beam_search"],
+    **{
+        name: SAMPLING_ADVICE[name]
+        for name in (
+            "num_beams",
+            "use_beam_search",
+            "length_penalty",
+            "early_stopping",
+            "pad_token_id",
+            "typical_p",
+            "mirostat",
+        )
+    },
 }
 """The same, of what each request says where there is a server."""
 OF_REQUESTS = frozenset(field.name for field in fields(SamplingParams))
@@ -156,15 +174,15 @@ def option_meant(option: str, known: Collection[str]) -> str:
     if name in MODEL_NAMES:
         return ". The model's name stands by itself, without an option"
     if (words := ADVICE.get(name) or ENGINE_ADVICE.get(name)) is not None:
-        return f". Here {words}"
+        return f". Here {in_options(words)}"
     if name in SAMPLING_NAMES or name in SAMPLING_ADVICE or name in OF_REQUESTS:
         words = REQUEST_ADVICE.get(name, "there is no option for it: see docs/python.md")
         is_here = "--max-new-tokens" in known
-        return f". Here {words if is_here else 'each request says it, not the command'}"
+        return f". Here {in_options(words) if is_here else 'each request says it, not the command'}"
     if absent:
         return absent
-    near = difflib.get_close_matches(option, list(known), n=1)
-    return f". Did you mean {near[0]}?" if near else ""
+    near = nearest(option, known)
+    return f". Did you mean {near}?" if near else ""
 
 
 SETTINGS = frozenset(
@@ -172,18 +190,23 @@ SETTINGS = frozenset(
     | {"sequence_parallel", "draft_layer", "dtype"}
 )
 WRITTEN = re.compile(
-    r"\b(?P<name>[a-z]+(?:_[a-z]+)*)(?:=(?P<value>'[^']*'|-?\w+(?:\.\w+)*(?::\w+)*))?(?![\w(])"
+    r"(?<!SamplingParams\()\b(?P<name>[a-z]+(?:_[a-z]+)*)(?:=(?P<value>'[^']*'|-?\w+(?:\.\w+)*(?::\w+)*))?(?![\w(])"
 )
 """A setting as errors of `LLM` write it: `lookahead=100`, or its name alone."""
 
 
-def in_options(text: str) -> str:
+def in_options(text: str, of_command: Collection[str] = ()) -> str:
     """A message about settings of `LLM` and parameters of a request, in options: `lookahead=100` is
-    `--lookahead 100`. A name of one word without a value may be a word."""
+    `--lookahead 100`. A name of one word without a value may be a word.
+
+    Args:
+        text: of the message.
+        of_command: names of further settings, which a command has for itself.
+    """
 
     def option(found: re.Match[str]) -> str:
         name, value = found["name"], found["value"]
-        if name not in SETTINGS or (value is None and "_" not in name):
+        if (name not in SETTINGS and name not in of_command) or (value is None and "_" not in name):
             return found[0]
         if value in ("True", "False"):
             return as_option(name if value == "True" else f"{name}=False")
@@ -197,8 +220,7 @@ def command_meant(command: str, known: Collection[str]) -> str:
     """What to say of a command that there is not: words behind a full stop, or none."""
     if command in COMMAND_ADVICE:
         return f". Here {COMMAND_ADVICE[command]}"
-    near = difflib.get_close_matches(command, list(known), n=1)
-    meant = COMMANDS.get(command) or (near[0] if near else None)
+    meant = COMMANDS.get(command) or nearest(command, known)
     return "" if meant is None else f". Did you mean {meant}?"
 
 

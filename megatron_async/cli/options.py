@@ -128,6 +128,8 @@ class HelpFormatter(argparse.RawTextHelpFormatter, argparse.ArgumentDefaultsHelp
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, "", [], [None]) or "(default: " in (action.help or ""):
             return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return super()._get_help_string(action)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,8 +11,11 @@ from typing import Any, NoReturn, override
 from megatron_async.cli.option_names import ELSEWHERE, SHORT, command_meant, option_meant
 from megatron_async.cli.options import PROGRAM
 from megatron_async.cli.ranks import is_to_say
+from megatron_async.other_names import nearest
 
 INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<known>.*)\)")
+
+SWITCH_WITH_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument")
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +32,8 @@ class Parser(argparse.ArgumentParser):
                 message = f"there is no command {found['given']!r}"
                 meant = meant or f". The commands are: {', '.join(known)}"
             message += meant
+        if found := SWITCH_WITH_VALUE.search(message):
+            message = f"{found[1]} takes no value: write {found[1]} or {found[2]}"
         text = f"{PROGRAM}: error: {message} (see `{self.prog} --help`)\n"
         self.exit(2, text if is_to_say(text) else None)
 
@@ -42,7 +46,10 @@ class Parser(argparse.ArgumentParser):
         self._check_options(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            words = " ".join(unknown)
+            has_prompts = "--prompt" in self._option_string_actions
+            hint = f": a prompt is given by -p {words!r}" if has_prompts else ": leave it out"
+            self.error(f"unrecognized arguments: {words}{hint}")
         return found, unknown
 
     def _check_options(self, words: Sequence[str]) -> None:
@@ -96,5 +103,5 @@ def take_model(arguments: argparse.Namespace, default: str | None = None) -> str
 
 
 def _meant(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, list(known), n=1)
-    return f". Did you mean {near[0]}?" if near else ""
+    near = nearest(given, known)
+    return f". Did you mean {near}?" if near else ""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Setting = tuple[float, int, float | None]
 """Arrivals a second, lookahead, and `target_tpot_ms`."""
 
-MACHINE_HELP = """how long steps take:
+MACHINE_HELP = """how long steps take (default: %(default)s):
   h200:smollm2-135m    measured on one H200, bfloat16
   h200:llama-3.1-8b    the same, of the 8B shape
   PATH/TO/RUN.rec      fitted to a recording made on your machine (generate --record); right

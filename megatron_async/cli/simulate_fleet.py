@@ -29,7 +29,7 @@ ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("lookahead", int, 1, "steps in flight"),
 )
 COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("KV GiB", "kv_gb", "{:g}"),
+    ("GiB", "kv_gb", "{:g}"),
     ("block", "block_size_tokens", "{}"),
     ("states GiB", "state_gb", "{:g}"),
     ("every", "interval", "{}"),
@@ -39,13 +39,14 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("TTFT p50", "ttft_p50_ms", "{:.0f}"),
     ("p99 ms", "ttft_p99_ms", "{:.0f}"),
     ("TPOT p50", "tpot_p50_ms", "{:.1f}"),
-    ("served/s", "requests_per_second", "{:.1f}"),
-    ("tok/s in", "tokens_in_per_second", "{:.0f}"),
-    ("tok/s out", "tokens_out_per_second", "{:.0f}"),
-    ("evictions", "evictions", "{}"),
-    ("sim req/s", "simulator_requests_per_cpu_second", "{:.0f}"),
+    ("req/s", "requests_per_second", "{:.1f}"),
+    ("in/s", "tokens_in_per_second", "{:.0f}"),
+    ("out/s", "tokens_out_per_second", "{:.0f}"),
+    ("evicted", "evictions", "{}"),
 )
 """The table: title, key of a row, format."""
+OF_STATES = ("state_gb", "interval")
+"""Columns that are left out where no row has a value of theirs."""
 
 
 def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
@@ -219,7 +220,9 @@ def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[
 
 def fleet_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
     """The table, a line for each row of figures."""
-    rows = [[title for title, *_ in COLUMNS]]
+    states = any(row["prefix_caching_mamba_gb"] or row["snapshot_interval"] for row in figures)
+    columns = [column for column in COLUMNS if states or column[1] not in OF_STATES]
+    rows = [[title for title, *_ in columns]]
     for row in figures:
         shown = {
             **row,
@@ -230,6 +233,6 @@ def fleet_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
             "state_gb": row["prefix_caching_mamba_gb"] or 0,
             "interval": "" if row["snapshot_interval"] is None else row["snapshot_interval"],
         }
-        rows.append([layout.format(shown[key]) for _, key, layout in COLUMNS])
+        rows.append([layout.format(shown[key]) for _, key, layout in columns])
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]

@@ -115,7 +115,7 @@ class Churn:
         """Steps that each of a step's arrivals lives, which is also the tokens it generates."""
         if not 1 <= finishes <= batch:
             raise ConfigurationError(
-                f"finishes per step = {finishes} must lie between 1 and the batch size {batch}: "
+                f"finishes={finishes} must lie between 1 and the batch size {batch}: "
                 "a batch of so many rows has no more requests to end."
             )
         return [batch // finishes + (lane < batch % finishes) for lane in range(finishes)]

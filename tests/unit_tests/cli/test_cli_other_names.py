@@ -42,6 +42,17 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         ("chat -c 4096", "Here that is --max-sequence-length"),
         ("generate smollm2 -p x --stop END", "Here that is --stop-word"),
         ("generate smollm2 -p x --qqq", "unrecognized option --qqq (see"),
+        # Names that are alike by chance are no spelling of one another.
+        ("generate smollm2 -p x --port 80", "unrecognized option --port (see"),
+        ("serve smollm2 --slots", "unrecognized option --slots (see"),
+        ("serve smollm2 --hf-token x", "HF_TOKEN"),
+        ("serve smollm2 --disable-log-requests", "Here that is --no-request-log"),
+        ("serve smollm2 --kv-cache-dtype fp8", "such as --dtype bfloat16"),
+        ("serve smollm2 --override-generation-config {}", "each request says it, else the model's"),
+        ("generate smollm2 -p x --typical-p 1", "it is not served: use --top-p or --min-p"),
+        ("generate smollm2 hi", "a prompt is given by -p 'hi'"),
+        ("chat smollm2 hi", "unrecognized arguments: hi: leave it out"),
+        ("chat --enable-prefix-caching=no", "takes no value: write --enable-"),
     ],
 )  # fmt: skip
 def test_names_of_others(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +86,8 @@ def test_commands_that_are_named_exist() -> None:
         ("max_tokens=5 is smaller than max_requests=9: lower max_requests.",
          "--max-step-tokens 5 is smaller than --max-requests 9: lower --max-requests."),
         ("device='gpu' is unknown: a device is", "--device gpu is unknown: a device is"),
+        ("5 was given without log probs: set return_log_probs=True too.",
+         "5 was given without log probs: set --log-probs too."),
         ("Give at least buffer_size_gb=1.25, or", "Give at least --buffer-size-gb 1.25, or"),
         ("enable_prefix_caching=True or enable_prefix_caching=False",
          "--enable-prefix-caching or --no-enable-prefix-caching"),

@@ -93,10 +93,10 @@ def test_errors_name_the_value(capsys, tmp_path):
     assert "--out" in fails(capsys, "--out", str(tmp_path / "file"))
     assert "--out" in fails(capsys, "--out", "/proc/nowhere")
     out = ["--out", str(tmp_path)]
-    assert "batch=0" in fails(capsys, *out, "--batch", "0")
-    assert "steps=1" in fails(capsys, *out, "--steps", "1")
-    assert "rate=0.0" in fails(capsys, *out, "--rate", "0")
-    assert "finishes per step = 5" in fails(capsys, *out, "--workload", "churn", "--finishes", "5")
+    assert "--batch 0 must" in fails(capsys, *out, "--batch", "0")
+    assert "--steps 1 must" in fails(capsys, *out, "--steps", "1")
+    assert "--rate 0.0 must" in fails(capsys, *out, "--rate", "0")
+    assert "--finishes 5 must" in fails(capsys, *out, "--workload", "churn", "--finishes", "5")
     assert "--lookahead -1" in fails(capsys, *out, "--lookahead", "-1")
     with pytest.raises(SystemExit) as exit_:
         cli.main([*TINY, *out, "--workload", "nonsense"])

@@ -56,6 +56,11 @@ def test_a_setting_of_others() -> None:
         ({"trust_remote_code": True}, "Here no code of a model's folder is run"),
         ({"temperature": 0.5}, "belongs to a request: SamplingParams(temperature=...)"),
         ({"max_new_tokens": 5}, "belongs to a request: SamplingParams(num_tokens_to_generate=...)"),
+        ({"hf_token": "x"}, "HF_TOKEN"),
+        ({"buffer_size_gb": "1"}, "buffer_size_gb='1' must be a number of GiB above 0."),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False."),
+        ({"late_launch": "off"}, "late_launch='off' must be True or False."),
+        ({"timeline": "run.json"}, "timeline='run.json' must be True or False."),
         ({"n": 2}, "It belongs to a request: give the prompt n times"),
     ],
 )

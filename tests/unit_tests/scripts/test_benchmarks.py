@@ -178,7 +178,7 @@ def test_churn(tmp_path, capsys, model):
 
 
 def test_churn_refuses_more_finishes_than_rows():
-    with pytest.raises(ConfigurationError, match="finishes per step = 5 must lie between 1 and"):
+    with pytest.raises(ConfigurationError, match="finishes=5 must lie between 1 and"):
         load_script("benchmark_engine").main(
             ["churn", "--batch-size", "4", "--finishes-per-step", "5"]
         )
