@@ -220,6 +220,6 @@ function lanes(sample, steps) {
     empty.append(svg("text", { class: "empty", x: width / 2, y: 58 }, "Steps appear here when the engine works"));
     by("lanes").replaceChildren(empty);
   }
-  note.textContent = steps ? "At work." : "Idle. These are the last steps that were seen.";
+  note.textContent = steps ? "At work." : drawn ? "Idle. These are the last steps that were seen." : "Idle.";
   if (!steps && !sample.steps) note.textContent = "Idle: nothing was asked yet.";
 }
