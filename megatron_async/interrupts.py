@@ -60,8 +60,8 @@ class HeldInterrupts:
             BaseException: what the program's own handler raises.
         """
         handler = self._handler
-        if handler is None:
-            return
+        if handler is None or threading.current_thread() is not threading.main_thread():
+            return  # on another thread, what the main thread was kept from ending
         if getsignal(SIGINT) is self._own:  # else the program has installed another one meanwhile
             signal(SIGINT, handler)
         self._handler = self._holder = None

@@ -25,6 +25,7 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
 from megatron_async.errors import ConfigurationError
+from megatron_async.interrupts import HeldInterrupts
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
@@ -339,12 +340,14 @@ class LLM:
             return self.engine.generate(batch, sampling_params, on_step if is_told else None)
 
     def close(self) -> None:
-        """Close the engine and finish the recording; the object must not be used again."""
-        try:
-            if self._recorder is not None:
-                self._recorder.close()
-        finally:
-            self.engine.close()
+        """Close the engine and finish the recording; the object must not be used again. Ctrl-C
+        takes effect behind that, a second one at once."""
+        with HeldInterrupts():
+            try:
+                if self._recorder is not None:
+                    self._recorder.close()
+            finally:
+                self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -58,7 +58,7 @@ class _Point:
     def __init__(self, worker: _Worker | None) -> None:
         self.time_us = 0.0
         self._worker = worker
-        self._reached = threading.Event()
+        self._is_reached = False
         self._failure: BaseException | None = None
         self._calls: deque[Callable[[], None]] = deque()
 
@@ -66,19 +66,32 @@ class _Point:
         assert self._worker is not None, "it was recorded"
         self.time_us = time.perf_counter_ns() / 1e3
         self._failure = self._worker.failure
-        self._reached.set()
-        self._call_all()
+        self._is_reached = True
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # the thread of `tell` was faster
+                return
+            call()
 
     def query(self) -> bool:
-        return self._reached.is_set()
+        return self._is_reached
 
     def wait(self) -> None:
         self.wait_for(None)
 
     def wait_for(self, seconds: float | None) -> bool:
-        """`Event.wait_for`; None waits for ever."""
-        if not self._reached.wait(seconds):
-            return False
+        """`Event.wait_for`; None waits for ever.
+
+        The lock is of this call alone. Ctrl-C in a `threading.Event` may leave that locked, and the
+        stream's thread would wait for it.
+        """
+        if not self._is_reached:
+            until = threading.Lock()
+            until.acquire()
+            self.tell(until.release)
+            if not until.acquire(timeout=-1 if seconds is None else seconds):
+                return False
         if self._failure is not None:
             raise RuntimeError("work on the CPU stream failed") from self._failure
         return True
@@ -86,14 +99,10 @@ class _Point:
     def tell(self, call: Callable[[], None]) -> None:
         """`Event.tell`."""
         self._calls.append(call)
-        if self._reached.is_set():  # perhaps only now: then one of the two threads finds `call`
-            self._call_all()
-
-    def _call_all(self) -> None:
-        while self._calls:
+        if self._is_reached:  # perhaps only now: then one of the two threads finds `call`
             try:
-                call = self._calls.popleft()
-            except IndexError:  # the other thread was faster
+                self._calls.remove(call)
+            except ValueError:  # the stream's thread was faster
                 return
             call()
 

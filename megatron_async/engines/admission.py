@@ -17,6 +17,7 @@ from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.turn import Turn
 from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import RequestAborted, RequestError
+from megatron_async.interrupts import HeldInterrupts
 from megatron_async.observe.listener import EngineListener
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
@@ -146,9 +147,11 @@ class Admission:
             self._end_early(entry.request, "error", error, group)
 
     def wait_for_a_grammar(self) -> None:
-        """Until one is there, or for `POLL_S`."""
+        """Until one is there, or for `POLL_S`, at whose end Ctrl-C takes effect: `wait` locks the
+        jobs, and would leave them locked."""
         jobs = [entry.grammar_job for entry, _ in self._compiling.values() if entry.grammar_job]
-        wait(jobs, POLL_S, FIRST_COMPLETED)
+        with HeldInterrupts():
+            wait(jobs, POLL_S, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Stop compiling, and forget the requests that wait for it."""

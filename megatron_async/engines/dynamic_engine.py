@@ -26,7 +26,6 @@ from megatron_async.engines.pausing import EngineState, Pausing
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.step_report import step_report
-from megatron_async.interrupts import HeldInterrupts
 from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.observe.step_log import StepLog
@@ -187,7 +186,7 @@ class DynamicInferenceEngine:
         if self._only_compiles:
             self.admission.wait_for_a_grammar()
         step = self.context.next_step
-        with self.thread, self.job.giving_up(self.group), self.tracer.range("step", step):
+        with self.thread.works(), self.job.giving_up(self.group), self.tracer.range("step", step):
             launched = self.launch_step()
             for _ in range(num_due(self, launched)):
                 self.resolve_oldest()
@@ -203,7 +202,7 @@ class DynamicInferenceEngine:
         if self._only_compiles:
             await asyncio.sleep(POLL_S)
         step = self.context.next_step
-        with self.thread, self.job.giving_up(self.group), self.tracer.range("step", step):
+        with self.thread.works(), self.job.giving_up(self.group), self.tracer.range("step", step):
             launched = self.launch_step()
             for _ in range(num_due(self, launched)):
                 oldest = self.in_flight[0]
@@ -219,7 +218,7 @@ class DynamicInferenceEngine:
         """Step whenever there is work, until the task is cancelled or the engine closed. Answers
         come by the futures of `add_request` and by `stream`. Until it ends, calls on other threads
         raise `WrongThread`."""
-        with self.thread:
+        with self.thread.works():
             await run(self)
 
     # ---- Its parts ---------------------------------------------------------------------------
@@ -378,11 +377,18 @@ class DynamicInferenceEngine:
             KeyboardInterrupt, SystemExit: the requests are aborted.
         """
         self.pausing.check_is_running()
-        with self.thread:
+        with self.thread.works():
             return run_to_end(self, prompts, sampling_params, on_step)
 
     def follow(self) -> bool:
-        """Repeat the leader's actions; see `ranks.follower.follow`."""
+        """Repeat the leader's actions until it releases its followers or closes its engine.
+
+        Returns:
+            whether it goes on; False also where this rank leads.
+
+        Raises:
+            JobFailed: the leader died or gave up, or an action had another result here.
+        """
         return follow(self)
 
     def stats(self) -> Mapping[str, float | int]:
@@ -391,10 +397,4 @@ class DynamicInferenceEngine:
 
     def close(self) -> None:
         """Finish launched work, end the device's threads, and fail unfinished requests."""
-        with HeldInterrupts():
-            self.group.close()
-            self.context.device.close(wait=not self.job.is_lost)
-            self.tracer.collect()
-            self.admission.close()
-            self.pausing.is_closed = True
-            self.requests.close(self.context.slots)
+        self.pausing.close(self)

@@ -9,16 +9,20 @@ from megatron_async.errors import WrongThread
 
 class EngineThread:
     """Which thread is at work in an engine: that of `run_engine`, or of a step or `generate` that
-    has begun. `with` it while it works; it may do so within itself."""
+    has begun."""
 
     def __init__(self) -> None:
         self._owner: threading.Thread | None = None
-        self._depth = 0
+        self._locks: list[threading.Lock] = []
+        """One for each `with` that is entered, in any order: the thread is at work while one of
+        them is locked."""
 
     def check(self) -> None:
         """Raise WrongThread if another thread is at work."""
         owner = self._owner
-        if owner is not None and owner is not threading.current_thread():
+        if owner is None or owner is threading.current_thread():
+            return
+        if any(lock.locked() for lock in self._locks):
             raise WrongThread(
                 f"this engine is at work on thread {owner.name!r} and was called on thread "
                 f"{threading.current_thread().name!r}, which would break its books: call it there, "
@@ -26,12 +30,16 @@ class EngineThread:
                 "that thread's event loop."
             )
 
-    def __enter__(self) -> None:
-        self.check()
-        self._owner = threading.current_thread()
-        self._depth += 1
+    def works(self) -> threading.Lock:
+        """`with` what this returns, this thread is at work; it may be so within itself.
 
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
+        No bytecode is run when a lock's `with` begins and ends. A method in Python could be cut
+        short by Ctrl-C where it begins, and the engine would have this thread for ever.
+
+        Raises:
+            WrongThread: another thread is at work.
+        """
+        self.check()
+        self._owner, lock = threading.current_thread(), threading.Lock()
+        self._locks = [each for each in self._locks if each.locked()] + [lock]
+        return lock

@@ -1,4 +1,4 @@
-"""`Pausing`: stop an engine and let it continue: pause and unpause, suspend and resume.
+"""`Pausing`: stop an engine and let it continue: pause and unpause, suspend and resume; and close.
 
 A stop discards nothing: the steps in flight are resolved and their tokens booked, and the next step
 is planned when the engine continues. So a stop cannot change a token.
@@ -124,6 +124,16 @@ class Pausing:
         device.fence()
         engine.controller.recapture_cuda_graphs()
         self._cache_is_released = False
+
+    def close(self, engine: DynamicInferenceEngine) -> None:
+        """End the engine for good; see `DynamicInferenceEngine.close`."""
+        with HeldInterrupts():
+            engine.group.close()
+            engine.context.device.close(wait=not engine.job.is_lost)
+            engine.tracer.collect()
+            engine.admission.close()
+            self.is_closed = True
+            engine.requests.close(engine.context.slots)
 
     def check_can_step(self, engine: DynamicInferenceEngine) -> None:
         """Raise EngineStopped if a step would wait for ever: synchronous code cannot."""

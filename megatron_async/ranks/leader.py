@@ -10,6 +10,7 @@ from typing import Any, override
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.errors import RanksDisagree
+from megatron_async.interrupts import HeldInterrupts
 from megatron_async.ranks.actions import (
     Abort,
     Action,
@@ -170,8 +171,9 @@ class Leader(ConnectedGroup):
     def _send(self, action: Action) -> None:
         if self._is_closed:  # nobody listens any more
             return
-        pending, self._pending = [*self._pending, action], []
-        self._channel.send(Turn(pending))
+        with HeldInterrupts():  # also outside of a turn: an action is sent once
+            pending, self._pending = [*self._pending, action], []
+            self._channel.send(Turn(pending))
 
     def _read_reports(self) -> None:
         for rank, report in self._channel.reports():

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron_async.errors import RequestError
+from megatron_async.interrupts import HeldInterrupts
 from megatron_async.text.grammar_checker import GrammarChecker
 from megatron_async.text.grammar_worker import compile_grammar, make_tokenizer
 from megatron_async.text.structured_output import StructuredOutput, TokenGrammar
@@ -107,13 +108,14 @@ class GrammarCompiler:
             checker.close()
 
     def _submit(self, source: str, described: tuple[str, int, list[int]]) -> Future[Any]:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(AT_ONCE, "grammar")
-        before = threading.stack_size(STACK_BYTES)  # of threads that are started now
-        try:
-            return self._threads.submit(self._compile, source, described)
-        finally:
-            threading.stack_size(before)
+        with HeldInterrupts():  # which would leave locks of all executors locked
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(AT_ONCE, "grammar")
+            before = threading.stack_size(STACK_BYTES)  # of threads that are started now
+            try:
+                return self._threads.submit(self._compile, source, described)
+            finally:
+                threading.stack_size(before)
 
     def _compile(self, source: str, described: tuple[str, int, list[int]]) -> Any:
         """On a thread of its own."""

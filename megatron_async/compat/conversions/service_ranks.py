@@ -172,7 +172,7 @@ class FollowerTask:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # new threads begin with the first GPU
-            with self._engine.thread:
+            with self._engine.thread.works():
                 self._engine.follow()
         except BaseException as raised:
             error = raised

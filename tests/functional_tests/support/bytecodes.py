@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -12,11 +14,13 @@ from typing import Any
 import megatron_async
 
 PACKAGE = f"{Path(megatron_async.__file__).parent}/"
+LOCKING = threading.__file__, concurrent.futures._base.__file__
+"""Modules of Python that lock, in Python."""
 
 
 class AtBytecode:
-    """`with` it: before the given bytecode of the package that this thread runs within, `act` is
-    called; what it raises is raised there.
+    """`with` it: before the given bytecode of the package (or of `LOCKING`) that this thread runs
+    within, `act` is called; what it raises is raised there.
 
     Args:
         number: of the bytecode, from 1.
@@ -52,7 +56,7 @@ class AtBytecode:
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE) or code in self._spared:
+        if not code.co_filename.startswith((PACKAGE, *LOCKING)) or code in self._spared:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._at

@@ -1,0 +1,162 @@
+"""Ctrl-C leaves nothing locked for which another thread would wait, or be refused, for ever.
+
+Python's own `threading.Event`, `Future` and executors lock in Python: an interrupt where the method
+begins that unlocks leaves them locked.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from attention_model import VOCABULARY, AttentionModel
+from bytecodes import AtBytecode, ctrl_c
+from harness import drain, greedy, make_engine, random_prompts
+from memory_channel import FollowingEngine
+from patience import PATIENCE_S
+
+from megatron_async import LLM
+from megatron_async.devices import CpuDevice
+from megatron_async.engines import admission
+from megatron_async.engines.engine_thread import EngineThread
+from megatron_async.errors import JobFailed, RanksDisagree
+from megatron_async.observe.listener import EngineListener
+from megatron_async.simulation.recorder import Recorder
+from megatron_async.simulation.recording import RecordingError
+
+PROMPTS = random_prompts(5, (5, 9, 3), VOCABULARY)
+
+
+@pytest.fixture(autouse=True)
+def usual_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted_everywhere(begin: Callable[[], Any], act: Callable[[Any], Any]) -> Iterator[Any]:
+    """`act` on what `begin` returns, interrupted before each of its bytecodes: what it is then."""
+    number = 0
+    while True:
+        number += 1
+        subject = begin()
+        with AtBytecode(number, ctrl_c) as interrupted:
+            try:
+                act(subject)
+            except KeyboardInterrupt:
+                assert interrupted.where is not None
+        yield subject
+        if interrupted.where is None:
+            return
+
+
+def on_another_thread(call: Callable[[], Any]) -> None:
+    """Wait until it has been called there."""
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(call()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert ended, "it raised, or waits for ever"
+
+
+def test_the_thread_of_an_engine_is_given_back() -> None:
+    """Break `works`: return an object whose `__exit__` is written in Python."""
+
+    def work(thread: EngineThread) -> None:
+        with thread.works(), thread.works():
+            pass
+
+    for thread in interrupted_everywhere(EngineThread, work):
+        on_another_thread(thread.check)
+
+
+def test_the_thread_of_a_stream_goes_on() -> None:
+    """Break `_Point`: wait by a `threading.Event`."""
+    device = CpuDevice()
+    gates = []
+
+    def launch() -> Any:
+        gates.append(threading.Lock())
+        gates[-1].acquire()
+        device.compute.launch(gates[-1].acquire)
+        event = device.event()
+        device.compute.record(event)
+        return event
+
+    for event in interrupted_everywhere(launch, lambda event: event.wait_for(0.0)):
+        gates[-1].release()
+        assert event.wait_for(PATIENCE_S)
+    device.close()
+
+
+def test_a_grammar_s_future_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break `wait_for_a_grammar`: hold nothing."""
+    monkeypatch.setattr(admission, "POLL_S", 0.0)
+
+    def wait(job: Future[None]) -> None:
+        entry = SimpleNamespace(grammar_job=job)
+        waiting: Any = SimpleNamespace(_compiling={0: (entry, 0)})
+        admission.Admission.wait_for_a_grammar(waiting)
+
+    for job in interrupted_everywhere(Future, wait):
+        on_another_thread(lambda job=job: job.set_result(None))
+
+
+def test_closing_an_llm_ends_all_of_it() -> None:
+    """Break `LLM.close`: hold nothing."""
+    closed = []
+    llm: Any = LLM.__new__(LLM)
+    llm._recorder = SimpleNamespace(close=lambda: [ctrl_c(), closed.append("recorder")])
+    llm.engine = SimpleNamespace(close=lambda: closed.append("engine"))
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert closed == ["recorder", "engine"]
+
+
+class Failing(EngineListener):
+    """Cuts the third step short."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def launched(self, plan: Any) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise MemoryError("no more")
+
+
+def test_a_recording_of_a_step_that_was_cut_short_is_incomplete(tmp_path: Path) -> None:
+    """Break `Recorder.mended`."""
+    engine = make_engine(AttentionModel(), max_sequence_length=64)
+    recorder = Recorder(engine, tmp_path / "run.rec")
+    engine.listeners.append(Failing())
+    with pytest.raises(MemoryError):
+        engine.generate(PROMPTS, greedy(6))
+    drain(engine)
+    with pytest.raises(RecordingError, match=r"incomplete .*cut short by MemoryError"):
+        recorder.close()
+    engine.close()
+
+
+def test_a_leader_that_was_cut_short_ends_its_job() -> None:
+    """Its followers may have done more: break `mend` of an engine that is not alone."""
+    leader, follower = (make_engine(AttentionModel(), max_sequence_length=64) for _ in range(2))
+    following = FollowingEngine(leader, follower)
+    leader.listeners.append(Failing())
+    future = leader.add_request(0, PROMPTS[0], greedy(6))
+    with pytest.raises(JobFailed, match=r"MemoryError.*start the job again"):
+        drain(leader)
+    assert isinstance(future.result().error, RanksDisagree)
+    following.join()
+    assert isinstance(following.error, RanksDisagree)
+    for engine in (leader, follower):
+        refused = engine.add_request(1, PROMPTS[1], greedy(6)).result()
+        assert isinstance(refused.error, RanksDisagree)
+        engine.close()
