@@ -8,8 +8,9 @@ its position, so the cost of a chunk depends on its new tokens, not on the answe
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.stream_wakeups import StreamWakeups
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from megatron_async.contexts.request_slots import RequestSlots
 
 
-@dataclass(frozen=True)
-class StreamChunk:
-    """The new tokens and text of a request.
+class StreamChunk(msgspec.Struct, frozen=True):
+    """The new tokens and text of a request. (A `Struct` is made in a fifth of a dataclass's time,
+    without a call of a function in Python.)
 
     Attributes:
         tokens: generated token ids.

@@ -343,7 +343,7 @@ def test_two_engines_on_one_loop(make_tiny_engine: EngineFactory, lookahead: int
     assert asyncio.run(run()) > TOKENS
 
 
-MOST_CALLS = 19
+MOST_CALLS = 18
 """Python functions that are called, or go on, for a token of a stream that comes alone: the half of
 them asyncio's."""
 
