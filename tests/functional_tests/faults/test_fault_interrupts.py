@@ -161,6 +161,36 @@ def test_what_cuts_a_step_short_fails_its_requests_at_most(
     assert right(engine, expected)
 
 
+def test_requests_that_fail_have_the_tokens_that_were_told(
+    engine: DynamicInferenceEngine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's tokens are stored and it is cut short before they count. Break `StepBooking.mend`:
+    `num_known` stays as that step has left it."""
+    find_ends, calls = engine.booking._find_ends, iter(range(100))
+
+    def cut_short(*arguments: Any) -> Any:
+        if next(calls) == 3:
+            raise MemoryError("planted")
+        return find_ends(*arguments)
+
+    monkeypatch.setattr(engine.booking, "_find_ends", cut_short)
+    futures = [engine.add_request(n, p, greedy(TOKENS)) for n, p in enumerate(PROMPTS)]
+    told: dict[int, list[int]] = {number: [] for number in range(len(PROMPTS))}
+    while engine.has_unfinished_requests():
+        try:
+            report = engine.step_modern()
+        except MemoryError:
+            continue
+        for output in report["outputs"]:
+            for number, token in zip(output.token_request_ids, output.tokens, strict=True):
+                told[int(number)].append(int(token))
+    failed = [future.result() for future in futures if future.result().error]
+    assert failed
+    assert all(0 < request.generated_length < TOKENS for request in failed)
+    assert [future.result().generated_tokens for future in futures] == list(told.values())
+    assert all(tokens == whole[: len(tokens)] for tokens, whole in zip(told.values(), expected))
+
+
 def test_a_second_ctrl_c_takes_effect_at_once(
     engine: DynamicInferenceEngine, expected: list[list[int]]
 ) -> None:
