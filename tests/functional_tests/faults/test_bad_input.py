@@ -248,7 +248,7 @@ def test_no_gpu() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smollm", "'smollm': no such .* Did you mean 'smollm2'"),
+        ("smollm", "'smollm': no such .* did you mean 'smollm2'"),
         ("dummy:huge", "unknown shape 'huge'; known: .*tiny"),
         ("/no/such/model.gguf", "/no/such/model.gguf.*no such file"),
     ],

@@ -185,7 +185,7 @@ def test_a_second_signal_ends_at_once(service: Served) -> None:
     stream = service.stream("/v1/completions", completion(3500))
     next(stream)
     service.process.send_signal(signal.SIGTERM)
-    eventually(lambda: "a second signal" in "".join(service.lines), "the first signal", 20)
+    eventually(lambda: "a second signal" in "".join(service.lines), "the first signal")
     service.process.send_signal(signal.SIGTERM)
     assert service.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     with contextlib.suppress(AssertionError, OSError):

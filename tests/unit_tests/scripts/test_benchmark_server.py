@@ -6,14 +6,14 @@ import pytest
 from benchmark_scripts import load_script, run_script
 from ranks import quick_context
 
-from megatron_async.checkpoints import open_model, registry
+from megatron_async.checkpoints import model_names, open_model
 from megatron_async.errors import ConfigurationError
 
 
 @pytest.fixture
 def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where the demo model's package is not installed."""
-    monkeypatch.setattr(registry, "find_spec", lambda _: None)
+    monkeypatch.setattr(model_names, "find_spec", lambda _: None)
 
 
 def test_without_a_tokenizer_nothing_is_started(
@@ -44,7 +44,7 @@ def test_several_api_processes_with_a_tokenizer_of_a_folder(
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     tokenizer.save(folder)
-    monkeypatch.setattr(registry, "find_spec", lambda _: None)
+    monkeypatch.setattr(model_names, "find_spec", lambda _: None)
     options = ["load", "--tokenizer", str(folder), "--api-processes", 2]
     # Enough tokens for the clock of the processes' CPU time, which ticks every 10 ms.
     options += ["--streams", 8, "--rate", 200, "--seconds", 0.5, "--pairs", 1]

@@ -340,7 +340,7 @@ def test_a_trace_goes_with_its_request_to_each_replica(caplog: pytest.LogCapture
 
 def test_the_protocol_has_the_version_of_its_messages() -> None:
     """Whoever changes what is sent raises `PROTOCOL`, and says here what it is now."""
-    assert PROTOCOL == 10
+    assert PROTOCOL == 11
     assert HostSocketAt.__struct_fields__ == ("name",)
     assert HostSocketOpen.__struct_fields__ == ()
     assert Run.__struct_fields__ == ("number", "prompt", "params", "priority", "traceparent")
