@@ -5,8 +5,9 @@
 #   bash scripts/test.sh --quick                                    lints, types, and the tests in `quick`
 #   bash scripts/test.sh tests/unit_tests/cli/test_cli.py -k help   lints, types, and these tests
 #
-# Times on 2 cores: everything 10 to 20 minutes, by the host, --quick under 4. --quick is for between two edits; before a change is handed in, all must pass. Other arguments
-# go to pytest, after --quick too (`--quick -x`).
+# Times on 2 cores: everything 10 to 20 minutes, by the host, --quick under 4. --quick is for between
+# two edits; before a change is handed in, all must pass. Other arguments go to pytest, after --quick
+# too (`--quick -x`).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
