@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from dying_ranks import LAYOUTS, SETTINGS, WITHIN_S, end_one
+from dying_ranks import LAYOUTS, SETTINGS, end_one
 from ranks import run_ranks
 
 from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST
@@ -17,15 +17,13 @@ from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_is_killed_in_a_step(tmp_path, layout, rank):
-    outcome, seconds = end_one(tmp_path, LAYOUTS[layout], False, rank, signal.SIGKILL)
-    assert seconds < WITHIN_S
+    outcome = end_one(tmp_path, LAYOUTS[layout], False, rank, signal.SIGKILL)
     assert "RankLost" in outcome.error, outcome
     assert f"ank {rank} " in outcome.error.splitlines()[-1]
 
 
 def test_a_rank_is_stopped_in_a_step(tmp_path):
-    outcome, seconds = end_one(tmp_path, LAYOUTS["tp"], False, 1, signal.SIGSTOP)
-    assert seconds < WITHIN_S
+    outcome = end_one(tmp_path, LAYOUTS["tp"], False, 1, signal.SIGSTOP)
     # Its step never ends, since the other's connections stay open: nothing may wait for it.
     assert "RankLost" in outcome.error, outcome
     assert "ank 1 " in outcome.error.splitlines()[-1]
@@ -35,8 +33,7 @@ def test_a_rank_is_stopped_in_a_step(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
 def test_a_rank_is_killed_while_the_job_is_idle(tmp_path, rank):
     """The leader's caller does something else, and the follower waits for the leader."""
-    outcome, seconds = end_one(tmp_path, LAYOUTS["tp"], True, rank, signal.SIGKILL)
-    assert seconds < WITHIN_S
+    outcome = end_one(tmp_path, LAYOUTS["tp"], True, rank, signal.SIGKILL)
     if rank == 0:
         assert "RankLost" in outcome.error
         assert "ank 0 " in outcome.error.splitlines()[-1]

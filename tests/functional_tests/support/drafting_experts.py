@@ -23,7 +23,7 @@ from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.ranks.join_group import join_group
 
 TINY_EXPERTS = ModelArchitecture(
-    "mixtral", 2, 32, 4, 2, 8, 64, 128, max_position_embeddings=1024,
+    "mixtral", 2, 32, 4, 2, 16, 64, 128, max_position_embeddings=1024,
     num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24,
 )  # fmt: skip
 DRAFTS = 3

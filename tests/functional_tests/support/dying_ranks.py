@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE_S
 from ranks import RankOutcome, Ranks
 
-WITHIN_S = 10.0
-"""From a rank's death to the end of all others."""
 SETTINGS = {"device": "cpu", "num_kv_blocks": 32, "block_size_tokens": 16}
 LAYOUTS = {
     "tp": {"tensor_model_parallel_size": 2},
@@ -36,9 +35,8 @@ def work(folder: str, options: dict[str, Any], is_idle: bool) -> None:
 
 def end_one(
     tmp_path: Path, options: dict[str, Any], is_idle: bool, rank: int, how: int
-) -> tuple[RankOutcome, float]:
-    """Let two ranks work, send one of them a signal; returns how the other ended, and after how
-    many seconds."""
+) -> RankOutcome:
+    """Let two ranks work, send one of them a signal; returns how the other ended, by itself."""
     settings = {"MEGATRON_ASYNC_SILENCE_S": "1", "MEGATRON_ASYNC_LOSS_GRACE_S": "3"}
     ranks = Ranks(2, work, str(tmp_path), options, is_idle, environment=settings)
     while not all((tmp_path / str(number)).exists() for number in range(2)):
@@ -46,10 +44,8 @@ def end_one(
         time.sleep(0.02)
     time.sleep(0.3)
     os.kill(ranks.processes[rank].pid, how)
-    start = time.monotonic()
     other = ranks.processes[1 - rank]
-    other.join(WITHIN_S)
-    seconds = time.monotonic() - start
+    other.join(PATIENCE_S)
+    assert not other.is_alive()
     ranks.processes[rank].kill()
-    outcome: RankOutcome = ranks.join()[1 - rank]
-    return outcome, seconds
+    return ranks.join()[1 - rank]
