@@ -46,7 +46,8 @@ def test_requests_come_back_as_from_the_engine_itself(tiny_model: torch.nn.Modul
         assert engine.state is EngineState.RUNNING
         found = listening(psutil.Process())
         assert address.removeprefix("tcp://") in found["tcp"]
-        assert reachable(found) == []
+        # On a thread: this loop answers who knocks at its sockets.
+        assert await asyncio.to_thread(reachable, found) == []
         client = InferenceClient(address, deserialize=True)
         client.start()
         answers = await asyncio.gather(*(client.add_request(p, params) for p in PROMPTS))
