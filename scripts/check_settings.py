@@ -199,7 +199,7 @@ def _logits(model: Any, tokens: list[int]) -> Tensor:
 
 
 def our_answers(folder: str, prompts: list[list[int]]) -> list[tuple[list[int], Tensor]]:
-    """The same of our engine."""
+    """Tokens and log probs of each prompt, of this engine."""
     params = SamplingParams(
         num_tokens_to_generate=NEW_TOKENS,
         temperature=0.0,

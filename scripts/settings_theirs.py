@@ -37,8 +37,8 @@ def their_whole(variant: Variant) -> Any:
 
 
 def _content(variant: Variant) -> dict[str, Any]:
-    """As it is read from a file, with numbers that JSON does not have; without the family's name,
-    which a class has."""
+    """The variant's config.json as transformers reads it, with numbers that JSON does not have;
+    without the family's name, which a class has."""
     content = transformers.PreTrainedConfig._decode_special_floats(
         json.loads(json.dumps(variant.config))
     )

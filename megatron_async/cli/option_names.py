@@ -110,7 +110,7 @@ REQUEST_ADVICE = {
         )
     },
 }
-"""The same, of what each request says where there is a server."""
+"""What to do, in words, about options that a server leaves to each request."""
 OF_REQUESTS = frozenset(field.name for field in fields(SamplingParams))
 MODEL_NAMES = ("model", "m", "model_path", "model_id", "model_name_or_path", "hf_repo", "hf")
 COMMANDS = {

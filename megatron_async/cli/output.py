@@ -37,7 +37,8 @@ STATISTICS_WHEN_NOT_ZERO = (
     ("accepted_tokens", "of these accepted", "{}", "drafted_tokens"),
     ("mean_accepted_length", "tokens a row and step", "{:.2f}", "drafted_tokens"),
 )
-"""The same, and the key that is not zero where the row is shown."""
+"""Rows that are shown where something is not zero: key in `engine.stats()`, name, format, and the
+key that must not be zero."""
 
 
 def describe(error: BaseException) -> str:

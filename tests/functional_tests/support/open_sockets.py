@@ -55,7 +55,7 @@ def listening(process: psutil.Process) -> dict[str, list[str]]:
 
 
 def reachable(found: dict[str, list[str]]) -> list[str]:
-    """Those of `listening` that other hosts, or other users of this host by Unix sockets, reach."""
+    """Sockets of `listening` that other hosts reach; Unix ones that other users here reach."""
     others = []
     for place in (*found["tcp"], *found["udp"]):
         if not ipaddress.ip_address(place.rpartition(":")[0]).is_loopback:

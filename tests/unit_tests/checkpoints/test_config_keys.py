@@ -38,7 +38,7 @@ WITHOUT_ROPE = ("nemotron_h", "mamba2")
 
 
 def read(config: dict[str, Any]) -> ModelArchitecture:
-    """As a file's content is read."""
+    """The architecture of a file with this content."""
     content = json.loads(json.dumps(config))
     return read_architecture(language_model_config(content, WHERE), WHERE)
 
@@ -129,7 +129,7 @@ def test_a_key_that_nobody_knows_is_told_once(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_files_are_known(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Those of transformers, and those that this package writes."""
+    """Files of transformers, and files that this package writes."""
     with caplog.at_level(logging.WARNING, "megatron_async"):
         ours = read(plain_config(family))
         assert read(write_config(ours, "bfloat16")) == ours

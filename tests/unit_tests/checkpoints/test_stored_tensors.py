@@ -164,7 +164,7 @@ def test_an_index_that_names_files_elsewhere(name: Any, llama: Path) -> None:
 
 
 def test_files_of_a_folder_may_be_links(llama: Path) -> None:
-    """As in Hugging Face's cache, where they lead out of the folder."""
+    """Links of Hugging Face's cache lead out of the folder."""
     blobs = llama.parent / "blobs"
     blobs.mkdir()
     shard(llama, {})

@@ -218,7 +218,7 @@ def test_a_grammar_that_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_library_that_does_not_fit_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    """As under `ulimit -v 1500000`: NumPy tells of it behind a page of advice."""
+    """Under `ulimit -v 1500000` NumPy tells of it behind a page of advice."""
 
     def run(*_: object) -> int:
         try:

@@ -31,6 +31,22 @@ THINKING = (
     "<think>\n\n</think>\n\n{% elif enable_thinking %}<think>\n{% endif %}"
 )
 """A template in Qwen's manner."""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"city": {"type": "string"}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+"""Tools of chats: one whose schema has all that one needs, and one without any."""
 
 
 @cache

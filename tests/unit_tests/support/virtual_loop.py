@@ -46,6 +46,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Coroutine[Any, Any, Any]) -> Any:
-    """As `asyncio.run`."""
+    """Run a coroutine to its end, like `asyncio.run`, on a virtual loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -26,7 +26,7 @@ TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
 
 
 def token(content: str, **flags: Any) -> dict[str, Any]:
-    """As `save_pretrained` of transformers writes it into tokenizer_config.json."""
+    """A token in tokenizer_config.json, in the form of transformers' `save_pretrained`."""
     return {"__type": "AddedToken", "content": content, **PLAIN, "special": True, **flags}
 
 
