@@ -1,4 +1,5 @@
-"""`dummy:SHAPE`: a model of a well-known shape with random weights, to measure speed with.
+"""`dummy:SHAPE`: a model of a shape, well-known or given by hand, with random weights, to measure
+speed with.
 
 `dummy:SHAPE:uniform` is one whose routers spread tokens over experts as those of a trained model
 do. Random weights alone do not: what layers add to the residual stream is in part the same for
@@ -17,14 +18,13 @@ import torch
 from torch import nn
 
 from megatron_async.checkpoints.mapping import Shard, weights
-from megatron_async.checkpoints.model_names import DUMMY, check_dummy_name
+from megatron_async.checkpoints.model_names import dummy_shape
 from megatron_async.checkpoints.source import (
     ModelSource,
     clear_padding,
     model_parameters,
 )
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.pipeline import EMBEDDING
 
 UNIFORM_EMBEDDING = 4096.0
@@ -34,24 +34,23 @@ may be shared by tokens. A power of two, so that no number is rounded."""
 
 
 class DummySource(ModelSource):
-    """A shape of `DUMMY_SHAPES`; it has no tokenizer, so it takes prompts of token ids.
+    """A shape of `DUMMY_SHAPES`, or one by hand (`models/shapes_by_hand.py`); it has no tokenizer,
+    so it takes prompts of token ids.
 
     Args:
-        name: "dummy:SHAPE" or "dummy:SHAPE:uniform". (With tied embeddings, "uniform" makes the
-            logits larger too: for greedy tokens alone.)
+        name: "dummy:SHAPE" or "dummy:FAMILY:SIZES", either with ":uniform" behind. (With tied
+            embeddings, "uniform" makes the logits larger too: for greedy tokens alone.)
 
     Raises:
-        CheckpointError: no such shape; or it has no experts over which to spread tokens.
+        CheckpointError: no such shape, or sizes that are no model's; or there are no experts over
+            which to spread tokens.
     """
 
     format = "dummy"
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        check_dummy_name(name)
-        shape, colon, _ = name.removeprefix(DUMMY).partition(":")
-        self._architecture = DUMMY_SHAPES[shape]
-        self._is_uniform = bool(colon)
+        self._architecture, self._is_uniform = dummy_shape(name)
 
     @property
     @override

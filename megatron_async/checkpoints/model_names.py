@@ -11,7 +11,9 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import check_family
 from megatron_async.checkpoints.iteration_folders import is_megatron
 from megatron_async.checkpoints.json_files import read_json
+from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.shapes_by_hand import EXAMPLE, FAMILIES, shape_by_hand
 
 DEMO = "smollm2"
 DUMMY = "dummy:"
@@ -44,7 +46,7 @@ def check_model_name(name: str) -> None:
             accepted.
     """
     if name.startswith(DUMMY):
-        check_dummy_name(name)
+        dummy_shape(name)
     elif name == DEMO:
         demo_file()
     elif (path := Path(name).expanduser()).exists():
@@ -108,23 +110,38 @@ def _check_place(path: Path, name: str) -> None:
         raise CheckpointError(f"model {name!r}: {why}.") from error
 
 
-def check_dummy_name(name: str) -> None:
-    """Check `dummy:SHAPE` or `dummy:SHAPE:uniform`.
+def dummy_shape(name: str) -> tuple[ModelArchitecture, bool]:
+    """The architecture that `dummy:SHAPE` or `dummy:FAMILY:SIZES` names, and whether tokens are
+    spread evenly over its experts: `:uniform` at the end.
 
     Raises:
-        CheckpointError: no such shape; or it has no experts over which to spread tokens.
+        CheckpointError: no such shape, or sizes that are no model's; or there are no experts over
+            which to spread tokens.
     """
-    shape, colon, routing = name.removeprefix(DUMMY).partition(":")
-    if shape not in DUMMY_SHAPES:
+    shape, *rest = name.removeprefix(DUMMY).split(":")
+    if rest and "=" in rest[0]:
+        sizes = rest.pop(0)
+        try:
+            architecture = shape_by_hand(shape, sizes)
+        except ValueError as error:
+            raise CheckpointError(f"{DUMMY}{shape[:40]}: {error}") from None
+        shape += f":{sizes}"
+    elif shape in DUMMY_SHAPES:
+        architecture = DUMMY_SHAPES[shape]
+    elif shape in FAMILIES:
+        raise CheckpointError(f"{name}: {shape} needs sizes: {DUMMY}{shape}:{EXAMPLE}")
+    else:
         raise CheckpointError(
-            f"{name}: unknown shape {shape!r}; known: {', '.join(sorted(DUMMY_SHAPES))}"
+            f"{name}: unknown shape {shape!r}; known: {', '.join(sorted(DUMMY_SHAPES))}; or sizes "
+            f"by hand: {DUMMY}llama:{EXAMPLE}"
         )
-    if colon and routing != UNIFORM:
+    if rest and rest != [UNIFORM]:
         raise CheckpointError(
-            f"{name}: routing {routing!r} is unknown: write {DUMMY}{shape}:{UNIFORM}, or "
+            f"{name}: routing {':'.join(rest)!r} is unknown: write {DUMMY}{shape}:{UNIFORM}, or "
             f"{DUMMY}{shape}."
         )
-    if colon and not DUMMY_SHAPES[shape].num_moe_experts:
+    if rest and not architecture.num_moe_experts:
         raise CheckpointError(
             f"{name}: {shape} has no experts over which to spread tokens: leave :{UNIFORM} out."
         )
+    return architecture, bool(rest)

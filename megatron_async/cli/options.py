@@ -26,6 +26,7 @@ MODEL_HELP = """one of
   ORG/NAME             a model on the Hugging Face Hub, from the cache or fetched: Qwen/Qwen3-0.6B
   dummy:SHAPE          random weights, to try a shape: smollm2-135m, qwen3-0.6b, llama-3.1-8b;
                        tiny and tiny-moe start at once (prompts are token ids)
+  dummy:llama:SIZES    the same of sizes by hand: layers=2,hidden=64,heads=4,ffn=96,vocab=512
   dummy:SHAPE:uniform  the same, tokens spread evenly over the experts"""
 
 DRAFT_LAYER_HELP = """a layer for multi-token prediction that was trained for the model

@@ -35,6 +35,15 @@ DUMMY_SHAPES: dict[str, ModelArchitecture] = {
         "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e-6, 1000000.0, qk_layernorm=True,
         max_position_embeddings=40960,
     ),
+    "gpt-357m": ModelArchitecture(
+        "nemotron_h", 48, 1024, 16, 16, 64, 4096, 51200, tie_word_embeddings=True,
+        pattern="*-" * 24, activation="squared_relu", position_embedding_type="none",
+        mamba_num_heads=16, mamba_head_dim=64, mamba_state_dim=128, mamba_num_groups=1,  # unused
+    ),
+    "gpt-12b": ModelArchitecture(
+        "llama", 40, 5120, 32, 8, 128, 14336, 131072, 1e-5, 1000000.0,
+        max_position_embeddings=131072,
+    ),
     "tiny-moe": ModelArchitecture(
         "mixtral", 2, 64, 4, 2, 16, 128, 512, tie_word_embeddings=True,
         max_position_embeddings=4096, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64,
@@ -132,4 +141,10 @@ Qwen3-Next, applied again for further drafts; "llama-3.1-8b-mtp" one as if that 
 with it, a layer of its own kind.
 
 "qwen3-next-80b" has 36 of that model's 48 layers, so that its weights, 120 GB in bfloat16, fit one
-GPU of 141 GB; each layer has its published size."""
+GPU of 141 GB; each layer has its published size.
+
+"gpt-357m" and "gpt-12b" are the models of Megatron-LM's scripts `gpt_dynamic_inference_357m.sh` and
+`gpt_dynamic_inference_12b.sh` (`examples/inference/gpt/`). The second is Mistral-NeMo's shape. The
+first has GPT-2's matrices, in the layers of Nemotron-H (which counts attention and MLPs apart):
+squared ReLU stands for GELU; learned positions and biases, 0.7 % of the weights, are left out. 357
+million are those of a vocabulary that is padded to 51,200."""
