@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -30,39 +31,39 @@ ENGINE_NAMES = {
     "ctx_size": "max_sequence_length",
     "n_ctx": "max_sequence_length",
     "max_total_tokens": "max_sequence_length",
-    "inference_max_seq_length": "max_sequence_length",
+    "max_seq_length": "max_sequence_length",
+    "max_tokens_to_oom": "max_sequence_length",
     "max_num_seqs": "max_requests",
     "max_running_requests": "max_requests",
     "max_batch_size": "max_requests",
     "max_concurrent_requests": "max_requests",
     "concurrency_limit": "max_requests",
     "parallel": "max_requests",
-    "inference_max_requests": "max_requests",
-    "inference_dynamic_batching_max_requests": "max_requests",
     "max_num_batched_tokens": "max_tokens",
     "max_batch_prefill_tokens": "max_tokens",
     "max_prefill_tokens": "max_tokens",
     "chunked_prefill_size": "max_tokens",
     "batch_size": "max_tokens",
-    "inference_dynamic_batching_max_tokens": "max_tokens",
     "enable_mixed_chunk": "enable_chunked_prefill",
     # Memory
     "block_size": "block_size_tokens",
     "page_size": "block_size_tokens",
     "seq_size_per_block": "block_size_tokens",
-    "inference_dynamic_batching_block_size": "block_size_tokens",
     "gpu_memory_utilization": "buffer_size_gb",
     "mem_fraction_static": "buffer_size_gb",
     "cuda_memory_fraction": "buffer_size_gb",
     "kv_cache_memory_bytes": "buffer_size_gb",
-    "inference_dynamic_batching_buffer_size_gb": "buffer_size_gb",
     "num_gpu_blocks_override": "num_kv_blocks",
     "max_batch_total_tokens": "num_kv_blocks",
     "reuse_cache": "enable_prefix_caching",
     "enable_radix_cache": "enable_prefix_caching",
     "disable_radix_cache": "enable_prefix_caching=False",
+    "prefix_caching": "enable_prefix_caching",
+    "no_prefix_caching": "enable_prefix_caching=False",
+    "mamba_inference_ssm_states_dtype": "mamba_ssm_states_dtype",
     # Steps
     "async_scheduling": "lookahead=1",
+    "enable_async_scheduling": "lookahead=1",
     "no_async_scheduling": "lookahead=0",
     "disable_overlap_schedule": "lookahead=0",
     "enforce_eager": "num_cuda_graphs=0",
@@ -71,7 +72,10 @@ ENGINE_NAMES = {
     "cuda_graph_bs": "num_cuda_graphs",
     "cuda_graph_sizes": "num_cuda_graphs",
     "cuda_graph_max_bs": "num_cuda_graphs",
-    "inference_dynamic_batching_num_cuda_graphs": "num_cuda_graphs",
+    "enable_cuda_graph": "num_cuda_graphs",
+    "external_cuda_graph": "num_cuda_graphs",
+    "cuda_graph_impl": "num_cuda_graphs",
+    "decode_only_cuda_graphs": "use_cuda_graphs_for_non_decode_steps=False",
     "speculative_config": "speculative_method",
     "speculative_algorithm": "speculative_method",
     "speculative_model": "draft_layer",
@@ -80,6 +84,10 @@ ENGINE_NAMES = {
     "draft_max": "num_speculative_tokens",
     "speculative_num_steps": "num_speculative_tokens",
     "speculative_num_draft_tokens": "num_speculative_tokens",
+    "gen_num_per_cycle": "num_speculative_tokens",
+    "gen_num_per_circle": "num_speculative_tokens",
+    "sp_type": "speculative_method",
+    "sp_checkpoint_path": "draft_layer",
     "random_seed": "inference_sampling_seed",
     # The model, its arithmetic and its ranks
     "torch_dtype": "dtype",
@@ -120,6 +128,10 @@ KV_DTYPE = "the KV cache has the dtype of the weights, such as dtype='bfloat16'"
 OF_THE_HUB = "Hugging Face's own variables say it: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE"
 ONLY_TEXT = "only text is made, from text: leave it out"
 LOGGING = "the program's logging says it (logger 'megatron_async'): leave it out"
+GRAPHS = "the engine measures which shapes pay, and captures whole steps of those: leave it out"
+REPLICAS = "a coordinator knows load and shared prefixes (docs/serving.md): leave it out"
+AGREEMENT = "ranks that share experts agree once a step, on the CPU: leave it out"
+OF_MEGATRON = "it goes with Megatron's own objects: megatron_async.compat.inference takes it"
 ENGINE_ADVICE = {
     "data_parallel_size": "replicas are processes: `megatron-async serve --replicas N`",
     "dp_size": "replicas are processes: `megatron-async serve --replicas N`",
@@ -157,7 +169,50 @@ ENGINE_ADVICE = {
     **dict.fromkeys(("limit_mm_per_prompt", "mmproj", "embedding", "task", "runner"), ONLY_TEXT),
     **dict.fromkeys(("verbose", "disable_log_stats", "log_level"), LOGGING),
     "chat_template": "write it into the model's folder as chat_template.jinja",
-}
+    "finished_sync_period": "every step that is resolved tells which requests ended: leave it out",
+    "nvtx_ranges": "stages are NVTX ranges wherever the engine runs on a GPU (docs/observing.md)",
+    "dynamic_batching": "it is always so: leave it out",
+    "use_legacy_static_engine": "there is one engine, with dynamic batches: leave it out",
+    "batch_times_seqlen_threshold": "pipeline stages take turns with parts of the requests: leave "
+    "it out",
+    "mamba_memory_ratio": "max_requests says it: recurrent states take what so many requests need, "
+    "KV blocks the rest",
+    "unified_memory_level": "the KV cache lies in device memory alone: leave it 0, or out",
+    "use_flashinfer_fused_rope": "rope is fused into the engine's own kernel: leave it out",
+    "mamba_inference_conv_states_dtype": "inputs of convolutions keep the dtype of activations: "
+    "leave it out",
+    "prefix_caching_eviction_policy": "blocks are kept until they are needed (LRU): leave it out",
+    "prefix_caching_coordinator_policy": REPLICAS,
+    "prefix_caching_routing_alpha": REPLICAS,
+    "kv_cache_management_mode": "engine.suspend(free_kv_cache=True) says it: leave it out",
+    "sampling_backend": "sampling has kernels of its own: leave it out",
+    "logprobs_mode": "each request says it: SamplingParams(logprobs_mode=...)",
+    "request_metadata_types": "requests have no tensors on the device but their records: leave it "
+    "out",
+    "wandb_logging": "`metrics_writer` of megatron_async.compat's InferenceConfig takes a run of "
+    "wandb; a server has /metrics",
+    "shards": "each model is a replica of its own (docs/serving.md); a replica both prefills and "
+    "decodes",
+    **dict.fromkeys(
+        ("cuda_graph_all_prefills", "cuda_graph_max_tokens", "cuda_graph_sizing_distribution",
+         "cuda_graph_scope", "cuda_graph_modules"),
+        GRAPHS,
+    ),
+    **dict.fromkeys(
+        ("use_synchronous_zmq_collectives", "disable_ep_consensus", "ep_consensus_interval"),
+        AGREEMENT,
+    ),
+    **dict.fromkeys(
+        ("use_same_sampling_seed_across_dp_ranks", "offset_sampling_seed_by_dp_rank"),
+        "a request's samples do not depend on the replica: leave it out",
+    ),
+    **dict.fromkeys(
+        ("mamba_inference_state_config", "static_kv_memory_pointers", "pg_collection",
+         "metrics_writer", "track_paused_request_events", "track_generated_token_events"),
+        OF_MEGATRON,
+    ),
+    **dict.fromkeys(("output_bert_embeddings", "bert_embedder_type"), ONLY_TEXT),
+}  # fmt: skip
 """Settings that exist elsewhere and have no name here, with what to do."""
 
 SAMPLING_NAMES = {
@@ -206,6 +261,16 @@ SAMPLING_ADVICE = {
     "skip_special_tokens": "generated_text has no special tokens; generated_tokens has all",
 }
 """Parameters that exist elsewhere and have no name here, with what to do."""
+
+
+MEGATRONS_PREFIX = re.compile(r"^(no_)?inference_(?:dynamic_batching_)?")
+
+
+def without_prefix(name: str) -> str:
+    """A name as it is without what Megatron-LM's command line writes before most settings of its
+    engine: `inference_dynamic_batching_max_tokens` is `max_tokens`."""
+    bare = MEGATRONS_PREFIX.sub(r"\1", name)
+    return bare if bare == name or bare in ENGINE_NAMES else bare.removeprefix("no_")
 
 
 def meant_by(name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> str | None:
@@ -266,6 +331,7 @@ def budgets_named_by_options() -> Iterator[None]:
 
 
 def _hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:
+    name = without_prefix(name)
     if name in ENGINE_ADVICE:
         return f" Here {ENGINE_ADVICE[name]}."
     if name in SAMPLING_ADVICE and name not in ENGINE_NAMES:

@@ -16,6 +16,7 @@ from megatron_async.other_names import (
     SAMPLING_ADVICE,
     SAMPLING_NAMES,
     nearest,
+    without_prefix,
 )
 from megatron_async.requests.sampling_params import SamplingParams
 
@@ -41,6 +42,7 @@ OPTIONS = {
 """Where an option is not called as its field."""
 COMMAND_LINE_NAMES = {
     "async_sched_mode": "--lookahead",
+    "prefix_caching_coordinator_policy": "--policy",
     "system_prompt": "--system",
     "sys": "--system",
     "seed": "--inference-sampling-seed",
@@ -88,6 +90,8 @@ ADVICE = {
     "default_chat_template_kwargs": "each request says it",
     "guided_decoding_backend": "llguidance is always used: leave it out",
     "enable_log_requests": "each request of a server is logged: leave it out",
+    "text_gen_server_logging": "each request of a server is logged: leave it out",
+    "coordinator_port": "that is `megatron-async coordinator --bind tcp://HOST:PORT`",
     "verbose": "--debug shows the traceback of an error",
     "log_level": "there is one level: leave it out",
     "stream": "answers are streamed where a client asks for it",
@@ -159,11 +163,12 @@ def option_meant(option: str, known: Collection[str]) -> str:
     name = SHORT.get(option, option.lstrip("-").replace("-", "_"))
     if name == "max_tokens":
         return _max_tokens(known)
+    name = without_prefix(name)
     of_field = flag(name)
     if of_field in known:  # --max_sequence_length
         return f". Did you mean {of_field}?"
     note = f" ({NOTES[name].replace('block_size_tokens', 'tokens')})" if name in NOTES else ""
-    absent = ""
+    absent = f". Other commands have {as_option(name)}" if name in SETTINGS else ""
     for names in (COMMAND_LINE_NAMES, ENGINE_NAMES, SAMPLING_NAMES):
         if name not in names:
             continue

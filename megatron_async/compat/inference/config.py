@@ -18,6 +18,8 @@ from megatron.core.inference.config import (
 )
 from megatron.core.inference.config import InferenceConfig as MegatronInferenceConfig
 
+from megatron_async.other_names import names_settings_that_are_meant
+
 __all__ = [
     "OWN_FIELDS",
     "AsyncScheduleMode",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 
+@names_settings_that_are_meant
 @dataclass(kw_only=True)
 class InferenceConfig(MegatronInferenceConfig):
     """Megatron's settings, its defaults among them, and ours by keyword.
@@ -38,6 +41,7 @@ class InferenceConfig(MegatronInferenceConfig):
     None leaves the choice to the engine, and to Megatron's field of the same subject.
 
     Raises:
+        TypeError: a keyword is no field; the message names the right one.
         ValueError: by Megatron's own checks. Values that this engine does not serve are refused
             when a context is made.
     """

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,9 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         ("serve smollm2 --max_sequence_length 5", "Did you mean --max-sequence-length?"),
         ("serve smollm2 --gpu-memory-utilization .9", "Here that is --buffer-size-gb (GiB"),
         ("serve smollm2 --async-sched-mode async", "Here that is --lookahead"),
+        ("serve smollm2 --nvtx-ranges", "stages are NVTX ranges wherever"),
+        ("serve smollm2 --inference-dynamic-batching-async-scheduling", "that is --lookahead 1"),
+        ("serve smollm2 --inference-dynamic-batching-max-tokens 9", "mean --max-step-tokens?"),
         ("serve smollm2 -tp 2", "Here that is --tensor-model-parallel-size"),
         ("serve --model smollm2", "The model's name stands by itself"),
         ("serve smollm2 --temperature 1", "each request says it"),
@@ -71,6 +77,24 @@ def test_what_is_named_exists(command: str) -> None:
         assert told, option
         named = set(OPTION.findall(re.sub("`.*`", "", told)))
         assert named <= {*known, "--json"} or told.endswith("does not have"), option
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "coordinator"])
+def test_options_of_megatrons_inference_are_answered(command: str) -> None:
+    """All that Megatron-LM's parser has for inference, read from its source, and its designs'."""
+    source = Path(str(find_spec("megatron.core").origin)).parents[1] / "training/arguments.py"
+    (added,) = (
+        each for each in ast.parse(source.read_text("utf-8")).body
+        if isinstance(each, ast.FunctionDef) and each.name == "_add_inference_args"
+    )  # fmt: skip
+    theirs = {text for text in re.findall(r"'(--[a-z-]+)'", ast.unparse(added))}
+    theirs |= {option.replace("--", "--no-") for option in theirs if "prefix-caching" in option}
+    theirs |= {
+        f"--inference-dynamic-batching-{n}" for n in ("async-scheduling", "finished-sync-period")
+    }
+    assert len(theirs) > 45
+    known = parsers()[command]._option_string_actions
+    assert [option for option in theirs - known.keys() if not option_meant(option, known)] == []
 
 
 def test_commands_that_are_named_exist() -> None:

@@ -7,8 +7,10 @@ from inspect import signature
 from typing import Any
 
 import pytest
+from megatron.core.inference.config import InferenceConfig as MegatronConfig
 
 from megatron_async import LLM, InferenceConfig, SamplingParams
+from megatron_async.compat.inference.config import InferenceConfig as CompatConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.other_names import (
     ENGINE_ADVICE,
@@ -70,10 +72,27 @@ def test_settings_of_others(given: dict[str, Any], answer: str) -> None:
     assert answer in str(error.value)
 
 
-def test_settings_of_others_in_the_config() -> None:
-    with pytest.raises(TypeError, match=r"no setting 'max_model_len'.*'max_sequence_length'"):
-        InferenceConfig(max_model_len=5)  # type: ignore[call-arg]
-    assert InferenceConfig(lookahead=0).lookahead == 0
+@pytest.mark.parametrize("made", [InferenceConfig, CompatConfig])
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ("max_model_len", "Did you mean 'max_sequence_length'?"),
+        ("async_scheduling", "Did you mean 'lookahead=1'?"),
+        ("finished_sync_period", "Here every step that is resolved tells which requests ended"),
+        ("inference_dynamic_batching_max_requests", "Did you mean 'max_requests'?"),
+        ("no_inference_dynamic_batching_prefix_caching", "'enable_prefix_caching=False'?"),
+    ],
+)
+def test_settings_of_others_in_the_config(made: Any, given: str, answer: str) -> None:
+    with pytest.raises(TypeError, match=f"InferenceConfig has no setting '{given}'") as error:
+        made(**{given: 5})
+    assert answer in str(error.value)
+    assert made(lookahead=0).lookahead == 0
+
+
+def test_every_field_of_megatrons_is_a_setting_or_answered() -> None:
+    own = {field.name for field in fields(InferenceConfig)}
+    assert {field.name for field in fields(MegatronConfig)} <= own | ENGINE_ADVICE.keys()
 
 
 def test_a_short_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
