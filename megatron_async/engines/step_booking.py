@@ -239,6 +239,8 @@ class StepBooking:
             if reason is None:
                 continue
             ends.append((slot, reason, error))
+            if error is None and output.verified is not None:
+                self._statistics.finished_in_drafted_rows += output.verified.is_drafted(row)
             dropped[tokens[kept:]] = True
             slots.num_known[slot] -= len(tokens) - kept
         return (output.without(dropped) if dropped.any() else output), ends

@@ -45,6 +45,7 @@ COUNTERS = {
     "generated_tokens": "Tokens generated.",
     "prefill_tokens": "Tokens prefilled, recomputed ones included.",
     "recomputed_tokens": "Tokens that evictions took from the cache and that are prefilled again.",
+    "finished_in_drafted_rows": "Requests that completed in a row that verified drafts.",
     "pauses": "Times a request sat out for want of a KV block.",
     "evictions": "Times a paused request lost its blocks.",
     "prefix_cache_queries": "Tokens of admitted requests, looked up in the prefix cache.",

@@ -76,6 +76,8 @@ class EngineStatistics:
     """Resolved steps of which nothing could be used: all their rows were zombies."""
     failed_steps: int = 0
     finished_requests: int = 0
+    finished_in_drafted_rows: int = 0
+    """Of these, requests whose last row verified drafts."""
     engine_pauses: int = 0
     engine_suspends: int = 0
     failed_requests: int = 0
@@ -233,6 +235,7 @@ class EngineStatistics:
             "pauses": context.scheduler.pauses,
             "evictions": context.scheduler.evictions,
             "finished_requests": self.finished_requests,
+            "finished_in_drafted_rows": self.finished_in_drafted_rows,
             "failed_requests": self.failed_requests,
             "aborted_requests": self.aborted_requests,
             "failed_steps": self.failed_steps,

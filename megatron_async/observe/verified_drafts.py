@@ -54,6 +54,10 @@ class Verified(NamedTuple):
         """int32 `[rows]`: verified drafts that equal the tokens of plain decoding."""
         return np.minimum(np.maximum(self.counts - 1, 0), self.drafted)
 
+    def is_drafted(self, row: int) -> bool:
+        """Whether a live row of the step, counted from its first decode row, verified drafts."""
+        return row < len(self.limits) and bool(self.limits[row] >= REASONS)
+
     def fewer(self, count: int) -> IntArray:
         """int64 `[reasons]`: rows that verified fewer than `count`, by `FewerDrafts`."""
         reasons = self.limits[self.limits < count * REASONS] % REASONS

@@ -8,7 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.errors import ConfigurationError
-from megatron_async.observe.metrics import serve_metrics
+from megatron_async.observe.listener import EngineListener
+from megatron_async.observe.metrics import EngineCollector, serve_metrics
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,39 @@ def test_drafts_by_position_and_by_reason():
     for name in ("drafted_tokens", "accepted_tokens"):
         for place in ("1", "2"):
             assert found[f"{name}_total", (place,)] == stats[f"{name}_at_{place}"] > 5
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_ends_in_rows_that_verified_drafts(lookahead):
+    """Every draft is right here: a request whose last row gave two tokens or more ended among
+    drafts, and one whose last row gave a single token had none left to verify."""
+
+    class LastRows(EngineListener):
+        def __init__(self):
+            self.sizes = {}
+
+        def booked(self, output):
+            for row, request in enumerate(output.request_ids.tolist()):
+                self.sizes[request] = len(output.tokens_of(row))
+
+    settings = {"num_kv_blocks": 32, "block_size_tokens": 16, "lookahead": lookahead}
+    drafts = {"speculative_method": "ngram", "num_speculative_tokens": 2}
+    with LLM("dummy:tiny", device="cpu", **settings, **drafts) as llm:
+        llm.engine.listeners.append(rows := LastRows())
+        for tokens in (1, *range(20, 28)):
+            always = SamplingParams(
+                temperature=0.0, num_tokens_to_generate=tokens, termination_id=-1,
+                logit_bias={3: 100.0},
+            )  # fmt: skip
+            llm.engine.add_request(tokens, [1, 2, 3], always)
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step_modern()
+        stats, metrics = llm.engine.stats(), list(EngineCollector(llm.engine).collect())
+    wanted = sum(size > 1 for size in rows.sizes.values())
+    assert stats["finished_in_drafted_rows"] == wanted
+    assert 0 < wanted < stats["finished_requests"] == 9
+    name = "megatron_async_finished_in_drafted_rows"
+    assert [m.samples[0].value for m in metrics if m.name == name] == [wanted]
 
 
 def test_histograms_are_cumulative_and_in_seconds(engine):
