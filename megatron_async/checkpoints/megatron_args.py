@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import FAMILIES
 from megatron_async.checkpoints.json_files import check_number, check_size
+from megatron_async.checkpoints.megatron_defaults import (
+    DELTA_DEFAULTS,
+    IS_HARMLESS,
+    MAMBA_DEFAULTS,
+    MEGATRON_DEFAULTS,
+    ONLY_IN_SOME,
+    RENAMED,
+    SUPPORTED,
+)
+from megatron_async.checkpoints.settings import POSITIONS, tell_unknown
 from megatron_async.models.architecture import (
     ATTENTION,
     DELTA,
@@ -19,56 +29,6 @@ from megatron_async.models.architecture import (
     RopeScaling,
     moe_pattern,
 )
-from megatron_async.models.layer_sizes import CONV_KERNEL
-
-REQUIRED: dict[str, tuple[Any, ...]] = {
-    "normalization": ("RMSNorm",),
-    "position_embedding_type": ("rope", "none"),
-    "add_bias_linear": (False,),
-    "rotary_interleaved": (False,),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    "rope_type": (None, "rope"),
-    "no_rope_freq": (None,),
-    "softmax_type": ("vanilla",),
-    "apply_residual_connection_post_layernorm": (False,),
-    "glu_linear_offset": (0.0,),
-    "activation_func_clamp_value": (None,),
-    "moe_mlp_glu_interleave_size": (None,),
-    "moe_shared_expert_glu_interleave_size": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "experimental_attention_variant": (None, "gated_delta_net"),
-    "moe_router_score_function": ("softmax", "sigmoid"),
-    "moe_router_num_groups": (None,),
-    "moe_router_force_load_balancing": (False,),
-    "moe_router_force_biased": (None,),
-    "moe_apply_probs_on_input": (False,),
-    "moe_expert_capacity_factor": (None,),
-    "moe_expert_rank_capacity_factor": (None,),
-    "moe_latent_size": (None,),
-    "multi_latent_attention": (False,),
-    "qk_l2_norm": (False,),
-    "linear_conv_kernel_dim": (CONV_KERNEL, None),
-    "use_mup": (False,),
-    # No option of Megatron-LM's parser, but every argument with a field's name is that field.
-    "softmax_scale": (None,),
-}
-"""Arguments that change the computation, and the values that are supported. Absent is not set."""
-
-MEGATRON_DEFAULTS: dict[str, Any] = {
-    "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",
-    "add_bias_linear": True,
-}
-"""Values that absent arguments stand for, where these are not supported either."""
-
-DELTA_DEFAULTS = {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-"""Sizes of Gated DeltaNet layers where the arguments are silent: Megatron-Core's."""
 
 BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """Ways of `moe_router_load_balancing_type` that do nothing but add to the loss: "sinkhorn" and
@@ -76,13 +36,6 @@ BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 GENERIC = "megatron"
 """`model_type` of a transformer whose features no family of transformers has together."""
-
-RENAMED = {
-    "layernorm_epsilon": "norm_epsilon",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-}
-"""Arguments of Megatron-Core 0.19's parser, which has `TransformerConfig`'s names, and what they
-were called before."""
 
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 """Fixed in Megatron-Core; only the factor is an argument (`rope_scaling_factor`)."""
@@ -102,11 +55,14 @@ def architecture_from_args(
     Raises:
         CheckpointError: an argument is missing, or its value is not supported.
     """
-    for name, supported in REQUIRED.items():
+    args = _Taken(args)
+    for name, supported in SUPPORTED.items():
         value = args.get(name, MEGATRON_DEFAULTS.get(name, supported[0]))
         if value not in supported:
             allowed = " or ".join(map(repr, supported))
-            raise CheckpointError(f"{where}: {name} = {value!r} is not supported (only {allowed})")
+            raise CheckpointError(
+                f"{where}: {name} = {value!r:.200} is not supported (only {allowed})"
+            )
     _check_spec(args, where)
     heads = _size(args, "num_attention_heads", where)
     hidden = _size(args, "hidden_size", where)
@@ -145,7 +101,7 @@ def architecture_from_args(
     percent = _number(args, "rotary_percent", 1.0, where)
     if percent > 1:
         raise CheckpointError(f"{where}: rotary_percent = {percent} must be at most 1")
-    return ModelArchitecture(
+    architecture = ModelArchitecture(
         model_type=model_type,
         num_layers=layers,
         hidden_size=hidden,
@@ -174,8 +130,51 @@ def architecture_from_args(
         **_mtp(args, mtp_pattern, where),
         **(_experts(args, where) if experts else {}),
         **(_mamba(args, hidden, where) if MAMBA in pattern else {}),
-        **(_delta(args, where) if DELTA in pattern else {}),
+        **(_sizes(args, DELTA_DEFAULTS, where) if DELTA in pattern else {}),
     )
+    args.account_for_others(model_type, where)
+    return architecture
+
+
+class _Taken(Mapping[str, Any]):
+    """Arguments, and the names of those that somebody has asked for."""
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        self._args = args
+        self._names = set(ONLY_IN_SOME)
+
+    def __getitem__(self, name: str) -> Any:
+        self._names.add(name)
+        return self._args[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._args)
+
+    def __len__(self) -> int:
+        return len(self._args)
+
+    def account_for_others(self, family: str, where: str) -> None:
+        """Tell once of the arguments that nobody knows.
+
+        Raises:
+            CheckpointError: one of them may change positions.
+        """
+        left = (name for name in self._args.keys() - self._names if not IS_HARMLESS(name))
+        unknown = [name for name in sorted(left) if self._is_set(name)]
+        for name in unknown:
+            if POSITIONS.search(name):
+                raise CheckpointError(
+                    f"{where}: {name} = {self._args[name]!r:.200} is not known, and may change "
+                    "positions (only None, which is not set)"
+                )
+        if unknown:
+            tell_unknown(where, family, tuple(unknown))
+
+    def _is_set(self, name: str) -> bool:
+        try:
+            return self._args[name] is not None
+        except CheckpointError:  # an object of a class that is not read
+            return True
 
 
 def _check_spec(args: Mapping[str, Any], where: str) -> None:
@@ -259,28 +258,22 @@ def _experts(args: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _activation(args: Mapping[str, Any], where: str) -> str:
-    if _flag(args, "swiglu", where):
-        return "silu"
-    if _flag(args, "squared_relu", where):
-        return "squared_relu"
-    raise CheckpointError(
-        f"{where}: swiglu = {args.get('swiglu', False)!r} is not supported (only True, or "
-        "squared_relu = True)"
-    )
+    gated, squared = _flag(args, "swiglu", where), _flag(args, "squared_relu", where)
+    if gated == squared:
+        raise CheckpointError(
+            f"{where}: swiglu = {gated} with squared_relu = {squared} is not supported (only one "
+            "of them True)"
+        )
+    return "silu" if gated else "squared_relu"
 
 
 def _mamba(args: Mapping[str, Any], hidden: int, where: str) -> dict[str, Any]:
-    defaults = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 8}
-    sizes = _sizes(args, defaults, where)
+    sizes = _sizes(args, MAMBA_DEFAULTS, where)
     heads = 2 * hidden // sizes["mamba_head_dim"]
     return {**sizes, "mamba_num_heads": _size_or(args, "mamba_num_heads", heads, where)}
 
 
-def _delta(args: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return _sizes(args, DELTA_DEFAULTS, where)
-
-
-def _sizes(args: Mapping[str, Any], defaults: Mapping[str, int], where: str) -> dict[str, int]:
+def _sizes(args: Mapping[str, Any], defaults: Mapping[str, int], where: str) -> dict[str, Any]:
     given = {name: args.get(name) for name in defaults}
     sizes = {name: defaults[name] if size is None else size for name, size in given.items()}
     return {name: _size(sizes, name, where) for name in defaults}
@@ -315,6 +308,11 @@ def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str, str]:
     pattern = _hybrid_pattern(args)
     has_experts = bool(args.get("num_experts"))
     if not pattern:
+        if _flag(args, "is_hybrid_model", where):
+            raise CheckpointError(
+                f"{where}: is_hybrid_model = True without hybrid_layer_pattern or "
+                "hybrid_override_pattern is not supported"
+            )
         layers = _size(args, "num_layers", where)
         dense = tuple(range(layers))
         if has_experts:

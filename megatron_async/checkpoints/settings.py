@@ -204,7 +204,7 @@ class Settings:
             else:
                 unknown.append(key)
         if unknown:
-            _tell(self.where, self.family, tuple(sorted(unknown)))
+            tell_unknown(self.where, self.family, tuple(sorted(unknown)))
 
     def _number(self, key: str, otherwise: float | None) -> Any:
         value = self.get(key)
@@ -227,8 +227,8 @@ def _listed(supported: tuple[Any, ...]) -> str:
 
 
 @lru_cache(maxsize=64)
-def _tell(where: str, family: str, keys: tuple[str, ...]) -> None:
-    """Once for a file: a model is opened several times."""
+def tell_unknown(where: str, family: str, keys: tuple[str, ...]) -> None:
+    """Tell of settings that nobody knows, once for a file: a model is opened several times."""
     logger.warning(
         "%s: nothing is known of %s in a %s model: passed over.", where, ", ".join(keys), family
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -14,11 +16,22 @@ from typing import Any
 
 import pytest
 import torch
-from training_checkpoints import LENGTH, VOCABULARY, parsed_args, save_run, trained_model
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+from training_checkpoints import (
+    LENGTH,
+    VOCABULARY,
+    megatron_log_probs,
+    parsed_args,
+    save_run,
+    trained_model,
+)
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.megatron_args import architecture_from_args
+from megatron_async.checkpoints.megatron_defaults import IS_HARMLESS, ONLY_IN_SOME, SUPPORTED
 from megatron_async.checkpoints.pickled import UnreadObject, load_common_state
+from megatron_async.checkpoints.settings import tell_unknown
 from megatron_async.models.architecture import ModelArchitecture
 
 CPU = torch.device("cpu")
@@ -154,11 +167,99 @@ def test_a_window_is_a_limit_of_the_length() -> None:
         ("window_size", (128, 128)),
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+        *((name, "something else") for name in SUPPORTED),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"{name} = .*is not supported \(only"):
         read(num_experts=4, **{name: value})
+
+
+class Recorder(dict[str, Any]):
+    """Arguments, and which of them were read."""
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__(vars(args))
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def parser_names() -> dict[str, Any]:
+    """Every option of Megatron-LM's parser, and its default."""
+    parser = ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return vars(parser.parse_args([]))
+
+
+def test_every_argument_is_read_or_refused_or_known_to_be_harmless() -> None:
+    """An option or a field of a later Megatron-Core makes this test fail: see what it does, and
+    read it, or write it into `megatron_defaults`."""
+    experts = {"num_experts": 4, "moe_shared_expert_intermediate_size": 8}
+    recorders = [
+        Recorder(parsed_args(use_rope_scaling=True, **experts)),
+        Recorder(parsed_args(hybrid_layer_pattern="M*-E/*-", **experts)),
+        Recorder(parsed_args(layernorm_zero_centered_gamma=None, layernorm_epsilon=None)),
+        Recorder(
+            parsed_args(experimental_attention_variant="gated_delta_net", linear_attention_freq=2)
+        ),
+    ]
+    for recorder in recorders:
+        architecture_from_args(recorder, VOCABULARY, (), "run")
+    taken = set[str]().union(*(recorder.read for recorder in recorders))
+    assert taken >= set(ONLY_IN_SOME)
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    names = parser_names().keys() | fields
+    assert not sorted(name for name in names - taken if not IS_HARMLESS(name))
+
+
+def test_a_whole_command_line_is_read_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    tell_unknown.cache_clear()
+    args = parsed_args()
+    whole = read(**(parser_names() | vars(args)))
+    assert whole == read()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"apply_query_key_layer_scaling": True},
+        {"attention_softmax_in_fp32": False},
+        {"fp32_residual_connection": True},
+        {"mup_embedding_mult": 3.0, "mup_output_mult": 0.3, "mup_attn_scale_power": 0.5},
+        {"window_attn_skip_freq": 2, "mrope_section": [1, 1, 2]},
+        {"moe_router_dtype": "fp64", "moe_z_loss_coeff": 0.1, "calculate_per_token_loss": True},
+        {"qk_clip": True, "mlp_chunks_for_prefill": 2, "moe_enable_routing_replay": True},
+    ],
+)
+def test_harmless_arguments_change_nothing_in_megatron_either(config: dict[str, Any]) -> None:
+    args = parsed_args(num_experts=4)
+    expected = megatron_log_probs(trained_model(args), list(range(24)))
+    changed = megatron_log_probs(trained_model(args, **config), list(range(24)))
+    torch.testing.assert_close(changed, expected, rtol=0, atol=1e-4)
+    assert read(num_experts=4, **config) == read(num_experts=4)
+
+
+def test_unknown_arguments_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tell_unknown.cache_clear()
+    for _ in range(2):
+        assert read(residual_gain=0.5, logits_scaling=2.0, unset_gain=None) == read()
+    (message,) = caplog.messages
+    assert "nothing is known of logits_scaling, residual_gain in a llama model" in message
+
+
+@pytest.mark.parametrize("name", ["rope_gain", "alibi_slopes", "use_yarn"])
+def test_unknown_arguments_of_positions_are_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"{name} = 2 is not known, and may change positi"):
+        read(**{name: 2})
+
+
+def test_a_hybrid_model_without_a_pattern_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="is_hybrid_model = True without hybrid_layer_pat"):
+        read(is_hybrid_model=True, hybrid_attention_ratio=0.1)
 
 
 def test_vocabulary_is_that_of_the_stored_embedding(tmp_path: Path) -> None:
