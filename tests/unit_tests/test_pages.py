@@ -49,6 +49,16 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert found, f"{name(page)} names {path}, which is neither in the root nor in the package"
 
 
+@pytest.mark.parametrize("page", RECORDS, ids=name)
+def test_a_record_says_what_replaced_a_benchmark_that_is_gone(page: Path) -> None:
+    text, here = page.read_text("utf-8"), ROOT / "scripts" / "benchmarks"
+    gone = {file for file in re.findall(r"benchmark_\w+\.py", text) if not (here / file).exists()}
+    head = next((line for line in text.splitlines()[:5] if "are gone" in line), "")
+    replaced = dict(re.findall(r"`(benchmark_\w+\.py)` by `(benchmark_\w+\.py)", head))
+    assert replaced.keys() == gone
+    assert all((here / file).exists() for file in replaced.values())
+
+
 def test_the_index_has_every_page() -> None:
     index = (DOCS / "README.md").read_text("utf-8")
     linked = {(DOCS / link.partition("#")[0]).resolve() for link in LINK.findall(index)}

@@ -2,8 +2,11 @@
 names of their own."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
+
+import codeowners
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_async"
 
@@ -40,6 +43,20 @@ def test_every_room_says_what_is_in_it():
         room = init.parent.relative_to(PACKAGE)
         says = ast.get_docstring(ast.parse(init.read_text("utf-8"))) or ""
         assert len(says) > (100 if len(room.parts) == 1 else 20), f"{room}: {says!r}"
+
+
+def test_every_room_has_owners():
+    """GitHub's syntax has a pattern and owners on a line, and no sections; an owner is @NAME,
+    @ORGANISATION/TEAM or an address."""
+    text = codeowners.FILE.read_text("utf-8")
+    assert text == codeowners.text(), "run python scripts/codeowners.py"
+    lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    patterns = [pattern for pattern, *_ in lines]
+    rooms = {f"/{PACKAGE.name}/{init.parent.name}/" for init in PACKAGE.glob("*/__init__.py")}
+    assert Counter(patterns) == Counter(["*", *rooms]), "PARTS of scripts/codeowners.py"
+    for _, *owners in lines:
+        assert owners
+        assert all(re.fullmatch(r"@[\w-]+(/[\w-]+)?|[^@\s]+@[\w.-]+", each) for each in owners)
 
 
 def test_no_circles():
