@@ -2,8 +2,9 @@
 
     .venv/bin/python examples/step_by_step.py
 
-This is a Megatron-Core script with the import changed: the same three objects, made in the same
-order, with the same method names.
+The three objects have Megatron-Core's names and are made in its order; model, parameters and
+reports are this project's. `megatron_script.py` is a script of Megatron-Core, with the import
+changed.
 
 With lookahead 1, a call of `step_modern` launches a step and then reports the step before it. So
 the first call reports nothing, and the tokens of a new request are in the report of the call after

@@ -306,9 +306,9 @@ def check_engine_names(
     """
     for name in given:
         if name not in known:
-            hint = _hint(name, known, of_request)
             raise ConfigurationError(
-                f"{name!r} is not a setting of LLM or InferenceConfig.{hint} "
+                f"{name!r} is not a setting of LLM or InferenceConfig."
+                f"{hint(name, known, of_request)} "
                 f"The settings are: {', '.join(known)}."
             )
     budget = given.get("max_tokens")
@@ -330,7 +330,14 @@ def budgets_named_by_options() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:
+def hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:
+    """What to say of an unknown setting: a sentence after a blank, or nothing.
+
+    Args:
+        name: as it was written.
+        known: settings that there are.
+        of_request: fields of `SamplingParams`.
+    """
     name = without_prefix(name)
     if name in ENGINE_ADVICE:
         return f" Here {ENGINE_ADVICE[name]}."
@@ -359,7 +366,7 @@ def names_what_is_meant[T: type](made: T) -> T:
 
 def names_settings_that_are_meant[T: type](made: T) -> T:
     """A decorator of a dataclass of an engine's settings, as `names_what_is_meant`."""
-    return _refusing(made, "setting", lambda name, _, known: f".{_hint(name, known, ())}")
+    return _refusing(made, "setting", lambda name, _, known: f".{hint(name, known, ())}")
 
 
 def _refusing[T: type](made: T, what: str, meant: Callable[[str, Any, Collection[str]], str]) -> T:
@@ -369,8 +376,8 @@ def _refusing[T: type](made: T, what: str, meant: Callable[[str, Any, Collection
     @wraps(init)
     def checked(self: object, *args: Any, **values: Any) -> None:
         for name in values.keys() - known:
-            hint = meant(name, values[name], known)
-            raise TypeError(f"{made.__name__} has no {what} {name!r}{hint}")
+            answer = meant(name, values[name], known)
+            raise TypeError(f"{made.__name__} has no {what} {name!r}{answer}")
         init(self, *args, **values)
 
     made.__init__ = checked  # type: ignore[misc]

@@ -65,9 +65,11 @@ class PendingRound:
 
 
 class AsyncZMQCommunicator:
-    """Rounds of integers among some ranks; Megatron-Core's class and names.
+    """Rounds of integers among some ranks, under the names of Megatron-Core's class.
 
-    In Megatron's class, one rank gathers and answers. Here each member sends to all others: this
+    Constructor and results differ: Megatron's class is made of a ZMQ context and a process group,
+    and gives one integer for one value and a tuple for more; here it is always a list. There, one
+    rank gathers and answers. Here each member sends to all others: this
     takes one message time instead of two, and each member sees which ranks are missing and whether
     another has begun a round. All members construct it, and call the same rounds in the same order;
     different operations in one round are an error. Use it from one thread at a time.

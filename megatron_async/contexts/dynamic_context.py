@@ -32,6 +32,7 @@ from megatron_async.device_state.device_memory import make_gpu_view, max_paused_
 from megatron_async.device_state.state_sharing import share_states
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
 from megatron_async.models.partition import is_recurrent
+from megatron_async.names_of_megatron import NamesOfMegatron
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
 from megatron_async.ops.recurrent.recurrent_pools import GRID
@@ -47,7 +48,7 @@ def alone(step: int, wanted: StepShape, has_work: bool) -> StepShape:
     return wanted
 
 
-class DynamicInferenceContext:
+class DynamicInferenceContext(NamesOfMegatron):
     """Schedules requests over a paged KV cache.
 
     Args:

@@ -26,6 +26,7 @@ from megatron_async.engines.pausing import EngineState, Pausing
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.step_report import step_report
+from megatron_async.names_of_megatron import NamesOfMegatron
 from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.observe.step_log import StepLog
@@ -46,7 +47,7 @@ Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""
 
 
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(NamesOfMegatron):
     """Continuous batching with up to `lookahead` steps in flight while the next one is prepared.
 
     Args:
@@ -59,8 +60,7 @@ class DynamicInferenceEngine:
         requests: the unfinished requests, with their futures and readers.
         invalidation: the policy for steps in flight when a request that they serve ends.
         group: the ranks that hold the model together; at first only this rank.
-        job: whether ranks of the group are lost.
-        pausing: whether the engine is stopped.
+        job, pausing: whether ranks of the group are lost; whether the engine is stopped.
         listeners: get the events of requests and steps, in order.
         admission, launching, booking: the stages of a request and of a step.
         thread: the thread that may use the engine now.

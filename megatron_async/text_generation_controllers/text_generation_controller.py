@@ -17,6 +17,7 @@ from megatron_async.device_state.feed_back import COUNT, TOKENS
 from megatron_async.devices import Event, makes_ordinary_tensors
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.pipeline import stage_of
+from megatron_async.names_of_megatron import NamesOfMegatron
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.pipeline.stage import PipelineStage, make_stage
 from megatron_async.text_generation_controllers.constrained_sampling import (
@@ -110,7 +111,7 @@ class LaunchedStep:
         return self._buffers.prompt.array[: self.plan.features.num_prompt_log_probs]
 
 
-class TextGenerationController:
+class TextGenerationController(NamesOfMegatron):
     """Runs steps on the device. It never decides which requests run, and never waits.
 
     Args:

@@ -9,7 +9,7 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from megatron_async.compat.conversions.coordinated_states import LASTING, CoordinatedStates
-from megatron_async.compat.conversions.not_served import SCHEDULING, refuse
+from megatron_async.compat.conversions.not_served import refuse
 from megatron_async.compat.conversions.request_book import RequestBook
 from megatron_async.compat.conversions.suspension_log import suspension_log
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
@@ -163,7 +163,7 @@ class EngineControl(DynamicInferenceEngine):
         """Close the engine; unfinished requests fail."""
         self.close()
 
-    # ---- What is not served ------------------------------------------------------------------
+    # ---- Behind a coordinator ----------------------------------------------------------------
 
     async def start_listening_to_data_parallel_coordinator(
         self,
@@ -234,7 +234,3 @@ class EngineControl(DynamicInferenceEngine):
                 "await that, which starts it as engine_loop_task",
             )
         await self._service.run()
-
-    def schedule_requests(self) -> int:
-        """Refused: raises ConfigurationError."""
-        refuse("schedule_requests", SCHEDULING)

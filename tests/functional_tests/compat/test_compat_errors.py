@@ -156,26 +156,3 @@ def test_parts_of_our_own_trio_are_refused(tiny_model: torch.nn.Module) -> None:
         DynamicInferenceEngine(own.controller, context)  # type: ignore[arg-type]
     own.close()
     context.device.close()
-
-
-def test_taking_in_messages_by_hand_is_refused_by_name(tiny_model: torch.nn.Module) -> None:
-    with (
-        compat_engine(tiny_model) as engine,
-        pytest.raises(ConfigurationError, match="schedule_requests"),
-    ):
-        engine.schedule_requests()
-
-
-def test_a_missing_name_says_that_it_is_megatrons(tiny_model: torch.nn.Module) -> None:
-    with compat_engine(tiny_model) as engine:
-        with pytest.raises(
-            AttributeError, match=r"Megatron's DynamicInferenceEngine.async_forward"
-        ):
-            engine.async_forward()
-        with pytest.raises(AttributeError, match=r"Megatron's .*key_value_cache"):
-            engine.context.key_value_cache(1)
-        with pytest.raises(AttributeError, match=r"Megatron's .*dummy_forward"):
-            engine.controller.dummy_forward()
-        with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
-            _ = engine.nothing
-        assert not hasattr(engine.context, "memory_buffer")

@@ -25,7 +25,6 @@ from megatron.core.inference.contexts.dynamic_context import (
 )
 
 from megatron_async.compat.conversions.kv_block_counts import KVBlockCounts
-from megatron_async.compat.conversions.not_served import NamesOfMegatron
 from megatron_async.compat.conversions.settings import DEFAULT_MAX_TOKENS, to_settings
 from megatron_async.compat.conversions.step_watch import StepWatch
 from megatron_async.compat.models.serving_config import serving_config
@@ -60,7 +59,7 @@ class Resettable(Protocol):
         ...
 
 
-class DynamicInferenceContext(NamesOfMegatron, OwnContext):
+class DynamicInferenceContext(OwnContext):
     """Our context, made from Megatron's configuration, with the numbers that scripts read.
 
     Args:
@@ -79,7 +78,6 @@ class DynamicInferenceContext(NamesOfMegatron, OwnContext):
         OutOfMemoryError: what was asked for does not fit into the device's memory.
     """
 
-    megatron_class = MegatronContext
     DEFAULT_MAX_TOKENS = DEFAULT_MAX_TOKENS
     unified_memory_level = 0
 

@@ -30,7 +30,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron_async.compat.conversions import errors
 from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.metrics_log import MetricsLog
-from megatron_async.compat.conversions.not_served import NamesOfMegatron, refuse
+from megatron_async.compat.conversions.not_served import refuse
 from megatron_async.compat.conversions.request_book import RequestBook, RequestEntry
 from megatron_async.compat.conversions.sampling import (
     RefusedParams,
@@ -51,7 +51,7 @@ from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 __all__ = ["DynamicInferenceEngine", "EngineState", "EngineSuspendedError", "RequestEntry"]
 
 
-class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
+class DynamicInferenceEngine(EngineControl):
     """Our engine with Megatron's calls.
 
     Args:
@@ -65,7 +65,6 @@ class DynamicInferenceEngine(NamesOfMegatron, EngineControl):
         ConfigurationError: the parts are not those of `compat`, or a `metrics_writer` cannot write.
     """
 
-    megatron_class = MegatronEngine
     controller: TextGenerationController
 
     def __init__(

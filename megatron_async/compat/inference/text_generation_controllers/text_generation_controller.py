@@ -7,11 +7,7 @@ from typing import Any
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     DecodeOnly,
 )
-from megatron.core.inference.text_generation_controllers.text_generation_controller import (
-    TextGenerationController as MegatronController,
-)
 
-from megatron_async.compat.conversions.not_served import NamesOfMegatron
 from megatron_async.compat.conversions.sampling_seed import SamplingSeed
 from megatron_async.compat.conversions.text import detokenize, tokenize_prompt
 from megatron_async.errors import ConfigurationError
@@ -24,7 +20,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 __all__ = ["DecodeOnly", "TextGenerationController"]
 
 
-class TextGenerationController(NamesOfMegatron, OwnController):
+class TextGenerationController(OwnController):
     """Our controller with Megatron's text functions.
 
     Args:
@@ -42,7 +38,6 @@ class TextGenerationController(NamesOfMegatron, OwnController):
         ConfigurationError: the configuration's process groups are not the model's.
     """
 
-    megatron_class = MegatronController
     # Megatron's take the tokenizer as their first argument, and are functions of the class.
     tokenize_prompt = staticmethod(tokenize_prompt)  # type: ignore[assignment]
     detokenize = staticmethod(detokenize)

@@ -1,0 +1,134 @@
+"""Every public name of Megatron's trio has its answer; docs/megatron_names.md is made of these.
+
+After a change of the table: `python tests/functional_tests/compat/test_names_of_megatron.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.names_of_megatron import CLASSES, ClassNames
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/megatron_names.md"
+MARK = "<!-- What follows is made by tests/functional_tests/compat/test_names_of_megatron.py -->\n"
+SOURCES = {
+    "DynamicInferenceContext": ("contexts/base_context.py", "contexts/dynamic_context.py"),
+    "DynamicInferenceEngine": ("engines/abstract_engine.py", "engines/dynamic_engine.py"),
+    "TextGenerationController": (
+        "text_generation_controllers/text_generation_controller.py",
+    ),
+}  # fmt: skip
+BASES = {"BaseInferenceContext", "AbstractEngine"}
+
+
+def theirs(kind: str) -> set[str]:
+    """Public names of Megatron's class, its base class, and what their methods set on `self`."""
+    root = Path(str(find_spec("megatron.core").origin)).parent / "inference"
+    found: set[str] = set()
+    for file in SOURCES[kind]:
+        for made in ast.parse((root / file).read_text("utf-8")).body:
+            if not isinstance(made, ast.ClassDef) or made.name not in {kind, *BASES}:
+                continue
+            for each in made.body:
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(each.name)
+                elif isinstance(each, ast.Assign | ast.AnnAssign):
+                    targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+                    found |= {ast.unparse(target) for target in targets}
+            found |= {
+                each.attr for each in ast.walk(made)
+                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+                and ast.unparse(each.value) == "self"
+            }  # fmt: skip
+    # What only static batching sets.
+    found -= {"sequence_len_offset", "batch_size_offset"}
+    return {name for name in found if not name.startswith("_")}
+
+
+def all_of(names: ClassNames) -> list[str]:
+    groups = [names.own, names.compat, *names.otherwise.values(), *names.absent.values()]
+    return [name for group in groups for name in group.split()]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_table_has_every_name_once(kind: str) -> None:
+    named = all_of(CLASSES[kind])
+    assert set(named) == theirs(kind)
+    assert len(named) == len(set(named))
+
+
+def test_names_exist_or_are_answered(tiny_model: Any) -> None:
+    from compat_trio import make_compat_engine
+    from harness import make_engine
+
+    for engine, is_own in (
+        (make_engine(tiny_model), True),
+        (make_compat_engine(tiny_model), False),
+    ):
+        trio = {type(e).__name__: e for e in (engine, engine.context, engine.controller)}
+        for kind, names in CLASSES.items():
+            exist = names.own.split() + ([] if is_own else names.compat.split())
+            others = [name for group in names.otherwise.values() for name in group.split()]
+            for name in exist + others:
+                assert hasattr(trio[kind], name), name
+            for name in names.answers.keys() - set(exist):
+                with pytest.raises(AttributeError) as error:
+                    getattr(trio[kind], name)
+                assert str(error.value).endswith(
+                    f": {names.answers[name]} (docs/megatron_names.md)"
+                )
+        for each in trio.values():
+            with pytest.raises(AttributeError, match=r"Did you mean 'lookahead=1'\?$"):
+                _ = each.async_scheduling
+            with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+                _ = each.nothing
+        engine.close()
+
+
+def test_a_property_raises_its_own_error() -> None:
+    class Context(DynamicInferenceContext):
+        @property
+        def length(self) -> int:
+            return self.slots.no_such_array  # type: ignore[attr-defined]
+
+    context = object.__new__(Context)
+    vars(context)["slots"] = ()
+    with pytest.raises(AttributeError, match="'tuple' object has no attribute 'no_such_array'"):
+        _ = context.length
+
+
+def table(names: ClassNames) -> str:
+    rows = {"our class, so `compat` too": names.own, "`compat`": names.compat}
+    rows |= {f"another thing: {text}": each for text, each in names.otherwise.items()}
+    rows |= {f"not here: {text}": each for text, each in names.absent.items()}
+    lines = ["| where, or what instead | names |", "| --- | --- |"]
+    for text, each in rows.items():
+        lines.append(f"| {text} | {', '.join(f'`{name}`' for name in sorted(each.split()))} |")
+    return "\n".join(lines) + "\n"
+
+
+def made() -> str:
+    parts = []
+    for kind, names in CLASSES.items():
+        own, compat = len(names.own.split()), len(names.compat.split())
+        absent = len(names.answers) - compat
+        other = len(all_of(names)) - own - compat - absent
+        parts.append(
+            f"\n## {kind}\n\n{len(all_of(names))} names. Of our class: {own}; of `compat` besides: "
+            f"{compat}; another thing: {other}; not here: {absent}.\n\n{table(names)}"
+        )
+    return "".join(parts)
+
+
+def test_the_page_is_the_table() -> None:
+    assert PAGE.read_text("utf-8").partition(MARK)[2] == made()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PAGE.read_text("utf-8").partition(MARK)[0] + MARK + made(), "utf-8")
