@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # All ranks call it; those that are not primary get nothing.
         for prompt, answer in zip(mine, llm.generate(mine, sampling), strict=False):
             said = answer.error or answer.generated_text or answer.generated_tokens
-            print(f"replica {llm.data_parallel_rank}: {prompt!r} -> {said!r}", flush=True)
+            # Ranks are unbuffered: a newline of print's own would be written apart from its line,
+            # and another rank's line between the two.
+            line = f"replica {llm.data_parallel_rank}: {prompt!r} -> {said!r}\n"
+            print(line, end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ async def ask(llm: LLM, request_id: int, after_s: float, tokens: int) -> None:
     llm.engine.add_request(request_id, prompt, sampling)
     async for chunk in llm.engine.stream(request_id):
         said = chunk.text if llm.tokenizer else chunk.tokens
-        print(f"[{llm.data_parallel_rank}.{request_id}] {said!r}", flush=True)
+        # One write: a line's newline that is written apart may follow another rank's line.
+        print(f"[{llm.data_parallel_rank}.{request_id}] {said!r}\n", end="", flush=True)
 
 
 async def serve(llm: LLM, users: int, tokens: int) -> None:

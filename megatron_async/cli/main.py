@@ -249,7 +249,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
             sampling = llm.default_sampling_params(**given)
             is_shown = not arguments.json and llm.data_parallel_size == 1
             with metrics_server(llm, arguments.metrics_port):
-                if is_shown and len(prompts) == 1 and not has_other_ranks():
+                # Log lines would break into an answer that is shown as it is made.
+                is_one = len(prompts) == 1 and not arguments.logging_step_interval
+                if is_shown and is_one and not has_other_ranks():
                     results = [print_as_it_is_made(llm.engine, prompts[0], inputs[0], sampling)]
                 else:
                     on_end = printer_of_ended(prompts) if is_shown else None

@@ -49,6 +49,18 @@ def test_on_a_terminal_tokens_are_counted(capsys, monkeypatch):
     assert "overlap 1.00" in shown
 
 
+def test_log_lines_do_not_break_into_an_answer(capfd):
+    """Both in one file, as in a terminal: the prompt's line is followed by the whole answer's."""
+    with contextlib.redirect_stdout(sys.stderr):
+        logged = ["--max-new-tokens", "9", "--logging-step-interval", "2"]
+        assert cli.main([*TINY, "--prompt", "1 2", *logged]) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert sum("device" in line for line in lines) >= 3
+    answer = lines[lines.index(">>> 1 2") + 1]
+    assert len(answer.split()) == 9
+    assert all(token.isdecimal() for token in answer.split())
+
+
 def test_statistics_are_beside_the_answers(capsys):
     assert cli.main([*TINY, "--prompt", "1", "--max-new-tokens", "5"]) == 0
     output = capsys.readouterr()
