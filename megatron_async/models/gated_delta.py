@@ -13,6 +13,7 @@ Unlike Megatron's `GatedDeltaNet`, this mixer does not need flash-linear-attenti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +60,7 @@ class GatedDeltaMixer(RecurrentMixer):
     Args:
         config: of the model, with Megatron's `linear_*` fields.
         pg_collection: process groups; `tp` is used.
+        in_proj, out_proj: make the products; `in_proj` may have the norm before it inside.
 
     Attributes:
         whole_sizes, sizes: of all ranks together, and of this one.
@@ -77,6 +79,8 @@ class GatedDeltaMixer(RecurrentMixer):
         self,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        in_proj: Callable[..., Any] = InferenceColumnParallelLinear,
+        out_proj: Callable[..., Any] = InferenceRowParallelLinear,
         **_: Any,
     ) -> None:
         super().__init__(config)
@@ -84,7 +88,7 @@ class GatedDeltaMixer(RecurrentMixer):
         self.tp_group = group = pg_collection.tp
         self.sizes = sizes = whole.of_rank(group.size())
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
-        self.in_proj = InferenceColumnParallelLinear(
+        self.in_proj = in_proj(
             config.hidden_size,
             sizes.in_proj * group.size(),
             init_method=config.init_method,
@@ -102,7 +106,7 @@ class GatedDeltaMixer(RecurrentMixer):
         self.out_norm = GatedHeadNorm(
             sizes.value_dim, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         )
-        self.out_proj = InferenceRowParallelLinear(
+        self.out_proj = out_proj(
             whole.values,
             config.hidden_size,
             init_method=config.output_layer_init_method,

@@ -183,7 +183,7 @@ def build_model(
     """
     check_partition(architecture, sizes or ParallelSizes(), transformer_impl)
     if with_mtp:
-        check_mtp(architecture, sizes or ParallelSizes(), transformer_impl)
+        check_mtp(architecture, sizes or ParallelSizes())
     groups = ensure_process_groups(sizes)
     config = transformer_config(architecture, dtype, sizes, with_mtp)
     config.transformer_impl = transformer_impl
@@ -208,7 +208,7 @@ def build_model(
             pg_collection=groups,
         )
         # Behind all else: its KV layers are numbered in this order.
-        model.mtp = MultiTokenPrediction(config, spec.submodules, groups) if with_mtp else None
+        model.mtp = MultiTokenPrediction(config, spec, groups) if with_mtp else None
     shard_vocabulary(model, architecture.vocab_size)
     config.vocab_size = model.vocab_size
     model = model.to(dtype=dtype)

@@ -77,7 +77,7 @@ class PagedHybridStack(HybridStack):
         if not self.post_process:
             assert isinstance(output, Tensor), "its last product may not split"
             return output if residual is None else output + residual
-        normed, total = add_norm(output, residual, self.final_norm)
+        normed, total = self.finish(output, residual)
         if getattr(self.config, "mtp_num_depths", 0):
             is_before = self.config.mtp_hidden_before_norm
             inference_context.mtp_hidden = (total if is_before else normed).flatten(0, 1)
@@ -128,6 +128,10 @@ class PagedHybridStack(HybridStack):
                 output = output + bias
             residual = None if adds else residual
         return output, residual
+
+    def finish(self, output: Tensor | Unreduced, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What `run` returned, normalised by the final norm, and without it."""
+        return add_norm(output, residual, self.final_norm)
 
     @staticmethod
     def _adds(last: Any, stream: Tensor | None) -> bool:

@@ -10,6 +10,7 @@ Unlike Megatron's mixer, this one needs neither mamba-ssm nor causal-conv1d.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,7 @@ class Mamba2Mixer(RecurrentMixer):
         config: of the model, with Megatron's `mamba_*` fields.
         d_model: hidden size.
         pg_collection: process groups; `tp` is used.
+        in_proj, out_proj: make the products; `in_proj` may have the norm before it inside.
 
     Attributes:
         whole_sizes, sizes: of all ranks together, and of this one.
@@ -102,6 +104,8 @@ class Mamba2Mixer(RecurrentMixer):
         config: TransformerConfig,
         d_model: int,
         pg_collection: ProcessGroupCollection,
+        in_proj: Callable[..., Any] = InferenceColumnParallelLinear,
+        out_proj: Callable[..., Any] = InferenceRowParallelLinear,
         **_: Any,
     ) -> None:
         super().__init__(config)
@@ -109,7 +113,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.tp_group = group = pg_collection.tp
         self.sizes = sizes = whole.of_rank(group.size())
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
-        self.in_proj = InferenceColumnParallelLinear(
+        self.in_proj = in_proj(
             d_model,
             sizes.in_proj * group.size(),
             init_method=config.init_method,
@@ -127,7 +131,7 @@ class Mamba2Mixer(RecurrentMixer):
         spread = group.size() > 1 and whole.groups == 1
         eps = getattr(config, "mamba_norm_epsilon", 1e-5)
         self.norm = GatedRMSNorm(sizes.inner, sizes.groups, eps, group if spread else None, dtype)
-        self.out_proj = InferenceRowParallelLinear(
+        self.out_proj = out_proj(
             whole.inner,
             d_model,
             init_method=config.output_layer_init_method,
@@ -181,9 +185,10 @@ class Mamba2Mixer(RecurrentMixer):
     def _divides(self, rows: Tensor, view: ContextGPUView) -> bool:
         """Whether out_proj divides by the norm's root mean squares, so that the norm has no kernel
         of its own."""
-        if self.norm.tp_group is not None:
+        product = self.out_proj
+        if self.norm.tp_group is not None or not isinstance(product, InferenceRowParallelLinear):
             return False
-        return self.out_proj.takes_squares(rows, self.norm.groups) and view.may_gate
+        return product.takes_squares(rows, self.norm.groups) and view.may_gate
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

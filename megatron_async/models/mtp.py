@@ -14,14 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import KINDS, MTP_KINDS, ModelArchitecture
-from megatron_async.models.hybrid_stack import PagedHybridStack, add_norm
+from megatron_async.models.hybrid_stack import add_norm
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.models.model_config import ModelConfig
 from megatron_async.models.norm import factors_of, make_norm
@@ -39,7 +39,7 @@ class MultiTokenPredictionLayer(MegatronModule):
 
     Args:
         config: of the model; `mtp_pattern` lists the layers.
-        submodules: of the model's stack; the layers use the same.
+        spec: of the model's stack; this one is made of the same.
         groups: process groups.
 
     Attributes:
@@ -53,7 +53,7 @@ class MultiTokenPredictionLayer(MegatronModule):
     def __init__(
         self,
         config: ModelConfig,
-        submodules: HybridStackSubmodules,
+        spec: ModuleSpec,
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
@@ -71,9 +71,9 @@ class MultiTokenPredictionLayer(MegatronModule):
             is_expert=False,
             tp_group=groups.tp,
         )
-        self.mtp_model_layer = PagedHybridStack(
+        self.mtp_model_layer = spec.module(
             config,
-            submodules,
+            spec.submodules,
             layer_type_list=list(config.mtp_pattern),
             pg_collection=groups,
             is_mtp_layer=True,
@@ -118,7 +118,7 @@ class MultiTokenPrediction(MegatronModule):
 
     Args:
         config: of the model; its `mtp_pattern` and `mtp_num_depths` say what is built.
-        submodules: of the trunk's stack.
+        spec: of the trunk's stack.
         groups: process groups.
 
     Attributes:
@@ -128,14 +128,12 @@ class MultiTokenPrediction(MegatronModule):
     def __init__(
         self,
         config: ModelConfig,
-        submodules: HybridStackSubmodules,
+        spec: ModuleSpec,
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
         depths = range(config.mtp_num_depths)
-        self.layers = nn.ModuleList(
-            MultiTokenPredictionLayer(config, submodules, groups) for _ in depths
-        )
+        self.layers = nn.ModuleList(MultiTokenPredictionLayer(config, spec, groups) for _ in depths)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -149,13 +147,12 @@ class MultiTokenPrediction(MegatronModule):
         return found
 
 
-def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes, transformer_impl: str) -> None:
+def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes) -> None:
     """Check that a model's layers of multi-token prediction can be built.
 
     Args:
         architecture: of the whole model.
         sizes: over how many ranks it is split.
-        transformer_impl: what its layers are made of; see `build_model`.
 
     Raises:
         ConfigurationError: the model has no MTP layers, or layers that are not served, or another
@@ -178,7 +175,6 @@ def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes, transformer
         # The last stage samples, and has no embedding.
         ("pipeline_model_parallel_size", sizes.pipeline_model_parallel, 1),
         ("sequence_parallel", sizes.sequence_parallel and sizes.tensor_model_parallel > 1, False),
-        ("transformer_impl", transformer_impl, "local"),
     )
     for name, value, served in settings:
         if value != served:

@@ -13,7 +13,6 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import (
     ATTENTION,
     DELTA,
-    KINDS,
     MAMBA,
     MLP,
     RECURRENT,
@@ -122,12 +121,6 @@ def check_partition(
             "transformer_impl='local', or leave sequence_parallel out."
         )
     a = architecture
-    recurrent = [KINDS[kind] for kind in RECURRENT if kind in a.pattern]
-    if transformer_impl != "local" and recurrent:
-        raise ConfigurationError(
-            f"{recurrent[0]} layers are not served with transformer_impl={transformer_impl!r}: use "
-            "transformer_impl='local'."
-        )
     counts: dict[str, int] = {}
     if ATTENTION in a.pattern:
         counts["key/value heads (num_query_groups)"] = a.num_query_groups

@@ -1,9 +1,10 @@
 """Layer spec of Megatron's TransformerEngine modules around our paged attention.
 
 Megatron-Core's own hybrid stack is made of these: `TELayerNormColumnParallelLinear` (the norm fused
-into the linear layer behind it), `TERowParallelLinear` and `TENorm`. Attention, rotary, KV append
-and SwiGLU stay ours; embedding and output layer are Megatron's with either spec. In float32
-TransformerEngine multiplies as TF32.
+into the linear layer behind it), `TERowParallelLinear` and `TENorm`. Ours stay attention with its
+norms of heads, rotary and KV append, SwiGLU, experts, convolutions, recurrences and their gated
+norms; of a depth of multi-token prediction all that is around its layers. Embedding and output
+layer are Megatron's with either spec. In float32 TransformerEngine multiplies as TF32.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.extensions.transformer_engine import (
@@ -22,7 +23,7 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols as LayerSymbols
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -30,14 +31,18 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.utils import WrappedTensor
 from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import EXPERTS
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
+from megatron_async.models.gated_delta import GatedDeltaMixer
 from megatron_async.models.hybrid_stack import PagedHybridStack
+from megatron_async.models.layer_kinds import LAYER_KINDS
+from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.moe import MoELayer
+from megatron_async.models.norm import make_norm
 
 
 def require_transformer_engine(device: torch.device) -> None:
@@ -64,7 +69,7 @@ class TransformerEngineHybridStack(PagedHybridStack):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        if self.post_process:
+        if self.post_process and not self.is_mtp_layer:
             self.final_norm = _on_meta_device(TENorm, config)(
                 hidden_size=config.hidden_size, config=config, eps=config.layernorm_epsilon
             )
@@ -72,42 +77,34 @@ class TransformerEngineHybridStack(PagedHybridStack):
             if isinstance(module, MoELayer):
                 module.may_split = False  # no norm here adds up summands
 
-    def forward(
-        self,
-        hidden_states: Tensor | WrappedTensor,
-        attention_mask: Tensor | None,
-        inference_context: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """Run the layers: hidden states `[tokens, 1, hidden]` -> the same, normalised at the end of
-        the last stage."""
-        if isinstance(hidden_states, WrappedTensor):
-            hidden_states = hidden_states.unwrap()
-        if not self.pre_process:
-            hidden_states = self.input_tensor
+    @override
+    def run(self, hidden_states: Tensor, inference_context: Any) -> tuple[Tensor, None]:
         for layer, kind in zip(self.layers, self.layer_type_list, strict=True):
-            block = layer.self_attention if kind == LayerSymbols.ATTENTION else layer.mlp
             # The norms of the others are inside their first linear layers.
-            is_moe = kind == LayerSymbols.MOE
+            is_moe = kind == EXPERTS
             x = layer.pre_mlp_layernorm(hidden_states) if is_moe else hidden_states
-            output, bias = block(x, inference_context=inference_context)
+            output, bias = LAYER_KINDS[kind].block(layer)(x, inference_context=inference_context)
             if bias is not None:
                 output = output + bias
             hidden_states = hidden_states + output
-        return self.final_norm(hidden_states) if self.post_process else hidden_states
+        return hidden_states, None
+
+    @override
+    def finish(self, output: Any, residual: Any) -> tuple[Tensor, Tensor]:
+        return self.final_norm(output), output
 
 
 def transformer_engine_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`) and MLP (`-`) layers of TransformerEngine's modules, and of
-    expert layers (`E`), which are ours behind its norm.
+    """Layer spec of attention (`*`), MLP (`-`), Mamba-2 (`M`) and Gated DeltaNet (`G`) layers of
+    TransformerEngine's modules, and of expert layers (`E`), which are ours behind its norm.
 
     Parameters bear the names that Megatron's checkpoints have: a norm's weight is
-    `linear_qkv.layer_norm_weight` or `linear_fc1.layer_norm_weight`.
+    `linear_qkv.layer_norm_weight`, `linear_fc1.layer_norm_weight` or `in_proj.layer_norm_weight`.
     """
     column = _on_meta_device(TELayerNormColumnParallelLinear, config)
     row = _on_meta_device(TERowParallelLinear, config)
     any_norm = _on_meta_device(TENorm, config)
-    norm = any_norm if config.qk_layernorm else None
+    norm = make_norm if config.qk_layernorm else None  # inside our kernel of rotary and keys
     attention_layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -141,10 +138,28 @@ def transformer_engine_stack_spec(config: TransformerConfig) -> ModuleSpec:
             pre_mlp_layernorm=any_norm, mlp=MoELayer, mlp_bda=get_bias_dropout_add
         ),
     )
+    products = {"in_proj": column, "out_proj": row}
+    mamba_layer = ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            mixer=ModuleSpec(module=Mamba2Mixer, params=products), mamba_bda=get_bias_dropout_add
+        ),
+    )
+    delta_layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(module=GatedDeltaMixer, params=products),
+            self_attn_bda=get_bias_dropout_add,
+        ),
+    )
     return ModuleSpec(
         module=TransformerEngineHybridStack,
         submodules=HybridStackSubmodules(
-            attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
+            attention_layer=attention_layer,
+            mlp_layer=mlp_layer,
+            moe_layer=moe_layer,
+            mamba_layer=mamba_layer,
+            gdn_layer=delta_layer,
         ),
     )
 

@@ -124,5 +124,5 @@ def prefill_chains(shape: MambaShape, lengths: list[int], with_megatron: bool) -
     runs = {OURS: ours}
     if with_megatron:
         ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-        runs["megatron"] = megatron_prefill(shape, params, lengths, len(pools), zxbcdt, ends)
+        runs |= megatron_prefill(shape, params, lengths, len(pools), zxbcdt, ends)
     return {name: Chain(run, len(pools)) for name, run in runs.items()}

@@ -1,10 +1,10 @@
-"""Megatron-Core's kernels of Mamba-2 that do what ours do: convolution and state update for decode,
+"""Kernels of Mamba-2 of others that do what ours do: convolution and state update for decode,
 convolution and chunk scan for prefill.
 
-What our prefill does besides (it leaves states and inputs in the pools) has no counterpart there.
-Of decode the convolution is timed alone too, and where the package causal-conv1d is installed (it
-must be built; nothing else here uses it), its compiled one: ours is part of a kernel that writes
-the rings as well.
+Megatron-Core's own, and those of causal-conv1d and mamba-ssm where these are installed
+(docs/gpus.md). What our prefill does besides (it leaves inputs in the pools) has no counterpart
+there. Of decode the convolution is timed alone too: ours is part of a kernel that writes the rings
+as well. mamba-ssm's state update takes one token a row.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def megatron_decode(
     index: Tensor,
     width: int,
 ) -> dict[str, Callable[[], None]]:
-    """A decode step by Megatron-Core's kernels, which write the state in every step; convolutions
-    alone, Megatron-Core's and that of causal-conv1d where it is installed."""
+    """A decode step by Megatron-Core's kernels and by the packages', which write the state in every
+    step; convolutions alone."""
     from megatron.core.ssm.ops.causal_conv1d_triton import causal_conv1d_update
     from megatron.core.ssm.ops.mamba_ssm import selective_state_update
 
@@ -51,6 +51,24 @@ def megatron_decode(
     def compiled_conv() -> None:
         for conv_state in conv_states:
             compiled(xbc.transpose(1, 2), conv_state, *weights, "silu", conv_state_indices=indices)
+
+    def packages() -> None:
+        for pool, conv_state in zip(pools, conv_states):
+            x, b, c = compiled(
+                xbc[:, 0], conv_state, *weights, "silu", conv_state_indices=indices
+            ).split([shape.d_inner, shape.bc_dim, shape.bc_dim], dim=1)
+            their_update(
+                pool.state,
+                x.unflatten(1, (heads, dim)),
+                dt[:, 0],
+                a,
+                b.unflatten(1, (shape.groups, n)),
+                c.unflatten(1, (shape.groups, n)),
+                d,
+                dt_bias=dt_bias,
+                dt_softplus=True,
+                state_batch_indices=indices,
+            )
 
     def run() -> None:
         for pool, conv_state in zip(pools, conv_states):
@@ -75,6 +93,12 @@ def megatron_decode(
         from causal_conv1d import causal_conv1d_update as compiled
 
         calls["causal_conv1d"] = compiled_conv
+        if find_spec("mamba_ssm") is not None and width == 1:
+            from mamba_ssm.ops.triton.selective_state_update import (
+                selective_state_update as their_update,
+            )
+
+            calls["mamba_ssm"] = packages
     return calls
 
 
@@ -85,8 +109,8 @@ def megatron_prefill(
     layers: int,
     zxbcdt: Tensor,
     ends: Tensor,
-) -> Callable[[], None]:
-    """Prefill chunks by Megatron-Core's kernels, their metadata made before."""
+) -> dict[str, Callable[[], None]]:
+    """Prefill chunks by Megatron-Core's kernels and by the packages'; metadata is made before."""
     from megatron.core.ssm.ops.causal_conv1d_varlen import causal_conv1d_varlen_fn
     from megatron.core.ssm.ops.ssd_combined import mamba_chunk_scan_combined_varlen
 
@@ -106,6 +130,32 @@ def megatron_prefill(
     states = random(len(lengths), heads, dim, n, dtype=torch.float32)
     out = random(len(zxbcdt), heads, dim)
     rate, dt_bias = -params.a_log.exp(), params.dt_bias.float()
+
+    def packages() -> None:
+        for _ in range(layers):
+            _z, xbc, dt = zxbcdt[None].split([shape.d_inner, shape.conv_dim, heads], dim=2)
+            xbc = compiled(
+                xbc.transpose(1, 2),
+                params.conv_weight,
+                params.conv_bias,
+                seq_idx=token_owner[None],
+                activation="silu",
+            ).transpose(1, 2)
+            x, b, c = xbc.split([shape.d_inner, shape.bc_dim, shape.bc_dim], dim=2)
+            scan(
+                x.unflatten(2, (heads, dim)),
+                dt,
+                rate,
+                b.unflatten(2, (shape.groups, n)),
+                c.unflatten(2, (shape.groups, n)),
+                128,
+                D=params.d,
+                dt_bias=dt_bias,
+                seq_idx=token_owner[None],
+                cu_seqlens=ends,
+                dt_softplus=True,
+                return_varlen_states=True,
+            )
 
     def run() -> None:
         for _ in range(layers):
@@ -138,4 +188,10 @@ def megatron_prefill(
                 state_dtype=torch.float32,
             )
 
-    return run
+    calls: dict[str, Callable[[], None]] = {"megatron": run}
+    if find_spec("causal_conv1d") is not None and find_spec("mamba_ssm") is not None:
+        from causal_conv1d import causal_conv1d_fn as compiled
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined as scan
+
+        calls["mamba_ssm"] = packages
+    return calls

@@ -1,8 +1,8 @@
 """Mamba-2 and Gated DeltaNet ops alone, in graphs over many layers' pools, against their bytes.
 
 Decode rows stand at all phases of the flush rule, so one row in 16 writes its state. With
---megatron Megatron-Core's kernels of Mamba-2 are timed beside ours (`mamba_megatron.py`); there are
-none for Gated DeltaNet.
+--megatron Megatron-Core's kernels of Mamba-2, and those of mamba-ssm and causal-conv1d where these
+are installed, are timed beside ours (`mamba_megatron.py`); there are none for Gated DeltaNet.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         default=["8192", "2048", "16x512", "64x32"],
         help="prompts of a step: a length, or COUNTxLENGTH",
     )
-    group.add_argument("--megatron", action="store_true", help="time Megatron-Core's kernels too")
+    group.add_argument(
+        "--megatron",
+        action="store_true",
+        help="time Megatron-Core's, mamba-ssm's and causal-conv1d's kernels too",
+    )
 
 
 FAMILY = Family(
@@ -76,7 +80,7 @@ FAMILY = Family(
     shapes=list(SHAPES),
     default_shapes=list(SHAPES),
     parts=("flush", "norm"),
-    references=("megatron", "megatron_conv", "causal_conv1d"),
+    references=("megatron", "megatron_conv", "causal_conv1d", "mamba_ssm"),
     add_options=add_options,
     cases=cases,
 )

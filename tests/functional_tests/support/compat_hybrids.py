@@ -1,8 +1,9 @@
-"""Megatron's `HybridModel` with Megatron's own stack, mixers and experts, on a CPU.
+"""Megatron's `HybridModel` with Megatron's own stack, mixers and experts.
 
 Its Mamba-2 mixer calls two functions of mamba-ssm and its Gated DeltaNet one of
-flash-linear-attention, which are for GPUs. Here stand the formulas of these functions in plain
-PyTorch; all else (projections, strips, convolutions, groups, norms) is Megatron's code.
+flash-linear-attention, which are for GPUs. On a CPU the formulas of these functions in plain
+PyTorch stand here; all else (projections, strips, convolutions, groups, norms) is Megatron's code.
+On a GPU the Mamba-2 mixer calls mamba-ssm and causal-conv1d themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from compat_models import VOCABULARY, config_of, fill, megatron_on_a_cpu
+from compat_models import LENGTH, VOCABULARY, config_of, fill, megatron_on_a_cpu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -59,14 +60,17 @@ DELTA = {
 class GroupedNorm(torch.nn.Module):
     """RMSNorm of each group, for mamba-ssm's gated norm without a gate."""
 
-    def __init__(self, size: int, eps: float, group_size: int, **_: Any) -> None:
+    def __init__(
+        self, size: int, eps: float, group_size: int, dtype: torch.dtype, **_: Any
+    ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(size))
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
         self.eps, self.group_size = eps, group_size
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
-        groups = y.unflatten(-1, (-1, self.group_size))
-        return torch.rms_norm(groups, (self.group_size,), None, self.eps).flatten(-2) * self.weight
+        groups = y.float().unflatten(-1, (-1, self.group_size))
+        normed = torch.rms_norm(groups, (self.group_size,), None, self.eps).flatten(-2)
+        return (normed * self.weight.float()).to(y.dtype)
 
 
 GroupedNorm.__name__, GroupedNorm.__module__ = "ExtendedRMSNorm", "megatron.core.ssm.mamba_mixer"
@@ -97,6 +101,8 @@ def split_conv1d_scan(
         ngroups: of heads.
     """
     batch, tokens, _width = zxbcdt.shape
+    dtype, zxbcdt = zxbcdt.dtype, zxbcdt.float()  # as the kernels, which round what they return
+    weight, bias = weight.float(), bias.float()
     heads, inner = len(rate), len(rate) * headdim
     size = (weight.size(0) - inner) // (2 * ngroups)
     z, xbc, dt = zxbcdt.split([inner, weight.size(0), heads], -1)
@@ -117,7 +123,7 @@ def split_conv1d_scan(
         state = decay * state + torch.einsum("bhp,bhn,bh->bhpn", x[:, t], b[:, t], dt[:, t])
         rows.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + D[:, None] * x[:, t])
     y = torch.stack(rows, 1).flatten(2)
-    return y * F.silu(z)
+    return (y * F.silu(z)).to(dtype)
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
@@ -142,6 +148,17 @@ def hybrids_on_a_cpu() -> Iterator[None]:
             (hybrid_block, "TENorm", WrappedTorchNorm),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+@contextmanager
+def hybrids_on_a_gpu() -> Iterator[None]:
+    """Megatron's mixers call the packages. Its stack asks for TransformerEngine's norm, which need
+    not be there."""
+    with (
+        mock.patch.object(hybrid_block, "TENorm", WrappedTorchNorm),
+        torch.compiler.set_stance("force_eager"),
+    ):
         yield
 
 
@@ -225,28 +242,31 @@ def stack_spec(qk_norm: bool) -> ModuleSpec:
     )
 
 
-def hybrid_model(pattern: str, kind: type = HybridModel, **changes: Any) -> HybridModel:
-    """A lively float32 model of a layer pattern.
+def hybrid_model(
+    pattern: str, kind: type = HybridModel, device: str = "cpu", **changes: Any
+) -> HybridModel:
+    """A lively model of a layer pattern, float32 if its configuration says nothing else.
 
     Args:
         pattern: of its layers.
         kind: its class.
+        device: "cuda" where mamba-ssm is installed, and Megatron's random numbers are seeded.
         **changes: of the configuration, and of the model's arguments (`options`).
     """
     options = {"share_embeddings_and_output_weights": False, **changes.pop("options", {})}
     config = config_of(num_layers=len(pattern), **changes)
     groups = ensure_process_groups()
     spec_name = "hybrid_stack_spec" if kind is HybridModel else "mamba_stack_spec"
-    with hybrids_on_a_cpu():
+    with hybrids_on_a_cpu() if device == "cpu" else hybrids_on_a_gpu():
         model = kind(
             config=config,
             vocab_size=VOCABULARY,
-            max_sequence_length=256,
+            max_sequence_length=LENGTH,
             hybrid_layer_pattern=pattern,
             pg_collection=groups,
             **{spec_name: stack_spec(config.qk_layernorm)},
             **options,
-        )
+        ).to(device)
     fill(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

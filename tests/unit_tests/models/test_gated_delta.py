@@ -321,7 +321,6 @@ def test_sizes_of_a_rank() -> None:
             "local",
             "=4 does not divide the model's 2 Gated DeltaNet key",
         ),
-        ({}, 1, "transformer_engine", "Gated DeltaNet layers are not served with transformer_impl"),
     ],
 )
 def test_what_cannot_be_split(changes: dict[str, Any], ranks: int, impl: str, message: str) -> None:

@@ -277,7 +277,6 @@ def test_gated_norm() -> None:
     [
         ({"mamba_num_groups": 2}, 4, "local", "=4 does not divide the model's 2"),
         ({"mamba_num_heads": 9}, 2, "local", r"2 does not divide the model's 9 Mamba-2 heads"),
-        ({}, 1, "transformer_engine", "Mamba-2 layers are not served with transformer_impl="),
     ],
 )
 def test_mixers_that_cannot_be_shared_out(

@@ -157,7 +157,6 @@ def test_two_ranks_say_what_one_says(name: str, sizes: dict[str, int]) -> None:
         ({}, {"sizes": ParallelSizes(pipeline_model_parallel=2)},
          "pipeline_model_parallel_size=2 is not served with multi-token prediction: use 1"),
         ({}, {"sizes": ParallelSizes(2, sequence_parallel=True)}, "sequence_parallel=True is not"),
-        ({}, {"transformer_impl": "transformer_engine"}, "transformer_impl='transformer_engine'"),
         ({"mtp_pattern": "M*"}, {}, r"Mamba-2 \(M\) layers are not served in multi-token pre"),
         ({"mtp_pattern": "GE"}, {}, r"Gated DeltaNet \(G\) layers are not served .*'GE'"),
         ({"mtp_pattern": "", "mtp_num_depths": 0, "mtp_use_repeated_layer": False}, {},
@@ -166,8 +165,6 @@ def test_two_ranks_say_what_one_says(name: str, sizes: dict[str, int]) -> None:
 )  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], options: dict[str, Any], message: str) -> None:
     a = replace(HYBRID, **changes)
-    if "transformer_impl" in options:
-        a = TINY
     with pytest.raises(ConfigurationError, match=message):
         build_model(a, torch.float32, CPU, with_mtp=True, **options)
 

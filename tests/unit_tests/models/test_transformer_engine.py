@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import te_stand_ins
 import torch
+from te_stand_ins import LayerNormColumn, Norm
+from torch.nn import Linear, RMSNorm
 
 from megatron_async import (
     LLM,
@@ -17,10 +22,11 @@ from megatron_async import (
 )
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
-from megatron_async.checkpoints.mapping import weights
+from megatron_async.checkpoints.mapping import mtp_weights, weights
 from megatron_async.checkpoints.source import model_parameters
 from megatron_async.cli import main as cli
 from megatron_async.errors import ConfigurationError
+from megatron_async.models import transformer_engine_spec
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.transformer_engine_spec import HAVE_TE, require_transformer_engine
@@ -83,11 +89,41 @@ def test_checkpoints_load_into_norms_that_live_in_linear_layers(to: str, tmp_pat
         assert torch.equal(found[weight.stored], expected[weight.name]), weight.stored
 
 
-def run(shape: str, impl: str, graphs: int) -> tuple[torch.Tensor, list[int]]:
-    """Logits after a prompt, and 16 greedy tokens."""
-    device = torch.device("cuda")
-    model = load_model(f"dummy:{shape}", torch.bfloat16, device, transformer_impl=impl).model
-    table = list(weights(DUMMY_SHAPES[shape]))
+def column(inputs: int, outputs: int, *, config: Any, bias: bool, **_: Any) -> LayerNormColumn:
+    """A stand-in of `TELayerNormColumnParallelLinear`."""
+    norm, linear = RMSNorm(inputs, config.layernorm_epsilon), Linear(inputs, outputs, bias)
+    return LayerNormColumn(norm, linear, config.layernorm_zero_centered_gamma)
+
+
+def row(inputs: int, outputs: int, *, bias: bool, **_: Any) -> te_stand_ins.Linear:
+    """A stand-in of `TERowParallelLinear`."""
+    return te_stand_ins.Linear(Linear(inputs, outputs, bias))
+
+
+def norm(hidden_size: int, eps: float, config: Any, **_: Any) -> Norm:
+    """A stand-in of `TENorm`."""
+    return Norm(RMSNorm(hidden_size, eps), config.layernorm_zero_centered_gamma)
+
+
+@dataclass(frozen=True)
+class Found:
+    logits: torch.Tensor
+    """After a prompt."""
+    tokens: list[int]
+    """Greedy ones."""
+    accepted: int
+    """Drafts that became tokens; 0 without layers of multi-token prediction."""
+
+
+def run(shape: str, impl: str, graphs: int, name: str = "cuda") -> Found:
+    """A prompt, and 16 tokens. Tiny models are float32, and lively."""
+    device, architecture = torch.device(name), DUMMY_SHAPES[shape]
+    is_tiny, with_mtp = shape.startswith("tiny-"), bool(architecture.mtp_pattern)
+    dtype = torch.float32 if is_tiny else torch.bfloat16
+    model = load_model(
+        f"dummy:{shape}", dtype, device, transformer_impl=impl, with_mtp=with_mtp
+    ).model
+    table = [*weights(architecture), *(mtp_weights(architecture) if with_mtp else ())]
     parameters = model_parameters(model, table)
     generator = torch.Generator(device).manual_seed(0)
     for weight in table:  # dummy norms are ones and biases zeros: equal wherever they end up
@@ -95,10 +131,11 @@ def run(shape: str, impl: str, graphs: int) -> tuple[torch.Tensor, list[int]]:
             mean = 0.0 if weight.name.endswith("bias") else 1.0
             parameters[weight.name].normal_(mean, 0.3, generator=generator)
         else:
-            parameters[weight.name].normal_(0.0, 0.02, generator=generator)
+            std = weight.shape[-1] ** -0.5 if is_tiny else 0.02
+            parameters[weight.name].normal_(0.0, std, generator=generator)
     config = InferenceConfig(
-        device="cuda", num_kv_blocks=8, max_requests=2, max_tokens=64, max_sequence_length=128,
-        num_cuda_graphs=graphs,
+        device=name, num_kv_blocks=8, max_requests=2, max_tokens=64, max_sequence_length=128,
+        num_cuda_graphs=graphs, speculative_method="mtp" if with_mtp else None,
     )  # fmt: skip
     context = DynamicInferenceContext(model.config, config)
     wrapper = LogitsKeeper(model, context)
@@ -112,18 +149,37 @@ def run(shape: str, impl: str, graphs: int) -> tuple[torch.Tensor, list[int]]:
     logits = wrapper.logits.float().cpu()
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=16, termination_id=-1)
     tokens = engine.generate([prompt], params)[0].generated_tokens
+    accepted = int(engine.stats()["accepted_tokens"])
     engine.close()
-    return logits, tokens
+    return Found(logits, list(tokens), accepted)
+
+
+OF_ALL_KINDS = ["tiny-moe", "tiny-hybrid", "tiny-gated-delta", "tiny-hybrid-mtp", "tiny-mtp"]
+
+
+@pytest.mark.parametrize("shape", OF_ALL_KINDS)
+def test_layers_of_every_kind_around_stand_ins(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms inside the products after them compute what our layers do, of a trunk and of drafts."""
+    ours = run(shape, "local", 0, "cpu")
+    for stood_for, name in ((column, "TELayerNormColumnParallelLinear"), (norm, "TENorm"),
+                            (row, "TERowParallelLinear")):  # fmt: skip
+        monkeypatch.setattr(transformer_engine_spec, name, stood_for)
+    monkeypatch.setattr(transformer_engine_spec, "require_transformer_engine", lambda device: None)
+    theirs = run(shape, "transformer_engine", 0, "cpu")
+    torch.testing.assert_close(theirs.logits, ours.logits, rtol=1e-3, atol=1e-4)
+    assert (theirs.tokens, theirs.accepted) == (ours.tokens, ours.accepted)
+    assert len(set(ours.tokens)) > 4
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(not HAVE_TE, reason="needs TransformerEngine")
-@pytest.mark.parametrize("shape", ["tiny", "smollm2-135m", "qwen2-0.5b", "qwen3-0.6b"])
+@pytest.mark.parametrize(
+    "shape", ["tiny", "smollm2-135m", "qwen2-0.5b", "qwen3-0.6b", *OF_ALL_KINDS]
+)
 def test_transformer_engine_layers_compute_what_ours_do(shape: str):
-    ours, _ = run(shape, "local", graphs=0)
-    theirs, tokens = run(shape, "transformer_engine", graphs=0)
-    assert theirs.shape == ours.shape
-    assert (theirs - ours).norm() < 0.02 * ours.norm()
-    _, captured = run(shape, "transformer_engine", graphs=4)
-    assert captured == tokens
+    ours = run(shape, "local", graphs=0).logits
+    theirs = run(shape, "transformer_engine", graphs=0)
+    assert theirs.logits.shape == ours.shape
+    assert (theirs.logits - ours).norm() < 0.02 * ours.norm()
+    assert run(shape, "transformer_engine", graphs=4).tokens == theirs.tokens
