@@ -85,6 +85,8 @@ HARMLESS = {
 """Keys of `tokenizer_config.json` that are read, or that change no token, and why. The first kind
 is compared with what `tokenizer.json` does where a difference would show (`_tell_contradictions`).
 """
+BLANKS = ("\u2581", "\u0120")
+"""How vocabularies write a blank."""
 CLEAN_UP_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 
@@ -305,6 +307,7 @@ def _tell_contradictions(backend: BackendTokenizer, config: Mapping[str, Any], w
         does = bool(ids) and ids[0 if name == "bos" else -1] == backend.token_to_id(text)
         if bool(says) != does:
             told.append(f"add_{name}_token = {says!r} (tokenizer.json does the contrary)")
+    told += _told_blanks(backend, config)
     is_bpe = type(backend.model).__name__ == "BPE"
     if config.get("clean_up_tokenization_spaces") and (not is_bpe or config.get(CLEAN_UP_BPE)):
         told.append("clean_up_tokenization_spaces = True (texts keep their spaces)")
@@ -317,3 +320,21 @@ def _tell_contradictions(backend: BackendTokenizer, config: Mapping[str, Any], w
             "%s: settings of %s that are not honoured: %s.",
             where, TOKENIZER_CONFIG, ", ".join(sorted(told)),
         )  # fmt: skip
+
+
+def _told_blanks(backend: BackendTokenizer, config: Mapping[str, Any]) -> list[str]:
+    """Where a blank is put before a text, or before each part behind a special token (`legacy`)."""
+
+    def begins(*before: str) -> bool:
+        tokens: list[str] = backend.encode("".join(before) + "a", add_special_tokens=False).tokens
+        return len(tokens) > len(before) and tokens[len(before)].startswith(BLANKS)
+
+    does = {"add_prefix_space": begins()}
+    mark = special_texts(config).get("bos_token")
+    if does["add_prefix_space"] and mark is not None:
+        does["legacy"] = begins(mark)
+    return [
+        f"{name} = {config[name]!r} (tokenizer.json does the contrary)"
+        for name, value in does.items()
+        if isinstance(config.get(name), bool) and config[name] != value
+    ]

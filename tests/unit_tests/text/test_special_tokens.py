@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import BPE
 
@@ -277,6 +277,63 @@ def test_settings_that_are_not_honoured_are_told(
 ) -> None:
     with caplog.at_level(logging.WARNING, "megatron_async"):
         Tokenizer.from_folder(folder([], config))
+    assert len(caplog.records) == bool(said)
+    assert said in caplog.text
+
+
+def sentence_piece(normalizer: Any, pre_tokenizer: Any) -> str:
+    """A tokenizer.json of Llama 2's kind."""
+    letters = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁haltow"]
+    vocabulary = {text: number for number, text in enumerate(letters)} | {"▁a": len(letters)}
+    model = BPE(vocabulary, [("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    backend = BackendTokenizer(model)
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    backend.add_special_tokens(letters[:3])
+    return backend.to_str()
+
+
+PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+FIRST, NEVER = (
+    pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False) for scheme in ("first", "never")
+)
+
+
+@pytest.mark.parametrize(
+    ("parts", "config", "said"),
+    [
+        ((PREPEND, None), {"legacy": True, "add_prefix_space": True}, ""),
+        ((PREPEND, None), {"legacy": False}, "legacy = False (tokenizer.json"),
+        ((PREPEND, None), {"add_prefix_space": False}, "add_prefix_space = False (tokenizer"),
+        ((None, FIRST), {"legacy": False, "add_prefix_space": None}, ""),
+        ((None, FIRST), {"legacy": True}, "legacy = True (tokenizer.json"),
+        ((None, NEVER), {"legacy": True, "add_prefix_space": False}, ""),
+        ((None, NEVER), {"add_prefix_space": True}, "add_prefix_space = True (tokenizer"),
+    ],
+)
+def test_a_tokenizer_json_counts_and_blanks_of_another_kind_are_told(
+    parts: tuple[Any, Any],
+    config: dict[str, Any],
+    said: str,
+    folder: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """transformers 5 builds a `LlamaTokenizer` anew, whatever its file says; transformers 4 and
+    `PreTrainedTokenizerFast` go by the file."""
+    from transformers import PreTrainedTokenizerFast
+
+    named = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    path = folder([], named | config)
+    (path / "tokenizer.json").write_text(sentence_piece(*parts))
+    ours = Tokenizer.from_folder(path)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    for text in ("a hat", "  a", "<s>a hat</s><s> a", "two\na"):
+        ids = ours.tokenize(text)
+        assert ids == theirs(text).input_ids
+        assert ours.detokenize(ids) == theirs.decode(ids, skip_special_tokens=True)
     assert len(caplog.records) == bool(said)
     assert said in caplog.text
 
