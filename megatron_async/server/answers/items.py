@@ -164,7 +164,7 @@ class ItemAnswer:
         if failure is None and end.finish_reason == "aborted":
             failure = ("RequestAborted", ABORTED)
         if failure is not None:
-            self.failure = refusal_of(*failure)
+            self.failure = refusal_of(*failure).at(self._asked.style.endpoint)
             return self._writer.failed(self.failure)
         events = self._take(self._text.end(end), is_end=True)
         if not self._items and self._writer.tells_empty:

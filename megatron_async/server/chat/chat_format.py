@@ -217,7 +217,7 @@ class ChatFormat:
         try:
             grammar = grammar_behind_thought(wanted, in_thought)
         except RequestError as error:
-            raise Refusal(str(error), param="response_format") from error
+            raise Refusal(f"structured_outputs: {error}", param="structured_outputs") from error
         return StructuredOutput(grammar=grammar)
 
     def continued_text(self, request: ChatRequest) -> str:

@@ -103,7 +103,7 @@ def _one(message: Message, place: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         # Templates are older than OpenAI's newer name of it.
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message.content, param),
+        "content": text_of(message.content, f"{param}.content"),
     }
     if message.name is not None:
         found["name"] = message.name
@@ -118,7 +118,7 @@ def _one(message: Message, place: int) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, param),
+                    "arguments": arguments_of(call.function.arguments, param),
                 },
             }
             for call in message.tool_calls
@@ -126,22 +126,26 @@ def _one(message: Message, place: int) -> dict[str, Any]:
     return found
 
 
-def _text(content: str | list[str | dict[str, Any]] | None, param: str) -> str:
+def text_of(content: str | list[Any] | None, param: str) -> str:
+    """The text of a content, of all its parts.
+
+    Raises:
+        Refusal: a part is no text; `param` names the content.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    return "\n".join(_part(part, f"{param}.content") for part in content)
+    return "\n".join(_part(part, param) for part in content)
 
 
-def _part(part: str | dict[str, Any], param: str) -> str:
+def _part(part: Any, param: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type", "text")
+    kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
-        shown = str(kind)[:50] if isinstance(kind, str) else "a part without a type"
         raise Refusal(
-            f"{param} has a part of type {shown!r}: only text is served, no images, audio, video "
+            f"{param} has a part of type {str(kind)[:50]!r}: only text is served, no images, audio, video "
             "or files, and no URL is fetched.", param=param, code="unsupported_content",
         )  # fmt: skip
     text = part.get("refusal" if kind == "refusal" else "text", part.get(str(kind)))
@@ -150,7 +154,12 @@ def _part(part: str | dict[str, Any], param: str) -> str:
     return text
 
 
-def _arguments(arguments: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
+def arguments_of(arguments: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
+    """The arguments of a call in a message.
+
+    Raises:
+        Refusal: they are not the JSON text of an object; `param` names the message.
+    """
     if not arguments:
         return {}
     if isinstance(arguments, str):

@@ -96,7 +96,7 @@ def tool_plan(
     if wanted is not None:
         raise Refusal(
             "a forced tool call and a response format exclude each other: set tool_choice to "
-            "auto or none, or response_format to text.", param="tool_choice",
+            "auto or none, or leave the format out.", param="tool_choice",
         )  # fmt: skip
     plan = replace(plan, only_calls=True)
     if isinstance(choice, NamedTool):
@@ -134,9 +134,9 @@ def _grammar(
             rules = form.rules(offered, many, chat.special)
             other = "" if wanted is None else f"wanted: {rule_of(wanted)}"
             grammar = f"start: calls{' | wanted' * bool(other)}\n{rules}{other}"
-        check_size("tools", len(grammar))
+        check_size("their grammar", len(grammar))
     except RequestError as error:
-        raise Refusal(str(error), param="tools") from error
+        raise Refusal(f"tools: {error}", param="tools") from error
     return grammar
 
 
@@ -167,7 +167,7 @@ def _checked(kind: str, function: FunctionTool | None, place: int) -> FunctionTo
     try:
         check_schema(parameters)
     except RequestError as error:
-        raise Refusal(str(error), param="tools") from error
+        raise Refusal(f"tools: {error}", param="tools") from error
     kinds = ToolTypes({}).of_schema({"type": parameters.get("type") or "object"}).kinds
     if "object" not in kinds:
         name = f"tools[{place}].function.parameters.type"

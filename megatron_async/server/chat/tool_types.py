@@ -165,7 +165,7 @@ class ToolTypes:
         self._visits_left -= visits
         if self._visits_left < 0:
             raise RequestError(
-                f"tools: the parameters of one have more than {MAX_VISITS} alternatives and listed "
+                f"the parameters of one have more than {MAX_VISITS} alternatives and listed "
                 "values, with those that each $ref names: give fewer."
             )
 

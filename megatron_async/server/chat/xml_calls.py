@@ -169,14 +169,14 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
         for j, key in enumerate(names):
             if not key or ">" in key or "\n" in key:
                 raise RequestError(
-                    f"tools: {tool.name} has a parameter {key!r}, which this model's form of calls "
+                    f"{tool.name} has a parameter {key!r}, which this model's form of calls "
                     "cannot write: rename it, without > and line breaks."
                 )
             tag = json.dumps(f"{PARAMETER}{key}>\n", ensure_ascii=False)
             value = _value_rule(properties.get(key, True), types, f"VALUE_{i}_{j}", lines)
             parts.append(f"{tag} {value}" if key in required else f"({tag} {value})?")
             size += len(parts[-1])
-            check_size("tools", size)  # each may have a copy of all definitions
+            check_size("their grammar", size)  # each may have a copy of all definitions
         further = types.schema.get("additionalProperties", False)
         if not names and further is not False:
             parts.append(f"(ANY_NAME {_value_rule(further, types, f'VALUE_{i}', lines)})*")

@@ -27,7 +27,7 @@ from megatron_async.server.fields.messages_request import (
     Thinking,
 )
 from megatron_async.server.fields.not_served import refuse_what_is_not_served
-from megatron_async.server.fields.refusal import Refusal, not_allowed
+from megatron_async.server.fields.refusal import Refusal, not_allowed, told_at
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.fields.shared_fields import JsonSchemaFormat, ResponseFormat
 
@@ -57,7 +57,8 @@ def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) 
         "max_completion_tokens": checked_limit("max_tokens", request.max_tokens),
         "response_format": _format(request),
     }
-    asked = ask_chat(ChatRequest(**fields), served, caller, "max_tokens")
+    with told_at("messages"):
+        asked = ask_chat(ChatRequest(**fields), served, caller, "max_tokens")
     style = msgspec.structs.replace(
         asked.style, endpoint="messages", id="msg_" + secrets.token_hex(ID_BYTES)
     )
@@ -73,8 +74,9 @@ def count_tokens(request: CountTokensRequest, served: ServedModel) -> int:
     served.name(request.model)
     refuse_what_is_not_served(request, of_prompts=True)
     chat = ChatRequest(**_prompt_fields(request))
-    plan = tool_plan(chat, served.chat, served.limits.tools)
-    return len(served.tokenize(served.chat.render(chat, plan.tools), False, "messages"))
+    with told_at("messages"):
+        plan = tool_plan(chat, served.chat, served.limits.tools)
+        return len(served.tokenize(served.chat.render(chat, plan.tools), False, "messages"))
 
 
 def _prompt_fields(request: CountTokensRequest) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megatron_async.server.fields.chat_request import (
 )
 from megatron_async.server.fields.extra_fields import extra_fields
 from megatron_async.server.fields.not_served import REMEDIES, refuse_what_is_not_served
-from megatron_async.server.fields.refusal import Refusal, not_allowed
+from megatron_async.server.fields.refusal import Refusal, not_allowed, told_at
 from megatron_async.server.fields.responses_input import full_name, input_messages
 from megatron_async.server.fields.responses_request import (
     ResponsesRequest,
@@ -71,7 +71,8 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **extra_fields(request),
     )
-    asked = ask_chat(chat, served, caller, "max_output_tokens")
+    with told_at("responses"):
+        asked = ask_chat(chat, served, caller, "max_output_tokens")
     style = msgspec.structs.replace(
         asked.style,
         endpoint="responses",

@@ -54,7 +54,7 @@ def checked(wanted: StructuredOutput, param: str) -> StructuredOutput:
         fixed = wanted.fixed()
         fixed.source()
     except RequestError as error:
-        raise Refusal(str(error), param=param) from error
+        raise Refusal(f"{param}: {error}", param=param) from error
     return fixed
 
 

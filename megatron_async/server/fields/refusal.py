@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -26,6 +29,37 @@ _STATUS_OF = {
     "RequestAborted": (503, "server_error", "aborted"),
 }
 """Status, type and code by the name of an exception of `megatron_async.errors`."""
+
+OF_ENGINE = {
+    "stop_words": "stop",
+    "num_tokens_to_generate": "max_tokens",
+    "top_n_logprobs": "top_logprobs",
+    "return_log_probs": "logprobs",
+    "sampling_params": "fields",
+    "structured_output": "the answer's format (response_format, structured_outputs or tools)",
+}
+"""Words of the engine's errors -> fields of chats and completions."""
+OF_CHATS = {
+    "messages": {
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "response_format": "output_config.format",
+        "json_schema.schema": "schema",
+        "reasoning_effort": "output_config.effort",
+        "function.parameters": "input_schema",
+        "function.name": "name",
+    },
+    "responses": {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "json_schema.schema": "schema",
+        "reasoning_effort": "reasoning.effort",
+        "function.parameters": "parameters",
+        "function.name": "name",
+    },
+}
+"""Endpoint that is translated to a chat -> fields of chats -> its own."""
 
 
 class Refusal(Exception):
@@ -58,6 +92,12 @@ class Refusal(Exception):
         self.kind = kind
         self.retry_after_s = RETRY_AFTER_S if status == 503 else None
 
+    def at(self, endpoint: str) -> Refusal:
+        """The same of a request that was translated to a chat: with its endpoint's own fields."""
+        names = OF_CHATS.get(endpoint, {})
+        param = self.param and renamed(self.param, names)
+        return Refusal(renamed(self.message, names), self.status, param, self.code, self.kind)
+
     def body(self) -> bytes:
         """The error object as JSON."""
         return msgspec.json.encode(
@@ -89,6 +129,24 @@ def not_allowed(name: str, value: Any, allowed: str) -> Refusal:
     return Refusal(f"{name}={shown} is not allowed: it must be {allowed}.", param=name)
 
 
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A message with other names of fields. A name that is a word of the language counts only where
+    the message begins."""
+    for name, other in names.items():
+        begin = r"(?<![\w.])" if "_" in name else r"\b" if "." in name else r"\A"
+        text = re.sub(f"{begin}{re.escape(name)}(?!\\w)", other, text)
+    return text
+
+
+@contextmanager
+def told_at(endpoint: str) -> Iterator[None]:
+    """What is refused inside, is refused `Refusal.at` the endpoint."""
+    try:
+        yield
+    except Refusal as refusal:
+        raise refusal.at(endpoint) from refusal
+
+
 def refusal_of(kind: str, message: str) -> Refusal:
     """The answer to a request that failed in the service.
 
@@ -103,4 +161,6 @@ def refusal_of(kind: str, message: str) -> Refusal:
             code="internal_error", kind="server_error",
         )  # fmt: skip
     status, type_, code = _STATUS_OF[kind]
-    return Refusal(message, status, code=code, kind=type_)
+    message = renamed(message, OF_ENGINE)
+    field = re.match(r"([a-z_]+)(?= has |=)", message)
+    return Refusal(message, status, field and field[0], code, type_)

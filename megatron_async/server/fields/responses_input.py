@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_async.server.chat.messages import ROLE, arguments_of, text_of
 from megatron_async.server.fields.chat_request import FunctionCall, Message, MessageToolCall
 from megatron_async.server.fields.refusal import Refusal
 
@@ -31,12 +32,9 @@ def input_messages(
         for place, item in enumerate(given):
             _add(found, item, f"input[{place}]")
     if instructions:
-        first = found[0] if found else None
-        is_system = first is not None and first.role in ("system", "developer")
-        if first is not None and is_system and isinstance(first.content, str):
-            found[0] = Message(role="system", content=f"{instructions}\n\n{first.content}")
-        else:
-            found.insert(0, Message(role="system", content=instructions))
+        if found and found[0].role in ("system", "developer"):
+            instructions += f"\n\n{found.pop(0).content}"
+        found.insert(0, Message(role="system", content=instructions))
     return found
 
 
@@ -63,7 +61,7 @@ def _add(found: list[Message], item: dict[str, Any], param: str) -> None:
                 name=full_name(
                     namespace if isinstance(namespace, str) else None, _text(item, "name", param)
                 ),
-                arguments=_text(item, "arguments", param),
+                arguments=arguments_of(_text(item, "arguments", param), param),
             )
             assistant = _assistant(found)
             calls = assistant.tool_calls or []
@@ -73,11 +71,8 @@ def _add(found: list[Message], item: dict[str, Any], param: str) -> None:
             output = item.get("output")
             if not isinstance(output, str | list):
                 raise Refusal(f"{param}.output must be a text or a list of parts.", param=param)
-            found.append(
-                Message(
-                    role="tool", content=output, tool_call_id=_text(item, "call_id", param)
-                )
-            )  # fmt: skip
+            text, call_id = text_of(output, f"{param}.output"), _text(item, "call_id", param)
+            found.append(Message(role="tool", content=text, tool_call_id=call_id))
         case other:
             raise Refusal(
                 f"{param} is of type {str(other)[:60]!r}, which is not served: send messages, "
@@ -87,26 +82,18 @@ def _add(found: list[Message], item: dict[str, Any], param: str) -> None:
 
 def _add_message(found: list[Message], item: dict[str, Any], param: str) -> None:
     role, content = item.get("role"), item.get("content")
-    if not isinstance(role, str):
+    if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise Refusal(
             f"{param} has no role: give user, assistant, system or developer.", param=param
         )
     if not isinstance(content, str | list):
         raise Refusal(f"{param}.content must be a text or a list of parts.", param=param)
-    if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
-        raise Refusal(f"{param}.content must have objects as its parts.", param=param)
+    text = text_of(content, f"{param}.content")
     if role != "assistant":
-        found.append(Message(role=role, content=content))
+        found.append(Message(role=role, content=text))
         return
     assistant = _assistant(found)
-    if assistant.content:
-        assistant.content = [*_parts(assistant.content), *_parts(content)]
-    else:
-        assistant.content = content
-
-
-def _parts(content: str | Sequence[str | dict[str, Any]]) -> list[str | dict[str, Any]]:
-    return [content] if isinstance(content, str) else list(content)
+    assistant.content = f"{assistant.content}\n{text}" if assistant.content else text
 
 
 def _assistant(found: list[Message], begins: bool = False) -> Message:

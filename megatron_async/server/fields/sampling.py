@@ -15,7 +15,7 @@ from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.requests.defaults import LIMITS
 from megatron_async.requests.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from megatron_async.server.fields.asked import Caller
-from megatron_async.server.fields.refusal import Refusal, not_allowed
+from megatron_async.server.fields.refusal import Refusal, not_allowed, refusal_of
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.fields.shared_fields import SharedFields
 from megatron_async.text.structured_output import StructuredOutput
@@ -78,7 +78,8 @@ def sampling_params(
     if served.tokenizer is None and not served.card.replica_makes_text:
         for name in ("bad_words", "stop_words", "structured_output"):
             if getattr(found, name) is not None:
-                raise Refusal(f"{name} needs a tokenizer, which this model does not have.")
+                why = f"{name} needs a tokenizer, which this model does not have."
+                raise refusal_of("RequestError", why)
     return found
 
 
@@ -87,7 +88,7 @@ def check(params: SamplingParams, served: ServedModel) -> None:
     try:
         params.validate(served.card.vocab_size)
     except RequestError as error:
-        raise Refusal(str(error)) from error
+        raise refusal_of("RequestError", str(error)) from error
 
 
 def seed_of(request: SharedFields, choice: int) -> int | None:

@@ -207,7 +207,7 @@ class GenerateRoutes:
         try:
             self._send(asked, collected.feeds, exchange, numbers)
             await collected.done
-            self._check_ends(collected.feeds)
+            self._check_ends(asked, collected.feeds)
         finally:
             exchange.connection.tell_when_lost(None)
             self._abort(numbers)  # those that have ended stay as they are
@@ -230,7 +230,7 @@ class GenerateRoutes:
             stream.open(connection, exchange.begin_events, form.formatters, form.begin)
             await stream.done
             if not stream.has_begun and not connection.is_gone:
-                self._check_ends(stream.feeds)
+                self._check_ends(asked, stream.feeds)
         except BaseException:
             stream.give_up()
             raise
@@ -259,17 +259,17 @@ class GenerateRoutes:
                 )  # fmt: skip
             except RequestError as error:
                 self._abort(numbers)
-                raise Refusal(str(error)) from error
+                raise refusal_of("RequestError", str(error)) from error
 
     def _abort(self, numbers: list[int]) -> None:
         for number in numbers:
             self._client.abort(number)
 
-    def _check_ends(self, feeds: list[ChoiceFeed]) -> None:
+    def _check_ends(self, asked: Asked, feeds: list[ChoiceFeed]) -> None:
         """Raise the Refusal of a choice that has failed."""
         for feed in feeds:
             if feed.end is not None and feed.end.failure is not None:
-                raise refusal_of(*feed.end.failure)
+                raise refusal_of(*feed.end.failure).at(asked.style.endpoint)
 
     async def _count_tokens(self, exchange: Exchange, _: str) -> None:
         body = await exchange.body(self._limits.body_bytes)

@@ -193,7 +193,7 @@ def test_items_become_messages() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "no images"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "arguments is missing"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "output must be"),
-        ({"input": [{"role": "user", "content": [1]}]}, "must have objects"),
+        ({"input": [{"role": "user", "content": [1]}]}, "part of type 'None'"),
         ({"input": [{"type": "reasoning", "content": 3}]}, "list of parts"),
     ],
 )  # fmt: skip

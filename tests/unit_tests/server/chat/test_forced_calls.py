@@ -155,7 +155,7 @@ def test_many_references_to_much_are_refused_at_once(tokenizer: Any) -> None:
     large: dict[str, Any] = {"$defs": {"b": "x" * 100_000}}
     large |= {"properties": {name: {"type": "object"} for name in names}}
     tracemalloc.start()
-    with pytest.raises(RequestError, match=r"tools has \d+ characters"):
+    with pytest.raises(RequestError, match=r"grammar has \d+ characters"):
         rules([OfferedTool("f", large)], False, {})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

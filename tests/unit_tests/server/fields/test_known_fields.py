@@ -15,7 +15,7 @@ from megatron_async.server.fields.body import decode_body
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.messages_request import CountTokensRequest
 from megatron_async.server.fields.not_served import NEUTRAL, REMEDIES, not_served_by
-from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.refusal import OF_ENGINE, Refusal, refusal_of
 from megatron_async.server.fields.served_model import CPU_ANSWER_TOKENS, ServedModel
 from megatron_async.server.http.generate_routes import ENDPOINTS
 from megatron_async.server.http.openapi import openapi
@@ -169,3 +169,62 @@ def test_remedies_are_of_fields_that_structs_have() -> None:
     for endpoint in ENDPOINTS.values():
         assert issubclass(endpoint.kind, msgspec.Struct)
         assert set(REMEDIES) <= set(endpoint.kind.__struct_fields__)
+
+
+SCHEMAS = [{"type": "integer", "minimum": 2**60}, {"type": "number", "multipleOf": -1}]
+
+
+def bodies_of(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """Field -> a value that only the engine's own checks, or those of a chat, refuse."""
+    stop = "stop_sequences" if path == "/v1/messages" else "stop"
+    found: list[tuple[str, Any]] = [(stop, ["x" * 257]), (stop, [""]), (stop, ["x"] * 65)]
+    found.append(("structured_outputs", {"choice": ["a"] * 10_001}))
+    if path == "/v1/completions":
+        return [(name, {name: value}) for name, value in found]
+    chats = path == "/v1/chat/completions"
+    for schema in SCHEMAS:
+        given = {"type": "json_schema", "name": "x", "schema": schema}
+        if chats:
+            found.append(("response_format", {"type": "json_schema", "json_schema": given}))
+        elif path == "/v1/responses":
+            found.append(("text", {"format": given}))
+        else:
+            found.append(("output_config", {"format": given}))
+    schema_key = "input_schema" if path == "/v1/messages" else "parameters"
+    tools: list[tuple[str, Any]] = []
+    for name, schema in (("a b", {"type": "object"}), ("f", {"type": "string"})):
+        tool = {"name": name, schema_key: schema}
+        tools.append(("tools", [{"type": "function", "function": tool} if chats else tool]))
+    return [(name, {name: value}) for name, value in found + tools]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_errors_name_the_fields_of_their_endpoint(path: str) -> None:
+    known = set(ENDPOINTS[path].kind.__struct_fields__) - set(not_served_by(ENDPOINTS[path].kind))
+    for name, body in bodies_of(path):
+        with pytest.raises(Refusal) as caught:
+            asked(path, **body)
+        param, message = caught.value.param or "", caught.value.message
+        assert re.split(r"[.\[]", param)[0] == name, message
+        assert message.startswith(name), message
+        strangers = (set(SharedNames) | set(OF_ENGINE)) - known
+        assert not strangers & set(re.findall(r"\w+", message)), message
+        if name == "tools" and "/chat" not in path:
+            assert "function." not in message
+    late = refusal_of("RequestError", "structured_output is not valid: x.").at(path.split("/")[-1])
+    assert "structured_output is" not in late.message
+
+
+SharedNames = ("stop", "stop_sequences", "response_format", "messages", "max_completion_tokens")
+
+
+def test_items_that_are_wrong_are_named_by_their_place_in_the_request() -> None:
+    image = {"role": "user", "content": [{"type": "input_image"}]}
+    call = {"type": "function_call", "name": "f", "arguments": "[]", "call_id": "c"}
+    said = {"role": "assistant", "content": "A"}
+    for wrong, param in ((image, "input[2].content"), (call, "input[2]")):
+        with pytest.raises(Refusal) as caught:
+            asked("/v1/responses", instructions="I", input=[said, said, wrong])
+        assert caught.value.param == param
+    with pytest.raises(Refusal, match="^input is empty"):
+        asked("/v1/responses", input=[])
