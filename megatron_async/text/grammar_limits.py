@@ -23,6 +23,10 @@ MAX_SCHEMA_DEPTH = 512
 of the reference. Compiling takes up to 10 KB of stack for each."""
 MAX_RULES = 500
 """Rules and terminals of a grammar; a chain of them takes stack as a schema's depth does."""
+MAX_WIDTH = 500
+"""Optional properties and alternatives (anyOf, oneOf, allOf) of one value, those of its
+alternatives included. Each is up to 6 of the items that the library follows at once
+(`grammar_worker.MAX_ITEMS`), and a mask takes 2 ms with so many."""
 MAX_REGEX_DEPTH = 64
 """Groups of a regular expression inside one another; the library takes 80 repeated ones."""
 
@@ -99,6 +103,45 @@ def check_schema(schema: Mapping[str, Any]) -> None:
             found = _resolve(schema, target)
             if isinstance(found, dict | list):
                 to_visit.append((found, depth + 1))
+
+
+def check_width(schema: Mapping[str, Any]) -> None:
+    """Raise RequestError if the text of a JSON schema, which `check_schema` has let through, may go
+    on in too many ways: the library would give up where it comes there."""
+    widths: dict[int, int] = {}
+    opened: set[int] = set()
+    to_visit: list[tuple[Any, list[Any] | None]] = [(schema, None)]
+    while to_visit:
+        value, parts = to_visit.pop()
+        if parts is not None:  # all that it is made of was visited
+            width = _own_width(value) + sum(widths.get(id(part), 0) for part in parts)
+            widths[id(value)] = width
+            if width > MAX_WIDTH:
+                raise RequestError(
+                    f"json_schema has a value with {width} optional properties and alternatives, "
+                    f"and {MAX_WIDTH} are allowed: name properties as required, or give fewer."
+                )
+        elif id(value) not in opened and isinstance(value, dict | list):
+            opened.add(id(value))
+            inner = list(value)
+            if isinstance(value, dict):
+                parts = [*_alternatives(value), _resolve(schema, str(value.get("$ref")))]
+                to_visit.append((value, parts))
+                inner = [*value.values(), *parts]
+            to_visit += [(part, None) for part in inner]
+
+
+def _own_width(schema: Mapping[str, Any]) -> int:
+    named, required = schema.get("properties"), schema.get("required")
+    names = required if isinstance(required, list) else []
+    names = [name for name in names if isinstance(name, str)]
+    optional = named.keys() - names if isinstance(named, dict) else ()
+    return len(optional) + len(_alternatives(schema))
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[Any]:
+    lists = [schema.get(key) for key in ("anyOf", "oneOf", "allOf")]
+    return [part for parts in lists if isinstance(parts, list) for part in parts]
 
 
 def _resolve(schema: Any, target: str) -> Any:

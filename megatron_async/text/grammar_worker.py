@@ -27,6 +27,10 @@ than the 16 MiB on which it compiles what was tried here."""
 MAX_LEXER_STATES = 50_000
 """States that the lexer of one request may have, at 1 to 2 kB each."""
 
+MAX_ITEMS = 4000
+"""What a grammar may follow at once, in the library's items: enough for `grammar_limits.MAX_WIDTH`
+(6 items for an alternative that is a list, 4 for an optional property)."""
+
 
 def make_tokenizer(text: str, vocab_size: int, ends: list[int]) -> Any:
     """The tokenizer of llguidance, which holds Python's lock for all of it: of 0.22 s for 49,152
@@ -50,7 +54,9 @@ def compile_grammar(tokenizer: Any, source: str) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    limits = LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES, max_items_in_row=MAX_ITEMS, verbose_errors=False
+    )
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if not matcher.is_error() and not matcher.is_stopped():
         matcher.compute_bitmask()

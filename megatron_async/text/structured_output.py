@@ -23,6 +23,7 @@ from megatron_async.text.grammar_limits import (
     check_regex,
     check_schema,
     check_size,
+    check_width,
 )
 from megatron_async.text.schema_numbers import exact_numbers
 
@@ -203,6 +204,7 @@ def _check_schemas_in(grammar: str) -> None:
         except (ValueError, RecursionError):
             continue  # the library refuses it, or it is a text of the grammar
         check_schema(schema)
+        check_width(schema)
         exact_numbers(schema)
 
 
@@ -238,4 +240,5 @@ def _as_text(schema: Any) -> str:
         ) from error
     check_size("json_schema", len(text))
     check_schema(found)
+    check_width(found)
     return json.dumps(exact_numbers(found))

@@ -145,8 +145,9 @@ def _part(part: Any, param: str) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
         raise Refusal(
-            f"{param} has a part of type {str(kind)[:50]!r}: only text is served, no images, audio, video "
-            "or files, and no URL is fetched.", param=param, code="unsupported_content",
+            f"{param} has a part of type {str(kind)[:50]!r}: only text is served, no images, "
+            "audio, video or files, and no URL is fetched.",
+            param=param, code="unsupported_content",
         )  # fmt: skip
     text = part.get("refusal" if kind == "refusal" else "text", part.get(str(kind)))
     if not isinstance(text, str):

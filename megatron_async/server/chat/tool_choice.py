@@ -15,7 +15,7 @@ from megatron_async.server.chat.thoughts import rule_of
 from megatron_async.server.chat.tool_types import ToolTypes
 from megatron_async.server.fields.chat_request import ChatRequest, FunctionTool, NamedTool
 from megatron_async.server.fields.refusal import Refusal, not_allowed
-from megatron_async.text.grammar_limits import check_schema, check_size
+from megatron_async.text.grammar_limits import check_schema, check_size, check_width
 from megatron_async.text.schema_numbers import exact_numbers
 from megatron_async.text.structured_output import StructuredOutput
 
@@ -123,6 +123,8 @@ def _grammar(
     """The grammar of calls, or of what is wanted instead of them; free: of text before them."""
     form = chat.tool_format
     try:
+        for one in offered:
+            check_width(one.parameters)
         offered = [
             # Arguments are objects, whether a schema says so or not.
             OfferedTool(one.name, _only_named(exact_numbers({**one.parameters, "type": "object"})))

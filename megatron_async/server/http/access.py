@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.http.request_log import RequestNote
 
 NOBODY = Caller()
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -54,17 +55,22 @@ class Access:
                 "or start it with --allowed-host NAME.", 421, code="unknown_host",
             )  # fmt: skip
 
-    def caller(self, headers: Mapping[bytes, bytes], needs_admin: bool) -> Caller:
+    def caller(
+        self, headers: Mapping[bytes, bytes], needs_admin: bool, note: RequestNote | None = None
+    ) -> Caller:
         """The sender of a request, by the key in its headers.
 
         Args:
             headers: by lower-case name.
             needs_admin: the path is for administrators.
+            note: gets the name of the key, also where the key is not enough.
 
         Raises:
             Refusal: 401 without a valid key where one is needed; 403 where the admin key is.
         """
         caller, given = self._given(headers)
+        if note is not None and caller is not None:
+            note.owner = caller.owner
         if needs_admin and not (caller is not None and caller.is_admin):
             if not self._has_admin:
                 why = "this server was started without --admin-key, so its control is closed."

@@ -89,9 +89,7 @@ class App:
             if self._logs and route.is_logged:
                 note = exchange.note = RequestNote(route.path, own_id)
             if not route.is_open:
-                exchange.caller = self._access.caller(headers, route.needs_admin)
-                if note is not None:
-                    note.owner = exchange.caller.owner
+                exchange.caller = self._access.caller(headers, route.needs_admin, note)
             await route.handler(exchange, rest)
         except ClientGone:
             pass

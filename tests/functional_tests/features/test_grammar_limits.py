@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from ascii_tokenizer import make_ascii_tokenizer
 
@@ -18,6 +19,7 @@ from megatron_async.text.grammar_limits import (
     MAX_REGEX_DEPTH,
     MAX_RULES,
     MAX_SCHEMA_DEPTH,
+    MAX_WIDTH,
 )
 
 
@@ -76,10 +78,25 @@ def long_choice(characters: int) -> StructuredOutput:
     return StructuredOutput(choice=["a" * (characters - 5), "b" * 5])
 
 
+def optional(count: int) -> StructuredOutput:
+    """Properties of one object, some of them by way of alternatives."""
+    names = {f"k{i}": {"type": "integer"} for i in range(count - 101)}
+    other = {"type": "object", "properties": {f"o{i}": {} for i in range(99)}}
+    own = {"type": "object", "properties": {**names, "r": {}}, "required": ["r", "r"]}
+    return StructuredOutput(
+        json_schema={
+            "$defs": {"other": other, "b": {"anyOf": [{"$ref": "#/$defs/b"}, own]}},
+            "properties": {"a": {"anyOf": [{"$ref": "#/$defs/other"}, own]}},
+            "required": ["a"],
+        }
+    )
+
+
 KINDS = [
     # With the outermost object and the last definition, a chain is as deep as it has links plus 2.
     (lambda size: chained_schema(size - 2), MAX_SCHEMA_DEPTH, "json_schema.*more than 512 deep"),
     (chained_rules, MAX_RULES, "grammar has 501 rules.*500 are allowed"),
+    (optional, MAX_WIDTH, "a value with 501 optional properties and alternatives, and 500"),
     (nested_regex, MAX_REGEX_DEPTH, "regex nests groups 65 deep, and 64 are allowed"),
     (choices, MAX_CHOICES, "choice has 10001 texts, and 10000 are allowed"),
     (long_schema, MAX_CHARACTERS, "json_schema has 262145 characters, and 262144 are allowed"),
@@ -104,6 +121,40 @@ def test_at_the_limit_and_beyond(
     compiler.start(compiler.begin(make(limit)).result())
     with pytest.raises(RequestError, match=message):
         make(limit + 1).source()
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object", "properties": {f"k{i}": {} for i in range(MAX_WIDTH)}}, '{"k499": 1'),
+        ({"anyOf": [{"type": "array", "items": {"const": i}} for i in range(MAX_WIDTH)]}, "[499]"),
+        (
+            {"anyOf": [{"properties": {f"k{i}": {}}} for i in range(MAX_WIDTH // 2)]},
+            '{"k249": 1',
+        ),
+    ],
+)  # fmt: skip
+def test_the_widest_schema_is_followed(
+    schema: dict[str, Any], text: str, compiler: GrammarCompiler
+) -> None:
+    grammar = compiler.start(compiler.begin(StructuredOutput(json_schema=schema)).result())
+    mask = np.zeros(4, np.int32)
+    for token in make_ascii_tokenizer().tokenize(text):
+        grammar.mask(mask)
+        assert mask[token // 32] >> token % 32 & 1, grammar.failure
+        grammar.accept(token)
+
+
+def test_the_width_of_schemas_that_refer_to_much_takes_linear_time() -> None:
+    names = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(200)}
+    with pytest.raises(RequestError, match="optional properties and alternatives"):
+        grammar_limits.check_width({"$defs": names})
+    loop: dict[str, Any] = {
+        "required": [[]],
+        "anyOf": [{"$ref": "#"}, {"properties": {str(i): {} for i in range(MAX_WIDTH)}}],
+    }
+    with pytest.raises(RequestError, match=f"with {MAX_WIDTH + 2} optional"):
+        grammar_limits.check_width(loop)
 
 
 def test_the_deepest_schema_of_objects_compiles(compiler: GrammarCompiler) -> None:

@@ -41,9 +41,14 @@ def test_keys():
         ({b"authorization": b"Basic one"}, False, 401), ({}, True, 401),
         (bearer(b"one"), True, 403), (bearer(b"four"), True, 401),
     ):  # fmt: skip
+        note = RequestNote("/pause", b"own")
         with pytest.raises(Refusal) as refused:
-            access.caller(headers, needs_admin)
+            access.caller(headers, needs_admin, note)
         assert refused.value.status == status, headers
+        # The line of log names a key that is known, and nothing of another.
+        assert ("key ann" in note.text()) == (status == 403)
+        assert "one" not in note.text()
+        assert "four" not in note.text()
 
 
 def test_a_name_gives_no_rights():
