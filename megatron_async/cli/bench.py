@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_async.cli.bench_engine import measure_engine
 from megatron_async.cli.bench_server import measure_server
+from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable
 from megatron_async.cli.options import (
     MODEL_HELP,
@@ -19,6 +20,11 @@ from megatron_async.cli.options import (
 from megatron_async.cli.ranks import has_other_ranks
 
 COLUMNS = ("p50", "p90", "p99", "mean")
+MOST = {
+    "batch_size": 2**20, "repeats": 2**20, "num_prompts": 2**20, "input_len": 2**24,
+    "output_len": 2**24, "max_concurrency": 2**20, "client_processes": 256,
+}  # fmt: skip
+"""Largest values; the smallest is 1."""
 TITLES = {
     "ttft_ms": "first token (TTFT), ms",
     "tpot_ms": "each later token (TPOT), ms",
@@ -128,12 +134,16 @@ def run_bench(arguments: argparse.Namespace) -> int:
             f"bench runs as one process. For a model of several ranks: `{PROGRAM} serve` on them, "
             f"and `{PROGRAM} bench serve`."
         )
-    for name in ("batch_size", "repeats", "num_prompts", "input_len", "output_len",
-                 "max_concurrency", "client_processes"):  # fmt: skip
-        if (value := getattr(arguments, name, None)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more.")
-    if not 0 <= getattr(arguments, "length_sigma", 0) < math.inf:
-        raise ValueError(f"--length-sigma {arguments.length_sigma:g} must be 0 or more.")
+    for name, most in MOST.items():
+        if (value := getattr(arguments, name, None)) is not None and not 1 <= value <= most:
+            raise ValueError(f"{flag(name)} {value} must be from 1 to {most}.")
+    if not 0 <= getattr(arguments, "length_sigma", 0) <= 10:
+        raise ValueError(f"--length-sigma {arguments.length_sigma:g} must be from 0 to 10.")
+    if not getattr(arguments, "request_rate", math.inf) > 0:  # nan too
+        rate = arguments.request_rate
+        raise ValueError(f"--request-rate {rate:g} must be above 0 (inf: all at once).")
+    if arguments.seed < 0:
+        raise ValueError(f"--seed {arguments.seed} must be 0 or more.")
     if arguments.json is not None:
         check_writable("--json", arguments.json)
     measure = measure_server if arguments.kind == "serve" else measure_engine

@@ -31,8 +31,18 @@ def measure_server(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     limits = [_limit(text) for text in arguments.goodput]
     url = arguments.url.rstrip("/")
     url = url if url.endswith("/v1") else f"{url}/v1"
-    if urlsplit(url).scheme != "http":
-        raise ValueError(f"{arguments.url}: only http:// is asked, without a proxy or TLS between.")
+    try:
+        parts = urlsplit(url)
+        is_asked = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        is_asked = False
+    if not is_asked:
+        raise ValueError(
+            f"URL {arguments.url!r} is not asked: write it as http://HOST:PORT, without a proxy or "
+            "TLS between."
+        )
+    if not (arguments.api_key.isascii() and arguments.api_key.isprintable()):
+        raise ValueError("--api-key has what no header may have: give printable ASCII.")
     name = _served_name(url, arguments.api_key, arguments.model)
 
     from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace

@@ -199,6 +199,9 @@ WRITTEN = re.compile(
 )
 """A setting as errors of `LLM` write it: `lookahead=100`, or its name alone."""
 
+NO_VALUE = re.compile(r", (or|not) None\b")
+"""On a command line nobody writes None."""
+
 
 def in_options(text: str, of_command: Collection[str] = ()) -> str:
     """A message about settings of `LLM` and parameters of a request, in options: `lookahead=100` is
@@ -215,9 +218,12 @@ def in_options(text: str, of_command: Collection[str] = ()) -> str:
             return found[0]
         if value in ("True", "False"):
             return as_option(name if value == "True" else f"{name}=False")
+        if name == "buffer_size_gb" and "kv_gb" in of_command:  # of simulate-fleet
+            name = "kv_gb"
         of_field = OPTIONS.get(name, flag(name))
         return of_field if value is None else f"{of_field} {value.strip(chr(39))}"
 
+    text = NO_VALUE.sub(lambda found: ", or leave it out" if found[1] == "or" else "", text)
     return WRITTEN.sub(option, text)
 
 

@@ -14,7 +14,9 @@ from megatron_async.cli.ranks import is_to_say
 from megatron_async.other_names import nearest
 
 INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<known>.*)\)")
-
+NO_NUMBER = re.compile(
+    r"argument (?P<option>\S+): invalid (?P<kind>int|float) value: (?P<given>.*)"
+)
 SWITCH_WITH_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored explicit argument")
 
 
@@ -32,6 +34,9 @@ class Parser(argparse.ArgumentParser):
                 message = f"there is no command {found['given']!r}"
                 meant = meant or f". The commands are: {', '.join(known)}"
             message += meant
+        if found := NO_NUMBER.search(message):
+            kind = "an integer" if found["kind"] == "int" else "a number"
+            message = f"argument {found['option']}: {found['given']} is not allowed: give {kind}"
         if found := SWITCH_WITH_VALUE.search(message):
             message = f"{found[1]} takes no value: write {found[1]} or {found[2]}"
         text = f"{PROGRAM}: error: {message} (see `{self.prog} --help`)\n"

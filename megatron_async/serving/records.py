@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class CoordinatorConfig:
             "max_unfinished", "requests_per_slot", "ping_interval_s", "silence_s", "stall_s",
             "client_silence_s", "no_replica_timeout_s",
         ):  # fmt: skip
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:  # nan is neither
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0.")
         for name in ("max_tokens_in_flight", "max_unfinished_of_owner", "max_tokens_of_owner"):
             most = getattr(self, name)

@@ -61,9 +61,19 @@ def test_the_table_has_a_row_for_all_that_was_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["latency", "--batch-size", "0"], "--batch-size 0 must be 1 or more"),
-        (["throughput", "--num-prompts", "-1"], "--num-prompts -1 must be 1 or more"),
-        (["serve", "https://x"], "only http://"),
+        (["latency", "--batch-size", "0"], "--batch-size 0 must be from 1 to"),
+        (["throughput", "--num-prompts", "-1"], "--num-prompts -1 must be from 1 to"),
+        (["serve", "https://x"], "URL 'https://x' is not asked: write it as http://HOST:PORT"),
+        (["serve", "http://x:99999"], "URL 'http://x:99999' is not asked"),
+        (["serve", "http://[x"], "URL 'http://[x' is not asked"),
+        (["serve", "--api-key", "ä"], "--api-key has what no header may have"),
+        (["serve", "--num-prompts", "9" * 20], f"--num-prompts {'9' * 20} must be from 1 to"),
+        (["serve", "--input-len", "9" * 20], "--input-len 9"),
+        (["serve", "--client-processes", "5000"], "--client-processes 5000 must be from 1 to 256"),
+        (["serve", "--length-sigma", "inf"], "--length-sigma inf must be from 0 to 10"),
+        (["serve", "--request-rate", "nan"], "--request-rate nan must be above 0 (inf: all"),
+        (["serve", "--request-rate", "-1"], "--request-rate -1 must be above 0"),
+        (["serve", "--seed", "-1"], "--seed -1 must be 0 or more"),
         (["serve", "http://127.0.0.1:9", "--goodput", "speed:3"], "write ttft:MS"),
         (["serve", "http://127.0.0.1:9", "--goodput", "ttft:0"], "a number above 0"),
         (["serve", "http://127.0.0.1:9"], "is a server there"),
@@ -82,3 +92,16 @@ def test_several_ranks_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["bench", "latency"]) == 2
     assert "bench runs as one process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--request-rate=fast", "argument --request-rate: 'fast' is not allowed: give a number ("),
+        ("--seed=1.5", "argument --seed: '1.5' is not allowed: give an integer (see"),
+    ],
+)
+def test_what_is_no_number(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "serve", option])
+    assert words in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pytest
 from ranks import quick_context
 
 from megatron_async.cli import main as cli
+from megatron_async.cli.simulate_fleet import COLUMNS, fleet_lines
 from megatron_async.simulation import fleet_jobs
 
 QUICK = ["--machine", "h200:smollm2-135m", "--num-requests", "10", "--rate", "2", "--no-progress"]
@@ -65,6 +66,21 @@ def test_a_trace_is_written_and_served_from_its_file(tmp_path, capsys):
     assert made["ttft_ms"]["p50"] == pytest.approx(read["ttft_ms"]["p50"], rel=1e-3)
 
 
+def test_columns_of_states_are_shown_where_a_row_has_them():
+    times = dict.fromkeys(("p50", "p99"), 1.0)
+    row = dict.fromkeys((key for _, key, _ in COLUMNS), 1) | {"policy": "prefix", "hit_ratio": 0.5}
+    row |= {"ttft_ms": times, "tpot_ms": times | {"p50": None}}
+    none = row | {"prefix_caching_mamba_gb": None, "snapshot_interval": None}
+    sizes = none | {"prefix_caching_mamba_gb": 5.0}
+    often = none | {"snapshot_interval": 2048}
+    for rows, cells in (([none], None), ([none, sizes], ["0", "5"]), ([often, none], ["0", "0"])):
+        title, *lines = (line.split() for line in fleet_lines(rows))
+        assert ("states" in title) == ("every" in title) == (cells is not None)
+        assert len({len(line) for line in fleet_lines(rows)}) == 1
+        assert cells is None or [line[2] for line in lines] == cells
+    assert fleet_lines([often])[1].split()[3] == "2048"
+
+
 def test_processes_give_the_same_rows(short_chats, tmp_path, monkeypatch):
     quick = SimpleNamespace(get_context=lambda _: quick_context())
     monkeypatch.setattr(fleet_jobs, "multiprocessing", quick)
@@ -96,7 +112,7 @@ def test_without_a_cache(tmp_path):
         (["--policy", "best"], "--policy best is unknown: use prefix, least-loaded, round-robin"),
         (["--replicas", "0"], "--replicas 0 must be at least 1"),
         (["--rate", "0"], "--rate 0 must"),
-        (["--kv-gb", "-1"], "--buffer-size-gb -1.0"),
+        (["--kv-gb", "-1"], "--kv-gb -1.0"),
         (["--block-size-tokens", "0"], "--block-size-tokens 0 must be at least 1"),
         (["--kv-gb", "0.0001"], "holds no usable KV block"),
         (["--processes", "0"], "--processes 0 must be at least 1"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from told_service import PARAMS, Service, info, rows_of, status, tokens_of
@@ -264,6 +266,8 @@ def test_settings_are_checked() -> None:
     for name in ("silence_s", "stall_s", "client_silence_s", "no_replica_timeout_s"):
         with pytest.raises(ConfigurationError, match=f"{name}=0"):
             CoordinatorConfig(**{name: 0})
+        with pytest.raises(ConfigurationError, match=name):
+            CoordinatorConfig(**{name: math.nan})
     with pytest.raises(ConfigurationError, match="max_retries=-1"):
         CoordinatorConfig(max_retries=-1)
     for name in ("silence_s", "stall_s", "client_silence_s"):
