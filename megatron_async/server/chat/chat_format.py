@@ -58,6 +58,7 @@ class ChatFormat:
 
     Attributes:
         thoughts: answers may hold `<think>` ... `</think>`, by the template or the vocabulary.
+        can_think: so, or the template can be told to think.
         tool_format: how calls are written.
         special: ids by text of the tool format's special tokens, those that the tokenizer has as
             such.
@@ -81,6 +82,7 @@ class ChatFormat:
         self.thoughts = OPEN in self._template or CLOSE in self._template
         added = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
         self.thoughts |= any(token.content == OPEN for token in added.values())
+        self.can_think = self.thoughts or "thinking" in self._template
         self.tool_format = format_of_template(self._template, tool_parser)
         self.special = {
             token.content: index

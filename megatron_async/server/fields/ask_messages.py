@@ -47,7 +47,7 @@ def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) 
         Refusal: naming the field, its value and what is allowed.
     """
     refuse_what_is_not_served(request)
-    fields = _prompt_fields(request)
+    fields = _prompt_fields(request, served)
     fields |= {
         "stream": request.stream,
         "stop": request.stop_sequences,
@@ -73,13 +73,13 @@ def count_tokens(request: CountTokensRequest, served: ServedModel) -> int:
     """
     served.name(request.model)
     refuse_what_is_not_served(request, of_prompts=True)
-    chat = ChatRequest(**_prompt_fields(request))
+    chat = ChatRequest(**_prompt_fields(request, served))
     with told_at("messages"):
         plan = tool_plan(chat, served.chat, served.limits.tools)
         return len(served.tokenize(served.chat.render(chat, plan.tools), False, "messages"))
 
 
-def _prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
+def _prompt_fields(request: CountTokensRequest, served: ServedModel) -> dict[str, Any]:
     """Fields of the `ChatRequest` that the prompt is made of."""
     messages = chat_messages(request.messages, request.system)
     is_prefilled = bool(messages) and messages[-1].role == "assistant"
@@ -87,7 +87,7 @@ def _prompt_fields(request: CountTokensRequest) -> dict[str, Any]:
     one_call = choice is not None and choice.disable_parallel_tool_use
     config = request.output_config
     extra = extra_fields(request)
-    kwargs = _thinking(request.thinking) | (extra["chat_template_kwargs"] or {})
+    kwargs = _thinking(request.thinking, served) | (extra["chat_template_kwargs"] or {})
     return extra | {
         "model": request.model,
         "messages": messages,
@@ -135,18 +135,26 @@ def _choice(request: CountTokensRequest) -> str | NamedTool | None:
     return CHOICES[choice.type]
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, Any]:
-    """Variables of the chat template that turn thinking on or off."""
+def _thinking(thinking: Thinking | None, served: ServedModel) -> dict[str, Any]:
+    """Variables of the chat template that turn thinking on or off. A budget is a target, as it is
+    at Anthropic: the template is told of it, and `max_tokens` ends a thought too."""
     if thinking is None:
         return {}
-    if thinking.budget_tokens is not None or thinking.type == "enabled":
+    kind, budget = thinking.type, thinking.budget_tokens
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise not_allowed("thinking.type", kind[:60], '"enabled", "adaptive" or "disabled"')
+    if kind == "enabled" and not served.chat.can_think:
         raise Refusal(
-            "thinking with budget_tokens is not served, since nothing here ends a thought before "
-            'its time: give thinking={"type": "adaptive"}, and limit max_tokens.', param="thinking",
+            "thinking is enabled, but this model's chat template has no thoughts: leave it out, or "
+            'give {"type": "disabled"}.', param="thinking",
         )  # fmt: skip
-    if thinking.type not in ("adaptive", "disabled"):
-        raise not_allowed("thinking.type", thinking.type[:60], '"adaptive" or "disabled"')
-    return {"enable_thinking": thinking.type == "adaptive"}
+    given: dict[str, Any] = dict.fromkeys(("enable_thinking", "thinking"), kind != "disabled")
+    if budget is None:
+        return given
+    if kind != "enabled" or budget < 1:
+        allowed = '1 or more, and only beside the type "enabled"'
+        raise not_allowed("thinking.budget_tokens", budget, allowed)
+    return {**given, "thinking_budget": budget}
 
 
 def _format(request: MessagesRequest) -> ResponseFormat | None:

@@ -53,6 +53,7 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         raise not_allowed("truncation", request.truncation, allowed)
     top_n = request.top_logprobs
     wants_log_probs = top_n is not None or LOG_PROBS in (request.include or ())
+    tools = _all_tools(request)
     chat = ChatRequest(
         model=request.model,
         messages=input_messages(request.input, request.instructions),
@@ -64,7 +65,7 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         max_completion_tokens=checked_limit("max_output_tokens", request.max_output_tokens),
         logprobs=wants_log_probs,
         top_logprobs=top_n,
-        tools=_tools(request),
+        tools=_functions_of(tools),
         tool_choice=_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
@@ -77,19 +78,37 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         asked.style,
         endpoint="responses",
         id="resp_" + secrets.token_hex(ID_BYTES),
-        repeated=_repeated(request, asked),
+        repeated=_repeated(request, tools, asked),
     )
     return msgspec.structs.replace(asked, style=style)
 
 
-def _tools(request: ResponsesRequest) -> list[Tool] | None:
+def _all_tools(request: ResponsesRequest) -> list[ResponseTool]:
+    """The tools of a request, and those that Codex adds by items of its input.
+
+    Raises:
+        Refusal: an item has none.
+    """
+    found = list(request.tools or ())
+    items = () if isinstance(request.input, str) else request.input
+    for place, item in enumerate(items):
+        if item.get("type") == "additional_tools":
+            try:
+                found += msgspec.convert(item.get("tools"), list[ResponseTool])
+            except msgspec.ValidationError as error:
+                param = f"input[{place}].tools"
+                raise Refusal(f"{param}: {error}.", param=param) from error
+    return found
+
+
+def _functions_of(tools: list[ResponseTool]) -> list[Tool] | None:
     """The functions. Tools that only OpenAI's servers run are left out beside them, since Codex
     offers a web search in every request; `tools` of the answer has those that were offered.
 
     Raises:
         Refusal: there are no functions among them.
     """
-    if not request.tools:
+    if not tools:
         return None
     found = [
         Tool(
@@ -100,11 +119,11 @@ def _tools(request: ResponsesRequest) -> list[Tool] | None:
                 strict=tool.strict,
             )
         )
-        for name, tool in _functions(request.tools)
+        for name, tool in _functions(tools)
     ]
     if not found:
         raise Refusal(
-            f"tools[0] is of type {request.tools[0].type[:60]!r}, and no other is a function: only "
+            f"tools[0] is of type {tools[0].type[:60]!r}, and no other is a function: only "
             "tools of type function are served.", param="tools",
         )  # fmt: skip
     return found
@@ -155,7 +174,7 @@ def _format(text: ResponseText | None) -> ResponseFormat | None:
     return ResponseFormat(type=given.type, json_schema=schema)
 
 
-def _repeated(request: ResponsesRequest, asked: Asked) -> dict[str, Any]:
+def _repeated(request: ResponsesRequest, tools: list[ResponseTool], asked: Asked) -> dict[str, Any]:
     """Fields of the request that the answer repeats, with the values that were taken."""
     params = asked.choices[0].params
     told = msgspec.to_builtins(request)
@@ -173,7 +192,7 @@ def _repeated(request: ResponsesRequest, asked: Asked) -> dict[str, Any]:
         "temperature": params.temperature,
         "text": {"format": (told["text"] or {}).get("format") or {"type": "text"}},
         "tool_choice": told["tool_choice"] or "auto",
-        "tools": _offered(request.tools or []),
+        "tools": _offered(tools),
         "top_logprobs": asked.style.top_n or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",

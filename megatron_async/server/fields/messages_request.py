@@ -38,7 +38,8 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model thinks: "adaptive" or "disabled"; a budget is not served."""
+    """Whether the model thinks: "enabled", "adaptive" or "disabled". Chat templates that have
+    `thinking_budget` are told `budget_tokens`."""
 
     type: str
     budget_tokens: int | None = None

@@ -93,7 +93,7 @@ class Refusal(Exception):
         self.retry_after_s = RETRY_AFTER_S if status == 503 else None
 
     def at(self, endpoint: str) -> Refusal:
-        """The same of a request that was translated to a chat: with its endpoint's own fields."""
+        """Tell it in the fields of an endpoint whose requests are translated to chats."""
         names = OF_CHATS.get(endpoint, {})
         param = self.param and renamed(self.param, names)
         return Refusal(renamed(self.message, names), self.status, param, self.code, self.kind)

@@ -73,6 +73,8 @@ def _add(found: list[Message], item: dict[str, Any], param: str) -> None:
                 raise Refusal(f"{param}.output must be a text or a list of parts.", param=param)
             text, call_id = text_of(output, f"{param}.output"), _text(item, "call_id", param)
             found.append(Message(role="tool", content=text, tool_call_id=call_id))
+        case "additional_tools":
+            pass  # `ask_responses` has read them
         case other:
             raise Refusal(
                 f"{param} is of type {str(other)[:60]!r}, which is not served: send messages, "
