@@ -7,7 +7,8 @@ Field names are Megatron-Core's where the meaning is the same; `lookahead`, `num
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+import os
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_async.errors import ConfigurationError
@@ -111,15 +112,13 @@ class InferenceConfig:
     target_tpot_ms: float | None = None
     """Target for the milliseconds between two tokens of a running request. A step with running
     requests gets as many prompt tokens as fit this time, estimated from earlier steps; at least 64,
-    so that prompts make progress if the target is too short. None: as many as `max_tokens`
-    leaves."""
+    so that prompts go on if the target is too short. None: as many as `max_tokens` leaves."""
 
     # ---- Scheduling --------------------------------------------------------------------------
     lookahead: int | None = None
     """Steps launched ahead of bookkeeping: 0 is serial. 1 launches step N+1 while step N runs; more
     hides jitter of the CPU at the price of up to `lookahead` wasted rows when a request ends by a
-    stop token. With p pipeline stages at least p - 1 keeps them all busy. None: 1, and in `LLM` as
-    many as there are pipeline stages."""
+    stop token. With p pipeline stages at least p - 1 keeps them all busy. None: 1; in `LLM` p."""
 
     async_sched_mode: str | None = None
     """Megatron-Core's name for `lookahead`: "legacy" is 0, "async" is 1."""
@@ -183,6 +182,10 @@ class InferenceConfig:
     step's time on the device and its rows, tokens a second, overlap and occupancy. The device is
     never waited for: lines appear a step or two late."""
 
+    nvtx: bool = field(default_factory=lambda: os.environ.get("MEGATRON_ASYNC_NVTX") == "1")
+    """Push an NVTX range around every stage, for Nsight Systems, and let captured steps mark where
+    their parts end (docs/observing.md). MEGATRON_ASYNC_NVTX=1 in the environment is the same."""
+
     # ---- Device and safety -------------------------------------------------------------------
     device: str | None = None
     """Device: cpu, cuda or cuda:N. None: a GPU where there is one."""
@@ -206,10 +209,10 @@ class InferenceConfig:
     compares them with its own; for debugging several ranks."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            switch = getattr(self, field.name)
-            if str(field.type).startswith("bool") and switch not in (True, False, None):
-                raise ConfigurationError(f"{field.name}={switch!r} must be True or False.")
+        for each in fields(self):
+            switch = getattr(self, each.name)
+            if str(each.type).startswith("bool") and switch not in (True, False, None):
+                raise ConfigurationError(f"{each.name}={switch!r} must be True or False.")
         self._resolve_lookahead()
         self._resolve_speculation()
         caches: Any = self.enable_prefix_caching
@@ -242,17 +245,12 @@ class InferenceConfig:
                 )
         # Megatron's own dtype is accepted too.
         self.mamba_ssm_states_dtype = str(self.mamba_ssm_states_dtype).removeprefix("torch.")
-        if self.mamba_ssm_states_dtype not in STATE_DTYPES:
-            raise ConfigurationError(
-                f"mamba_ssm_states_dtype={self.mamba_ssm_states_dtype!r} is not served: use one of "
-                f"{', '.join(STATE_DTYPES)}."
-            )
         self._require_int("inference_sampling_seed", 0)
         self._require_int("logging_step_interval", 0)
         self.quantization = None if self.quantization == "none" else self.quantization
         for name, known in (
             ("quantization", QUANTIZATIONS), ("attention_backend", ATTENTION_BACKENDS),
-            ("invalidation", INVALIDATION_POLICIES),
+            ("invalidation", INVALIDATION_POLICIES), ("mamba_ssm_states_dtype", STATE_DTYPES),
         ):  # fmt: skip
             value = getattr(self, name)
             if value not in known and (value is not None or name == "invalidation"):

@@ -89,6 +89,7 @@ ENGINE_NAMES = {
     "sp_type": "speculative_method",
     "sp_checkpoint_path": "draft_layer",
     "random_seed": "inference_sampling_seed",
+    "nvtx_ranges": "nvtx",
     # The model, its arithmetic and its ranks
     "torch_dtype": "dtype",
     "quantize": "quantization",

@@ -8,9 +8,10 @@ usage() {
 usage: scripts/profile_nsys.sh [-o REPORT] [--whole-run] [--] [COMMAND ...]
 
 Run COMMAND under Nsight Systems and write REPORT.nsys-rep, to be opened in nsys-ui. The trace has
-the kernels of graph replays one by one, CUDA calls, blocking system calls, and the engine's stages
-(prepare_step, launch_step, resolve, ...) as NVTX ranges, which are always on where the engine runs on
-a GPU.
+the kernels of graph replays one by one, CUDA calls, blocking system calls, and the engine's steps and
+stages (Decode step 12 rows 64, prepare_step, launch_step, resolve, ...) as NVTX ranges: COMMAND runs
+with MEGATRON_ASYNC_NVTX=1, which is the engine's option --nvtx. docs/observing.md names the ranges, and
+the kernels that end a captured step's parts.
 
 COMMAND defaults to one steady decode:
   scripts/benchmarks/benchmark_engine.py steady --models dummy:smollm2-135m --batch-sizes 64 --lookahead 1 --steps 20
@@ -87,7 +88,8 @@ if [[ -n ${RANK:-} ]]; then
 fi
 options=(
     --output="$report" --force-overwrite=true
-    --trace="$trace" --cuda-graph-trace=node
+    # By node: else a graph's replay is one bar without the names of its kernels.
+    --trace="$trace" --cuda-graph-trace=node --env-var=MEGATRON_ASYNC_NVTX=1
     # Call stacks of the CPU are not wanted here, and taking them slows the engine's thread.
     --sample=none --cpuctxsw=none
 )

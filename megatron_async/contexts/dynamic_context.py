@@ -81,7 +81,7 @@ class DynamicInferenceContext(NamesOfMegatron):
         self.config = inference_config
         self.model_config = model_config
         self.device = device or make_device(inference_config.device)
-        self.tracer = Tracer(self.device, timeline)
+        self.tracer = Tracer(self.device, timeline, inference_config.nvtx)
         self.block_size_tokens = inference_config.block_size_tokens
         self.max_requests = inference_config.max_requests
         self.max_tokens = inference_config.max_tokens

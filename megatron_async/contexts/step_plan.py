@@ -93,6 +93,13 @@ class StepPlan:
         return len(self.slots)
 
     @property
+    def kind(self) -> str:
+        """Decode, Prefill, or Mixed for rows of both; Dummy without rows."""
+        if self.num_decode:
+            return "Decode" if self.num_decode == self.num_rows else "Mixed"
+        return "Prefill" if self.num_rows else "Dummy"
+
+    @property
     def first_prefill_token(self) -> int:
         """Index of the first chunk's first token among the step's tokens; of the tokens' end where
         there is no chunk."""

@@ -176,8 +176,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         Raises:
             EngineStopped: the engine is paused, suspended or closed; nothing is left to report.
             WrongThread: another thread is at work in the engine.
-            JobFailed: other ranks of the model are lost, so all requests have failed; or this rank
-                follows a leader.
+            JobFailed: ranks are lost, so all requests have failed; or this rank follows a leader.
         """
         self.group.check_leads()
         self.pausing.check_can_step(self)
@@ -186,7 +185,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         if self._only_compiles:
             self.admission.wait_for_a_grammar()
         step = self.context.next_step
-        with self.thread.works(), self.job.giving_up(self.group), self.tracer.range("step", step):
+        with self.thread.works(), self.job.giving_up(self.group), self.tracer.call(step):
             launched = self.launch_step()
             for _ in range(num_due(self, launched)):
                 self.resolve_oldest()
@@ -202,15 +201,15 @@ class DynamicInferenceEngine(NamesOfMegatron):
         if self._only_compiles:
             await asyncio.sleep(POLL_S)
         step = self.context.next_step
-        with self.thread.works(), self.job.giving_up(self.group), self.tracer.range("step", step):
+        with self.thread.works(), self.job.giving_up(self.group), self.tracer.call(step):
             launched = self.launch_step()
             for _ in range(num_due(self, launched)):
                 oldest = self.in_flight[0]
-                with self.tracer.range("resolve", oldest.plan.step):
+                with self.tracer.awaited("resolve", oldest.plan.step):
                     await arrival(oldest.ready, self.group.wait_async)
                 if self.pausing.is_closed or not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped or closed the engine
-                with self.turn:
+                with self.tracer.of_step(oldest.plan), self.turn:
                     self.booking.book_oldest(self.group)
         return end_turn(self, start)
 
@@ -258,10 +257,11 @@ class DynamicInferenceEngine(NamesOfMegatron):
         self.thread.check()
         self.turn.make_whole()
         oldest = self.in_flight[0]
-        with self.tracer.range("resolve", oldest.plan.step):
-            self.group.wait(oldest.ready)
-        with self.turn:
-            self.booking.book_oldest(self.group)
+        with self.tracer.of_step(oldest.plan):
+            with self.tracer.range("resolve", oldest.plan.step):
+                self.group.wait(oldest.ready)
+            with self.turn:
+                self.booking.book_oldest(self.group)
 
     def report(self, start: float) -> dict[str, Any]:
         """End a turn of the loop that began at `start`, as `step_modern` does."""
@@ -393,7 +393,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
 
     def stats(self) -> Mapping[str, float | int]:
         """Counters and ratios since the engine was made; docs/statistics.md lists them."""
-        return self.statistics.as_dict(self.lookahead, self.context)
+        return self.statistics.as_dict(self.lookahead, self.context, self.group.agreement_ns)
 
     def close(self) -> None:
         """Finish launched work, end the device's threads, and fail unfinished requests."""

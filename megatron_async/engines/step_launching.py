@@ -14,6 +14,7 @@ from megatron_async.engines.prefill_pace import PrefillPace
 from megatron_async.engines.prompt_share import PromptShare
 from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.observe.tracer import Tracer
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -88,10 +89,10 @@ class StepLaunching:
             the step; None if nothing can run before a step in flight is resolved (or at all).
         """
         context, statistics, start = self._context, self._statistics, time.thread_time_ns()
-        scheduler = context.scheduler
-        scheduler.prefill_limit = group.launching(context.next_step, self._pace.limit())
-        with context.tracer.range("prepare_step", context.next_step):
-            plan = context.prepare_step(partial(_agree, group, is_compiling))
+        scheduler, tracer, step = context.scheduler, context.tracer, context.next_step
+        scheduler.prefill_limit = group.launching(step, self._pace.limit())
+        with tracer.planning(step), tracer.range("prepare_step", step):
+            plan = context.prepare_step(partial(_agree, tracer, group, is_compiling))
         statistics.count_prepare(time.thread_time_ns() - start, context)
         if plan is not None:
             return self.launch(plan, group, lookahead)
@@ -106,7 +107,10 @@ class StepLaunching:
         self, group: RankGroup, lookahead: int, is_compiling: bool
     ) -> LaunchedStep | None:
         """`launch_next` without a request of this rank; None if no other rank needs it."""
-        plan = self._context.prepare_dummy_step(partial(_agree, group, is_compiling))
+        tracer, step = self._context.tracer, self._context.next_step
+        with tracer.planning(step), tracer.range("prepare_step", step):
+            agree = partial(_agree, tracer, group, is_compiling)
+            plan = self._context.prepare_dummy_step(agree)
         return None if plan is None else self.launch(plan, group, lookahead)
 
     def launch(self, plan: StepPlan, group: RankGroup, lookahead: int) -> LaunchedStep:
@@ -121,15 +125,16 @@ class StepLaunching:
         group.planned(plan)
         for listener in self._listeners:
             listener.launching(plan)
-        try:
-            with tracer.range("transfer_bookkeeping_to_gpu", plan.step):
-                self._context.transfer_bookkeeping_to_gpu(plan)
-            self._invalidation.before_launch(plan)
-            with tracer.range("launch_step", plan.step):
-                launched = self._controller.launch_step(plan)
-        except Exception as error:
-            group.launch_failed(plan.step, error)
-            launched = self._controller.launch_failed_step(plan, error)
+        with tracer.of_step(plan):
+            try:
+                with tracer.range("transfer_bookkeeping_to_gpu", plan.step):
+                    self._context.transfer_bookkeeping_to_gpu(plan)
+                self._invalidation.before_launch(plan)
+                with tracer.range("launch_step", plan.step):
+                    launched = self._controller.launch_step(plan)
+            except Exception as error:
+                group.launch_failed(plan.step, error)
+                launched = self._controller.launch_failed_step(plan, error)
         statistics.count_launch(plan, bool(self._in_flight), lookahead)
         self._in_flight.append(launched)
         if launched.awaits_masks:
@@ -147,10 +152,10 @@ class StepLaunching:
         row's mask. The samples of a step are copied when all of its rows are sampled; rows of ended
         requests need no mask.
         """
-        awaiting = [step for step in self._in_flight if step.awaits_masks]
-        if awaiting:
-            with self._context.tracer.range("send_masks", self._statistics.steps):
-                for step in awaiting:
+        tracer = self._context.tracer
+        for step in self._in_flight:
+            if step.awaits_masks:
+                with tracer.of_step(step.plan), tracer.range("send_masks", step.plan.step):
                     self._send_masks_of(step)
 
     def _send_masks_of(self, step: LaunchedStep) -> None:
@@ -180,6 +185,8 @@ class StepLaunching:
 
 
 def _agree(
-    group: RankGroup, is_compiling: bool, step: int, wanted: StepShape, has_work: bool
-) -> StepShape:
-    return group.agree(step, wanted, has_work or is_compiling)
+    tracer: Tracer, group: RankGroup, is_compiling: bool,
+    step: int, wanted: StepShape, has_work: bool,
+) -> StepShape:  # fmt: skip
+    with tracer.range("agree_shape", step if group.agrees else -1):
+        return group.agree(step, wanted, has_work or is_compiling)

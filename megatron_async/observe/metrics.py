@@ -36,6 +36,7 @@ COUNTERS = {
     "late_launches": "Launches before which the device had run out of work, with late_launch.",
     "slow_launches": "Launches that took the engine's thread more than 1 ms.",
     "slow_launch_seconds": "Seconds of them.",
+    "agreement_seconds": "Seconds in which ranks that share experts agreed on a step's shape.",
     "zombie_steps": "Resolved steps of which all rows were zombies.",
     "discarded_steps": "Steps launched, taken back and launched again (policy rollback).",
     "discarded_rows": "Their rows.",

@@ -196,12 +196,15 @@ class EngineStatistics:
         steps, first = self.steps - before.steps, self.first_steps - before.first_steps
         return (self.overlapped_steps - before.overlapped_steps) / max(steps - first, 1)
 
-    def as_dict(self, lookahead: int, context: DynamicInferenceContext) -> dict[str, float | int]:
+    def as_dict(
+        self, lookahead: int, context: DynamicInferenceContext, agreement_ns: int
+    ) -> dict[str, float | int]:
         """The mapping that `engine.stats()` returns; docs/statistics.md says what each name means.
 
         Args:
             lookahead: of the engine.
             context: of the engine; its own counters and its occupancy are part of it.
+            agreement_ns: nanoseconds that its ranks spent in agreeing on shapes.
         """
         steps = max(self.steps, 1)
         cpu_ns = self.prepare_ns + self.launch_ns + self.resolve_ns
@@ -252,6 +255,8 @@ class EngineStatistics:
             "prepare_us_per_step": self.prepare_ns / 1e3 / steps,
             "launch_us_per_step": self.launch_ns / 1e3 / steps,
             "resolve_us_per_step": self.resolve_ns / 1e3 / steps,
+            "agreement_us": agreement_ns / 1e3 / steps,
+            "agreement_seconds": agreement_ns / 1e9,
             **_percentiles("prepare", self.prepare_times),
             **_percentiles("launch", self.launch_times),
             **_percentiles("resolve", self.resolve_times),

@@ -1,24 +1,31 @@
 """Named ranges: one call marks a stage for NVTX and for the step timeline.
 
-The stages are `step`, `schedule`, `prepare_step`, `transfer_bookkeeping_to_gpu`, `launch_step`,
-`forward_pass`, `sampling`, `transfer_samples_to_cpu` (where samples are copied), `resolve`,
-`update_requests` and `emit`. On a GPU the ranges are NVTX ranges of the launching thread, and the
-timeline's device lane comes from timed events; on a CPU device the stages really run on the
-stream's thread, so their ranges are the device lane.
+With `InferenceConfig.nvtx` the thread that does the work pushes NVTX ranges. What a thread does for
+one step lies in a range that names the step, such as `Decode step 12 rows 64` (`Tracer.of_step`).
+The timeline's device lane comes from timed events on a GPU; on a CPU device the stages really run
+on the stream's thread, so their ranges are the device lane. docs/observing.md lists the stages.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_async.devices import Device, Event, Stream
 from megatron_async.devices.cpu import current_stream_name
+from megatron_async.errors import ConfigurationError
 from megatron_async.observe.timeline import Span, Timeline
 
+if TYPE_CHECKING:
+    from megatron_async.contexts.step_plan import StepPlan
+
+PARTS = "forward_pass", "sampling", "feed_back", "drafting"
+"""Parts of a step that a graph captures, in their order, and whose ends are marked."""
 _LANES = {None: "cpu", "compute": "device", "copy": "copy"}
 
 
@@ -36,15 +43,82 @@ _NO_RANGE = _NoRange()
 
 
 class _Range:
-    __slots__ = ("_name", "_start", "_step", "_tracer")
+    """A stage: a span of the timeline, and in NVTX a range of its thread."""
 
-    def __init__(self, tracer: Tracer, name: str, step: int) -> None:
-        self._tracer, self._name, self._step = tracer, name, step
+    __slots__ = ("_name", "_nvtx", "_start", "_step", "_timeline")
+
+    def __init__(self, nvtx: bool, timeline: Timeline | None, name: str, step: int) -> None:
+        self._nvtx, self._timeline, self._name, self._step = nvtx, timeline, name, step
 
     def __enter__(self) -> None:
-        if self._tracer.nvtx:
+        if self._nvtx:
             torch.cuda.nvtx.range_push(self._name)
         self._start = time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        if self._timeline is not None:
+            lane = _LANES[current_stream_name()]
+            start, end = self._start / 1e3, time.perf_counter_ns() / 1e3
+            self._timeline.add(Span(lane, self._name, self._step, start, end))
+        if self._nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+class _AwaitedRange(_Range):
+    """A stage in which other coroutines use the thread, perhaps with ranges of their own: in NVTX a
+    range of the process, which need not nest."""
+
+    __slots__ = ("_id",)
+
+    def __enter__(self) -> None:
+        self._id = torch.cuda.nvtx.range_start(self._name)
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        torch.cuda.nvtx.range_end(self._id)
+
+
+class _Thread(threading.local):
+    step: int | None = None
+    """Number of the step whose range is the innermost one of `_StepRange` on this thread."""
+
+
+_thread = _Thread()
+
+
+class _StepRange:
+    """One thread's work for one step. Inside a range of the same step nothing is pushed."""
+
+    __slots__ = ("_before", "_step", "_text")
+
+    def __init__(self, step: int, text: str) -> None:
+        self._step, self._text = step, text
+
+    def __enter__(self) -> None:
+        self._before = _thread.step
+        if self._before != self._step:
+            torch.cuda.nvtx.range_push(self._text)
+        _thread.step = self._step
+
+    def __exit__(self, *_: object) -> None:
+        _thread.step = self._before
+        if self._before != self._step:
+            torch.cuda.nvtx.range_pop()
+
+
+class _DeviceStage:
+    """A part of a step's device work: a range, a span of the device lane, and a mark at its end."""
+
+    __slots__ = ("_name", "_range", "_start", "_step", "_stream", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, step: int, stream: Stream) -> None:
+        self._tracer, self._name, self._step, self._stream = tracer, name, step, stream
+        self._range = tracer.range(name, step)
+
+    def __enter__(self) -> None:
+        self._start = self._tracer.mark(self._stream, self._step)
+        self._range.__enter__()
 
     def __exit__(
         self,
@@ -52,13 +126,13 @@ class _Range:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        timeline = self._tracer.timeline
-        if timeline is not None:
-            lane = _LANES[current_stream_name()]
-            start, end = self._start / 1e3, time.perf_counter_ns() / 1e3
-            timeline.add(Span(lane, self._name, self._step, start, end))
-        if self._tracer.nvtx:
-            torch.cuda.nvtx.range_pop()
+        tracer = self._tracer
+        if kind is None and tracer.nvtx and self._name in PARTS:
+            tracer.mark_end(self._name)
+        self._range.__exit__()
+        if kind is None:
+            end = tracer.mark(self._stream, self._step)
+            tracer.device_span(self._name, self._step, self._start, end)
 
 
 class Tracer:
@@ -67,19 +141,70 @@ class Tracer:
     Args:
         device: the engine's device.
         timeline: where spans go, or None to keep none.
+        nvtx: push NVTX ranges, and mark where the parts of captured steps end.
+
+    Raises:
+        ConfigurationError: this torch has no NVTX.
     """
 
-    def __init__(self, device: Device, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, device: Device, timeline: Timeline | None = None, nvtx: bool = False
+    ) -> None:
+        if nvtx and not hasattr(torch._C, "_nvtx"):
+            raise ConfigurationError(
+                f"nvtx=True needs a CUDA build of torch, and torch {torch.__version__} is none: "
+                "install one (it runs without a GPU too), or leave nvtx out."
+            )
         self._device = device
-        self.nvtx = device.torch_device.type == "cuda"
+        self._is_gpu = device.torch_device.type == "cuda"
+        self.nvtx = nvtx
         self.timeline = timeline
         self._pending: list[tuple[Callable[[Span], None], str, int, Event, Event]] = []
 
     def range(self, name: str, step: int = -1) -> _Range | _NoRange:
-        """A context manager around one stage."""
-        if self.nvtx or self.timeline is not None:
-            return _Range(self, name, step)
+        """A context manager around one stage. What belongs to no step (-1), such as a graph's
+        capture, has no range."""
+        if step >= 0 and (self.nvtx or self.timeline is not None):
+            return _Range(self.nvtx, self.timeline, name, step)
         return _NO_RANGE
+
+    def awaited(self, name: str, step: int) -> _Range | _NoRange:
+        """`range` around an `await`: other coroutines go on inside."""
+        if self.nvtx:
+            return _AwaitedRange(False, self.timeline, name, step)
+        return self.range(name, step)
+
+    def call(self, step: int) -> _Range | _NoRange:
+        """`range` around a call of the loop, for the timeline alone: the call launches `step`, but
+        resolves another one."""
+        return _NO_RANGE if self.timeline is None else _Range(False, self.timeline, "step", step)
+
+    def of_step(self, plan: StepPlan) -> _StepRange | _NoRange:
+        """An NVTX range around what this thread does for one step: its kind, number and rows."""
+        if not self.nvtx:
+            return _NO_RANGE
+        return _StepRange(plan.step, f"{plan.kind} step {plan.step} rows {plan.num_rows}")
+
+    def planning(self, step: int) -> _StepRange | _NoRange:
+        """`of_step` of a step whose kind is not known before it is planned."""
+        return _StepRange(step, f"Plan step {step}") if self.nvtx else _NO_RANGE
+
+    def stage(self, name: str, step: int, stream: Stream) -> _DeviceStage | _NoRange:
+        """A context manager around a part of a step's work on `stream`: a range of the thread that
+        launches it, a span of the device lane, and a mark in the stream where it ends."""
+        if self.nvtx or self.timeline is not None:
+            return _DeviceStage(self, name, step, stream)
+        return _NO_RANGE
+
+    def mark_end(self, stage: str) -> None:
+        """Mark the end of a part of a step in the device's timeline: on a GPU by a kernel named for
+        the part, which captured steps replay; on a CPU by an NVTX mark of the stream's thread."""
+        if self._is_gpu:
+            from megatron_async.ops.step_markers import launch_marker
+
+            launch_marker(stage)
+        else:
+            torch.cuda.nvtx.mark(f"{stage}_ends")
 
     def note(self, name: str, step: int) -> None:
         """Note a moment of the host's in the timeline, if there is one."""
@@ -90,7 +215,7 @@ class Tracer:
     def mark(self, stream: Stream, step: int) -> Event | None:
         """A timed event here in the stream, when a timeline wants the device lane of a GPU (and not
         while a graph is captured, which belongs to no step)."""
-        if self.timeline is None or not self.nvtx or step < 0:
+        if self.timeline is None or not self._is_gpu or step < 0:
             return None
         return self.timed_event(stream)
 

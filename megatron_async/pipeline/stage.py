@@ -164,7 +164,8 @@ class LinkedStage(PipelineStage):
     @override
     def receive(self, plan: StepPlan) -> None:
         if not self.is_first:
-            self._links.receive(self._input[: self._message_rows(plan.dims)])
+            with self._context.tracer.range("receive_hidden_states", plan.step):
+                self._links.receive(self._input[: self._message_rows(plan.dims)])
         self._last_received = plan.step
 
     def hidden_states(self, dims: BatchDimensions) -> Tensor | None:
@@ -183,7 +184,9 @@ class LinkedStage(PipelineStage):
 
     @override
     def send(self, plan: StepPlan, failed: bool) -> None:
-        self._write(plan, failed)
+        # The last stage only writes who failed.
+        with self._context.tracer.range("send_hidden_states", -1 if self.is_last else plan.step):
+            self._write(plan, failed)
         self._last_sent = plan.step
 
     def _write(self, plan: StepPlan, failed: bool) -> None:
@@ -249,16 +252,17 @@ class LinkedStage(PipelineStage):
     def _share(
         self, plan: StepPlan, prompt: PromptEntry, part: tuple[MaskEntry, slice] | None
     ) -> None:
-        view, rows = self._view, plan.dims.rows
+        view, rows, tracer = self._view, plan.dims.rows, self._context.tracer
         entry = plan.step % len(self._words)
         words = self._words[entry, : 1 + rows * self._row_words]
-        if self.is_last:
-            words[1:] = view.sample_ring[entry, :rows].view(-1)
-        self._links.share_samples(words)
-        if plan.features.wants_log_probs:
-            self._links.share_samples(self._log_probs[entry, : plan.dims.sample_rows])
-        if part is None and plan.features.num_prompt_log_probs:
-            self._links.share_samples(prompt.source[: plan.features.num_prompt_log_probs])
+        with tracer.of_step(plan), tracer.range("return_samples", plan.step):
+            if self.is_last:
+                words[1:] = view.sample_ring[entry, :rows].view(-1)
+            self._links.share_samples(words)
+            if plan.features.wants_log_probs:
+                self._links.share_samples(self._log_probs[entry, : plan.dims.sample_rows])
+            if part is None and plan.features.num_prompt_log_probs:
+                self._links.share_samples(prompt.source[: plan.features.num_prompt_log_probs])
 
     @torch.inference_mode()
     def _take(

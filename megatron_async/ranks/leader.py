@@ -58,6 +58,7 @@ class Leader(ConnectedGroup):
     ) -> None:
         super().__init__(channel, check_alive, check_agreement)
         self._consensus = consensus
+        self.agrees = consensus is not None
         self._pending: list[Action] = []
         self._comparer = PlanComparer()
         self._failed: dict[int, dict[int, str]] = {}

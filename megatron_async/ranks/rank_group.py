@@ -60,6 +60,8 @@ class RankGroup:
 
     is_alone = True
     """Whether no other rank follows what this one does."""
+    agrees = False
+    """Whether `agree` is a round with ranks that have other requests."""
 
     @property
     def agreement_ns(self) -> int:

@@ -41,7 +41,7 @@ class StepWatch:
         self._engine = engine
         self._window: StepWindow | None = None
         self._lease: asyncio.TimerHandle | None = None
-        if engine.tracer.nvtx:
+        if engine.context.device.torch_device.type == "cuda":
             # A GPU's first timed event sets its clock, which waits for it: better before any step.
             engine.context.device.event(timing=True)
 

@@ -35,7 +35,7 @@ WITHOUT_EFFECT = (
     "device", "buffer_size_gb", "num_cuda_graphs", "use_cuda_graphs_for_non_decode_steps",
     "cuda_graph_mixed_prefill_count", "attention_backend", "check_integrity",
     "async_sched_mode", "inference_sampling_seed", "logging_step_interval",
-    "prefix_caching_mamba_gb", "target_tpot_ms", "mixed_step_tokens", "late_launch",
+    "prefix_caching_mamba_gb", "target_tpot_ms", "mixed_step_tokens", "late_launch", "nvtx",
 )  # fmt: skip
 """Settings that no plan depends on. Pools are recorded as numbers of blocks and of snapshots, and
 what a clock has decided (`target_tpot_ms`, `mixed_step_tokens`) as events."""

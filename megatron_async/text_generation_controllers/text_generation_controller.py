@@ -254,42 +254,41 @@ class TextGenerationController(NamesOfMegatron):
 
     def _run_guarded(self, launched: LaunchedStep) -> None:
         plan, stage = launched.plan, self.stage
-        stage.receive(plan)
-        try:
-            self._run_step(plan)
-            if len(plan.features.constrained_rows) and stage.is_last:
-                launched.logits = self.constrained.keep(plan.dims.sample_rows)
-            stage.send(plan, failed=False)
-        except Exception as error:
-            launched.raised = error
-            # It may not have come as far as to count itself.
-            self.context.gpu_view.expect_step(plan.step + 1)
-            stage.send(plan, failed=True)
+        with self.tracer.of_step(plan):
+            stage.receive(plan)
+            try:
+                self._run_step(plan)
+                if len(plan.features.constrained_rows) and stage.is_last:
+                    launched.logits = self.constrained.keep(plan.dims.sample_rows)
+                stage.send(plan, failed=False)
+            except Exception as error:
+                launched.raised = error
+                # It may not have come as far as to count itself.
+                self.context.gpu_view.expect_step(plan.step + 1)
+                stage.send(plan, failed=True)
 
     def _sample_guarded(self, launched: LaunchedStep, part: slice) -> None:
         if launched.raised is not None:
             return
+        plan, compute = launched.plan, self.device.compute
         try:
             assert launched.logits is not None, "its first part kept them"
-            self.constrained.sample(launched.plan.step, launched.logits, part)
+            with self.tracer.of_step(plan), self.tracer.stage("sampling", plan.step, compute):
+                self.constrained.sample(plan.step, launched.logits, part)
         except Exception as error:
             launched.raised = error
             self.stage.send(launched.plan, failed=True)
 
     def _run_step(self, plan: StepPlan) -> None:
         """The step's device work, on the compute stream."""
-        tracer = self.tracer
         graph = self.graphs.find(plan.dims, plan.sampling_mode)
-        start = tracer.mark(self.device.compute, plan.step)
-        with tracer.range("device_step", plan.step):
+        with self.tracer.stage("device_step", plan.step, self.device.compute):
             if graph is not None:
                 graph.replay()
             else:
                 self._compute_step(plan.dims, plan.sampling_mode, plan.step)
                 if plan.features.num_prompt_log_probs and self.stage.is_last:
                     self._prompt.compute(plan)
-        end = tracer.mark(self.device.compute, plan.step)
-        tracer.device_span("device_step", plan.step, start, end)
 
     @torch.inference_mode()
     def _compute_step(self, dims: BatchDimensions, mode: SamplingMode, step: int = -1) -> None:
@@ -297,8 +296,8 @@ class TextGenerationController(NamesOfMegatron):
         shapes and on device memory, and on nothing else. A pipeline stage that is not the last
         ends with its forward."""
         view, tracer, stage = self.context.gpu_view, self.tracer, self.stage
-        start = tracer.mark(self.device.compute, step)
-        with tracer.range("forward_pass", step):
+        compute = self.device.compute
+        with tracer.stage("forward_pass", step, compute):
             view.begin_step(dims, mode, stage.lengths(dims))
             if (hidden_states := stage.hidden_states(dims)) is not None:
                 self.inference_wrapped_model.set_input_tensor(hidden_states)
@@ -306,17 +305,15 @@ class TextGenerationController(NamesOfMegatron):
             if not stage.is_last:
                 stage.keep(output)
                 view.move_on()
-        forwarded = tracer.mark(self.device.compute, step)
         if stage.is_last:
-            with tracer.range("sampling", step):
+            with tracer.stage("sampling", step, compute):
                 sampled = self.sampler.sample(output, mode)
+            with tracer.stage("feed_back", step, compute):
                 view.feed_back(sampled)
                 self.sampler.remember(sampled, mode)
-                if self.drafting is not None:
+            if self.drafting is not None:
+                with tracer.stage("drafting", step, compute):
                     self.drafting.draft(view)
-        end = tracer.mark(self.device.compute, step)
-        tracer.device_span("forward_pass", step, start, forwarded)
-        tracer.device_span("sampling", step, forwarded, end)
 
     def create_cuda_graphs(self, progress: bool = False) -> CaptureReport | None:
         """Capture the context's padded shapes, unless that is done already. Mixed shapes that do
@@ -359,8 +356,8 @@ class TextGenerationController(NamesOfMegatron):
         context.expect_step()
 
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: SampleBuffers) -> None:
-        rows = plan.dims.rows
-        with self.tracer.range("transfer_samples_to_cpu", plan.step):
+        rows, tracer = plan.dims.rows, self.tracer
+        with tracer.of_step(plan), tracer.range("transfer_samples_to_cpu", plan.step):
             buffers.host[:rows].copy_(buffers.source[:rows], non_blocking=True)
             if plan.features.wants_log_probs:
                 found = buffers.log_probs_source[: plan.dims.sample_rows].view(-1)

@@ -69,6 +69,7 @@ class InferenceConfig(MegatronInferenceConfig):
 
     num_state_snapshots: int | None = None
     prefix_caching_mamba_interval: int | None = None
+    nvtx: bool | None = None
     check_integrity: bool | None = None
     check_ranks_agree: bool | None = None
 

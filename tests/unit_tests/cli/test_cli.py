@@ -101,7 +101,7 @@ def test_states_dtype_of_hybrids(capsys, monkeypatch):
     assert dtypes == ["bfloat16", "float32"]
     capsys.readouterr()
     line = fails(capsys, *hybrid, "--mamba-ssm-states-dtype", "fp16")
-    assert "--mamba-ssm-states-dtype fp16 is not served: use one of float32, bfloat16" in line
+    assert "--mamba-ssm-states-dtype fp16 is unknown: use one of float32, bfloat16" in line
 
 
 @pytest.mark.parametrize("model", ["dummy:tiny", "dummy:tiny-hybrid"])

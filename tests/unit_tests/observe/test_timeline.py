@@ -55,19 +55,25 @@ def test_without_a_timeline_a_range_is_shared_and_records_nothing(device):
     assert tracer.range("a") is tracer.range("b", 5)
 
 
-def test_on_a_gpu_ranges_are_nvtx_ranges_also_when_the_stage_fails(device, monkeypatch):
+def test_ranges_are_nvtx_ranges_where_that_is_asked_for_also_when_the_stage_fails(
+    device, monkeypatch
+):
     """NVTX itself tells nobody what was pushed unless a profiler is attached."""
     calls = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
     tracer = Tracer(device)
-    with tracer.range("step", 3):
+    with tracer.range("emit", 3), tracer.planning(3), tracer.call(3), tracer.awaited("resolve", 3):
         pass
-    assert calls == []  # a CPU device has no NVTX ranges
-    tracer.nvtx = True
-    with pytest.raises(ZeroDivisionError), tracer.range("step", 3), tracer.range("emit", 3):
+    assert calls == []
+    tracer = Tracer(device, nvtx=True)
+    with pytest.raises(ZeroDivisionError), tracer.planning(3), tracer.range("emit", 3):
         _ = 1 // 0
-    assert calls == ["step", "emit", "pop", "pop"]
+    assert calls == ["Plan step 3", "emit", "pop", "pop"]
+    calls.clear()
+    with tracer.planning(3), tracer.planning(3), tracer.planning(4), tracer.planning(3):
+        pass
+    assert calls == [f"Plan step {step}" for step in (3, 4, 3)] + ["pop"] * 3
 
 
 def test_a_full_timeline_counts_what_it_drops(monkeypatch):

@@ -262,7 +262,7 @@ def test_nsys_command(arguments, expected):
     run = subprocess.run(
         ["bash", script, "--dry-run", *arguments], capture_output=True, text=True, check=True
     )
-    for part in ["--cuda-graph-trace=node", *expected]:
+    for part in ["--cuda-graph-trace=node", "--env-var=MEGATRON_ASYNC_NVTX=1", *expected]:
         assert part in run.stdout
     captures = not arguments
     assert ("--capture-range" in run.stdout) == captures
