@@ -61,7 +61,7 @@ class HeldInterrupts:
         """
         handler = self._handler
         if handler is None or threading.current_thread() is not threading.main_thread():
-            return  # on another thread, what the main thread was kept from ending
+            return  # another thread cannot install a handler
         if getsignal(SIGINT) is self._own:  # else the program has installed another one meanwhile
             signal(SIGINT, handler)
         self._handler = self._holder = None
@@ -84,11 +84,10 @@ class HeldInterrupts:
             self._is_due = False
             handler(number, self._frame)
             handler(number, frame)
-        elif self._holder is None or not is_below(self._holder, frame):
-            self._is_due, self._frame = True, frame
-            self.end()
         else:
             self._is_due, self._frame = True, frame
+            if self._holder is None or not is_below(self._holder, frame):
+                self.end()  # something has kept the holder from it
 
 
 def is_below(holder: FrameType, caller: FrameType | None) -> bool:

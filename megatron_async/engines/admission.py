@@ -130,21 +130,18 @@ class Admission:
         if not self._compiling and not self._requests.has_too_slow:
             return
         with self._turn:
-            self._tend(group)
-
-    def _tend(self, group: RankGroup) -> None:
-        self._admit_compiled(group)
-        for request_id in self._requests.take_too_slow():
-            entry = self._requests.get(request_id)
-            assert entry.grammar is not None
-            error = RequestError(
-                "structured_output takes too long: computing which tokens may come next is "
-                f"{1e3 * entry.grammar.behind_s:.0f} ms behind an allowance of "
-                f"{1e3 * ALLOWANCE_S:g} ms of CPU time for each token, and {1e3 * CREDIT_S:g} ms "
-                "are allowed, since other requests wait meanwhile: make it less ambiguous and its "
-                "repetitions shorter."
-            )
-            self._end_early(entry.request, "error", error, group)
+            self._admit_compiled(group)
+            for request_id in self._requests.take_too_slow():
+                entry = self._requests.get(request_id)
+                assert entry.grammar is not None
+                error = RequestError(
+                    "structured_output takes too long: computing which tokens may come next is "
+                    f"{1e3 * entry.grammar.behind_s:.0f} ms behind an allowance of "
+                    f"{1e3 * ALLOWANCE_S:g} ms of CPU time for each token, and "
+                    f"{1e3 * CREDIT_S:g} ms are allowed, since other requests wait meanwhile: make "
+                    "it less ambiguous and its repetitions shorter."
+                )
+                self._end_early(entry.request, "error", error, group)
 
     def wait_for_a_grammar(self) -> None:
         """Until one is there, or for `POLL_S`, at whose end Ctrl-C takes effect: `wait` locks the

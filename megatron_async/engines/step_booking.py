@@ -126,9 +126,8 @@ class StepBooking:
             if (slot := slots.slot_of.get(request.request_id)) is not None:
                 request.generated_tokens = slots.generated_tokens(slot)
         if step is not None:
-            held = slots.generation[step.plan.slots] == step.plan.generations
             error = _step_failed(step, step.error or cause)
-            for slot in step.plan.slots[held].tolist():  # sync-ok: NumPy
+            for slot in self._held_slots(step):
                 found = slots.requests[slot]
                 if found is not None and found.finish_reason is None:
                     self._requests.end(found, Status.FAILED, "error", error)
@@ -291,12 +290,17 @@ class StepBooking:
         error = _step_failed(step, cause)
         self._statistics.failed_steps += 1
         self._context.step_failed(step.plan)
-        slots = self._context.slots
-        held = slots.generation[step.plan.slots] == step.plan.generations
-        for slot in step.plan.slots[held]:
-            request = slots.request_at(slot)
+        for slot in self._held_slots(step):
+            request = self._context.slots.request_at(slot)
             self.release(slot)
             self._requests.end(request, Status.FAILED, "error", error)
+
+    def _held_slots(self, step: LaunchedStep) -> list[int]:
+        """Slots that requests of a step hold still."""
+        plan = step.plan
+        held: IntArray = plan.slots[self._context.slots.generation[plan.slots] == plan.generations]
+        found: list[int] = held.tolist()  # sync-ok: NumPy
+        return found
 
 
 def _step_failed(step: LaunchedStep, cause: BaseException) -> StepFailed:

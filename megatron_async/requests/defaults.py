@@ -66,7 +66,7 @@ class GenerationDefaults:
         found = {name: off for name, (off, _, _) in LIMITS.items()} | dict(self.numbers)
         found |= {name: float(value) for name, value in named.items()}
         if "temperature" not in named and (self.is_greedy or "temperature" not in self.numbers):
-            # Only a request's own filters ask a model for samples that is greedy by its own word.
+            # Of a model that says it is greedy, only the request's own filters ask for samples.
             asked = named if self.is_greedy else {**self.numbers, **named}
             found["temperature"] = PLAIN_SAMPLES if _filters(asked) else GREEDY
         return found

@@ -177,8 +177,7 @@ class RequestRegistry:
         del self._entries[request.request_id]
 
     def unfinished(self) -> list[DynamicInferenceRequest]:
-        """The unfinished requests, behind whatever cut `end` short: requests that have ended have
-        left then."""
+        """The unfinished requests. Those whose `end` was cut short leave first."""
         for entry in list(self._entries.values()):
             if entry.request.finish_reason is not None:
                 if not any(entry.request is request for request in self._ended):
