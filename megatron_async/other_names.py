@@ -171,7 +171,6 @@ ENGINE_ADVICE = {
     **dict.fromkeys(("verbose", "disable_log_stats", "log_level"), LOGGING),
     "chat_template": "write it into the model's folder as chat_template.jinja",
     "finished_sync_period": "every step that is resolved tells which requests ended: leave it out",
-    "nvtx_ranges": "stages are NVTX ranges wherever the engine runs on a GPU (docs/observing.md)",
     "dynamic_batching": "it is always so: leave it out",
     "use_legacy_static_engine": "there is one engine, with dynamic batches: leave it out",
     "batch_times_seqlen_threshold": "pipeline stages take turns with parts of the requests: leave "

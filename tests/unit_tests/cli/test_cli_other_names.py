@@ -37,7 +37,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         ("serve smollm2 --max_sequence_length 5", "Did you mean --max-sequence-length?"),
         ("serve smollm2 --gpu-memory-utilization .9", "Here that is --buffer-size-gb (GiB"),
         ("serve smollm2 --async-sched-mode async", "Here that is --lookahead"),
-        ("serve smollm2 --nvtx-ranges", "stages are NVTX ranges wherever"),
+        ("serve smollm2 --nvtx-ranges", "Here that is --nvtx"),
         ("serve smollm2 --inference-dynamic-batching-async-scheduling", "that is --lookahead 1"),
         ("serve smollm2 --inference-dynamic-batching-max-tokens 9", "mean --max-step-tokens?"),
         ("serve smollm2 -tp 2", "Here that is --tensor-model-parallel-size"),
