@@ -64,3 +64,8 @@ def read_object(path: Path, error: type[ConfigurationError]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise error(f"{path}: must hold a JSON object, holds {type(value).__name__}")
     return value
+
+
+def write_object(path: Path, value: dict[str, Any]) -> None:
+    """Write an object as indented JSON."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -11,13 +11,13 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.json_files import check_number, check_size
+from megatron_async.checkpoints.settings import tell_unknown
 from megatron_async.models.architecture import LINEAR, RopeScaling
 
 logger = logging.getLogger("megatron_async")
@@ -125,14 +125,12 @@ class Metadata:
         return check_size(self.get(key, *default), key, self.where)
 
     def number(self, key: str, *default: float) -> float:
-        """A positive finite number, as short as its 32 bits tell it: 1e-05, not
-        9.999999747378752e-06; the arguments are those of `get`.
+        """A positive finite number, `as_written`; the arguments are those of `get`.
 
         Raises:
             CheckpointError: it is missing, or something else.
         """
-        value = check_number(self.get(key, *default), key, self.where)
-        return float(str(np.float32(value)))
+        return as_written(check_number(self.get(key, *default), key, self.where))
 
     def token_id(self, key: str) -> int | None:
         """A token's id; None where it is missing.
@@ -229,7 +227,12 @@ class Metadata:
             else:
                 unknown.append(key)
         if unknown:
-            _tell(self.where, tuple(sorted(unknown)))
+            tell_unknown(self.where, kind, tuple(sorted(unknown)))
+
+
+def as_written(value: float) -> float:
+    """A number as short as its 32 bits tell it: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
 
 
 def _is_close(value: Any, expected: float) -> bool:
@@ -238,9 +241,3 @@ def _is_close(value: Any, expected: float) -> bool:
 
 def _listed(supported: tuple[Any, ...]) -> str:
     return " or ".join(map(str, supported))
-
-
-@lru_cache(maxsize=64)
-def _tell(where: str, keys: tuple[str, ...]) -> None:
-    """Once for a file: a model is opened several times."""
-    logger.warning("%s: nothing is known of the metadata %s: passed over.", where, ", ".join(keys))

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from megatron_async.checkpoints.gguf_metadata import as_written
 
 PREFIX = "general.sampling."
 NAMES = {
@@ -40,7 +40,5 @@ def generation_config(metadata: Mapping[str, Any], source: str) -> dict[str, Any
         if name in OFF and value != OFF[name]:
             logger.warning("%s: %s = %s is not served: answers go without it.", source, key, value)
         if name in NAMES:
-            # Numbers are stored in 32 bits: 0.95, not 0.949999988.
-            is_fraction = isinstance(value, float)
-            found[NAMES[name]] = float(str(np.float32(value))) if is_fraction else value
+            found[NAMES[name]] = as_written(value) if isinstance(value, float) else value
     return found

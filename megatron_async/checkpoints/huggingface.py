@@ -22,7 +22,7 @@ from megatron_async.checkpoints.huggingface_delta import (
     language_model_tensors,
 )
 from megatron_async.checkpoints.huggingface_mtp import split_mtp
-from megatron_async.checkpoints.json_files import read_json, write_json
+from megatron_async.checkpoints.json_files import read_json
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
 from megatron_async.checkpoints.source import (
     NamedTensorSource,
@@ -31,7 +31,8 @@ from megatron_async.checkpoints.source import (
     model_parameters,
     total_bytes,
 )
-from megatron_async.checkpoints.tensor_files import INDEX, SINGLE, TensorFiles
+from megatron_async.checkpoints.tensor_files import INDEX, SINGLE, TensorFiles, has_weights
+from megatron_async.json_objects import write_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.rotary import described_frequencies
 from megatron_async.text.tokenizer import GENERATION_CONFIG, TOKENIZER, Tokenizer, read_eos_ids
@@ -87,7 +88,7 @@ class HuggingFaceSource(NamedTensorSource):
         # Only a tokenizer.json knows its EOS; a tokenizer of another format is an error when it is
         # asked for, not here.
         known = (self.folder / TOKENIZER).is_file() and self.tokenizer
-        names = self._files.file_of if self._files.are_there else ()
+        names = self._files.file_of if has_weights(self.folder) else ()
         where = str(self.folder / CONFIG)
         try:
             found = read_architecture(
@@ -312,7 +313,7 @@ def save_huggingface(
     dtype = parameters[wanted[0].name].dtype
     config = write_config(architecture, str(dtype).removeprefix("torch."))
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CONFIG, config)
+    write_object(folder / CONFIG, config)
     shards: list[list[Any]] = [[]]
     size = 0
     for weight in wanted:
@@ -337,6 +338,6 @@ def save_huggingface(
             weight_map |= dict.fromkeys(tensors, file)
             bar.update(sum(parameters[weight.name].nbytes for weight in shard))
     if len(shards) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_object(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if tokenizer is not None:
         tokenizer.save(folder)

@@ -12,10 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.huggingface_delta import (
-    MODEL_TYPES,
-    language_model_config,
-)
+from megatron_async.checkpoints.huggingface_delta import MODEL_TYPES, language_model_config
 from megatron_async.checkpoints.huggingface_experts import read_experts, write_experts
 from megatron_async.checkpoints.huggingface_hybrid import read_hybrid, refuse_family
 from megatron_async.checkpoints.huggingface_hybrid_write import check_written, write_hybrid
@@ -122,7 +119,7 @@ def read_architecture(
         # Of q, k and v, as Qwen2 has them without a word.
         is_mimo = key == "attention_bias" and family.model_type == "mimo"
         settings.only(key, *((True,) if is_mimo else supported))
-    found = (_hybrid if family.is_hybrid else _transformer)(settings, family)
+    found = read_hybrid(settings) if family.is_hybrid else _transformer(settings, family)
     found |= {
         "hidden_size": settings.size("hidden_size"),
         "vocab_size": settings.size("vocab_size"),
@@ -167,11 +164,6 @@ def _transformer(config: Settings, family: Family) -> dict[str, Any]:
         "sliding_window": _sliding_window(config, layers),
         **(read_experts(config, layers) if family.has_experts else {}),
     }
-
-
-def _hybrid(config: Settings, family: Family) -> dict[str, Any]:
-    del family
-    return read_hybrid(config)
 
 
 def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.json_files import check_number, read_size
+from megatron_async.checkpoints.json_files import check_number, check_size
 from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import LINEAR, LLAMA3, ModelArchitecture, RopeScaling
 
@@ -83,7 +83,7 @@ def read_rope(
     factor, low, high = (check_number(values[key], key, config.where) for key in LLAMA3_KEYS[:3])
     if low >= high:
         raise config.error("low_freq_factor", f"must be less than high_freq_factor = {high}", low)
-    original = read_size(values, ORIGINAL, config.where)
+    original = check_size(values[ORIGINAL], ORIGINAL, config.where)
     return base, RopeScaling(factor, low, high, original), share
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -19,29 +18,6 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: missing, too large, not JSON, or not an object.
     """
     return read_object(path, CheckpointError)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write an object as indented JSON."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_size(config: dict[str, Any], key: str, where: str, default: int | None = None) -> int:
-    """A positive integer of a JSON object.
-
-    Args:
-        config: the object.
-        key: name of the value.
-        where: file name for error messages.
-        default: what null or a missing value mean; None: they are errors.
-
-    Raises:
-        CheckpointError: it is something else, or larger than any model's.
-    """
-    value = config.get(key)
-    if value is None:
-        value = default
-    return check_size(value, key, where)
 
 
 def check_size(value: Any, key: str, where: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_config import FAMILIES
+from megatron_async.checkpoints.huggingface_defaults import NEUTRAL
 from megatron_async.checkpoints.json_files import check_number, check_size
 from megatron_async.checkpoints.megatron_defaults import (
     DELTA_DEFAULTS,
@@ -18,7 +19,7 @@ from megatron_async.checkpoints.megatron_defaults import (
     RENAMED,
     SUPPORTED,
 )
-from megatron_async.checkpoints.settings import POSITIONS, tell_unknown
+from megatron_async.checkpoints.settings import POSITIONS, is_one_of, listed, tell_unknown
 from megatron_async.models.architecture import (
     ATTENTION,
     DELTA,
@@ -58,11 +59,7 @@ def architecture_from_args(
     args = _Taken(args)
     for name, supported in SUPPORTED.items():
         value = args.get(name, MEGATRON_DEFAULTS.get(name, supported[0]))
-        if value not in supported:
-            allowed = " or ".join(map(repr, supported))
-            raise CheckpointError(
-                f"{where}: {name} = {value!r:.200} is not supported (only {allowed})"
-            )
+        _check_value(name, value, supported, where)
     _check_spec(args, where)
     heads = _size(args, "num_attention_heads", where)
     hidden = _size(args, "hidden_size", where)
@@ -157,16 +154,22 @@ class _Taken(Mapping[str, Any]):
         """Tell once of the arguments that nobody knows.
 
         Raises:
-            CheckpointError: one of them may change positions.
+            CheckpointError: one of them may change positions, or changes the computation in
+                configurations of other programs.
         """
-        left = (name for name in self._args.keys() - self._names if not IS_HARMLESS(name))
-        unknown = [name for name in sorted(left) if self._is_set(name)]
-        for name in unknown:
-            if POSITIONS.search(name):
+        unknown = []
+        for name in sorted(self._args.keys() - self._names):
+            if IS_HARMLESS(name) or not self._is_set(name):
+                continue
+            if name in NEUTRAL:  # models of other programs have it
+                _check_value(name, self._args[name], NEUTRAL[name], where)
+            elif POSITIONS.search(name):
                 raise CheckpointError(
                     f"{where}: {name} = {self._args[name]!r:.200} is not known, and may change "
                     "positions (only None, which is not set)"
                 )
+            else:
+                unknown.append(name)
         if unknown:
             tell_unknown(where, family, tuple(unknown))
 
@@ -175,6 +178,13 @@ class _Taken(Mapping[str, Any]):
             return self._args[name] is not None
         except CheckpointError:  # an object of a class that is not read
             return True
+
+
+def _check_value(name: str, value: Any, supported: tuple[Any, ...], where: str) -> None:
+    if not is_one_of(value, supported):
+        raise CheckpointError(
+            f"{where}: {name} = {value!r:.200} is not supported (only {listed(supported)})"
+        )
 
 
 def _check_spec(args: Mapping[str, Any], where: str) -> None:

@@ -24,7 +24,7 @@ from megatron_async.checkpoints.model_names import (
     no_model,
 )
 from megatron_async.checkpoints.source import ModelSource
-from megatron_async.checkpoints.tensor_files import INDEX, SINGLE
+from megatron_async.checkpoints.tensor_files import has_weights
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.text.tokenizer import Tokenizer
 
@@ -120,8 +120,7 @@ def load_model(
 
 
 def _open_folder(folder: Path, name: str) -> ModelSource:
-    has_weights = any((folder / file).is_file() for file in (SINGLE, INDEX))
-    if (folder / CONFIG).is_file() and (has_weights or not is_megatron(folder)):
+    if (folder / CONFIG).is_file() and (has_weights(folder) or not is_megatron(folder)):
         return HuggingFaceSource(folder, name)
     if is_megatron(folder):
         # torch's distributed checkpoints take half a second to import, and few models are any.

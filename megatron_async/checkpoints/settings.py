@@ -134,8 +134,8 @@ class Settings:
             CheckpointError: it has another value.
         """
         value = self.get(key)
-        if value is not None and not _is_one_of(value, supported):
-            raise self.error(key, f"is not supported (only {_listed(supported)})", value)
+        if value is not None and not is_one_of(value, supported):
+            raise self.error(key, f"is not supported (only {listed(supported)})", value)
 
     def whole(self, key: str) -> int:
         """An integer, 0 or more.
@@ -196,8 +196,8 @@ class Settings:
                 if value != [FULL] * int(self._values["num_hidden_layers"]):
                     raise self.error(key, f"is not supported (only {FULL!r} for each layer)", value)
             elif key in neutral:
-                if not _is_one_of(value, neutral[key]):
-                    problem = f"is not supported (only {_listed(neutral[key])})"
+                if not is_one_of(value, neutral[key]):
+                    problem = f"is not supported (only {listed(neutral[key])})"
                     raise self.error(key, problem, value)
             elif POSITIONS.search(key):
                 raise self.error(key, "is not known, and may change positions: leave it out", value)
@@ -215,14 +215,14 @@ class Settings:
         return "what follows from other keys" if value is None else repr(value)
 
 
-def _is_one_of(value: Any, supported: Iterable[Any]) -> bool:
+def is_one_of(value: Any, supported: Iterable[Any]) -> bool:
     """Whether it is one of these values; true and 1 are not the same, 1 and 1.0 are."""
     return any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in supported
     )
 
 
-def _listed(supported: tuple[Any, ...]) -> str:
+def listed(supported: tuple[Any, ...]) -> str:
     return " or ".join(map(repr, supported)) or "none"
 
 

@@ -32,6 +32,11 @@ PIECE_VALUES = 1 << 24
 """Values of two tensors that are compared at once."""
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has any weights that `TensorFiles` reads."""
+    return any((folder / name).is_file() for name in (SINGLE, INDEX))
+
+
 class TensorFiles:
     """The safetensors files of a folder. They are opened when needed.
 
@@ -50,11 +55,6 @@ class TensorFiles:
                 f"{folder / ADAPTER}: the folder holds an adapter, which would change the model "
                 "and is not applied; merge it (peft's merge_and_unload), or take it out"
             )
-
-    @property
-    def are_there(self) -> bool:
-        """Whether the folder has any weights that are read."""
-        return any((self.folder / name).is_file() for name in (SINGLE, INDEX))
 
     @cached_property
     def file_of(self) -> dict[str, Path]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.iteration_folders import METADATA, TRACKER, checkpoint_folder
-from megatron_async.checkpoints.json_files import read_json, write_json
+from megatron_async.checkpoints.json_files import read_json
 from megatron_async.checkpoints.mapping import Shard, mtp_weights, weights
 from megatron_async.checkpoints.megatron_args import architecture_from_args
 from megatron_async.checkpoints.pickled import TrainingArguments, load_common_state
@@ -34,6 +34,7 @@ from megatron_async.checkpoints.source import (
 )
 from megatron_async.checkpoints.torch_dist_keys import StoredWeight, stored_weights
 from megatron_async.checkpoints.torch_dist_reader import DirectPlanner, TorchDistReader
+from megatron_async.json_objects import write_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.text.tokenizer import Tokenizer
 
@@ -55,7 +56,7 @@ EXTRA_STATE = "._extra_state"
 MODEL_PARTS = ("embedding.", "encoder.", "decoder.", "output_layer.")
 """Beginnings of the keys of a model's weights, but for multi-token prediction ("mtp.")."""
 OPTIMIZER = re.compile(r"(chained_\d+\.)*optimizer\.")
-"""Beginning of the keys of an optimizer's states, of which no answer depends."""
+"""Beginning of the keys of an optimizer's states, on which no answer depends."""
 
 REMEDY = (
     f"place an {ARCHITECTURE} beside it (the fields of megatron_async.models.architecture."
@@ -262,6 +263,6 @@ def save_torch_dist(
         model.sharded_state_dict(prefix=""), str(folder), SynchronousSaveStrategy()
     )
     written = architecture if Shard.of(model).with_mtp else architecture.without_mtp
-    write_json(folder / ARCHITECTURE, written.to_dict())
+    write_object(folder / ARCHITECTURE, written.to_dict())
     if tokenizer is not None:
         tokenizer.save(folder)

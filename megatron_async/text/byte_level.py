@@ -13,22 +13,6 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as BackendTokenizer
 
 
-def byte_level_pieces(backend: BackendTokenizer, num_tokens: int) -> list[bytes] | None:
-    """What each token adds to a text that is decoded without special tokens.
-
-    Args:
-        backend: the tokenizer proper.
-        num_tokens: how many to tell; ids that the tokenizer does not have add nothing.
-
-    Returns:
-        bytes by token id; None where its decoder is not byte-level alone, and texts of tokens may
-        not simply add up.
-    """
-    if not is_byte_level(backend):
-        return None
-    return list(map(BytePieces(backend).__getitem__, range(num_tokens)))
-
-
 def is_byte_level(backend: BackendTokenizer) -> bool:
     """Whether its decoder is byte-level alone."""
     if backend.decoder is None:

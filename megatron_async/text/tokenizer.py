@@ -5,7 +5,6 @@ Method names are those that Megatron-Core's text generation controller calls.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -16,11 +15,10 @@ import jinja2
 from tokenizers import Tokenizer as BackendTokenizer
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.json_objects import MIB, read_object
+from megatron_async.json_objects import MIB, read_object, write_object
 from megatron_async.text.byte_level import (
     BytePieces,
     ByteRuns,
-    byte_level_pieces,
     byte_runs,
     is_byte_level,
 )
@@ -181,24 +179,20 @@ class Tokenizer:
         """Bytes that each of the tokens 0 .. num_tokens - 1 adds to a text; None where texts
         are not the bytes of their tokens in a row, and where a subclass has its own
         `detokenize`."""
-        if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
-            return None
-        return byte_level_pieces(self.backend, num_tokens)
+        pieces = self.byte_pieces
+        return None if pieces is None else list(map(pieces.__getitem__, range(num_tokens)))
 
     @cached_property
     def byte_pieces(self) -> Mapping[int, bytes] | None:
         """The bytes of `token_bytes`, computed for a token at its first use."""
-        if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
-            return None
-        return BytePieces(self.backend) if is_byte_level(self.backend) else None
+        is_known = self._detokenizes_itself and is_byte_level(self.backend)
+        return BytePieces(self.backend) if is_known else None
 
     @cached_property
     def byte_runs(self) -> ByteRuns | None:
         """Tokens of single bytes whose text is certain only after them; None where there are
         none."""
-        if getattr(self.detokenize, "__func__", None) is not Tokenizer.detokenize:
-            return None
-        return byte_runs(self.backend)
+        return byte_runs(self.backend) if self._detokenizes_itself else None
 
     def drop_ends_from(self, rows: int) -> None:
         """Forget end tokens that a model cannot make: its embedding has no rows for them.
@@ -277,15 +271,20 @@ class Tokenizer:
         self.backend.save(str(folder / TOKENIZER))
         config = {key: value for key, value in self.config.items() if key != "chat_template"}
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-        _write_json(folder / TOKENIZER_CONFIG, config)
+        write_object(folder / TOKENIZER_CONFIG, config)
         eos = list(self.eos_ids)
         ids = {"bos_token_id": self.bos, "eos_token_id": eos[0] if len(eos) == 1 else eos}
-        _write_json(
+        write_object(
             folder / GENERATION_CONFIG,
             self.generation_config | {k: v for k, v in ids.items() if v not in (None, [])},
         )
         if self.chat_template is not None:
             (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
+
+    @property
+    def _detokenizes_itself(self) -> bool:
+        """Whether no subclass has its own `detokenize`."""
+        return getattr(self.detokenize, "__func__", None) is Tokenizer.detokenize
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -328,7 +327,3 @@ def _special_id(config: Mapping[str, Any], name: str, backend: BackendTokenizer)
     text = token_text(config.get(name))
     token_id: int | None = None if text is None else backend.token_to_id(text)
     return token_id
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

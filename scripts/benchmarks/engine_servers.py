@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface_config import write_config
-from megatron_async.checkpoints.json_files import write_json
 from megatron_async.checkpoints.registry import open_model
+from megatron_async.json_objects import write_object
 
 DUMMY = "dummy:"
 START_S = 1200.0
@@ -147,7 +147,7 @@ def model_folder(
     if not model.startswith(DUMMY):
         convert(source, folder / "model", to="huggingface")
         return folder / "model", vocabulary
-    write_json(folder / "config.json", write_config(source.architecture, "bfloat16"))
+    write_object(folder / "config.json", write_config(source.architecture, "bfloat16"))
     benchmark_tokenizer(tokenizer).save(folder)
     return folder, vocabulary
 

@@ -175,7 +175,7 @@ def test_what_is_about_the_file_is_not_told(make: Make, caplog: pytest.LogCaptur
         _ = open_model(make(fields)).architecture
         assert not caplog.records
         _ = open_model(make({"llama.some_new_key": 3, "other.key": "x"})).architecture
-    assert "nothing is known of the metadata llama.some_new_key, other.key" in caplog.text
+    assert "nothing is known of llama.some_new_key, other.key in a llama model" in caplog.text
 
 
 @pytest.mark.parametrize("count", [127, 129])
