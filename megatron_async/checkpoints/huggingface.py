@@ -220,10 +220,8 @@ class HuggingFaceSource(NamedTensorSource):
     def _check_frequencies(self) -> None:
         """Older files store the table of rope. It follows from the configuration; if it does not,
         the configuration counts, as in transformers, and that is told."""
-        names = self._tensors.frequencies
-        expected = described_frequencies(self.architecture) if names else None
-        for name in names:
-            assert expected is not None
+        for name in self._tensors.frequencies:
+            expected = described_frequencies(self.architecture)
             found = self._files.read(name)
             tolerance = max(torch.finfo(found.dtype).eps, 1e-5) if found.is_floating_point() else 0
             is_same = found.shape == expected.shape and torch.allclose(
