@@ -223,6 +223,7 @@ def is_one_of(value: Any, supported: Iterable[Any]) -> bool:
 
 
 def listed(supported: tuple[Any, ...]) -> str:
+    """Values that are served, as an error names them."""
     return " or ".join(map(repr, supported)) or "none"
 
 
