@@ -50,7 +50,10 @@ def run_to_end(
         return [future.result() for future in added]
     except BaseException as error:
         if not isinstance(error, Exception):
-            _abandon(engine, futures)
+            try:
+                _abandon(engine, futures)
+            finally:  # another Ctrl-C may have cut that short
+                _abandon(engine, futures)
         raise
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from attention_model import VOCABULARY, AttentionModel
-from bytecodes import ctrl_c
+from bytecodes import AtBytecode, ctrl_c
 from harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
 from memory_channel import FollowingEngine, MemoryChannel
 from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
+from megatron_async.engines import generation
 from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.observe.listener import EngineListener
 from megatron_async.ranks.follower import Follower
@@ -23,6 +24,8 @@ from megatron_async.ranks.leader import Leader
 
 TOKENS = 8
 PROMPTS = random_prompts(5, (5, 9, 3), VOCABULARY)
+STRIDE = 97
+"""Of the bytecodes of a call's end, one is tried, then the one so many behind it."""
 MOMENTS = ("added", "launching", "launched", "booked", "resolved", "ended")
 
 
@@ -133,6 +136,46 @@ def test_what_an_interrupted_generate_leaves(
     assert [request.generated_tokens for request in found] == expected
     assert other.result().generated_tokens == expected[0]
     assert set(reported) - {77} == {request.request_id for request in found}
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_again_while_an_interrupted_generate_ends(
+    engine: DynamicInferenceEngine,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    signals: int,
+) -> None:
+    """At any bytecode of that: all of its requests end all the same, and others go on. Of two
+    signals the second takes effect at once. Break `run_to_end`: call `_abandon` once."""
+    abandon, number, tried = generation._abandon, 1, 0
+    other = engine.add_request(77, PROMPTS[0], greedy(TOKENS))
+    interrupted: AtBytecode | None = None
+
+    def act() -> None:
+        for _ in range(signals):
+            ctrl_c()
+
+    def traced(*arguments: Any) -> None:
+        nonlocal interrupted
+        if interrupted is not None:
+            return abandon(*arguments)
+        with AtBytecode(number, act) as interrupted:
+            return abandon(*arguments)
+
+    monkeypatch.setattr(generation, "_abandon", traced)
+    while interrupted is None or interrupted.where is not None:
+        interrupted = None
+        engine.listeners.append(At("launched", ctrl_c, call=2))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, greedy(TOKENS))
+        engine.listeners.pop()
+        assert interrupted is not None
+        number, tried = number + STRIDE, tried + 1
+        assert len(engine.requests) == (77 in engine.requests), interrupted.where
+        assert right(engine, expected), interrupted.where
+    assert tried > 10
+    found = other.result()
+    assert found.generated_tokens == expected[0] or isinstance(found.error, StepFailed)
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError, asyncio.CancelledError, GeneratorExit])
