@@ -18,7 +18,7 @@ _OTHER_NAMES = {
     "list": "array",
 }  # fmt: skip
 """Names of types that people write who know Python better than JSON schema."""
-_OF_KIND = {"properties": "object", "items": "array"}
+_OF_KIND = {"properties": "object", "items": "array", "pattern": "string", "format": "string"}
 MAX_REFERENCES = 32
 MAX_VISITS = 10_000
 """Alternatives and listed values of all parameters of a tool: each parameter may refer to the same
@@ -93,10 +93,10 @@ class ToolTypes:
             RequestError: the tool's schemas have too many alternatives.
         """
         seen = _Seen()
-        for own in self._branches(schema):
+        for own in self.branches(schema):
             constants = _constants(own)
             self._count(len(constants))
-            _look(own, _parts(own), constants, seen)
+            _look(own, alternatives(own), constants, seen)
         kinds = seen.kinds | ({"integer"} if "number" in seen.kinds else set())
         texts = frozenset(value for value in seen.only if isinstance(value, str))
         return ValueTypes(frozenset(kinds), texts, None if seen.is_open else seen.only)
@@ -110,7 +110,7 @@ class ToolTypes:
             RequestError: as `of_schema`.
         """
         found: dict[str, list[Any]] = {}
-        for own in self._branches(self.schema):
+        for own in self.branches(self.schema):
             given = own.get("properties")
             for key, schema in given.items() if isinstance(given, Mapping) else ():
                 found.setdefault(key, []).append(schema)
@@ -125,7 +125,7 @@ class ToolTypes:
         names = [key for keys in lists if isinstance(keys, list) for key in keys]
         return dict.fromkeys(key for key in names if isinstance(key, str))
 
-    def _branches(self, schema: Any) -> Iterator[Mapping[str, Any]]:
+    def branches(self, schema: Any) -> Iterator[Mapping[str, Any]]:
         """A schema and those that it is made of, each once: they may refer to one another."""
         visited: set[int] = set()
         to_visit = [schema]
@@ -134,7 +134,7 @@ class ToolTypes:
             self._count(1)
             if id(own) not in visited:
                 visited.add(id(own))
-                to_visit += reversed(_parts(own))
+                to_visit += reversed(alternatives(own))
                 yield own
 
     def target(self, schema: Any) -> Mapping[str, Any]:
@@ -170,7 +170,8 @@ class ToolTypes:
             )
 
 
-def _parts(schema: Mapping[str, Any]) -> list[Any]:
+def alternatives(schema: Mapping[str, Any]) -> list[Any]:
+    """Schemas that a schema is made of."""
     found = [schema.get(key, ()) for key in ("anyOf", "oneOf", "allOf")]
     return [part for parts in found if isinstance(parts, list | tuple) for part in parts]
 

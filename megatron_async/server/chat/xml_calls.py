@@ -26,7 +26,7 @@ from megatron_async.server.chat.answer_pieces import TOOL_NAME, Call, OfferedToo
 from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_value
 from megatron_async.server.chat.thoughts import in_lark
-from megatron_async.server.chat.tool_types import KINDS, ToolTypes, ValueTypes
+from megatron_async.server.chat.tool_types import KINDS, ToolTypes, ValueTypes, alternatives
 from megatron_async.text.grammar_limits import check_size
 from megatron_async.text.schema_numbers import NOTES
 
@@ -39,6 +39,7 @@ _NUMBER = re.compile(r"-?\d.*", re.DOTALL)
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 """Templates write True, False and None of Python's values."""
 LENGTHS = ("minLength", "maxLength")
+TEXT_LIMITS = (*LENGTHS, "pattern", "format")
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -128,15 +129,30 @@ _PLAIN = {
     "null": '"null"',
 }
 """Values of these types as JSON has them, in Lark."""
+_HOUR_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_OCTET, _HEX = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])", "[0-9a-fA-F]{1,4}"
+_TIME_SPAN = "T([0-9]+S|[0-9]+M([0-9]+S)?|[0-9]+H([0-9]+M([0-9]+S)?)?)"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _FORMATS = {
-    "date": "[0-9]{4}-[0-9]{2}-[0-9]{2}",
-    "time": r"[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?([Zz]|[+-][0-9]{2}:[0-9]{2})",
+    "date": "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
+    "time": rf"{_HOUR_MINUTE}:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_HOUR_MINUTE})",
+    "duration": "P([0-9]+W|([0-9]+D|[0-9]+M([0-9]+D)?|[0-9]+Y([0-9]+M([0-9]+D)?)?)"
+    f"({_TIME_SPAN})?|{_TIME_SPAN})",
     "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "email": r"[^@ \t\r\n]+@[^@ \t\r\n]+",
-    "ipv4": r"[0-9]{1,3}(\.[0-9]{1,3}){3}",
+    "hostname": rf"{_LABEL}(\.{_LABEL})*",
+    "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+    "ipv6": f"({_HEX}:){{7}}{_HEX}|({_HEX}:){{1,7}}:|:(:{_HEX}){{1,7}}|::|"
+    + "|".join(f"({_HEX}:){{1,{7 - n}}}(:{_HEX}){{1,{n}}}" for n in range(1, 7)),
+    "uri": "[A-Za-z][A-Za-z0-9+.-]*:[!#-;=?-Z_a-z~%\\[\\]]+",
 }
 _FORMATS["date-time"] = f"{_FORMATS['date']}[Tt]{_FORMATS['time']}"
-"""Of strings, as RFC 3339 and others write them; other formats are notes, as the schema says."""
+"""Formats of strings that llguidance has, as RFC 3339, 3986, 4291 and others write them."""
+_NOT_HELD = (
+    "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
+    "dependentSchemas", "unevaluatedProperties", "not", "if",
+)  # fmt: skip
+"""Keywords of a tool's schema that say what this form's grammar cannot hold."""
 _ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 ANYTHING = "(?s:.*)"
 _END = r"/\n<\/parameter>\n/"
@@ -147,7 +163,8 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
     are not required may be left out.
 
     Raises:
-        RequestError: a parameter's name cannot be written in a tag, or there is too much of them.
+        RequestError: a parameter's name cannot be written in a tag, or there is too much of them,
+            or the schema has what the grammar cannot hold.
     """
     opening, closing = (
         f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
@@ -163,6 +180,9 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
     size = 0
     for i, tool in enumerate(tools):
         types = ToolTypes(tool.parameters)
+        for key in _NOT_HELD:
+            if key in types.schema:
+                raise _not_held(tool.name, key)
         properties, required = types.properties, types.required
         names = dict.fromkeys([*properties, *required])
         parts = [json.dumps(f"<function={tool.name}>\n")]
@@ -173,20 +193,33 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
                     "cannot write: rename it, without > and line breaks."
                 )
             tag = json.dumps(f"{PARAMETER}{key}>\n", ensure_ascii=False)
-            value = _value_rule(properties.get(key, True), types, f"VALUE_{i}_{j}", lines)
+            where = f"the parameter {key!r} of {tool.name}"
+            value = _value_rule(properties.get(key, True), types, f"VALUE_{i}_{j}", where, lines)
             parts.append(f"{tag} {value}" if key in required else f"({tag} {value})?")
             size += len(parts[-1])
             check_size("their grammar", size)  # each may have a copy of all definitions
         further = types.schema.get("additionalProperties", False)
         if not names and further is not False:
-            parts.append(f"(ANY_NAME {_value_rule(further, types, f'VALUE_{i}', lines)})*")
+            value = _value_rule(further, types, f"VALUE_{i}", tool.name, lines)
+            parts.append(f"(ANY_NAME {value})*")
         lines.append(f"call_{i}: {' '.join(parts)} {json.dumps(FUNCTION_END)}")
     return "\n".join(lines) + "\n"
 
 
-def _value_rule(schema: Any, types: ToolTypes, name: str, lines: list[str]) -> str:
+def _value_rule(schema: Any, types: ToolTypes, name: str, where: str, lines: list[str]) -> str:
     """A value and its closing tag in Lark, by a terminal of this name where one is needed: a
     grammar may have few terminals and schemas, and a chat many tools."""
+    branches = list(types.branches(schema))
+    limited = [own for own in branches if not own.keys().isdisjoint(TEXT_LIMITS)]
+    if limited and len(branches) > 1:
+        joined = ("allOf" in own and len(alternatives(own)) > 1 for own in branches)
+        if any(map(alternatives, limited)) or any(joined):
+            raise _not_held(where, "limits of a text beside alternatives")
+        leaves = [own for own in branches if not alternatives(own)]
+        rules = (
+            _value_rule(own, types, f"{name}_{i}", where, lines) for i, own in enumerate(leaves)
+        )
+        return f"({' | '.join(dict.fromkeys(rules))})"
     own, found = types.target(schema), types.of_schema(schema)
     kinds, values = found.kinds, found.only
     if values and not any(isinstance(value, dict | list) for value in values):
@@ -199,18 +232,27 @@ def _value_rule(schema: Any, types: ToolTypes, name: str, lines: list[str]) -> s
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"%json {json.dumps(definitions | dict(schema))} {_END}"
     least, most = (own[key] if isinstance(own.get(key), int) else "" for key in LENGTHS)
-    pattern, form = own.get("pattern"), _FORMATS.get(str(own.get("format")))
-    if kinds != {"string"} or not (least or most != "" or pattern or form):
+    pattern, form = own.get("pattern"), own.get("format")
+    if not limited or not kinds - {"string"} <= _PLAIN.keys():
         return "TEXT"
+    if form is not None and form not in _FORMATS:
+        raise _not_held(where, f"the format {str(form)[:50]!r} (served are {', '.join(_FORMATS)})")
     held = [f"/(?s:.{{{least or 0},{most}}})/", _NO_END]
     if form:
-        held.append(f"/{form}/")
+        held.append(f"/{_FORMATS[form]}/")
     if isinstance(pattern, str):
         begins, ends = pattern.startswith("^"), _ENDS.search(pattern) is not None
         inside = in_lark(pattern[begins : len(pattern) - ends])
         held.append(f"/{ANYTHING * (not begins)}({inside}){ANYTHING * (not ends)}/")
     lines.append(f"{name}: ({' & '.join(held)}) {_END}")
-    return name
+    plain = (f"({_PLAIN[kind]}) {_END}" for kind in sorted(kinds - {"string"}))
+    return f"({' | '.join([name, *plain])})"
+
+
+def _not_held(where: str, what: str) -> RequestError:
+    return RequestError(
+        f"{where} has {what}, which this model's form of calls cannot hold: leave it out."
+    )
 
 
 def xml_written(name: str, arguments: str) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import tracemalloc
@@ -184,9 +185,59 @@ def test_forced_parameters_of_several_schemas(tokenizer: Any) -> None:
     assert not accepted({"additionalProperties": {"type": "integer"}}, ("x", "five"))
 
 
+ADDRESSES = ("::", "::1", "1::", "1:2::3", "1:2:3:4:5:6:7:8", "1::2:3:4:5:6:7", "1::2::3", ":1", "1:2:3", "1:2:3:4:5:6:7:8:9", "12345::", "g::", "1:2:3:4:5:6:7::")  # fmt: skip
+
+
+def test_forced_addresses_beside_pythons_own(tokenizer: Any) -> None:
+    schema = {"properties": {"x": {"type": "string", "format": "ipv6"}}, "required": ["x"]}
+    rules = FORMATS["qwen3_coder"].rules([OfferedTool("f", schema)], False, {})
+    wanted = StructuredOutput(grammar=f"start: calls\n{rules}")
+    for text in ADDRESSES:
+        try:
+            is_right = bool(ipaddress.IPv6Address(text))
+        except ValueError:
+            is_right = False
+        call = FORMATS["qwen3_coder"].written("f", json.dumps({"x": text}))
+        assert accepts(tokenizer, wanted, call) == is_right, text
+
+
+def test_forced_texts_of_alternatives(tokenizer: Any) -> None:
+    """As pydantic writes `Optional` ones. What the grammar cannot hold is refused by name."""
+    limited = {"type": "string", "maxLength": 3}
+    rules = FORMATS["qwen3_coder"].rules
+    for one in (
+        {"anyOf": [limited, {"type": "null"}]}, {"type": ["string", "null"], "maxLength": 3},
+        {"allOf": [{"$ref": "#/$defs/a"}]}, {"oneOf": [limited, {"const": "none"}]},
+        {"pattern": "^.{0,3}$"},
+    ):  # fmt: skip
+        schema = {"properties": {"x": one}, "required": ["x"], "$defs": {"a": limited}}
+        wanted = StructuredOutput(
+            grammar=f"start: calls\n{rules([OfferedTool('f', schema)], False, {})}"
+        )
+        for text, is_right in (("abc", True), ("abcd", False), ("none", "oneOf" in one)):
+            call = FORMATS["qwen3_coder"].written("f", json.dumps({"x": text}))
+            nullable = text == "none" and "null" in str(one)
+            assert accepts(tokenizer, wanted, call) == (is_right and not nullable), (one, text)
+        null = FORMATS["qwen3_coder"].written("f", '{"x": null}')
+        assert accepts(tokenizer, wanted, null) == ("null" in str(one))
+    for wrong, words in (
+        ({"patternProperties": {"^x": {}}}, "f has patternProperties"),
+        ({"properties": {}, "minProperties": 1}, "f has minProperties"),
+        (
+            {"properties": {"x": {"type": "string", "format": "iri"}}},
+            "'x' of f has the format 'iri'",
+        ),
+        ({"properties": {"x": {"allOf": [limited, {"pattern": "a"}]}}}, "'x' of f has limits of a"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            rules([OfferedTool("f", wrong)], False, {})
+
+
 @pytest.mark.parametrize(
     ("form", "good", "bad"),
     [
+        ("uri", "https://a.b/c?d=e%20#f", "a b"), ("hostname", "a-b.c", "-a.b"), ("duration", "P1DT2H", "PT"),
+        ("time", "23:59:59Z", "24:00:00Z"), ("ipv4", "255.0.0.1", "256.0.0.1"), ("date", "2026-12-31", "2026-13-01"),
         ("date", "2026-11-28", "tomorrow"), ("time", "23:59:59.5Z", "noon"), ("date-time", "2026-11-28T10:00:00+01:00", "2026-11-28"),
         ("uuid", "123e4567-e89b-12d3-a456-426614174000", "123"), ("email", "a@b.c", "a"), ("ipv4", "10.0.0.1", "10.0.0"),
     ],
