@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ascii_tokenizer import make_ascii_tokenizer
 from capturing_cpu import CapturingCpu
 from drafters import DRAFTERS
 from harness import greedy, make_engine, make_model
 from nvtx_log import NvtxLog, injection, read_log
 from ranks import run_ranks
 
-from megatron_async import LLM, DynamicInferenceEngine
+from megatron_async import LLM, DynamicInferenceEngine, StructuredOutput
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.errors import ConfigurationError
 from megatron_async.observe.listener import EngineListener
@@ -61,6 +62,8 @@ class Seen(NamedTuple):
     process: int
     steps: list[Step]
     agreement_us: float
+    constrained: list[Step] | None = None
+    """Steps of a request with a grammar."""
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +137,16 @@ def _alone() -> Seen:
 
     asyncio.run(serve())
     engine.close()
+    torch.cuda.nvtx.mark("constrained")
+    engine = make_engine(model, nvtx=True, tokenizer=make_ascii_tokenizer(), **pool)
+    grammar = Launches(engine)
+    engine.generate([[5, 6]], greedy(4, structured_output=StructuredOutput(regex="[a-c]{4}")))
+    engine.close()
     torch.cuda.nvtx.mark("off")
     engine = make_engine(model, device=CapturingCpu(), **pool)
     engine.generate([[5, 6]], greedy(6))
     engine.close()
-    return Seen(os.getpid(), launches.steps, engine.stats()["agreement_us"])
+    return Seen(os.getpid(), launches.steps, engine.stats()["agreement_us"], grammar.steps)
 
 
 def test_every_stage_of_every_step_lies_in_a_range_that_names_the_step(folder, environment):
@@ -165,10 +173,15 @@ def test_every_stage_of_every_step_lies_in_a_range_that_names_the_step(folder, e
             if mark.thread == replay.thread and replay.start < mark.start < replay.end
         ]  # fmt: skip
         assert ends == [f"{part}_ends" for part in (*PARTS, "drafting")]
-    awaited = whole.since("awaited").until("off")
+    awaited = whole.since("awaited").until("constrained")
     check_every_stage_is_of_a_step(awaited)
     assert {each.text for each in awaited.awaited} == {"resolve"}
     assert all(each.text != "resolve" for each in awaited.ranges)
+    constrained = whole.since("constrained").until("off")
+    check_every_stage_is_of_a_step(constrained)
+    works = [work_for(constrained, step) for step in seen.constrained]
+    # Each of the four tokens is sampled when the one before is booked.
+    assert sum(["send_masks"] in work and ["sampling"] in work for work in works) >= 4
     assert whole.since("off") == ([], [], [])
     assert seen.agreement_us == 0
 
