@@ -103,7 +103,7 @@ _REASONS: dict[str, str] = {
         moe_input_jitter_eps""",
     "other arguments say the same": """
         add_position_embedding use_rotary_position_embeddings gated_linear_unit activation_func
-        num_moe_experts hybrid_*_ratio model_type""",
+        num_moe_experts encoder_num_layers hybrid_*_ratio model_type""",
     "it changes rounding alone: a model computes in the dtype that was asked for": """
         fp16 bf16 params_dtype pipeline_dtype *autocast* fp8* fp4* first_last_layers_bf16
         num_layers_at_*_in_bf16 tp_only_amax_red quant_recipe te_precision_config_file *kitchen*
@@ -137,15 +137,15 @@ _REASONS: dict[str, str] = {
         *muon_* lion_* sgd_* soap_* lr lr_* *min_lr decoupled_lr *weight_decay* wd_* wsd_*
         apply_wd_* *warmup* clip_grad *loss_scale* hysteresis *grad_* *grads_* *_sync_func ddp_*
         *fsdp* main_*_dtype exp_avg*_dtype store_param_remainders create_all_gather_group *gloo*
-        *sharp* *pin_cpu* barrier_* *distributed* *_dp_sharding_strategy *data_parallel_*
-        suggested_communication_unit_size enable_full_sharding_in_hsdp disable_symmetric_*
-        use_layer_wise_* dump_param_to_param_group_map override_opt_param_scheduler
-        use_tp_pp_dp_mapping preserve_fp32_weights *batch_size* train_* do_train do_valid do_test
-        skip_train phase_transition_iterations iteration* curr_iteration consumed_* *_samples
-        exit_* manual_gc* empty_unused_memory_level eval_* start_eval_at_iter *validation*
-        num_floating_point_* timers no_load_* no_save_* finetune rl_* grpo_* langrl_*
-        perform_rl_step refit_method sft logits_save_* logits_load_* fim_* rank local_rank
-        lazy_mpu_init world_size test_mode""",
+        use_sharp sharp_enabled_group *pin_cpu* barrier_* *distributed* *_dp_sharding_strategy
+        *data_parallel_* suggested_communication_unit_size enable_full_sharding_in_hsdp
+        disable_symmetric_* use_layer_wise_* dump_param_to_param_group_map
+        override_opt_param_scheduler use_tp_pp_dp_mapping preserve_fp32_weights *batch_size*
+        train_* do_train do_valid do_test skip_train phase_transition_iterations iteration*
+        curr_iteration consumed_* *_samples exit_* manual_gc* empty_unused_memory_level eval_*
+        start_eval_at_iter *validation* num_floating_point_* timers no_load_* no_save_* finetune
+        rl_* grpo_* langrl_* perform_rl_step refit_method sft logits_save_* logits_load_* fim_*
+        rank local_rank lazy_mpu_init world_size test_mode""",
     "it says where the run's data, files and reports were": """
         data_path data_cache_path *_data_path *data_args_path data_sharding data_per_class_fraction
         dataloader_* split per_dataset_sequences_path mock_data mmap_bin_files seq_length
@@ -165,8 +165,8 @@ _REASONS: dict[str, str] = {
     "models of other kinds have it": """
         bert_* output_bert_embeddings biencoder_* ict_* query_in_block_prob use_one_sent_docs
         retriever_* embedding_path indexer_log_interval num_classes img_* num_channels patch_dim
-        classes_fraction head_lr_mult vision_* swin_* mask_type mask_factor iter_per_epoch dino_*
-        encoder_*""",
+        classes_fraction head_lr_mult vision_* swin_* mask_type mask_factor iter_per_epoch
+        dino_*""",
 }
 """Why arguments change no answer -> their names; "*" is any text."""
 IS_HARMLESS = re.compile("|".join(map(translate, " ".join(_REASONS.values()).split()))).match
