@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.other_names import ENGINE_ADVICE, ENGINE_NAMES, hint
+from megatron_async.other_names import no_attribute
 
 BY_COMPAT = "the class of `megatron_async.compat.inference` has it"
 A_SETTING = "`context.config` of `megatron_async.compat.inference` has it"
@@ -198,10 +198,7 @@ class NamesOfMegatron:
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property, whose own error this is
                 return object.__getattribute__(self, name)
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
             names = next(CLASSES[k.__name__] for k in type(self).__mro__ if k.__name__ in CLASSES)
-            if name in names.answers:
-                message += f", which Megatron's has: {names.answers[name]} (docs/megatron_names.md)"
-            elif name in ENGINE_NAMES or name in ENGINE_ADVICE:
-                message += f".{hint(name, (), ())}"
-            raise AttributeError(message, name=name, obj=self)
+            answer = names.answers.get(name)
+            said = f", which Megatron's has: {answer} (docs/megatron_names.md)" if answer else ""
+            raise no_attribute(self, name, said)

@@ -364,8 +364,23 @@ def names_what_is_meant[T: type](made: T) -> T:
     return _refusing(made, "parameter", meant)
 
 
+def no_attribute(owner: object, name: str, said: str = "") -> AttributeError:
+    """The error of a missing attribute, with what is `said` of it; without that it names our
+    setting where another tool has one of this name."""
+    if not said and (name in ENGINE_NAMES or name in ENGINE_ADVICE):
+        said = f".{hint(name, (), ())}"
+    message = f"{type(owner).__name__!r} object has no attribute {name!r}{said}"
+    return AttributeError(message, name=name, obj=owner)
+
+
+def _missing(self: object, name: str) -> Any:
+    raise no_attribute(self, name)
+
+
 def names_settings_that_are_meant[T: type](made: T) -> T:
-    """A decorator of a dataclass of an engine's settings, as `names_what_is_meant`."""
+    """A decorator of a dataclass of an engine's settings, as `names_what_is_meant`; so are names of
+    attributes that are read."""
+    made.__getattr__ = _missing  # type: ignore[attr-defined]
     return _refusing(made, "setting", lambda name, _, known: f".{hint(name, known, ())}")
 
 

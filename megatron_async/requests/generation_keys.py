@@ -1,5 +1,5 @@
-"""Keys of a model's `generation_config.json` (or of sampling metadata in a GGUF file) that no
-request is answered by: they are told, once for a model, so none is passed over in silence.
+"""Keys of a model's `generation_config.json` (or of sampling metadata in a GGUF file) which are not
+honoured: the log names them, once for each model.
 
 Honoured are those of `requests/defaults.py`, and the tokens that begin and end a text. A key of
 `NEUTRAL` changes nothing at these values, one of `_HARMLESS` at none.

@@ -17,6 +17,7 @@ from megatron_async.compat.inference.config import OWN_FIELDS
 from megatron_async.compat.inference.config import InferenceConfig as CompatConfig
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
+from megatron_async.other_names import no_attribute
 
 logger = logging.getLogger("megatron_async")
 
@@ -37,8 +38,8 @@ class ServedConfig(InferenceConfig):
     given: MegatronConfig | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or self.given is None:
-            raise AttributeError(f"InferenceConfig has no attribute {name!r}")
+        if name.startswith("_") or not hasattr(self.given, name):
+            raise no_attribute(self, name)
         return getattr(self.given, name)
 
 

@@ -80,8 +80,9 @@ def test_names_exist_or_are_answered(tiny_model: Any) -> None:
             for name in names.answers.keys() - set(exist):
                 with pytest.raises(AttributeError) as error:
                     getattr(trio[kind], name)
-                assert str(error.value).endswith(
-                    f": {names.answers[name]} (docs/megatron_names.md)"
+                assert str(error.value) == (
+                    f"{kind!r} object has no attribute {name!r}, which Megatron's has: "
+                    f"{names.answers[name]} (docs/megatron_names.md)"
                 )
         for each in trio.values():
             with pytest.raises(AttributeError, match=r"Did you mean 'lookahead=1'\?$"):

@@ -253,6 +253,8 @@ def test_settings_have_megatrons_names_too() -> None:
     assert found.track_paused_request_events is False
     with pytest.raises(AttributeError, match="no_such_field"):
         _ = found.no_such_field
+    with pytest.raises(AttributeError, match=r"Did you mean 'lookahead=1'\?$"):
+        _ = found.async_scheduling
 
 
 def test_our_own_configuration_stays_as_it_is() -> None:

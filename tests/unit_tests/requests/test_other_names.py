@@ -87,7 +87,10 @@ def test_settings_of_others_in_the_config(made: Any, given: str, answer: str) ->
     with pytest.raises(TypeError, match=f"InferenceConfig has no setting '{given}'") as error:
         made(**{given: 5})
     assert answer in str(error.value)
-    assert made(lookahead=0).lookahead == 0
+    config = made(lookahead=0)
+    assert config.lookahead == 0
+    with pytest.raises(AttributeError, match=r"'InferenceConfig' object has no .*'lookahead=1'\?$"):
+        _ = config.async_scheduling
 
 
 def test_every_field_of_megatrons_is_a_setting_or_answered() -> None:
