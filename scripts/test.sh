@@ -3,11 +3,13 @@
 #
 #   bash scripts/test.sh                                            everything
 #   bash scripts/test.sh --quick                                    lints, types, and the tests in `quick`
+#   bash scripts/test.sh --gpus                                     the tests of GPUs, and nothing else
 #   bash scripts/test.sh tests/unit_tests/cli/test_cli.py -k help   lints, types, and these tests
 #
 # Times on 2 cores: everything 10 to 20 minutes, by the host, --quick under 4. --quick is for between
 # two edits; before a change is handed in, all must pass. Other arguments go to pytest, after --quick
-# too (`--quick -x`).
+# and --gpus too (`--quick -x`). `--gpus` is for machines with GPUs: a worker has its own, as many as
+# its tests need (tests/cards.py), and tests that need more than there are say so and are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -41,10 +43,14 @@ quick=(
     tests/functional_tests/lifecycle/test_pause_suspend.py
     tests/functional_tests/lifecycle/test_streaming.py
 )
-tests=()
+tests=() cards=0
 if [[ ${1:-} == --quick ]]; then
     shift
     tests=("${quick[@]}")
+elif [[ ${1:-} == --gpus ]]; then
+    shift
+    cards=$(python -c 'import torch; print(torch.cuda.device_count())')
+    ((cards)) || { echo "torch finds no GPU here; without --gpus this script runs the CPU's tests."; exit 1; }
 fi
 
 status=0
@@ -58,19 +64,34 @@ compile=(python -c 'from megatron_async.ops.cpu.compiler import compile_all; com
 "${compile[@]}" &
 compiling=$!
 compiled_loops() { wait $compiling; }
-run ruff check .
-run ruff format --check megatron_async scripts tests examples
-run mypy
-run python scripts/lint_no_sync.py
+if ((!cards)); then
+    run ruff check .
+    run ruff format --check megatron_async scripts tests examples
+    run mypy
+    run python scripts/lint_no_sync.py
+fi
 run compiled_loops
 
 # One thread each: the models under test are too small to share a matrix product. No more workers
 # than cores: an engine and its CPU device hand work to each other all the time, and where threads
 # wait for a core at each hand-over, a test takes four times as long (measured).
 export OMP_NUM_THREADS=1
-workers=(-n 2 --dist worksteal) # tests take from milliseconds to half a minute
+is_alone=false
 for argument in "$@"; do
-    [[ $argument == -n* || $argument == --pdb || $argument == -s ]] && workers=()
+    [[ $argument == -n* || $argument == --pdb || $argument == -s ]] && is_alone=true
 done
-run python -m pytest "${workers[@]}" "${tests[@]}" "$@"
+tests_by() { # workers, arguments
+    local workers=(-n "$1" --dist worksteal) # tests take from milliseconds to half a minute
+    $is_alone && workers=()
+    python -m pytest "${workers[@]}" "${@:2}"
+}
+if ((!cards)); then
+    run tests_by 2 "${tests[@]}" "$@"
+    exit $status
+fi
+gpu_tests() { tests_by "$@" || (($? == 5)); } # 5: none of what was asked for needs so many cards
+run gpu_tests $((cards > 1 ? cards : 2)) --cards "1/$cards" "$@" # on one card two share it
+for each in 2 4; do
+    ((each <= cards)) && run gpu_tests $((cards / each)) --cards "$each/$cards" "$@"
+done
 exit $status

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from cards import Cards, lack_of, needed_by
 from pairs import ALL_CASES, left_out
 
 if TYPE_CHECKING:
@@ -22,16 +24,54 @@ LONG_S = 600
 """Tests that may take longer take a minute or two."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option of `scripts/test.sh --gpus`."""
+    parser.addoption(
+        "--cards",
+        metavar="EACH/THERE",
+        help="run only the tests that need EACH of the machine's GPUs (1, 2 or 4), each worker on "
+        "GPUs of its own; THERE: how many the machine has",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Make the mark known, and let a worker see no card but its own, before anybody asks CUDA."""
     config.addinivalue_line(
         "markers", f"pairs: of all cases those in which every two values meet ({ALL_CASES}=1: all)"
     )
+    cards = _cards(config)
+    if cards is not None and not config.getoption("numprocesses", None):  # its workers inherit it
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+        mine = cards.of_worker(int(worker), names.split(",") if names else ())
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+
+
+def _cards(config: pytest.Config) -> Cards | None:
+    text = config.getoption("--cards")
+    return None if text is None else Cards.parse(text)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Skip what needs more cards than there are; `-m gpu` finds tests of several cards, too."""
+    needed = needed_by(item)
+    if needed:
+        item.add_marker("gpu")
+        cards = _cards(item.config)
+        if lack := lack_of(needed, _count_cards() if cards is None else cards.there):
+            item.add_marker(pytest.mark.skip(reason=lack))
+
+
+@cache
+def _count_cards() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 @pytest.hookimpl(trylast=True)  # behind -k and -m: who names a case gets it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what pairs do not need, and put the rest in order.
+    """Leave out what pairs do not need, and what runs on other cards; put the rest in order.
 
     The longest tests come first, then those of the demo model, then those that start ranks.
 
@@ -39,10 +79,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     end only: so one worker loads the model, one starts the server that ranks are forked from, and
     at the end no worker has a long test left while the others are done.
     """
-    without = left_out(items)
-    if without:
-        config.hook.pytest_deselected(items=without)
-        gone = set(without)
+    gone, cards = set(left_out(items)), _cards(config)
+    if cards is not None:
+        gone |= {item for item in items if not cards.runs(needed_by(item))}
+    if gone:
+        config.hook.pytest_deselected(items=list(gone))
         items[:] = [item for item in items if item not in gone]
     items.sort(key=_place)
 

@@ -7,6 +7,7 @@ twice. So the ranks first meet in the same store and exchange their records; the
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import socket
 import sys
@@ -27,6 +28,9 @@ from megatron_async.errors import ConfigurationError
 
 JOIN_TIMEOUT_VARIABLE = "MEGATRON_ASYNC_JOIN_TIMEOUT_S"
 """Environment: seconds that ranks wait for each other at the start (default 120)."""
+
+BEHIND_WATCH_S = 1.0
+"""Seconds that the end of a failed process may take beyond the grace period after a loss."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -206,7 +210,42 @@ def _join_timeout_s() -> float:
     return seconds
 
 
+def bound_exit(job: Job) -> bool:
+    """Where a job has failed, a GPU may wait for another rank for ever: let the end of this
+    process, which has begun, take no longer than the grace period after a loss.
+
+    The death watch cannot see to it: none of Python's threads runs beside a call that keeps the
+    GIL, nor behind the exit functions.
+
+    Returns:
+        whether it may hang; then `faulthandler` prints where and ends the process with 1.
+    """
+    has_failed = bool(job.watch.losses) or getattr(sys, "last_exc", None) is not None
+    grace = job.watch.end_process_after_s
+    may_hang = has_failed and job.world_size > 1 and torch.cuda.is_initialized()
+    if may_hang and grace is not None:
+        # Behind the watch, which says more where it can.
+        faulthandler.dump_traceback_later(grace + BEHIND_WATCH_S, exit=True, file=2)
+    return may_hang
+
+
 def _leave_at_exit(job: Job) -> None:
-    """Say goodbye at the end of the process; one that ends with an exception says which."""
-    error = getattr(sys, "last_exc", None)
+    """Say goodbye at the end of the process; one that ends with an exception says which.
+
+    What Python frees behind the exit functions waits for the GPU (torch's symmetric memory does).
+    So a hanging one is waited for here: before the goodbye if a rank was lost, since the watch says
+    why it ends the process; else behind it, since the others shall not wait too.
+    """
+    error, may_hang = getattr(sys, "last_exc", None), bound_exit(job)
+    if may_hang and job.watch.losses:
+        _wait_for_gpus()
     job.close("" if error is None else f"{type(error).__name__}: {error}")
+    if may_hang:
+        _wait_for_gpus()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _wait_for_gpus() -> None:
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(index):  # else there is nothing of ours, nor a context
+            torch.cuda.synchronize(index)  # sync-ok: at exit

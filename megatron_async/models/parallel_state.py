@@ -14,7 +14,7 @@ import megatron_async.models.compile_later  # noqa: F401  # isort: skip  # befor
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.bootstrap import bound_exit, join_job
 from megatron_async.communication.job import Job
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.lonely_group import BACKEND, register_backend
@@ -176,4 +176,5 @@ def _leave(job: Job) -> None:
     # Gloo would wait for collectives with who is lost, which can only be left behind.
     hangs = bool(job.watch.losses) and not torch.cuda.is_available()
     if dist.is_initialized() and not hangs:
+        bound_exit(job)
         dist.destroy_process_group()

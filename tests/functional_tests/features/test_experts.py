@@ -65,16 +65,12 @@ def test_padding_goes_to_no_expert_and_changes_no_token(monkeypatch: pytest.Monk
     assert sum(real) == TINY.num_layers * tokens
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.fixture(scope="module")
 def cpu_tokens() -> list[list[int]]:
     return run(make_model(SMALL), CpuDevice(), jobs(SMALL, 32), lookahead=0, num_kv_blocks=128)
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("config", [{"num_cuda_graphs": 0}, {}, PRESSURE], ids=str)
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_gpu_says_what_the_cpu_says(

@@ -64,7 +64,6 @@ def test_same_tokens(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("model", MODELS)
 def test_same_tokens_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = generate(model, "cuda")

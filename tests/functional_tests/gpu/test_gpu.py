@@ -13,10 +13,7 @@ from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SMALL = ModelArchitecture("llama", 4, 256, 8, 4, 32, 512, 1024, max_position_embeddings=1024)
 PROMPT_LENGTHS = (1, 5, 33, 64, 17, 100, 2, 48)

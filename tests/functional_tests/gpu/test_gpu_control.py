@@ -19,10 +19,7 @@ from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import make_device
 from megatron_async.models.architecture import ModelArchitecture
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SMALL = ModelArchitecture("llama", 4, 256, 8, 4, 32, 512, 1024, max_position_embeddings=1024)
 PROMPTS = random_prompts(3, (5, 33, 1, 64, 17, 90), SMALL.vocab_size)

@@ -16,10 +16,7 @@ from megatron_async.devices import CpuDevice, CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SHAPES = {
     "attention": replace(DUMMY_SHAPES["tiny"], kv_channels=32),
     "Mamba-2": replace(

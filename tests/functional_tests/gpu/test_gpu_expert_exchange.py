@@ -22,10 +22,7 @@ from megatron_async.ops.experts.symmetric_exchange import (
 )
 from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpus(2)
 
 HIDDEN, TOPK, EPS, MOST = 512, 3, 1e-5, 256
 TOKENS = (1, 3, 64, 256, 300, 2)

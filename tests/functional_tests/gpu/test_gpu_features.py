@@ -19,10 +19,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 __all__ = ["ascii_tokenizer"]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 # A token for each letter, as structured output's tests have it, and heads that the kernels serve.
 SHAPE = ModelArchitecture("llama", 2, 128, 4, 2, 32, 256, 128, max_position_embeddings=1024)
 TOKENS = 40

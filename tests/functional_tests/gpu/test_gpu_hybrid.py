@@ -16,10 +16,7 @@ from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 MAMBA = replace(DUMMY_SHAPES["tiny-hybrid"], kv_channels=32, mamba_head_dim=32, mamba_state_dim=64)
 SHAPES = {
     "Mamba-2": MAMBA,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from gpu_ranks import CASES, DRAFTING, JOBS, SHAPES, draft_alone, draft_here, serve, serve_on
 from lively_models import store_lively
 from ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpus(2)
 Stored = dict[str, tuple[str, list[list[int]]]]
 EVERYTHING = tuple(range(len(JOBS)))
 

@@ -15,10 +15,7 @@ from ranks import run_ranks
 from megatron_async.devices import CpuDevice, Device, make_device
 from megatron_async.models.architecture import ModelArchitecture
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpus(2)
 # Heads that the kernels serve, and a number of layers that two does not divide.
 SHAPE = ModelArchitecture(
     "llama", 3, 128, 4, 2, 32, 256, 128, tie_word_embeddings=True, max_position_embeddings=1024

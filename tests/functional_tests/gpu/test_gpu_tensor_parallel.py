@@ -22,10 +22,7 @@ from megatron_async.ops.sampling import triton_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpus(2)
 
 HIDDEN, EPS = 512, 1e-5
 WORLDS = [2, 4] if torch.cuda.device_count() >= 4 else [2]

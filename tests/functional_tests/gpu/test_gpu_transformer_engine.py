@@ -19,10 +19,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron_async.devices import make_device
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 TOKENS = 12
 PROMPTS = random_prompts(4, (70, 3, 25), VOCABULARY)

@@ -8,37 +8,69 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from dying_ranks import LAYOUTS, SETTINGS, end_one
-from ranks import run_ranks
+from dying_ranks import SETTINGS, end_one
+from ranks import RankOutcome, run_ranks
 
 from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST
 
+PAIRS = [
+    pytest.param(layout, rank, id=f"{layout}-{role}")
+    for layout in ("tp", "pp", "ep")
+    for rank, role in enumerate(("leader", "follower"))
+]
+FOURS = [
+    pytest.param(layout, rank, id=f"{layout}-{role}")
+    for layout, rank, role in (
+        ("tp and pp", 0, "leader"),
+        ("tp and pp", 3, "last stage"),
+        ("tp and ep", 0, "leader"),
+        ("tp and ep", 3, "another's follower"),
+        ("ep of 4", 2, "leader"),
+    )
+]
+GPUS = [pytest.param("cuda", marks=pytest.mark.gpus(2))]
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_is_killed_in_a_step(tmp_path, layout, rank):
-    outcome = end_one(tmp_path, LAYOUTS[layout], False, rank, signal.SIGKILL)
-    assert "RankLost" in outcome.error, outcome
-    assert f"ank {rank} " in outcome.error.splitlines()[-1]
+
+def assert_lost(outcomes: list[RankOutcome], rank: int) -> None:
+    """All others said who was lost and ended. A device that waits for the lost rank never ends, and
+    the death watch then ends the process."""
+    for outcome in outcomes:
+        if outcome.exit_code == EXIT_CODE_RANK_LOST and not outcome.error:
+            continue
+        last = outcome.error.splitlines()[-1]
+        assert "RankLost" in last, outcome
+        assert f"ank {rank} " in last
 
 
-def test_a_rank_is_stopped_in_a_step(tmp_path):
-    outcome = end_one(tmp_path, LAYOUTS["tp"], False, 1, signal.SIGSTOP)
+@pytest.mark.parametrize(("layout", "rank"), PAIRS)
+@pytest.mark.parametrize("device", ["cpu", *GPUS])
+def test_a_rank_is_killed_in_a_step(tmp_path, layout, rank, device):
+    outcomes = end_one(tmp_path, layout, False, rank, signal.SIGKILL, device)
+    assert_lost(outcomes, rank)
+    assert device == "cuda" or outcomes[0].error
+
+
+@pytest.mark.parametrize(("layout", "rank"), FOURS)
+@pytest.mark.gpus(4)
+def test_one_rank_of_four_is_killed_in_a_step(tmp_path, layout, rank):
+    assert_lost(end_one(tmp_path, layout, False, rank, signal.SIGKILL, "cuda"), rank)
+
+
+@pytest.mark.parametrize("device", ["cpu", *GPUS])
+def test_a_rank_is_stopped_in_a_step(tmp_path, device):
+    outcomes = end_one(tmp_path, "tp", False, 1, signal.SIGSTOP, device)
     # Its step never ends, since the other's connections stay open: nothing may wait for it.
-    assert "RankLost" in outcome.error, outcome
-    assert "ank 1 " in outcome.error.splitlines()[-1]
-    assert outcome.exit_code == 0
+    assert_lost(outcomes, 1)
+    assert device == "cuda" or (outcomes[0].error and outcomes[0].exit_code == 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
-def test_a_rank_is_killed_while_the_job_is_idle(tmp_path, rank):
+@pytest.mark.parametrize("device", ["cpu", *GPUS])
+def test_a_rank_is_killed_while_the_job_is_idle(tmp_path, rank, device):
     """The leader's caller does something else, and the follower waits for the leader."""
-    outcome = end_one(tmp_path, LAYOUTS["tp"], True, rank, signal.SIGKILL)
-    if rank == 0:
-        assert "RankLost" in outcome.error
-        assert "ank 0 " in outcome.error.splitlines()[-1]
-    else:
-        assert outcome.exit_code == EXIT_CODE_RANK_LOST
+    outcomes = end_one(tmp_path, "tp", True, rank, signal.SIGKILL, device)
+    assert_lost(outcomes, rank)
+    assert bool(outcomes[0].error) == (rank == 0)
 
 
 def _with_other_settings(options: dict[str, dict[str, Any]]) -> str:

@@ -1,21 +1,32 @@
-"""Two ranks that work until one of them is sent a signal, and what becomes of the other."""
+"""Ranks that work until one of them is sent a signal, and what becomes of the others."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from patience import PATIENCE_S
+from patience import PATIENCE_S, eventually
 from ranks import RankOutcome, Ranks
 
 SETTINGS = {"device": "cpu", "num_kv_blocks": 32, "block_size_tokens": 16}
-LAYOUTS = {
-    "tp": {"tensor_model_parallel_size": 2},
-    "pp": {"pipeline_model_parallel_size": 2},
-    "ep": {"model": "dummy:tiny-moe", "expert_model_parallel_size": 2},
+TENSORS, STAGES = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+EXPERTS = {"model": "dummy:tiny-moe", "expert_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": TENSORS,
+    "pp": STAGES,
+    "ep": EXPERTS,
+    "tp and pp": TENSORS | STAGES,
+    "tp and ep": TENSORS | EXPERTS,
+    "ep of 4": EXPERTS | {"expert_model_parallel_size": 4},
 }
+
+
+def world_of(layout: str) -> int:
+    """Ranks of a layout."""
+    return math.prod(size for name, size in LAYOUTS[layout].items() if name.endswith("_size"))
 
 
 def work(folder: str, options: dict[str, Any], is_idle: bool) -> None:
@@ -34,18 +45,19 @@ def work(folder: str, options: dict[str, Any], is_idle: bool) -> None:
 
 
 def end_one(
-    tmp_path: Path, options: dict[str, Any], is_idle: bool, rank: int, how: int
-) -> RankOutcome:
-    """Let two ranks work, send one of them a signal; returns how the other ended, by itself."""
+    tmp_path: Path, layout: str, is_idle: bool, rank: int, how: int, device: str = "cpu"
+) -> list[RankOutcome]:
+    """Let ranks work, send one of them a signal; returns how the others ended, by themselves."""
     settings = {"MEGATRON_ASYNC_SILENCE_S": "1", "MEGATRON_ASYNC_LOSS_GRACE_S": "3"}
-    ranks = Ranks(2, work, str(tmp_path), options, is_idle, environment=settings)
-    while not all((tmp_path / str(number)).exists() for number in range(2)):
-        assert ranks.processes[0].is_alive()
+    world, options = world_of(layout), {**LAYOUTS[layout], "device": device}
+    ranks = Ranks(world, work, str(tmp_path), options, is_idle, environment=settings)
+    while not all((tmp_path / str(number)).exists() for number in range(world)):
+        assert all(process.is_alive() for process in ranks.processes)
         time.sleep(0.02)
     time.sleep(0.3)
     os.kill(ranks.processes[rank].pid, how)
-    other = ranks.processes[1 - rank]
-    other.join(PATIENCE_S)
-    assert not other.is_alive()
-    ranks.processes[rank].kill()
-    return ranks.join()[1 - rank]
+    others = [number for number in range(world) if number != rank]
+    eventually(lambda: not any(ranks.processes[other].is_alive() for other in others))
+    ranks.kill(rank)
+    outcomes = ranks.join(2 * PATIENCE_S)  # from the start, which is slow on GPUs
+    return [outcomes[other] for other in others]

@@ -105,7 +105,6 @@ def test_a_large_gguf_tensor_never_exists_in_float32(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_on_a_gpu_are_those_on_the_cpu(model_path: Path, dtype: torch.dtype):
     expected = dict(load_model(model_path, dtype, CPU).model.named_parameters())
@@ -118,7 +117,6 @@ def test_weights_on_a_gpu_are_those_on_the_cpu(model_path: Path, dtype: torch.dt
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_dummy_weights_are_made_on_the_gpu():
     device = torch.device("cuda")
     source = open_model("dummy:smollm2-135m")

@@ -10,6 +10,7 @@ import socket
 import time
 
 import pytest
+import torch
 import zmq
 from msgspec.msgpack import encode
 from patience import PATIENCE_S, eventually
@@ -93,6 +94,43 @@ def test_a_process_that_hangs_after_a_loss_is_ended(tmp_path):
     outcome = Ranks(2, _hang_after_loss, noticed, environment=environment).join(PATIENCE_S)[0]
     assert outcome.exit_code == EXIT_CODE_RANK_LOST
     assert time.monotonic() - float(noticed.read_text()) > 0.5
+
+
+def _end_beside_a_hanging_gpu(victim, keeps_the_gil):
+    """The victim dies, or (None) one fails by itself, while its GPU waits for the other rank."""
+    job = join_job(timeout_s=PATIENCE_S)
+    job.exchange("here", "")
+    if job.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if victim is None and job.rank == 1:
+        time.sleep(PATIENCE_S)
+    if victim is not None:
+        eventually(lambda: job.watch.losses)
+
+    def hang(index):
+        ctypes.PyDLL(None).sleep(600) if keeps_the_gil else time.sleep(600)
+
+    gpus = {"is_initialized": True, "device_count": 1, "memory_reserved": 1}
+    for name, value in gpus.items():
+        setattr(torch.cuda, name, lambda *_, value=value: value)
+    torch.cuda.synchronize = hang
+    raise ValueError("a step failed")
+
+
+@pytest.mark.parametrize(
+    ("victim", "keeps_the_gil", "code"),
+    [(1, False, EXIT_CODE_RANK_LOST), (1, True, 1), (None, False, 1)],
+    ids=["a loss", "a loss, and a call keeps the GIL", "an exception"],
+)
+def test_a_gpu_that_hangs_at_exit_does_not_keep_the_process(victim, keeps_the_gil, code):
+    """Python's end frees what waits for the GPU, and no watch is left then."""
+    environment = {"MEGATRON_ASYNC_LOSS_GRACE_S": "0.5"}
+    ranks = Ranks(2, _end_beside_a_hanging_gpu, victim, keeps_the_gil, environment=environment)
+    eventually(lambda: not ranks.processes[0].is_alive())
+    ranks.kill(1)
+    outcome = ranks.join(2 * PATIENCE_S)[0]
+    assert outcome.exit_code == code
+    assert "ValueError: a step failed" in outcome.error
 
 
 def _stop(victim):

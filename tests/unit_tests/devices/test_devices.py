@@ -14,10 +14,7 @@ from megatron_async.errors import ConfigurationError
 
 gpu = pytest.param(
     CudaDevice,
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ],
+    marks=pytest.mark.gpu,
 )
 
 

@@ -172,7 +172,6 @@ def test_layers_of_every_kind_around_stand_ins(shape: str, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(not HAVE_TE, reason="needs TransformerEngine")
 @pytest.mark.parametrize(
     "shape", ["tiny", "smollm2-135m", "qwen2-0.5b", "qwen3-0.6b", *OF_ALL_KINDS]

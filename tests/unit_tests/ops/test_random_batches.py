@@ -19,7 +19,6 @@ from megatron_async.ops.sampling.sampling import SamplingMode
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 BATCHES = 1000

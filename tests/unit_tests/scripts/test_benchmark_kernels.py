@@ -193,7 +193,6 @@ def test_records_of_several_families_go_to_a_file_each(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_family_is_timed(tmp_path, capsys):
     """The smallest case of each kind."""
     options = ["--rows", 1, "--replays", 1, "--prompts", 64, "--widths", 1, "--spread", 1]
@@ -212,7 +211,6 @@ def test_every_family_is_timed(tmp_path, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_prompts_beside_decode_rows_are_timed(tmp_path):
     options = "--family prefill_attention --shapes smollm2-135m --chunks 512 --replays 1 --json"
     found = []

@@ -23,7 +23,6 @@ from megatron_async.ops.attention.backends.selection import BACKENDS, choose_pre
 from megatron_async.ops.attention.backends.timing import CALLS, layers_of_step
 
 OURS = ("triton", "warpgroup")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def shape_of(batch: PrefillBatch) -> AttentionShape:
@@ -262,7 +261,6 @@ every_backend = pytest.mark.parametrize(
 )
 
 
-@needs_gpu
 @pytest.mark.gpu
 class TestOnGpu:
     pytestmark = pytest.mark.gpu

@@ -55,7 +55,6 @@ def test_compiled(joins):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("prompts", [[5], [300], [64, 1, 200]])
 @pytest.mark.parametrize("decode", [[1], [70, 500, 3], [200] * 90])
 @pytest.mark.parametrize("name", ["triton", "warpgroup"])

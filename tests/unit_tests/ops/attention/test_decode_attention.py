@@ -190,7 +190,6 @@ class TestBadInput:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     pytestmark = pytest.mark.gpu
 

@@ -17,10 +17,6 @@ from megatron_async.ops.cpu import host_attention
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.cpu.host_attention import HostPagedAttention, shares_of
 
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 GUARD = float("nan")
 """Fills the cache where no sequence stands: it must not leak into any output."""
 
@@ -199,7 +195,7 @@ def test_shares_of_rows(lengths, shares, cuts):
 class TestOnGpu:
     """The same, with the decode kernel and either prefill backend that is always there."""
 
-    pytestmark = needs_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("name", ["triton", "torch"])
     def test_gpu_backend(self, name, block_size, decode, prefill, kv_heads, group, dim):

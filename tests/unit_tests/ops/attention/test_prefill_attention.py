@@ -124,7 +124,6 @@ def test_shapes_that_do_not_match(interpreter):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     pytestmark = pytest.mark.gpu
 

@@ -174,7 +174,6 @@ def test_compiled(dtype, dim, queries, keys, stages, block_size, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     @pytest.mark.parametrize(
         ("kv_heads", "group", "dim", "block_size"),

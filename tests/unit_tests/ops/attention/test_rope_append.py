@@ -171,7 +171,6 @@ def test_bad_input():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("kv_heads", "group", "dim", "norm"), [(3, 3, 64, False), (8, 4, 128, False), (8, 2, 128, True)]
@@ -182,7 +181,6 @@ def test_real_sizes(tokens, kv_heads, group, dim, norm, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replays_in_a_graph():
     arguments = inputs(16, 8, 4, 128, torch.bfloat16, "cuda", norm=False)
     rope_append(*arguments)

@@ -237,7 +237,6 @@ def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     @pytest.mark.parametrize("dtype", [BRAIN, HALF])
     @pytest.mark.parametrize("captured", [False, True])

@@ -16,7 +16,6 @@ from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route,
 from megatron_async.ops.experts.expert_sort import sort_pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def random_routing(tokens, topk, experts, device, dummies=0.2):
@@ -253,7 +252,6 @@ def test_bad_input():
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_random_shapes(dtype):
     generator = torch.Generator().manual_seed(11)
@@ -272,7 +270,6 @@ def test_random_shapes(dtype):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("tokens", [1, 16, 200, 600, 1500, 4096])
 def test_real_sizes(tokens):
     check_mlp(tokens, 2048, 768, 128, 8, torch.bfloat16, "cuda")
@@ -283,7 +280,6 @@ def test_real_sizes(tokens):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_replays_in_a_graph_without_reading_back():
     fc1, fc2 = make_weights(16, 256, 128, torch.bfloat16, "cuda")
     router = torch.randn(16, 256, device="cuda").to(torch.bfloat16) / 16

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_expert_mlp import make_weights, needs_gpu
+from test_expert_mlp import make_weights
 from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.experts.expert_plan import (
@@ -276,7 +276,6 @@ def test_bad_input():
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 8])
 def test_random_shapes(tokens, dtype):
@@ -305,7 +304,6 @@ def test_random_shapes(tokens, dtype):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 @pytest.mark.parametrize("shape", [NANO, QWEN3, QWEN3_NEXT, MIXTRAL])
 def test_published_shapes(shape, tokens):
@@ -321,7 +319,6 @@ def test_published_shapes(shape, tokens):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_replays_in_a_graph_with_other_routings():
     """The kernels of one replay after the other, each launched before the one before it ends."""
     shape = LayerShape(64, 4, 512, 256, 512, False, 2)

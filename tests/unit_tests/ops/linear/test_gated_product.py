@@ -18,7 +18,6 @@ from megatron_async.ops.linear.skinny_plan import (
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WarpgroupPlan
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 EPS = 1e-5
 
 
@@ -83,7 +82,6 @@ def test_products_that_take_none():
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 64])
 @pytest.mark.parametrize("k", [1536, 2048])
 def test_one_group(rows, k):
@@ -100,7 +98,6 @@ def test_one_group(rows, k):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_which_products_divide():
     narrow = torch.ones(800, 1536, dtype=BRAIN, device="cuda")
     wide = torch.ones(2688, 4096, dtype=BRAIN, device="cuda")

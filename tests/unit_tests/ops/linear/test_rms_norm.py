@@ -72,7 +72,6 @@ def test_bad_input(x, residual, weight, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [576, 4096, 5120, MAX_HIDDEN])
 @pytest.mark.parametrize("tokens", [1, 67, 2048])
@@ -82,7 +81,6 @@ def test_real_sizes(tokens, hidden, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replays_in_a_graph():
     x, residual = torch.randn(2, 16, 4096, device="cuda").to(torch.bfloat16)
     weight = torch.randn(4096, device="cuda").to(torch.bfloat16)

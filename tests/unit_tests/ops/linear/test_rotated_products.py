@@ -36,7 +36,6 @@ from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 HEADS = [(3, 3, 64), (2, 4, 32), (1, 1, 128)]
 """(KV heads, query heads of each, elements of a head)."""
 compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +212,6 @@ class TestBadInput:
             linear_rope_append(arguments["x"], arguments["weight"], None, arguments["places"])
 
 
-@on_gpu
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.mark.parametrize("heads", HEADS)

@@ -176,7 +176,6 @@ def test_compiled(n, k, activation, plan, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     @pytest.mark.parametrize("dtype", [torch.float16, BRAIN])
     @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)

@@ -41,7 +41,6 @@ def test_bad_input(x):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "ffn"), [(1, 14336), (67, 1536), (2048, 14336)])
 def test_real_sizes(tokens, ffn, dtype):
@@ -49,7 +48,6 @@ def test_real_sizes(tokens, ffn, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_replays_in_a_graph():
     x = torch.randn(16, 2 * 1536, device="cuda").to(torch.bfloat16)
     swiglu(x)

@@ -101,7 +101,6 @@ def test_emulated_squares(rows, emulated):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
     @pytest.mark.parametrize("dtype", [HALF, BRAIN])
     @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])

@@ -147,11 +147,7 @@ def test_repeated_tokens(layer):
     checks.check_equal_tokens(layer, KERNELS)
 
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_real_sizes(shape, dtype):
@@ -168,7 +164,6 @@ def test_real_sizes(shape, dtype):
 
 
 @pytest.mark.gpu
-@GPU
 def test_replays_in_a_graph():
     layer = Layer(**SHAPES["qwen3.5 on 8 ranks"], dtype=torch.bfloat16, device="cuda")
     checks.check_replays_in_a_graph(layer, KERNELS, REFERENCES)

@@ -72,7 +72,6 @@ def test_bad_input(o, z, weight, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [1, 8, 32, 48, 64])
 def test_real_sizes(heads, dtype):

@@ -72,7 +72,6 @@ def test_bad_input(y, z, weight, groups, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("channels", "groups"), [(4096, 8), (10240, 8), (8192, 1)])
 def test_real_sizes(channels, groups, dtype):

@@ -159,7 +159,6 @@ def test_a_gating_that_does_not_fit(device):
             check_gating("op", gating, shape, rows, width)
 
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SHAPES = {
     "nemotron-3-nano": {"heads": 64, "head_dim": 64, "groups": 8, "d_state": 128},
     "nemotron-nano-9b-v2": {"heads": 128, "head_dim": 80, "groups": 8, "d_state": 128},
@@ -171,7 +170,6 @@ SHAPES = {
 
 
 @pytest.mark.gpu
-@GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_real_sizes(shape, dtype):
@@ -186,7 +184,6 @@ def test_real_sizes(shape, dtype):
 
 
 @pytest.mark.gpu
-@GPU
 def test_replays_in_a_graph():
     """A graph of a step serves any positions, lengths and rows that fit its shape."""
     layer = Layer(**SHAPES["granite-4.0-h-350m"], dtype=torch.bfloat16, device="cuda")

@@ -234,11 +234,7 @@ def test_bad_input():
         triton_sampling.sample(logits, parameters(3, "cpu"), SamplingMode.SOFTMAX)
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "vocab"), [(64, 49152), (33, 128256), (7, 151936)])
 def test_real_sizes(rows, vocab, dtype):
@@ -252,7 +248,6 @@ def test_real_sizes(rows, vocab, dtype):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_replays_in_a_graph():
     """Other logits and other parameters than those of the capture."""
     logits = (3 * torch.randn(16, 128256, device="cuda")).to(torch.bfloat16)
