@@ -8,8 +8,8 @@ run side by side there, and a test of 4 alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -68,6 +68,16 @@ def needed_by(item: pytest.Item) -> int:
     if mark.kwargs or len(mark.args) != 1 or mark.args[0] not in SIZES:
         raise pytest.UsageError(f"{item.nodeid}: gpus({mark.args}) must have one of {SIZES}.")
     return int(mark.args[0])
+
+
+def on_cards(cases: Iterable[Any]) -> list[Any]:
+    """Cases whose last value is the number of their ranks, each of which has a card.
+
+    Args:
+        cases: tuples of values, or numbers of ranks alone.
+    """
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=pytest.mark.gpus(row[-1])) for row in rows]
 
 
 def lack_of(needed: int, there: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from capturing_cpu import CapturingCpu
+from cards import on_cards
 from harness import Job, greedy, make_engine, make_model, random_prompts, run_at
 from ranks import run_ranks
 
@@ -129,14 +130,13 @@ def generate(folder: str, kind: str) -> tuple[list[list[int]], bool]:
         return [list(request.generated_tokens) for request in found], captured
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    on_cards((kind, math.prod(sizes.values())) for kind, sizes in LAYOUTS.items()),
+)
 def test_several_gpus_say_what_the_cpu_says(
-    cpu_tokens: list[list[int]], kind: str, tmp_path: Path
+    cpu_tokens: list[list[int]], kind: str, world: int, tmp_path: Path
 ) -> None:
-    world = math.prod(LAYOUTS[kind].values())
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} CUDA devices")
     save_huggingface(make_model(SMALL), SMALL, None, tmp_path)
     ranks = run_ranks(world, generate, str(tmp_path), kind, timeout_s=300)
     for rank, (tokens, captured) in enumerate(ranks):

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from cards import on_cards
 from ranks import run_ranks
 from torch import Tensor
 
@@ -21,8 +22,6 @@ from megatron_async.ops.experts.symmetric_exchange import (
     exchange_of,
 )
 from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
-
-pytestmark = pytest.mark.gpus(2)
 
 HIDDEN, TOPK, EPS, MOST = 512, 3, 1e-5, 256
 TOKENS = (1, 3, 64, 256, 300, 2)
@@ -95,10 +94,8 @@ def compare(dtype_name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", on_cards([2, 4]))
 def test_exchanges_give_what_nccl_gives(ranks: int, dtype: str) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} CUDA devices")
     ours, beyond = TURNS * (len(TOKENS) - 1), TURNS * len(TOKENS) + TURNS
     expected = {"gather": ours, "combine": ours, "combine with norm": ours}
     expected |= {"all-gather": beyond, "reduce-scatter": beyond}
@@ -143,9 +140,10 @@ def replayed() -> dict[str, int]:
     return dict(exchange.calls)
 
 
-def test_captured_exchanges_follow_their_inputs() -> None:
+@pytest.mark.parametrize("ranks", on_cards([2, 4]))
+def test_captured_exchanges_follow_their_inputs(ranks: int) -> None:
     calls = {"gather": 8, "combine": 6, "combine with norm": 2}
-    assert run_ranks(2, replayed, timeout_s=120) == [calls] * 2
+    assert run_ranks(ranks, replayed, timeout_s=120) == [calls] * ranks
 
 
 def limited() -> tuple[dict[str, int], str | None]:
@@ -160,6 +158,7 @@ def limited() -> tuple[dict[str, int], str | None]:
     return dict(exchange.calls), exchange.report
 
 
+@pytest.mark.gpus(2)
 def test_ranks_agree_to_leave_it_to_nccl() -> None:
     calls = {"all-gather": 1, "reduce-scatter": 1}
     for found, report in run_ranks(2, limited, timeout_s=120):

@@ -1,15 +1,39 @@
-"""Hybrid models and drafts on two GPUs: the tokens of one CPU, the drafts of one GPU."""
+"""Hybrid models and drafts on several GPUs: the tokens of one CPU, the drafts of one GPU."""
 
 from __future__ import annotations
 
 import pytest
-from gpu_ranks import CASES, DRAFTING, JOBS, SHAPES, draft_alone, draft_here, serve, serve_on
+from cards import on_cards
+from gpu_ranks import (
+    CASES,
+    DRAFTING,
+    JOBS,
+    SHAPES,
+    draft_alone,
+    draft_here,
+    serve,
+    serve_on,
+    world_of,
+)
 from lively_models import store_lively
 from ranks import run_ranks
 
-pytestmark = pytest.mark.gpus(2)
 Stored = dict[str, tuple[str, list[list[int]]]]
 EVERYTHING = tuple(range(len(JOBS)))
+MODELS = [
+    ("Mamba-2", "tensor"),
+    ("one group", "tensor"),
+    ("Gated DeltaNet", "tensor"),
+    ("Gated DeltaNet", "tensor and sequence"),
+    ("Mamba-2", "pipeline"),
+    ("Gated DeltaNet", "pipeline"),
+    ("Mamba-2", "experts"),
+    ("Gated DeltaNet", "experts"),
+    ("Mamba-2", "tensor and pipeline"),
+    ("Gated DeltaNet", "tensor and experts"),
+    ("Gated DeltaNet", "pipeline of 4"),
+    ("Mamba-2", "experts of 4"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +48,12 @@ def alone(folder: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("Mamba-2", "tensor"),
-        ("one group", "tensor"),
-        ("Gated DeltaNet", "tensor"),
-        ("Gated DeltaNet", "tensor and sequence"),
-        ("Mamba-2", "pipeline"),
-        ("Gated DeltaNet", "pipeline"),
-        ("Mamba-2", "experts"),
-        ("Gated DeltaNet", "experts"),
-    ],
+    ("name", "layout", "world"), on_cards((*case, world_of(case[1])) for case in MODELS)
 )
-def test_two_gpus_say_what_one_cpu_says(stored: Stored, name: str, layout: str) -> None:
+def test_gpus_say_what_one_cpu_says(stored: Stored, name: str, layout: str, world: int) -> None:
     """Steps are captured, requests evicted, and begun from snapshots."""
     folder, expected = stored[name]
-    ranks = run_ranks(2, serve, folder, layout, timeout_s=280)
+    ranks = run_ranks(world, serve, folder, layout, timeout_s=280)
     for case in CASES:
         said: dict[int, list[int]] = {}
         for rank in ranks:
@@ -52,12 +66,14 @@ def test_two_gpus_say_what_one_cpu_says(stored: Stored, name: str, layout: str) 
         assert (hits > 0) == (case == "snapshots"), case
 
 
-@pytest.mark.parametrize("name", DRAFTING)
-def test_two_gpus_draft_what_one_drafts(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "world"), on_cards((name, world_of(case.layout)) for name, case in DRAFTING.items())
+)
+def test_gpus_draft_what_one_drafts(name: str, world: int) -> None:
     """Behind the same tokens as in serial steps; so as many are accepted in a step."""
     (alone,) = run_ranks(1, draft_alone, name, timeout_s=200)
     compared = 0
-    for found in run_ranks(2, draft_here, name, timeout_s=280):
+    for found in run_ranks(world, draft_here, name, timeout_s=280):
         both = found.keys() & alone.keys()
         compared += len(both)
         for tokens in both:

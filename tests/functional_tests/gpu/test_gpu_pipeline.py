@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import on_cards
 from harness import Job, drain, greedy, make_engine, random_prompts
 from pipeline_scenarios import JOBS, Result, everything, stage_model
 from ranks import run_ranks
@@ -15,10 +16,9 @@ from ranks import run_ranks
 from megatron_async.devices import CpuDevice, Device, make_device
 from megatron_async.models.architecture import ModelArchitecture
 
-pytestmark = pytest.mark.gpus(2)
-# Heads that the kernels serve, and a number of layers that two does not divide.
+# Heads that the kernels serve, and a number of layers that neither two nor four divides.
 SHAPE = ModelArchitecture(
-    "llama", 3, 128, 4, 2, 32, 256, 128, tie_word_embeddings=True, max_position_embeddings=1024
+    "llama", 5, 128, 4, 2, 32, 256, 128, tie_word_embeddings=True, max_position_embeddings=1024
 )
 ROOM = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_tokens": 64, "max_requests": 6}
 PRESSURE = {**ROOM, "num_kv_blocks": 12}
@@ -51,14 +51,15 @@ def run(
     return found
 
 
-@pytest.fixture(scope="module")
-def two_stages() -> list[list[Any]]:
-    return run_ranks(2, run, 2, CASES, partial(make_device, "cuda"), timeout_s=300)
+@pytest.fixture(scope="module", params=on_cards([2, 4]))
+def all_stages(request: pytest.FixtureRequest) -> list[list[Any]]:
+    count = request.param
+    return run_ranks(count, run, count, CASES, partial(make_device, "cuda"), timeout_s=300)
 
 
-def test_two_stages_say_what_the_cpu_says(two_stages: list[list[Any]]) -> None:
+def test_stages_say_what_the_cpu_says(all_stages: list[list[Any]]) -> None:
     alone = run(1, [(0, 0, ROOM, jobs) for jobs in (JOBS, LONG)], CpuDevice)
-    for rank in two_stages:
+    for rank in all_stages:
         for case, (requests, _) in zip(CASES, rank, strict=True):
             wanted, _ = alone[case[3] is LONG]
             for got, expected in zip(requests, wanted, strict=True):
@@ -68,8 +69,8 @@ def test_two_stages_say_what_the_cpu_says(two_stages: list[list[Any]]) -> None:
                         assert got[key] == pytest.approx(expected[key], abs=1e-3), case
 
 
-def test_steps_were_captured_and_requests_evicted(two_stages: list[list[Any]]) -> None:
-    for rank in two_stages:
+def test_steps_were_captured_and_requests_evicted(all_stages: list[list[Any]]) -> None:
+    for rank in all_stages:
         counters = [stats for _, stats in rank]
         assert all(stats["captured_steps"] > 0 for stats in counters[:3])
         assert counters[3]["captured_steps"] == 0
@@ -77,9 +78,9 @@ def test_steps_were_captured_and_requests_evicted(two_stages: list[list[Any]]) -
         assert all(stats["failed_steps"] == 0 for stats in counters)
 
 
-def no_hidden_wait() -> None:
+def no_hidden_wait(stages: int) -> None:
     """Steady decode with synchronisation forbidden on the host."""
-    model = stage_model(2, SHAPE, make_device("cuda").torch_device)
+    model = stage_model(stages, SHAPE, make_device("cuda").torch_device)
     engine = make_engine(model, device=make_device("cuda"), lookahead=2, **ROOM)
     for number, prompt in enumerate(random_prompts(1, [5, 9, 3, 7], 127)):
         engine.add_request(number, prompt, greedy(40))
@@ -95,5 +96,6 @@ def no_hidden_wait() -> None:
     engine.close()
 
 
-def test_steps_wait_for_nothing_else() -> None:
-    run_ranks(2, no_hidden_wait, timeout_s=200)
+@pytest.mark.parametrize("stages", on_cards([2, 4]))
+def test_steps_wait_for_nothing_else(stages: int) -> None:
+    run_ranks(stages, no_hidden_wait, stages, timeout_s=200)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cards import on_cards
 from harness import Job, greedy, make_model, random_prompts
 from ranks import run_ranks
 
@@ -22,10 +23,8 @@ from megatron_async.ops.sampling import triton_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
-pytestmark = pytest.mark.gpus(2)
-
 HIDDEN, EPS = 512, 1e-5
-WORLDS = [2, 4] if torch.cuda.device_count() >= 4 else [2]
+WORLDS = on_cards([2, 4])
 ROWS = (1, 3, 64, 700)
 SMALL = ModelArchitecture("llama", 4, 256, 8, 4, 32, 512, 1023, max_position_embeddings=1024)
 SAMPLED = [
@@ -239,19 +238,17 @@ def one_gpu(folder: str) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize(("world", "ranks"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "world"), on_cards([(2, 2), (4, 4), (2, 4)]))
 @pytest.mark.parametrize(("sequence_parallel", "config"), CASES)
 def test_several_gpus_say_what_one_says(
     folder: str,
     one_gpu: list[list[int]],
-    world: int,
     ranks: int,
+    world: int,
     sequence_parallel: bool,
     config: dict[str, Any],
 ) -> None:
     """Tensor-parallel ranks, alone and as two replicas."""
-    if world not in WORLDS:
-        pytest.skip(f"needs {world} CUDA devices")
     found = run_ranks(world, generate, folder, ranks, sequence_parallel, config, timeout_s=240)
     for rank, (tokens, calls, graphs) in enumerate(found):
         assert tokens == ([] if rank % ranks else one_gpu)  # a follower returns none

@@ -102,8 +102,7 @@ def test_a_rank_was_narrower_than_the_step(runs: Runs) -> None:
         assert any(step.chunks and not step.decode_rows for step in steps), lookahead
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@pytest.mark.gpus(2)
 def test_on_gpus(tmp_path: Path) -> None:
     """There, steps with prefill are captured, too."""
     alone = plain(torch.device("cuda"))

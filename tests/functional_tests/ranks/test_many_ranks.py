@@ -6,6 +6,7 @@ of each: test_tensor_parallel, test_pipeline_parallel, test_moe, test_expert_con
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ def _llm(model: str = "dummy:tiny", **options: Any) -> Any:
     from megatron_async import LLM
 
     settings = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_sequence_length": 256, **options}
-    return LLM(model, device="cpu", **settings)
+    return LLM(model, dtype="float32", **settings)
 
 
 def _params(count: int) -> Any:
@@ -49,68 +50,81 @@ def _call(options: dict[str, Any]) -> Any:
     return generate(**options)
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> list[list[int]]:
-    tokens = generate()
+@cache
+def one_rank(device: str, model: str = "dummy:tiny") -> list[list[int]]:
+    """Dummy weights are others on another device."""
+    tokens = generate(model=model, device=device)
     assert tokens is not None
     return tokens
 
 
-def test_data_parallel_replicas(one_rank):
-    assert run_ranks(2, _call, {}) == [one_rank[0::2], one_rank[1::2]]
+def on_devices(ranks: int) -> pytest.MarkDecorator:
+    """On the CPU, and on as many GPUs as there are ranks."""
+    return pytest.mark.parametrize(
+        "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpus(ranks))]
+    )
 
 
-def test_pipeline_stages(one_rank):
-    options = {"pipeline_model_parallel_size": 2, "check_ranks_agree": True}
-    assert run_ranks(2, _call, options) == [one_rank, None]
+@on_devices(2)
+def test_data_parallel_replicas(device):
+    tokens = one_rank(device)
+    assert run_ranks(2, _call, {"device": device}) == [tokens[0::2], tokens[1::2]]
 
 
+@on_devices(2)
+def test_pipeline_stages(device):
+    options = {"device": device, "pipeline_model_parallel_size": 2, "check_ranks_agree": True}
+    assert run_ranks(2, _call, options) == [one_rank(device), None]
+
+
+@on_devices(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks(one_rank, sequence_parallel):
+def test_tensor_parallel_ranks(device, sequence_parallel):
     options = {
+        "device": device,
         "tensor_model_parallel_size": 2,
         "sequence_parallel": sequence_parallel,
         "check_ranks_agree": True,
     }
-    assert run_ranks(2, _call, options) == [one_rank, None]
+    assert run_ranks(2, _call, options) == [one_rank(device), None]
 
 
-def test_tensor_parallel_replicas(one_rank):
-    options = {"tensor_model_parallel_size": 2}
-    assert run_ranks(4, _call, options) == [one_rank[0::2], None, one_rank[1::2], None]
+@on_devices(4)
+def test_tensor_parallel_replicas(device):
+    options, tokens = {"device": device, "tensor_model_parallel_size": 2}, one_rank(device)
+    assert run_ranks(4, _call, options) == [tokens[0::2], None, tokens[1::2], None]
 
 
-def test_tensor_parallel_stages(one_rank):
-    options = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    assert run_ranks(4, _call, options) == [one_rank, None, None, None]
-
-
-@pytest.fixture(scope="module")
-def one_rank_of_experts() -> list[list[int]]:
-    tokens = generate(model="dummy:tiny-moe")
-    assert tokens is not None
-    return tokens
+@on_devices(4)
+def test_tensor_parallel_stages(device):
+    options = {
+        "device": device,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "check_ranks_agree": True,
+    }
+    assert run_ranks(4, _call, options) == [one_rank(device), None, None, None]
 
 
 SCARCE = {"num_kv_blocks": 9, "block_size_tokens": 8, "max_tokens": 11, "max_requests": 3}
 """Prompts come in chunks, and two requests of a rank evict each other."""
+EXPERTS: dict[str, Any] = {"model": "dummy:tiny-moe", "expert_model_parallel_size": 2}
 
 
+@on_devices(2)
 @pytest.mark.parametrize(
     "settings", [{"lookahead": 0}, {"lookahead": 1}, {"lookahead": 2, **SCARCE}], ids=str
 )
-def test_expert_parallel_replicas(one_rank_of_experts, settings):
-    options = {"expert_model_parallel_size": 2, "model": "dummy:tiny-moe", **settings}
-    tokens = one_rank_of_experts
+def test_expert_parallel_replicas(device, settings):
+    tokens = one_rank(device, EXPERTS["model"])
+    options = {"device": device, **EXPERTS, **settings}
     assert run_ranks(2, _call, options) == [tokens[0::2], tokens[1::2]]
 
 
-def test_tensor_and_expert_parallel_ranks(one_rank_of_experts):
+@on_devices(4)
+def test_tensor_and_expert_parallel_ranks(device):
+    tokens = one_rank(device, EXPERTS["model"])
     options = {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "model": "dummy:tiny-moe",
-        "check_ranks_agree": True,
-    }
-    tokens = one_rank_of_experts
+        "device": device, **EXPERTS, "tensor_model_parallel_size": 2, "check_ranks_agree": True,
+    }  # fmt: skip
     assert run_ranks(4, _call, options) == [tokens[0::2], None, tokens[1::2], None]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cards import on_cards
 from open_sockets import listening, reachable
 from patience import PATIENCE_S, eventually
 from ranks import Ranks
@@ -53,7 +54,21 @@ def long_answer(one_engine: LLM) -> list[int]:
 
 
 def test_two_replicas_give_one_engines_tokens(service: Service, one_engine: LLM) -> None:
-    service.have(2)
+    check_answers(service, one_engine, 2)
+
+
+@pytest.mark.parametrize("replicas", on_cards([1, 2, 4]))
+def test_replicas_on_gpus_give_one_engines_tokens(replicas: int) -> None:
+    service = Service("tcp://127.0.0.1:*", on_gpus=True)
+    try:
+        with LLM("dummy:tiny", **{**ENGINE, "device": "cuda:0"}) as one_engine:
+            check_answers(service, one_engine, replicas)
+    finally:
+        service.close()
+
+
+def check_answers(service: Service, one_engine: LLM, replicas: int) -> None:
+    service.have(replicas)
     prompts = [[n + 1, 7, 3 * n] * (n + 1) for n in range(8)]
     params = [
         SamplingParams(seed=n, num_tokens_to_generate=12 + n, termination_id=-1) for n in range(8)

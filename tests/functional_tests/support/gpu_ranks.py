@@ -5,6 +5,7 @@ Importing this module adds small shapes whose heads the GPU's kernels serve to `
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -38,11 +39,17 @@ DUMMY_SHAPES |= {
     ),
     "gpu-gated-delta-mtp": replace(GATED_DELTA, mtp_pattern="*E", mtp_num_depths=1),
 }
+TENSORS, STAGES = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+EXPERTS = {"expert_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor": {"tensor_model_parallel_size": 2},
-    "tensor and sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pipeline": {"pipeline_model_parallel_size": 2},
-    "experts": {"expert_model_parallel_size": 2},
+    "tensor": TENSORS,
+    "tensor and sequence": {**TENSORS, "sequence_parallel": True},
+    "pipeline": STAGES,
+    "experts": EXPERTS,
+    "tensor and pipeline": TENSORS | STAGES,
+    "tensor and experts": TENSORS | EXPERTS,
+    "pipeline of 4": {"pipeline_model_parallel_size": 4},
+    "experts of 4": {"expert_model_parallel_size": 4},
 }
 ROOM: dict[str, Any] = {
     "dtype": "float32", "max_requests": 6, "num_kv_blocks": 96, "block_size_tokens": 16,
@@ -65,8 +72,12 @@ JOBS = [
     for number, prompt in enumerate(PROMPTS)
 ]
 """A third of them is drawn. The last but one begins like the longest."""
-HALVES = ((0, 1, 2, 6), (7, 3, 4, 5))
-"""Jobs of each rank that shares experts."""
+SHARES = {
+    1: (tuple(range(len(JOBS))),),
+    2: ((0, 1, 2, 6), (7, 3, 4, 5)),
+    4: ((0, 1, 2, 6), (7, 3), (5,), (4,)),
+}
+"""Jobs of each replica, by how many share experts."""
 
 
 class Served(NamedTuple):
@@ -76,11 +87,15 @@ class Served(NamedTuple):
     stats: dict[str, Any]
 
 
+def world_of(layout: str) -> int:
+    """Ranks of a layout."""
+    return math.prod(size for name, size in LAYOUTS[layout].items() if name.endswith("_size"))
+
+
 def numbers_of(layout: str) -> tuple[int, ...]:
     """The jobs of this rank."""
-    if layout == "experts":
-        return HALVES[int(os.environ["RANK"])]
-    return tuple(range(len(JOBS)))
+    replicas = LAYOUTS[layout].get("expert_model_parallel_size", 1)
+    return SHARES[replicas][int(os.environ["RANK"]) * replicas // world_of(layout)]
 
 
 def serve(folder: str, layout: str) -> dict[str, Served]:
@@ -127,6 +142,9 @@ DRAFTING = {
     "Gated DeltaNet": Drafting("gpu-gated-delta-mtp", "mtp", "tensor", 4),
     "experts": Drafting("gpu-mamba-mtp", "mtp", "experts", 2),
     "stages": Drafting("gpu-mamba-mtp", "ngram", "pipeline", 3),
+    "tensor and experts": Drafting("gpu-gated-delta-mtp", "mtp", "tensor and experts", 2),
+    "experts of 4": Drafting("gpu-mamba-mtp", "mtp", "experts of 4", 2),
+    "tensor and stages": Drafting("gpu-mamba-mtp", "ngram", "tensor and pipeline", 3),
 }
 Drafts = dict[tuple[int, ...], list[int]]
 """The drafts after each sequence of tokens."""

@@ -16,7 +16,13 @@ from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.replica_process import serve_replica
 
-ENGINE = {"device": "cpu", "block_size_tokens": 16, "num_kv_blocks": 128, "max_requests": 8}
+ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size_tokens": 16,
+    "num_kv_blocks": 128,
+    "max_requests": 8,
+}
 CONFIG = CoordinatorConfig(ping_interval_s=0.1, silence_s=4.0)
 LONG = 400
 """Tokens of a request that is still under way when something happens to its replica."""
@@ -26,9 +32,11 @@ def long_sampling(seed: int = 3) -> SamplingParams:
     return SamplingParams(num_tokens_to_generate=LONG, termination_id=-1, seed=seed)
 
 
-def replica_process(address: str, name: str, tensor_model_parallel_size: int = 1) -> None:
-    sizes = {"tensor_model_parallel_size": tensor_model_parallel_size}
-    with LLM("dummy:tiny", **ENGINE, **sizes) as llm:
+def replica_process(
+    address: str, name: str, tensor_model_parallel_size: int = 1, device: str = "cpu"
+) -> None:
+    options = {"tensor_model_parallel_size": tensor_model_parallel_size, "device": device}
+    with LLM("dummy:tiny", **{**ENGINE, **options}) as llm:
         serve_replica(llm, address, "tiny", name)
 
 
@@ -47,9 +55,15 @@ def client_process(address: str, marker: str) -> None:
 
 
 class Service:
-    """A coordinator in a thread, replicas in processes, and a client."""
+    """A coordinator in a thread, replicas in processes, and a client.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        address: of the coordinator.
+        on_gpus: each replica has a GPU of its own.
+    """
+
+    def __init__(self, address: str, on_gpus: bool = False) -> None:
+        self._on_gpus = on_gpus
         self.coordinator = Coordinator(address, CONFIG)
         self._thread = threading.Thread(target=self.coordinator.run)
         self._thread.start()
@@ -62,11 +76,15 @@ class Service:
         return set(self.client.stats()["replicas"])
 
     def start(self, ranks: int = 1) -> str:
-        """Start a replica of so many tensor-parallel ranks; returns its name."""
-        name = f"r{self._started}"
-        self._started += 1
-        self.processes[name] = Ranks(ranks, replica_process, self.address, name, ranks)
+        """Start a replica of so many tensor-parallel ranks; returns its name when it is there."""
+        name = self._begin(ranks)
         eventually(lambda: name in self.names(), f"replica {name}")
+        return name
+
+    def _begin(self, ranks: int = 1) -> str:
+        name, device = f"r{self._started}", f"cuda:{self._started}" if self._on_gpus else "cpu"
+        self._started += 1
+        self.processes[name] = Ranks(ranks, replica_process, self.address, name, ranks, device)
         return name
 
     def have(self, count: int) -> list[str]:
@@ -74,8 +92,9 @@ class Service:
         while len(self.names()) > count:
             self.client.remove_replica(name := min(self.names()))
             self.processes.pop(name).join()
-        while len(self.names()) < count:
-            self.start()
+        for _ in range(count - len(self.names())):
+            self._begin()
+        eventually(lambda: len(self.names()) >= count, f"{count} replicas")
         return sorted(self.names())
 
     def signal(self, name: str, number: signal.Signals, rank: int = 0) -> None:
