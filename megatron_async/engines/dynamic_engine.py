@@ -205,7 +205,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
             launched = self.launch_step()
             for _ in range(num_due(self, launched)):
                 oldest = self.in_flight[0]
-                with self.tracer.awaited("resolve", oldest.plan.step):
+                with self.tracer.awaited("resolve", oldest.plan):
                     await arrival(oldest.ready, self.group.wait_async)
                 if self.pausing.is_closed or not self.in_flight or self.in_flight[0] is not oldest:
                     break  # while this coroutine waited, another one stepped or closed the engine

@@ -64,24 +64,11 @@ class _Range:
             torch.cuda.nvtx.range_pop()
 
 
-class _AwaitedRange(_Range):
-    """A stage in which other coroutines use the thread, perhaps with ranges of their own: in NVTX a
-    range of the process, which need not nest."""
-
-    __slots__ = ("_id",)
-
-    def __enter__(self) -> None:
-        self._id = torch.cuda.nvtx.range_start(self._name)
-        super().__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        torch.cuda.nvtx.range_end(self._id)
-
-
 class _Thread(threading.local):
-    step: int | None = None
-    """Number of the step whose range is the innermost one of `_StepRange` on this thread."""
+    step: tuple[Tracer, int] | None = None
+    """Of whose step the innermost `_StepRange` of this thread is."""
+    awaits = False
+    """Whether an `_AwaitedStage` is pushed on this thread."""
 
 
 _thread = _Thread()
@@ -92,8 +79,8 @@ class _StepRange:
 
     __slots__ = ("_before", "_step", "_text")
 
-    def __init__(self, step: int, text: str) -> None:
-        self._step, self._text = step, text
+    def __init__(self, tracer: Tracer, step: int, text: str) -> None:
+        self._step, self._text = (tracer, step), text
 
     def __enter__(self) -> None:
         self._before = _thread.step
@@ -105,6 +92,35 @@ class _StepRange:
         _thread.step = self._before
         if self._before != self._step:
             torch.cuda.nvtx.range_pop()
+
+
+class _AwaitedStage:
+    """A stage of a step in which other coroutines use the thread. Of those that are open at once
+    the first is pushed; the others may end in any order, so they are ranges of the process."""
+
+    __slots__ = ("_id", "_name", "_of_step", "_step", "_tracer", "_within")
+
+    def __init__(self, tracer: Tracer, name: str, step: int, of_step: _StepRange) -> None:
+        self._tracer, self._name, self._step, self._of_step = tracer, name, step, of_step
+
+    def __enter__(self) -> None:
+        self._id: int | None = None
+        if _thread.awaits:
+            self._id = torch.cuda.nvtx.range_start(self._name)
+        else:
+            _thread.awaits = True
+            self._of_step.__enter__()
+        is_pushed = self._id is None
+        self._within = _Range(is_pushed, self._tracer.timeline, self._name, self._step)
+        self._within.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._within.__exit__()
+        if self._id is not None:
+            torch.cuda.nvtx.range_end(self._id)
+        else:
+            self._of_step.__exit__()
+            _thread.awaits = False
 
 
 class _DeviceStage:
@@ -168,11 +184,12 @@ class Tracer:
             return _Range(self.nvtx, self.timeline, name, step)
         return _NO_RANGE
 
-    def awaited(self, name: str, step: int) -> _Range | _NoRange:
-        """`range` around an `await`: other coroutines go on inside."""
-        if self.nvtx:
-            return _AwaitedRange(False, self.timeline, name, step)
-        return self.range(name, step)
+    def awaited(self, name: str, plan: StepPlan) -> _AwaitedStage | _Range | _NoRange:
+        """`of_step` and `range` around an `await`: other coroutines go on inside."""
+        of_step = self.of_step(plan)
+        if isinstance(of_step, _StepRange):
+            return _AwaitedStage(self, name, plan.step, of_step)
+        return self.range(name, plan.step)
 
     def call(self, step: int) -> _Range | _NoRange:
         """`range` around a call of the loop, for the timeline alone: the call launches `step`, but
@@ -183,11 +200,11 @@ class Tracer:
         """An NVTX range around what this thread does for one step: its kind, number and rows."""
         if not self.nvtx:
             return _NO_RANGE
-        return _StepRange(plan.step, f"{plan.kind} step {plan.step} rows {plan.num_rows}")
+        return _StepRange(self, plan.step, f"{plan.kind} step {plan.step} rows {plan.num_rows}")
 
     def planning(self, step: int) -> _StepRange | _NoRange:
         """`of_step` of a step whose kind is not known before it is planned."""
-        return _StepRange(step, f"Plan step {step}") if self.nvtx else _NO_RANGE
+        return _StepRange(self, step, f"Plan step {step}") if self.nvtx else _NO_RANGE
 
     def stage(self, name: str, step: int, stream: Stream) -> _DeviceStage | _NoRange:
         """A context manager around a part of a step's work on `stream`: a range of the thread that

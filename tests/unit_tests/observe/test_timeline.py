@@ -1,6 +1,7 @@
 """Named ranges and the timeline file."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,7 +64,10 @@ def test_ranges_are_nvtx_ranges_where_that_is_asked_for_also_when_the_stage_fail
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
     tracer = Tracer(device)
-    with tracer.range("emit", 3), tracer.planning(3), tracer.call(3), tracer.awaited("resolve", 3):
+    plan = SimpleNamespace(step=3, kind="Decode", num_rows=2)
+    with tracer.range("emit", 3), tracer.planning(3), tracer.call(3), tracer.of_step(plan):
+        pass
+    with tracer.awaited("resolve", plan):
         pass
     assert calls == []
     tracer = Tracer(device, nvtx=True)
@@ -74,6 +78,28 @@ def test_ranges_are_nvtx_ranges_where_that_is_asked_for_also_when_the_stage_fail
     with tracer.planning(3), tracer.planning(3), tracer.planning(4), tracer.planning(3):
         pass
     assert calls == [f"Plan step {step}" for step in (3, 4, 3)] + ["pop"] * 3
+
+
+def test_waits_of_coroutines_that_end_in_any_order_leave_the_threads_ranges_nested(
+    device, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    monkeypatch.setattr(
+        torch.cuda.nvtx, "range_start", lambda text: calls.append(f"start {text}") or 7
+    )
+    monkeypatch.setattr(torch.cuda.nvtx, "range_end", lambda _: calls.append("end"))
+    plan = SimpleNamespace(step=3, kind="Decode", num_rows=2)
+    waits = [Tracer(device, nvtx=True).awaited("resolve", plan) for _ in range(2)]
+    waits[0].__enter__()
+    waits[1].__enter__()
+    waits[0].__exit__()
+    waits[1].__exit__()
+    with Tracer(device, nvtx=True).awaited("resolve", plan):
+        pass
+    pushed = ["Decode step 3 rows 2", "resolve"]
+    assert calls == [*pushed, "start resolve", "pop", "pop", "end", *pushed, "pop", "pop"]
 
 
 def test_a_full_timeline_counts_what_it_drops(monkeypatch):
