@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from cards import SIZES, Cards, lack_of
 
+TESTS_FOLDER = Path(__file__).parents[1]
 TESTS = """
 import os, pathlib, pytest
 
@@ -78,7 +80,7 @@ def test_a_run(tmp_path: Path, options: tuple[str, ...], expected: list[str], sk
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n    gpus(number)\n")
     environment = {name: os.environ[name] for name in os.environ if "PYTEST" not in name}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "CUDA_VISIBLE_DEVICES": "6,4,7,5"}
+    environment |= {"PYTHONPATH": str(TESTS_FOLDER), "CUDA_VISIBLE_DEVICES": "6,4,7,5"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plugins = ["-p", "conftest", "-p", "xdist.plugin"]
     command = [sys.executable, "-m", "pytest", *plugins, "-q", "-rs", *options, "."]
@@ -86,3 +88,11 @@ def test_a_run(tmp_path: Path, options: tuple[str, ...], expected: list[str], sk
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted((tmp_path / "said").read_text().splitlines()) == sorted(expected)
     assert done.stdout.count("needs 4 GPU(s), 2 here") == skipped
+
+
+def test_no_test_asks_by_itself_whether_there_is_a_gpu() -> None:
+    """It would be skipped in no run of `--cards`, or run on a card of another test."""
+    pattern = re.compile(r"skipif\(\s*(not torch\.cuda|torch\.cuda\.device_count)")
+    files = [path for path in TESTS_FOLDER.rglob("test_*.py") if path != Path(__file__)]
+    assert len(files) > 100
+    assert not [str(path) for path in files if pattern.search(path.read_text("utf-8"))]
