@@ -8,8 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from dying_ranks import SETTINGS, end_one
-from ranks import RankOutcome, run_ranks
+from dying_ranks import LAYOUTS, SETTINGS, end_one, fail_alone
+from patience import PATIENCE_S
+from ranks import RankOutcome, Ranks, run_ranks
 
 from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST
 
@@ -71,6 +72,26 @@ def test_a_rank_is_killed_while_the_job_is_idle(tmp_path, rank, device):
     outcomes = end_one(tmp_path, "tp", True, rank, signal.SIGKILL, device)
     assert_lost(outcomes, rank)
     assert bool(outcomes[0].error) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "rank"),
+    [
+        ("cpu", "tp", 1),
+        *(
+            pytest.param("cuda", layout, rank, marks=pytest.mark.gpus(2))
+            for layout in ("tp", "ep")
+            for rank in range(2)
+        ),
+    ],
+)
+def test_a_step_fails_on_one_rank_alone(device, layout, rank):
+    """Nobody is lost, so no watch ends who waits for a GPU in vain."""
+    options = {**LAYOUTS[layout], "device": device}
+    short = {"MEGATRON_ASYNC_LOSS_GRACE_S": "3"}
+    for outcome in Ranks(2, fail_alone, options, rank, environment=short).join(PATIENCE_S):
+        assert outcome.exit_code is not None, outcome
+        assert outcome.exit_code == EXIT_CODE_RANK_LOST or "told to fail" in outcome.error
 
 
 def _with_other_settings(options: dict[str, dict[str, Any]]) -> str:

@@ -61,3 +61,23 @@ def end_one(
     ranks.kill(rank)
     outcomes = ranks.join(2 * PATIENCE_S)  # from the start, which is slow on GPUs
     return [outcomes[other] for other in others]
+
+
+def fail_alone(options: dict[str, Any], rank: int) -> None:
+    """Generate; a step fails on this rank of two, and the other waits in its collectives."""
+    from megatron_async import LLM, SamplingParams
+
+    options = {"model": "dummy:tiny", "max_sequence_length": 256, **SETTINGS, **options}
+    params = SamplingParams(num_tokens_to_generate=50, termination_id=-1)
+    with LLM(**options) as llm:
+        launch, calls = llm.engine.controller.launch_step, 0
+
+        def fails(plan: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 7 and int(os.environ["RANK"]) == rank:
+                raise ValueError("told to fail")
+            return launch(plan)
+
+        llm.engine.controller.launch_step = fails  # type: ignore[method-assign]
+        llm.generate([[1, 2, 3], [4]], params)
