@@ -297,7 +297,7 @@ def run_info(arguments: argparse.Namespace) -> int:
     """Print what a model is and needs."""
     check_early(arguments.model, {"device": arguments.device})
     if arguments.memory_gb is not None and not 0 < arguments.memory_gb < math.inf:
-        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0.")
+        raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0, and finite.")
 
     from megatron_async.checkpoints.info import format_info, model_info
 

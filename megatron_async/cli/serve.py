@@ -23,8 +23,6 @@ from megatron_async.cli.options import (
 FORWARDED_SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
 )  # fmt: skip
-
-
 SUPERVISOR = "supervisor"
 """What this process is called in lines of log."""
 
@@ -210,7 +208,6 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         ConfigurationError: a value, or two together, cannot work.
     """
     from megatron_async.errors import ConfigurationError
-    from megatron_async.server.chat.call_formats import format_of_template
     from megatron_async.server.supervisor.keys import (
         read_admin_key,
         read_keys,
@@ -233,8 +230,6 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         check_address(arguments.coordinator)
         if arguments.secret_file is not None:
             read_secret(arguments.secret_file)
-    if arguments.tool_parser is not None:
-        format_of_template("", arguments.tool_parser)
     if arguments.secret_file is not None and arguments.coordinator is None:
         raise ConfigurationError("--secret-file is for --coordinator ADDRESS, which is missing.")
     if not 0 < arguments.max_body_mb <= 1024:

@@ -165,13 +165,13 @@ def check_options(arguments: argparse.Namespace) -> None:
         if (file := getattr(arguments, option)) is not None:
             check_writable(flag(option), file)
     if not 0 < arguments.rate < math.inf:
-        raise ValueError(f"--rate {arguments.rate:g} must be above 0.")
+        raise ValueError(f"--rate {arguments.rate:g} must be above 0, and finite.")
     if arguments.num_requests < 1:
         raise ValueError(f"--num-requests {arguments.num_requests} must be at least 1.")
     for name in ("replicas", "block_size_tokens"):
         least = min(getattr(arguments, name))
         if least < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {least} must be at least 1.")
+            raise ValueError(f"{flag(name)} {least} must be at least 1.")
     if arguments.processes < 1:
         raise ValueError(f"--processes {arguments.processes} must be at least 1.")
 

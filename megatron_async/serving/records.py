@@ -93,8 +93,8 @@ class CoordinatorConfig:
             "max_unfinished", "requests_per_slot", "ping_interval_s", "silence_s", "stall_s",
             "client_silence_s", "no_replica_timeout_s",
         ):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:  # nan is neither
-                raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0.")
+            if not 0 < (value := getattr(self, name)) < math.inf:  # nan is neither
+                raise ConfigurationError(f"{name}={value} must be more than 0, and finite.")
         for name in ("max_tokens_in_flight", "max_unfinished_of_owner", "max_tokens_of_owner"):
             most = getattr(self, name)
             if most is not None and most <= 0:

@@ -117,8 +117,10 @@ def failed_of(number: int, error: Exception, replica: str) -> Ended:
         error: why.
         replica: name of this one.
     """
-    text = f"sampling_params: {error}" if isinstance(error, UNREADABLE) else str(error)
-    return Ended(number, "error", ("RequestError", text), replica=replica)
+    kind, text = type(error).__name__, str(error)
+    if isinstance(error, UNREADABLE):
+        kind, text = "RequestError", f"sampling_params: {error}"
+    return Ended(number, "error", (kind, text), replica=replica)
 
 
 def _queue_s(request: DynamicInferenceRequest) -> float | None:

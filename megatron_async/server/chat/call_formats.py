@@ -18,12 +18,11 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.server.chat.answer_pieces import TOOL_NAME, Call, OfferedTool, ReadingCalls
 from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_call, json_value
+from megatron_async.server.chat.thoughts import Special, mark
 from megatron_async.server.chat.xml_calls import XML_MARKS, read_xml, xml_rules, xml_written
 
 type Tools = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> JSON schema of its arguments."""
-type Special = Mapping[str, int]
-"""Mark -> id, of those that are special tokens of the tokenizer."""
 
 _SEPARATORS = re.compile(r"[ \t\r\n;,]*")
 
@@ -88,11 +87,6 @@ class CallFormat:
 
 
 # ---- Grammars ------------------------------------------------------------------------------------
-
-
-def mark(text: str, special: Special) -> str:
-    """A mark in Lark: llguidance's way to write a token by its id, or the text."""
-    return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
 
 
 def tool_rules(tools: Sequence[OfferedTool], before: Callable[[str], str], after: str) -> str:

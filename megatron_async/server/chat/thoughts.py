@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import override
 
 from megatron_async.errors import RequestError
 from megatron_async.server.chat.answer_pieces import CallReader, Content, Piece, Thought
 from megatron_async.text.structured_output import StructuredOutput
+
+type Special = Mapping[str, int]
+"""Mark -> id, of those that are special tokens of the tokenizer."""
 
 OPEN, CLOSE = "<think>", "</think>"
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
@@ -102,6 +106,11 @@ def overlap(text: str, mark: str) -> int:
         if mark.startswith(text[-length:]):
             return length
     return 0
+
+
+def mark(text: str, special: Special) -> str:
+    """A mark in Lark: llguidance's way to write a token by its id, or the text."""
+    return f"<[{special[text]}]>" if text in special else json.dumps(text, ensure_ascii=False)
 
 
 def in_lark(regex: str) -> str:

@@ -25,7 +25,7 @@ from megatron_async.errors import RequestError
 from megatron_async.server.chat.answer_pieces import TOOL_NAME, Call, OfferedTool, ReadingCalls
 from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_value
-from megatron_async.server.chat.thoughts import in_lark
+from megatron_async.server.chat.thoughts import Special, in_lark, mark
 from megatron_async.server.chat.tool_types import KINDS, ToolTypes, ValueTypes, alternatives
 from megatron_async.text.grammar_limits import check_size
 from megatron_async.text.schema_numbers import NOTES
@@ -158,7 +158,7 @@ ANYTHING = "(?s:.*)"
 _END = r"/\n<\/parameter>\n/"
 
 
-def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, int]) -> str:
+def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Special) -> str:
     """Lark rules, as `CallFormat.rules`. Parameters stand in the order of the schema; those that
     are not required may be left out.
 
@@ -166,10 +166,7 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Mapping[str, in
         RequestError: a parameter's name cannot be written in a tag, or there is too much of them,
             or the schema has what the grammar cannot hold.
     """
-    opening, closing = (
-        f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
-        for mark in ("<tool_call>", "</tool_call>")
-    )
+    opening, closing = mark("<tool_call>", special), mark("</tool_call>", special)
     one = f'{opening} "\\n" call "\\n" {closing}'
     lines = [
         f"calls: {one} " + (f'("\\n" {one})*' if many else ""),

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from served_demo import CONTEXT, demo, demo_card
 
+from megatron_async.errors import EngineStopped, SequenceTooLong
 from megatron_async.server.fields.ask import NOBODY
 from megatron_async.server.fields.body import decode_body
 from megatron_async.server.fields.limits import Limits
@@ -19,6 +20,7 @@ from megatron_async.server.fields.refusal import OF_ENGINE, Refusal, refusal_of
 from megatron_async.server.fields.served_model import CPU_ANSWER_TOKENS, ServedModel
 from megatron_async.server.http.generate_routes import ENDPOINTS
 from megatron_async.server.http.openapi import openapi
+from megatron_async.serving.replica_status import failed_of
 
 CHAT = [{"role": "user", "content": "Hi"}]
 SMALLEST: dict[str, dict[str, Any]] = {
@@ -171,6 +173,7 @@ def test_remedies_are_of_fields_that_structs_have() -> None:
         assert set(REMEDIES) <= set(endpoint.kind.__struct_fields__)
 
 
+SHARED = {"stop", "stop_sequences", "response_format", "messages", "max_completion_tokens"}
 SCHEMAS = [{"type": "integer", "minimum": 2**60}, {"type": "number", "multipleOf": -1}]
 
 
@@ -207,15 +210,12 @@ def test_errors_name_the_fields_of_their_endpoint(path: str) -> None:
         param, message = caught.value.param or "", caught.value.message
         assert re.split(r"[.\[]", param)[0] == name, message
         assert message.startswith(name), message
-        strangers = (set(SharedNames) | set(OF_ENGINE)) - known
+        strangers = (SHARED | set(OF_ENGINE)) - known
         assert not strangers & set(re.findall(r"\w+", message)), message
         if name == "tools" and "/chat" not in path:
             assert "function." not in message
     late = refusal_of("RequestError", "structured_output is not valid: x.").at(path.split("/")[-1])
     assert "structured_output is" not in late.message
-
-
-SharedNames = ("stop", "stop_sequences", "response_format", "messages", "max_completion_tokens")
 
 
 def test_items_that_are_wrong_are_named_by_their_place_in_the_request() -> None:
@@ -228,3 +228,24 @@ def test_items_that_are_wrong_are_named_by_their_place_in_the_request() -> None:
         assert caught.value.param == param
     with pytest.raises(Refusal, match="input is empty"):
         asked("/v1/responses", input=[])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (SequenceTooLong("too long"), 400, "too long"),
+        (msgspec.DecodeError("no map"), 400, "fields: no map"),
+        (EngineStopped("it is closed"), 503, "it is closed"),
+        (TypeError("of ours"), 500, "TypeError"),
+    ],
+)
+def test_what_fails_in_a_replica_is_the_clients_fault_only_where_it_is(
+    error: Exception, status: int, told: str
+) -> None:
+    failure = failed_of(1, error, "replica-0").failure
+    assert failure is not None
+    refusal = refusal_of(*failure)
+    assert refusal.status == status
+    assert told in refusal.message
+    assert (refusal.code == "context_length_exceeded") == isinstance(error, SequenceTooLong)
+    assert ("of ours" in refusal.message) is False
