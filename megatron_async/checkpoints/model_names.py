@@ -131,9 +131,13 @@ def dummy_shape(name: str) -> tuple[ModelArchitecture, bool]:
     elif shape in FAMILIES:
         raise CheckpointError(f"{name}: {shape} needs sizes: {DUMMY}{shape}:{EXAMPLE}")
     else:
+        known = ", ".join(
+            f"{each}[-mtp]" if f"{each}-mtp" in DUMMY_SHAPES else each
+            for each in sorted(DUMMY_SHAPES)
+            if not each.endswith("-mtp")
+        )
         raise CheckpointError(
-            f"{name}: unknown shape {shape!r}; known: {', '.join(sorted(DUMMY_SHAPES))}; or sizes "
-            f"by hand: {DUMMY}llama:{EXAMPLE}"
+            f"{name}: unknown shape {shape!r}; known: {known}; or sizes by hand, {DUMMY}llama:SIZES"
         )
     if rest and rest != [UNIFORM]:
         raise CheckpointError(
