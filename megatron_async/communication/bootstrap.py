@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import msgspec
 import torch
@@ -248,4 +249,5 @@ def _leave_at_exit(job: Job) -> None:
 def _wait_for_gpus() -> None:
     for index in range(torch.cuda.device_count()):
         if torch.cuda.memory_reserved(index):  # else there is nothing of ours, nor a context
-            torch.cuda.synchronize(index)  # sync-ok: at exit
+            with suppress(RuntimeError):  # of a step that failed, again
+                torch.cuda.synchronize(index)  # sync-ok: at exit

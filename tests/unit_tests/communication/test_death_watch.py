@@ -96,7 +96,7 @@ def test_a_process_that_hangs_after_a_loss_is_ended(tmp_path):
     assert time.monotonic() - float(noticed.read_text()) > 0.5
 
 
-def _end_beside_a_hanging_gpu(victim, keeps_the_gil):
+def _end_beside_a_hanging_gpu(victim, wait):
     """The victim dies, or (None) one fails by itself, while its GPU waits for the other rank."""
     job = join_job(timeout_s=PATIENCE_S)
     job.exchange("here", "")
@@ -107,25 +107,34 @@ def _end_beside_a_hanging_gpu(victim, keeps_the_gil):
     if victim is not None:
         eventually(lambda: job.watch.losses)
 
-    def hang(index):
-        ctypes.PyDLL(None).sleep(600) if keeps_the_gil else time.sleep(600)
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    waits = {
+        "hangs": lambda: time.sleep(600),
+        "keeps the GIL": lambda: ctypes.PyDLL(None).sleep(600),
+        "raises": fail,
+    }
     gpus = {"is_initialized": True, "device_count": 1, "memory_reserved": 1}
     for name, value in gpus.items():
         setattr(torch.cuda, name, lambda *_, value=value: value)
-    torch.cuda.synchronize = hang
+    torch.cuda.synchronize = lambda _: waits[wait]()
     raise ValueError("a step failed")
 
 
 @pytest.mark.parametrize(
-    ("victim", "keeps_the_gil", "code"),
-    [(1, False, EXIT_CODE_RANK_LOST), (1, True, 1), (None, False, 1)],
-    ids=["a loss", "a loss, and a call keeps the GIL", "an exception"],
+    ("victim", "wait", "code"),
+    [
+        (1, "hangs", EXIT_CODE_RANK_LOST),
+        (1, "keeps the GIL", 1),
+        (None, "hangs", 1),
+        (None, "raises", 0),
+    ],
 )
-def test_a_gpu_that_hangs_at_exit_does_not_keep_the_process(victim, keeps_the_gil, code):
+def test_a_gpu_that_hangs_at_exit_does_not_keep_the_process(victim, wait, code):
     """Python's end frees what waits for the GPU, and no watch is left then."""
     environment = {"MEGATRON_ASYNC_LOSS_GRACE_S": "0.5"}
-    ranks = Ranks(2, _end_beside_a_hanging_gpu, victim, keeps_the_gil, environment=environment)
+    ranks = Ranks(2, _end_beside_a_hanging_gpu, victim, wait, environment=environment)
     eventually(lambda: not ranks.processes[0].is_alive())
     ranks.kill(1)
     outcome = ranks.join(2 * PATIENCE_S)[0]
