@@ -74,7 +74,7 @@ class InferenceConfig:
     prefix_caching_mamba_gb: float | None = None
     """Memory for snapshots of recurrent states, in GiB on each rank. It comes beside the states of
     `max_requests` requests; `num_state_snapshots` overrides it. None: the rows that no running
-    request needs."""
+    request needs. 0 or less: no snapshots, as in Megatron."""
 
     num_state_snapshots: int | None = None
     """Most snapshots of recurrent states; overrides `prefix_caching_mamba_gb`."""
@@ -235,10 +235,10 @@ class InferenceConfig:
             if getattr(self, name) is not None:
                 self._require_int(name, 0)
         for name in ("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb"):
-            value = getattr(self, name)
-            if value is not None and not _is_positive(value):
+            value, may_be_off = getattr(self, name), name == "prefix_caching_mamba_gb"
+            if value is not None and not _is_above(-math.inf if may_be_off else 0, value):
                 raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
-            if name == "prefix_caching_mamba_gb" and value and not self.enable_prefix_caching:
+            if may_be_off and (value or 0) > 0 and not self.enable_prefix_caching:
                 raise ConfigurationError(
                     f"prefix_caching_mamba_gb={value} is for snapshots of the prefix cache: set "
                     "enable_prefix_caching=True too, or leave it out."
@@ -282,7 +282,7 @@ class InferenceConfig:
             )
 
     def _check_target_tpot(self, target: Any) -> None:
-        if not _is_positive(target):
+        if not _is_above(0, target):
             raise ConfigurationError(
                 f"target_tpot_ms={target!r} must be a number of milliseconds above 0."
             )
@@ -391,6 +391,6 @@ class InferenceConfig:
         return self.lookahead + 1
 
 
-def _is_positive(value: Any) -> bool:
+def _is_above(least: float, value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
+    return is_number and math.isfinite(value) and value > least

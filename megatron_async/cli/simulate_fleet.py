@@ -31,7 +31,7 @@ ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("GiB", "kv_gb", "{:g}"),
     ("block", "block_size_tokens", "{}"),
-    ("states GiB", "state_gb", "{:g}"),
+    ("states GiB", "state_gb", "{}"),
     ("every", "interval", "{}"),
     ("replicas", "replicas", "{}"),
     ("policy", "policy", "{}"),
@@ -88,8 +88,8 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter
     )  # fmt: skip
     engine.add_argument(
         "--prefix-caching-mamba-gb", type=float, nargs="+", default=[None], metavar="GIB",
-        help="snapshots of recurrent states of a replica, GiB (default: in rows that no request "
-        "needs)",
+        help="snapshots of recurrent states of a replica, GiB; 0: none (default: in rows that no "
+        "request needs)",
     )  # fmt: skip
     engine.add_argument(
         "--prefix-caching-mamba-interval", type=int, nargs="+", default=[None], metavar="N",
@@ -220,17 +220,19 @@ def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[
 
 def fleet_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
     """The table, a line for each row of figures."""
-    states = any(row["prefix_caching_mamba_gb"] or row["snapshot_interval"] for row in figures)
+    given = [(row["prefix_caching_mamba_gb"], row["snapshot_interval"]) for row in figures]
+    states = any(values != (None, None) for values in given)
     columns = [column for column in COLUMNS if states or column[1] not in OF_STATES]
     rows = [[title for title, *_ in columns]]
     for row in figures:
+        states_gb = row["prefix_caching_mamba_gb"]
         shown = {
             **row,
             "hit_percent": 100 * row["hit_ratio"],
             "ttft_p50_ms": row["ttft_ms"]["p50"],
             "ttft_p99_ms": row["ttft_ms"]["p99"],
             "tpot_p50_ms": row["tpot_ms"]["p50"] or float("nan"),
-            "state_gb": row["prefix_caching_mamba_gb"] or 0,
+            "state_gb": "" if states_gb is None else f"{states_gb:g}",
             "interval": "" if row["snapshot_interval"] is None else row["snapshot_interval"],
         }
         rows.append([layout.format(shown[key]) for _, key, layout in columns])

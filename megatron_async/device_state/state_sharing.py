@@ -60,6 +60,8 @@ def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSh
         return None
     snapshots, interval = config.num_state_snapshots, config.prefix_caching_mamba_interval
     budget = config.prefix_caching_mamba_gb
+    if snapshots is None and budget is not None and budget <= 0:
+        snapshots = 0
     # A stage without recurrent layers has room for any number.
     most, spacing = 2**31 - 1, MOST_INTERVAL
     if layers := recurrent_layers(model):

@@ -54,6 +54,8 @@ def test_async_sched_mode_is_lookahead(mode, lookahead, expected):
         ({"buffer_size_gb": "2"}, ("buffer_size_gb='2'", "number of GiB")),
         ({"paused_buffer_size_gb": 0}, ("paused_buffer_size_gb=0", "above 0")),
         ({"paused_buffer_size_gb": math.inf}, ("paused_buffer_size_gb=inf", "above 0")),
+        ({"prefix_caching_mamba_gb": "2"}, ("prefix_caching_mamba_gb='2'", "number of GiB")),
+        ({"prefix_caching_mamba_gb": -math.inf}, ("prefix_caching_mamba_gb=-inf", "number of GiB")),
         ({"inference_sampling_seed": "x"}, ("inference_sampling_seed='x'", "integer")),
         ({"inference_sampling_seed": -1}, ("inference_sampling_seed=-1", "at least 0")),
         ({"max_tokens": 4, "max_requests": 8}, ("max_tokens=4", "max_requests=8", "Raise")),

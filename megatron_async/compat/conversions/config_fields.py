@@ -77,7 +77,10 @@ FIELDS: dict[str, FieldRule] = {
     "enable_chunked_prefill": _honoured("as it is"),
     "num_speculative_tokens": _honoured("drafted by the model's own layer (speculative_method)"),
     "enable_prefix_caching": _honoured("as it is"),
-    "prefix_caching_mamba_gb": _honoured("without prefix caching nothing, as in Megatron"),
+    "prefix_caching_mamba_gb": _honoured(
+        "0 or less, and without prefix caching: no snapshots, as in Megatron. None: those that fit "
+        "in rows which no request needs (Megatron keeps none)"
+    ),
     "track_paused_request_events": _honoured("as it is"),
     "track_generated_token_events": _honoured("times are those of the report with the token"),
     "metrics_writer": _honoured("any object with wandb's `log`"),

@@ -225,17 +225,18 @@ def test_live_requests_take_the_rows_of_snapshots(
         engine.close()
 
 
-@pytest.mark.parametrize("snapshots", [0, 1, 50])
+@pytest.mark.parametrize("snapshots", [0, 1, 50, -1])
 def test_a_budget_of_their_own(
     model: HybridAttentionModel, serial: DynamicInferenceEngine, snapshots: int
 ) -> None:
     # With one of them, answers leave states as well: they pass 384.
     tokens = 92 if snapshots == 1 else 12
     jobs = [Job([*TEXT[:300], n], greedy(tokens)) for n in range(6)]
-    engine = caching(model, num_state_snapshots=snapshots, max_requests=4)
+    field = "num_state_snapshots" if snapshots >= 0 else "prefix_caching_mamba_gb"
+    engine = caching(model, max_requests=4, **{field: snapshots})
     assert run_at(engine, {n: [job] for n, job in enumerate(jobs)}) == alone_once(serial, jobs)
     stats = engine.stats()
-    assert stats["prefix_cache_snapshots"] <= snapshots
+    assert stats["prefix_cache_snapshots"] <= max(snapshots, 0)
     assert (stats["prefix_cache_snapshot_hits"] > 0) == (snapshots > 0)
     assert_all_is_back(engine)
     engine.close()

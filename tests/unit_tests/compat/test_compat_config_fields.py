@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,6 +191,10 @@ def test_snapshot_memory_counts_only_with_prefix_caching() -> None:
     assert settings(prefix_caching_mamba_gb=1.0).prefix_caching_mamba_gb is None
     found = settings(prefix_caching_mamba_gb=1.0, enable_prefix_caching=True)
     assert found.prefix_caching_mamba_gb == 1.0
+    for off in (0.0, -1.0):
+        assert settings(prefix_caching_mamba_gb=off, enable_prefix_caching=True) == replace(
+            found, prefix_caching_mamba_gb=off
+        )
 
 
 def test_without_limits_there_are_as_many_requests_as_blocks() -> None:

@@ -116,6 +116,12 @@ def test_snapshots_have_rows_of_their_own() -> None:
     by_memory = hybrid_context(prefix_caching_mamba_gb=gigabytes)
     assert by_memory.sharing is not None
     assert (by_memory.sharing.snapshots, by_memory.sharing.limit) == (5, 5)
+    for off in (0, -1.5):  # as in Megatron
+        sharing = hybrid_context(prefix_caching_mamba_gb=off).sharing
+        assert sharing is not None
+        assert (sharing.snapshots, sharing.limit) == (0, 0)
+    both = hybrid_context(prefix_caching_mamba_gb=-1, num_state_snapshots=3)
+    assert both.sharing == three.sharing
     # A snapshot weighs as much as the keys and values of as many tokens.
     assert plain.sharing is not None
     block = block_shape(plain.model_config, plain.config).num_bytes
