@@ -123,8 +123,9 @@ class PlanBuilder:
             produces = produces.copy()
             produces[num_decode:] = complete
             step_features = complete * np.int32(RowFeature.PRODUCES)
-            is_first = slots.num_prefilled[prefill_slots] == slots.num_cached[prefill_slots]
-            step_features[is_first] |= RowFeature.STARTS
+            begins = slots.num_prefilled[prefill_slots]
+            step_features[begins == slots.num_cached[prefill_slots]] |= RowFeature.STARTS
+            step_features[begins < slots.num_shared[prefill_slots]] |= RowFeature.REPEATS
             known = slots.tokens[prefill_slots, np.where(complete, 0, ends)]
             following = np.where(complete, np.int32(NO_TOKEN), known)
             spans = [slots.tokens[slot, start:end] for slot, start, end in chunks]

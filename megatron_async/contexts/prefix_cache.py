@@ -43,8 +43,7 @@ class Found(NamedTuple):
     """The cached blocks and state of a sequence's beginning."""
 
     blocks: IntArray
-    """Integers `[n]`: blocks with the keys and values of the first tokens, but never of all tokens:
-    at least one token is computed."""
+    """Integers `[n]`: blocks with the keys and values of the first tokens; perhaps of all."""
     is_being_written: bool = False
     """Whether the plan that is being made writes the next block: then the request should wait for
     the next plan."""
@@ -147,7 +146,7 @@ class PrefixCache:
         found: list[int] = []
         is_being_written = was_lost = False
         salt = _salt(request)
-        for each in request.block_hashes[: (num_known - 1) // self._size]:
+        for each in request.block_hashes[: self._most(num_known)]:
             block = self._block_of.get(each)
             if block is None or self._salt_of[block] != salt:
                 was_lost = each in self._handed_out
@@ -166,6 +165,13 @@ class PrefixCache:
             is_being_written, row = is_being_written or state.is_being_written, state.row
         blocks = np.array(found, dtype=np.int32)
         return Found(blocks, is_being_written, matched, row, was_lost)
+
+    def _most(self, num_known: int) -> int:
+        """Blocks that a sequence of so many tokens may share. The last token is always computed. If
+        it ends a block, this is shared all the same, but not without the state before the token;
+        nor is a block of this token alone, which saves nothing."""
+        ends_alone = self.states is not None or self._size == 1
+        return (num_known - ends_alone) // self._size
 
     def _hold_tokens_of(self, request: DynamicInferenceRequest, found: list[int]) -> int:
         """How many of the blocks in `found`, from the first on, hold this request's tokens: all,
@@ -194,10 +200,10 @@ class PrefixCache:
         """Count a request of so many tokens that has begun with what was found."""
         cached = len(found.blocks) * self._size
         self.queries += num_known
-        self.hits += cached
+        self.hits += min(cached, num_known - 1)
         self.lost_states += found.matched - cached
         if found.was_lost:
-            self.lost_blocks += (num_known - 1) // self._size * self._size - found.matched
+            self.lost_blocks += self._most(num_known) * self._size - found.matched
 
     # ---- What steps write --------------------------------------------------------------------
 

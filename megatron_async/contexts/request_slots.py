@@ -100,6 +100,9 @@ class RequestSlots:
         self.num_cached = np.zeros(capacity, dtype=np.int32)
         """Tokens that were in the cache when the request got its slot: its first chunk begins
         behind them."""
+        self.num_shared = np.zeros(capacity, dtype=np.int32)
+        """Tokens of the shared blocks that the request got: `num_cached`, or one more, its last
+        one, which is computed again and not written."""
 
         self.num_blocks = np.zeros(capacity, dtype=np.int32)
         self.block_table = np.zeros((capacity, max_blocks), dtype=np.int32)
@@ -158,7 +161,7 @@ class RequestSlots:
         rank: int,
         max_length: int,
         micro_batch: int = 0,
-        num_cached: int = 0,
+        num_shared: int = 0,
     ) -> int:
         """Give a free slot to a request that starts, or starts again after an eviction.
 
@@ -167,8 +170,8 @@ class RequestSlots:
             rank: place in the order of service; kept over evictions.
             max_length: sequence length at which it ends.
             micro_batch: which the slot belongs to; it has a free one.
-            num_cached: its first tokens, whose keys and values are in the cache already; fewer than
-                it has.
+            num_shared: its first tokens, whose keys and values are in the cache already; perhaps
+                all.
 
         Returns:
             the slot, in state PREFILLING, without blocks. If anything raises, it is still free.
@@ -185,7 +188,9 @@ class RequestSlots:
         self.num_known[slot] = known
         self.in_flight_steps[slot] = self.in_flight_tokens[slot] = 0
         self.max_length[slot] = max_length
-        self.num_prefilled[slot] = self.num_cached[slot] = num_cached
+        self.num_shared[slot] = num_shared
+        # One token at least is computed: the next one is made of its logits.
+        self.num_prefilled[slot] = self.num_cached[slot] = min(num_shared, known - 1)
         self.num_blocks[slot] = 0
         self._set_stop_ids(slot, request.sampling_params)
         self.features[slot] = record.features

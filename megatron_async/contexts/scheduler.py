@@ -263,7 +263,7 @@ class Scheduler:
             waiting.rank,
             waiting.max_length,
             micro_batch,
-            num_cached=len(cached) * size,
+            num_shared=len(cached) * size,
         )
         self.prefilling.append(slot)
         if self.prefix_cache is not None:

@@ -70,8 +70,9 @@ class StepView:
         return self._attention
 
     @property
-    def first_dummy_place(self) -> int:
-        """Tokens of no request write to this place of the flat KV cache or a later one."""
+    def dummy_place(self) -> int:
+        """Tokens of no request write to this place of the flat KV cache, the first one of the dummy
+        block; only they do."""
         return self.kv_cache.dummy_block * self.kv_cache.block_size
 
     def attention(

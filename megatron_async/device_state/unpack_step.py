@@ -28,6 +28,7 @@ from megatron_async.ops.sampling.slot_records import (
 
 TILE = 128
 PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
+REPEATS = tl.constexpr(int(RowFeature.REPEATS))
 WORDS = tl.constexpr(RECORD_WORDS)
 FEATURES = tl.constexpr(int(Header.FEATURES))
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
@@ -64,7 +65,8 @@ def unpack_step_kernels(
         out: tensors of the step's size, written. Some tokens get position 0 and a place in the last
             slot's first block: padding tokens (with id 0), query tokens beyond their request's
             limit, and those for which the plan reserved no blocks (beyond the row's own width, or
-            the drafts that its request allows).
+            the drafts that its request allows). A token of a chunk that repeats has its own
+            position, and a place in that block which no other token has.
         lengths: int32 `[decode rows]` of the sequences, if another rank has them; None: those of
             `slots`.
         block_tokens: int32 `[blocks, block size]`, changed: each token's id is written at the place
@@ -127,6 +129,7 @@ def unpack_step_kernels(
             out.entry,
             *table,
             layout.start("prefill_token_ids"),
+            layout.start("prefill_features"),
             out.row_slots,
             out.kv_lengths,
             out.prefill_starts,
@@ -310,6 +313,7 @@ def _unpack_kernel(
         "words_stride",
         "table_stride",
         "token_ids",
+        "step_features",
         "decode_rows",
         "first",
         "prefill_rows",
@@ -324,6 +328,7 @@ def _unpack_tokens_kernel(
     table: tl.tensor,
     table_stride: tl.tensor,
     token_ids: tl.tensor,
+    step_features: tl.tensor,
     row_slots: tl.tensor,
     row_kv_lengths: tl.tensor,
     starts: tl.tensor,
@@ -360,7 +365,8 @@ def _unpack_tokens_kernel(
     kv_length = tl.load(row_kv_lengths + row)
     position = (kv_length - tl.load(starts + low + 1) + token).to(tl.int64)
     position = tl.where(inside, position, 0)
-    slot = tl.where(inside, tl.load(row_slots + row), dummy_slot)
+    writes = inside & ((tl.load(step + step_features + low) & REPEATS) == 0)
+    slot = tl.where(writes, tl.load(row_slots + row), dummy_slot)
     block = tl.load(table + slot * table_stride + position // block_size).to(tl.int64)
     given = tl.load(step + token_ids + token - begin, mask=inside, other=0)
     tl.store(out_tokens + token, given.to(tl.int64), mask=exists)

@@ -108,10 +108,11 @@ def _unpack_chunks(
     chunk = torch.searchsorted(starts[1:].contiguous(), token, right=True)
     inside = token < starts[-1]
     chunk = chunk.clamp(max=dims.prefill_rows - 1)
+    writes = inside & ((fields["prefill_features"] & RowFeature.REPEATS) == 0)[chunk]
     position = (kv_lengths[chunk] - starts[chunk + 1] + token).where(inside, 0)
     out.token_ids[first:] = fields["prefill_token_ids"][: len(token)].where(inside, 0)
     out.positions[first:] = position
-    tables = out.block_tables[decode + chunk].where(inside[:, None], slots.block_table[-1])
+    tables = out.block_tables[decode + chunk].where(writes[:, None], slots.block_table[-1])
     _write_index(tables, position, block_size, out.write_index[first:])
 
 

@@ -64,14 +64,14 @@ class TopKRouter(MegatronModule):
 
     def forward(self, hidden_states: Tensor, view: ContextGPUView | None) -> Routing:
         """Experts of `[tokens, hidden]`; tokens that belong to no request of `view` get none."""
-        places, limit = real_tokens(view)
+        places, dummy_place = real_tokens(view)
         return kernels_for(hidden_states).route(
             hidden_states,
             self.weight,
             self.topk,
             self.pre_softmax,
             places,
-            limit,
+            dummy_place,
             self.sigmoid,
             self.expert_bias,
             self.scale,
@@ -79,8 +79,8 @@ class TopKRouter(MegatronModule):
 
 
 def real_tokens(view: ContextGPUView | None) -> tuple[Tensor | None, int]:
-    """Arguments of `route` that mark real tokens: their places, and the first dummy place."""
-    return (None, 0) if view is None else (view.step.write_index, view.first_dummy_place)
+    """Arguments of `route` that mark real tokens: their places, and the place of all others."""
+    return (None, 0) if view is None else (view.step.write_index, view.dummy_place)
 
 
 class MoELayer(MegatronModule):

@@ -57,7 +57,8 @@ def hit_ceiling(trace: Trace, block_size_tokens: int) -> HitCeiling:
         requests += 1
         prompts += request.input_tokens
         shared += known
-        found += min(known, request.input_tokens - 1) // block_size_tokens * block_size_tokens
+        whole = known // block_size_tokens * block_size_tokens
+        found += min(whole, request.input_tokens - 1)
         longest = max(longest, request.input_tokens + request.output_tokens)
     return HitCeiling(requests, prompts, shared, found, longest)
 

@@ -11,6 +11,7 @@ from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFe
 WORDS = tl.constexpr(RECORD_WORDS)
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
 PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
+REPEATS = tl.constexpr(int(RowFeature.REPEATS))
 
 
 @triton.jit(do_not_specialize=["table_stride", "decode_rows", "dummy_block", "block_size"])
@@ -128,8 +129,9 @@ def chunk_tokens_kernel(
     row = decode_rows + chunk
     position = tl.load(row_lengths + row) - own + place
     limit = tl.load(records + tl.load(row_slots + row) * WORDS + MAX_LENGTH)
-    is_final = (tl.load(features + first + chunk) & PRODUCES) != 0
-    is_entry = inside & (position < limit - 1) & ((place < own) | is_final)
+    asked = tl.load(features + first + chunk)
+    is_new = tl.where(place < own, (asked & REPEATS) == 0, (asked & PRODUCES) != 0)
+    is_entry = inside & (position < limit - 1) & is_new
     given = tl.minimum(start + place, step_tokens - 1)
     token = tl.load(token_ids + given, inside & (place < own), other=0)
     drawn = tl.maximum(tl.load(sampled + first + chunk), 0)

@@ -5,7 +5,8 @@ model's hidden state at position t - 1 and of token t. So a block of entries dep
 in the block's hash. Position 0 has no entry. After a step, entries are made one position further
 than the step's hidden states. In a decode row these are the entries of accepted tokens, up to the
 token sampled last. In a chunk they are the entries of all its tokens and, if the chunk is its
-prompt's last, of the first sampled token. A chunk's first entry needs the hidden state before the
+prompt's last, of the first sampled token. (A chunk that repeats the last token of a shared block
+makes the last of these alone.) A chunk's first entry needs the hidden state before the
 chunk, which `PagedKVCache.block_hidden` keeps. The first draft is made from the output at a row's
 last entry.
 
@@ -33,6 +34,7 @@ from megatron_async.ops.drafting.draft_tokens_reference import (
     lay_out_draft_reference,
     lay_out_entries_reference,
 )
+from megatron_async.ops.sampling.slot_records import RowFeature
 
 if TYPE_CHECKING:
     from megatron_async.device_state.gpu_view import ContextGPUView
@@ -180,7 +182,12 @@ def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
         source[: dims.decode_tokens : dims.width] = -1 - block
     if dims.prefill_rows:
         first = entries.starts[:-1].long()
-        source[first] = entries.source.index_select(0, first)
+        before = entries.source.index_select(0, first)
+        # A chunk that repeats a block's last token has no output there: the block keeps it.
+        repeats = (step.features[dims.decode_tokens :] & RowFeature.REPEATS) != 0
+        behind = (first + 1).clamp(max=len(source) - 1)
+        source[behind] = before.where(repeats, source.index_select(0, behind))
+        source[first] = before
     return source
 
 

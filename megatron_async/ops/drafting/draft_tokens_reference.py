@@ -58,8 +58,10 @@ def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTok
         place, count = token - starts[chunk], step.prefill_starts.diff()
         own, ends = count[chunk], step.lengths[decode:]
         is_final = (step.features[first:] & RowFeature.PRODUCES) != 0
+        is_written = (step.features[first:] & RowFeature.REPEATS) == 0
         position = ends[chunk] - own + place
-        valid = inside & (position < limits[decode:][chunk] - 1) & ((place < own) | is_final[chunk])
+        is_new = torch.where(place < own, is_written[chunk], is_final[chunk])
+        valid = inside & (position < limits[decode:][chunk] - 1) & is_new
         of_step = step.prefill_starts[chunk].long() + place
         given = step.token_ids[of_step.clamp(max=dims.tokens - 1)]
         token_ids[first:] = torch.where(place < own, given, sampled[first:][chunk].clamp(min=0))

@@ -57,7 +57,7 @@ def route(
     topk: int,
     pre_softmax: bool,
     places: Tensor | None = None,
-    limit: int = 0,
+    dummy_place: int = 0,
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
@@ -71,8 +71,8 @@ def route(
         pre_softmax: weights are the softmax over all experts, not over the chosen ones.
         places: int64 `[tokens or fewer]`, where in the KV cache tokens are written; None: all
             tokens are real.
-        limit: tokens with this place or a later one, and those without a place, are dummies: they
-            go nowhere.
+        dummy_place: tokens with this place, and those without a place, are dummies: they go
+            nowhere.
         sigmoid: scores are the logits' sigmoids; with more than one expert a token, weights are
             divided by their sum, and `pre_softmax` is not read.
         bias: float32 `[experts]`, contiguous, added to the sigmoids for the choice; or None.
@@ -120,7 +120,7 @@ def route(
         out.weights,
         tokens,
         0 if places is None else len(places),
-        limit,
+        dummy_place,
         scale,
         splits=splits,
         experts=experts,
@@ -143,7 +143,7 @@ def route_reference(
     topk: int,
     pre_softmax: bool,
     places: Tensor | None = None,
-    limit: int = 0,
+    dummy_place: int = 0,
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
@@ -163,7 +163,7 @@ def route_reference(
     weights, experts = weights * scale, experts.to(torch.int32)
     if places is not None:
         real = torch.zeros((x.size(0), 1), dtype=torch.bool, device=x.device)
-        real[: len(places), 0] = places < limit
+        real[: len(places), 0] = places != dummy_place
         experts, weights = experts.where(real, NO_EXPERT), weights.where(real, 0.0)
     return Routing(experts.contiguous(), weights.contiguous())
 
@@ -224,7 +224,7 @@ def _logits_kernel(
     tl.store(target, sums, mask=is_token & (expert < experts)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens", "num_places", "limit"])
+@triton.jit(do_not_specialize=["tokens", "num_places", "dummy_place"])
 def _choose_kernel(
     logits: tl.tensor,
     places: tl.tensor,
@@ -233,7 +233,7 @@ def _choose_kernel(
     out_weights: tl.tensor,
     tokens: tl.tensor,
     num_places: tl.tensor,
-    limit: tl.tensor,
+    dummy_place: tl.tensor,
     scale: tl.tensor,
     splits: tl.constexpr,
     experts: tl.constexpr,
@@ -287,7 +287,7 @@ def _choose_kernel(
     real = token < tokens
     if has_places:
         real = token < num_places
-        real = real & (tl.load(places + token, mask=real, other=0) < limit)
+        real = real & (tl.load(places + token, mask=real, other=0) != dummy_place)
     target = token * topk + rank
     tl.store(out_experts + target, tl.where(real, chosen, IN_KERNEL_NO_EXPERT), mask=rank < topk)
     tl.store(out_weights + target, tl.where(real, powers / total * scale, 0.0), mask=rank < topk)

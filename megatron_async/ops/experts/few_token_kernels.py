@@ -54,7 +54,7 @@ def _activated_rows(
     tl.store(out + line, y.to(out.dtype.element_ty), mask=line < here)
 
 
-@triton.jit(do_not_specialize=["num_places", "limit"])
+@triton.jit(do_not_specialize=["num_places", "dummy_place"])
 def few_up_kernel(
     x: tl.tensor,
     logits: tl.tensor,
@@ -68,7 +68,7 @@ def few_up_kernel(
     out_weights: tl.tensor,
     x_stride: tl.tensor,
     num_places: tl.tensor,
-    limit: tl.tensor,
+    dummy_place: tl.tensor,
     scale: tl.tensor,
     tokens: tl.constexpr,
     experts: tl.constexpr,
@@ -135,7 +135,7 @@ def few_up_kernel(
             nth,
             (tile == 0) & (nth == 0),
             num_places,
-            limit,
+            dummy_place,
             scale,
             experts,
             topk,

@@ -161,7 +161,7 @@ def choose(
     nth: tl.tensor,
     stores: tl.tensor,
     num_places: tl.tensor,
-    limit: tl.tensor,
+    dummy_place: tl.tensor,
     scale: tl.tensor,
     experts: tl.constexpr,
     topk: tl.constexpr,
@@ -183,7 +183,7 @@ def choose(
     real = token >= 0
     if has_places:
         real = token < num_places
-        real = real & (tl.load(places + token, mask=real, other=0) < limit)
+        real = real & (tl.load(places + token, mask=real, other=0) != dummy_place)
     scores = _preferences(raw, favour, is_expert, sigmoid, has_bias)
     rank = _ranks(own, bias, scores, expert, experts, topk, block, sigmoid, has_bias)
     chosen = rank < topk

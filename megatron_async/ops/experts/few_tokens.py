@@ -111,7 +111,7 @@ def few_token_experts(
     layer: ExpertLayer,
     plan: FewTokenPlan,
     places: Tensor | None = None,
-    limit: int = 0,
+    dummy_place: int = 0,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
     """For each token the weighted sum of its experts, and the shared expert.
@@ -121,7 +121,8 @@ def few_token_experts(
             add and norm are to be done first; their `x` may be partial sums, as for `add_rms_norm`.
         layer: weights, and how experts are chosen.
         plan: from `find_plan`.
-        places, limit: which tokens go to no expert, as for `route`. The shared expert meets all.
+        places, dummy_place: which tokens go to no expert, as for `route`. The shared expert meets
+            all.
         added: `[tokens, hidden]`, elements of a row adjacent: added to the rounded result.
 
     Returns:
@@ -162,7 +163,7 @@ def few_token_experts(
         routing.weights,
         normed.stride(0),
         0 if places is None else len(places),
-        limit,
+        dummy_place,
         float(layer.scale),
         tokens=tokens,
         experts=shape.experts,
@@ -220,18 +221,18 @@ def few_token_experts_reference(
     layer: ExpertLayer,
     plan: FewTokenPlan | None,
     places: Tensor | None = None,
-    limit: int = 0,
+    dummy_place: int = 0,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
     """`few_token_experts` in plain torch; the plan is not read."""
     if added is not None:
-        out, routing = few_token_experts_reference(x, layer, plan, places, limit)
+        out, routing = few_token_experts_reference(x, layer, plan, places, dummy_place)
         return out + added, routing
     _check(x, layer)
     if isinstance(x, Unnormed):
         normed, x.total = add_rms_norm_reference(x.x, x.residual, x.weight, x.eps)
         x = normed
-    rule = layer.pre_softmax, places, limit, layer.sigmoid, layer.bias, layer.scale
+    rule = layer.pre_softmax, places, dummy_place, layer.sigmoid, layer.bias, layer.scale
     routing = route_reference(x, layer.router, layer.topk, *rule)
     out = expert_mlp_reference(x, routing, layer.fc1, layer.fc2, 0, layer.fc1.size(0))
     if layer.shared_fc1 is None or layer.shared_fc2 is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RowFeature(IntFlag):
-    """Bits of a row: those of its request's record, and two that hold for one step."""
+    """Bits of a row: those of its request's record, and three that hold for one step."""
 
     PENALTIES = 1
     EDITS = 2
@@ -39,6 +39,9 @@ class RowFeature(IntFlag):
     """For this step: the sample is a token of the request."""
     STARTS = 512
     """For this step: the request's first chunk since it got its slot."""
+    REPEATS = 1024
+    """For this step: the chunk is one token, the last one of a shared block. It is computed again
+    for its logits; its keys and values are read from that block, which nobody may write."""
 
 
 class Header(IntEnum):

@@ -14,6 +14,7 @@ from harness import TINY, Job, alone_once, greedy, make_engine, make_model, run_
 from mtp_model import MTP_MODELS, MtpModel
 from mtp_watch import MtpWatch, WholeSequences
 from pieces import Pieces
+from poisoned_blocks import poison_blocks
 
 from megatron_async import DynamicInferenceEngine, StructuredOutput
 from megatron_async.captured_steps.graph_shapes import GraphShapes
@@ -142,6 +143,33 @@ def test_an_answer_under_a_grammar_is_not_shared() -> None:
         assert engine.stats()["prefix_cache_hits"] - before >= len(prompt)
     assert watch.rows >= 6
     whole.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["MtpModel", "MtpDeepModel"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_prompt_of_whole_blocks(name: str, size: int) -> None:
+    """Its last token is computed again; the draft model's entries are in the shared block too.
+
+    Break one of these, and it fails:
+
+    - `lay_out_entries_reference`: `is_written` is all True
+    - `lay_out_behind`: `source[behind]` stays
+    """
+    engine = make_engine(
+        model_of(name), block_size_tokens=size, speculative_method="mtp", num_speculative_tokens=3
+    )
+    poison_blocks(engine)
+    watch = MtpWatch(engine, whole_of(name))
+    jobs = [Job([3 + n, 5, 7, 2, 9, 11, 4, 1][: 4 + 4 * n], greedy(7)) for n in range(2)]
+    for number, job in enumerate([*jobs, *jobs]):
+        before, rows = engine.stats()["prefix_cache_hits"], watch.rows
+        asked = [job] * (1 + number // 2)  # two together, the second time
+        found = run_at(engine, {0: asked}, first_id=10 * number)
+        assert found == alone_once(serial_of(name), [job]) * len(asked)
+        hits = engine.stats()["prefix_cache_hits"] - before
+        assert hits == (2 * (len(job.prompt) - 1) if number > 1 else 0)
+        assert watch.rows > rows
     engine.close()
 
 

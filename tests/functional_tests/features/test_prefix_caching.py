@@ -13,8 +13,9 @@ import torch
 from attention_model import VOCABULARY, AttentionModel
 from caching_engine import TEXT, caching
 from drafters import DRAFTERS
-from harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
+from harness import Job, alone_once, assert_all_is_back, greedy, make_engine, make_model, run_at
 from late_device import LateDevice
+from poisoned_blocks import poison_blocks
 from schedules import Schedule, run_schedule
 from sharing_schedules import sharing_schedule
 
@@ -22,6 +23,7 @@ from megatron_async import DynamicInferenceEngine, InferenceConfig
 from megatron_async.contexts import prefix_cache
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
 SCHEDULES = 24
 ASKED: list[dict[str, Any]] = [
@@ -62,10 +64,10 @@ def test_equal_prompts_cost_one_prefill(
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_tokens=budget)
     assert run_at(engine, {0: jobs}) == expected
-    # One computes 40 tokens; 9 blocks are found by the others, which compute at least one token.
+    # One computes 40 tokens; 10 blocks are found by the others, which compute the last token again.
     stats = engine.stats()
-    assert stats["prefill_tokens"] == 40 + 7 * 4
-    assert (stats["prefix_cache_queries"], stats["prefix_cache_hits"]) == (8 * 40, 7 * 36)
+    assert stats["prefill_tokens"] == 40 + 7
+    assert (stats["prefix_cache_queries"], stats["prefix_cache_hits"]) == (8 * 40, 7 * 39)
     assert_all_is_back(engine)
     engine.close()
 
@@ -80,8 +82,66 @@ def test_warm_equals_cold(
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead)
     assert [run_at(engine, {0: [job]})[0] for job in jobs] == expected
-    assert engine.stats()["prefix_cache_hits"] == 2 * (length // 4 * 4)
+    hits = engine.stats()["prefix_cache_hits"]
+    assert hits == length // 4 * 4 + min((length + 1) // 4 * 4, length)
     engine.close()
+
+
+@pytest.mark.parametrize("size", [2, 4, 1])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_a_prompt_of_whole_blocks(
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, size: int
+) -> None:
+    """Its last token alone is computed again, by several requests at once; nobody writes to the
+    blocks that they share.
+
+    Break one of these, and it fails:
+
+    - `PrefixCache._most`: the last block is never shared
+    - `PlanBuilder.build`: without REPEATS
+    - `_unpack_chunks`: the table of the dummy slot for a token that repeats
+    """
+    engine = caching(model, lookahead=lookahead, block_size_tokens=size)
+    poison_blocks(engine)
+    for length in (4, 8, 40):
+        jobs = [
+            Job(TEXT[:length], greedy(tokens, **asked))
+            for tokens, asked in zip((5, 1, 6, 9), ASKED[1:])
+        ]
+        cold = Job(TEXT[:length], greedy(2))
+        assert run_at(engine, {0: [cold]}) == alone_once(serial, [cold])
+        before = engine.stats()["prefill_tokens"]
+        futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(jobs)]
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        found = [future.result() for future in futures]
+        assert [each.generated_tokens for each in found] == alone_once(serial, jobs)
+        assert engine.stats()["prefill_tokens"] - before == len(jobs)
+        assert {each.num_cached_tokens for each in found} == {length - 1}
+    assert_all_is_back(engine)
+    engine.close()
+
+
+def test_experts_meet_a_token_that_is_computed_again() -> None:
+    """Such a token writes to the dummy block, and is no dummy.
+
+    Break it, and it fails: `route_reference` takes each token that writes there for a dummy.
+    """
+    engine = make_engine(
+        make_model(DUMMY_SHAPES["tiny-moe"]), block_size_tokens=4, max_requests=4, lookahead=1,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+    params, found = greedy(4, return_log_probs=True, skip_prompt_log_probs=True), []
+    for number in range(3):
+        future = engine.add_request(number, TEXT[:8], params)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        found.append(future.result())
+    engine.close()
+    cold, *warm = found
+    for each in warm:
+        assert (each.num_cached_tokens, each.generated_tokens) == (7, cold.generated_tokens)
+        assert each.generated_log_probs == pytest.approx(cold.generated_log_probs, abs=1e-4)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
@@ -176,7 +236,7 @@ def test_more_shared_entries_than_blocks(
 
 def test_salts_keep_tenants_apart(model: torch.nn.Module) -> None:
     engine = caching(model)
-    for salt, hits in (("a", 0), ("b", 0), (None, 0), ("a", 36), (None, 36)):
+    for salt, hits in (("a", 0), ("b", 0), (None, 0), ("a", 39), (None, 39)):
         job = Job(TEXT[:40], replace(greedy(3), cache_salt=salt))
         before = engine.stats()["prefix_cache_hits"]
         future = engine.add_request(0, job.prompt, job.params)
@@ -217,7 +277,7 @@ def test_a_hash_alone_is_not_believed(
             assert future.result().generated_tokens == tokens
             found.append(future.result().num_cached_tokens)
     engine.close()
-    assert found == [0, 20, 0, 36, 0, 0, 0, 0]
+    assert found == [0, 20, 0, 39, 0, 0, 0, 0]
 
 
 def test_log_probs_of_a_prompt_are_computed(
@@ -236,7 +296,7 @@ def test_log_probs_of_a_prompt_are_computed(
     assert first == second
     assert len(first) == 39
     run_at(engine, {0: [Job(TEXT[:40], greedy(3))]}, first_id=5)
-    assert engine.stats()["prefix_cache_hits"] == 36
+    assert engine.stats()["prefix_cache_hits"] == 39
     engine.close()
 
 

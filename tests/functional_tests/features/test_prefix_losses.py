@@ -172,6 +172,6 @@ def test_what_is_forgotten(
     assert run_at(engine, {0: [job]}, first_id=1)[0] == expected
     assert engine.stats()["prefix_cache_hits"] == 0
     assert run_at(engine, {0: [job]}, first_id=2)[0] == expected
-    assert engine.stats()["prefix_cache_hits"] == 36
+    assert engine.stats()["prefix_cache_hits"] == 39
     assert_all_is_back(engine)
     engine.close()

@@ -196,10 +196,20 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(which=some_request, ask=asks)
     def next_turn(self, which: int, ask: Ask) -> None:
         """A prompt that goes on with what an earlier request has said."""
+        self.add_requests([ask._replace(prompt=self._said(which, ask))])
+
+    def whole_blocks(self, which: int, ask: Ask) -> None:
+        """A prompt whose tokens fill blocks that an earlier request has left."""
+        size = self.engine.context.block_size_tokens
+        known = self._said(which, ask)[:-1]
+        if len(known) >= size:
+            self.add_requests([ask._replace(prompt=known[: len(known) // size * size])])
+
+    def _said(self, which: int, ask: Ask) -> list[int]:
+        """What an ended request leaves for a prompt: its own one, and its answer."""
         earlier = self.ended[which % len(self.ended)]
         known = [*map(int, earlier.prompt_tokens), *earlier.generated_tokens]
-        room = MAX_SEQUENCE - ask.sampling["num_tokens_to_generate"]
-        self.add_requests([ask._replace(prompt=known[:room])])
+        return known[: MAX_SEQUENCE - ask.sampling["num_tokens_to_generate"]]
 
     def _teach(self, ask: Ask, seed: int) -> None:
         """Tell the drafter the answer. Requests of one seed are taken for each other."""
@@ -369,13 +379,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _finish(self) -> None:
         """Run all requests to their ends; nothing may be left behind. Where prompts are shared,
-        some of them come back before that, for another turn."""
+        some of them come back before that, for another turn, and as far as they fill blocks."""
         self.unpause()
         self.resume()
         self._run_to_the_end()
         if self.engine.context.prefix_cache is not None:
             for which in range(len(self.ended)):
                 self.next_turn(which, Ask(which, [], {"num_tokens_to_generate": 3}, 0))
+                self.whole_blocks(which, Ask(which + 3, [], {"num_tokens_to_generate": 3}, 0))
             self._run_to_the_end()
         readers = [reader for tracked in self.streamed for reader in tracked.readers]
         if readers:

@@ -21,8 +21,12 @@ schedule that found them, each with serial answers of its own:
                                        one_token_less_at_a_border 6
     drafts that are looked up          drafts_of_the_last_owner 12, a_match_with_itself 12
     an MTP layer                       hidden_states_are_not_kept 5, drafts_have_no_places 5,
-                                       entries_of_rejected_drafts 9
+                                       entries_of_rejected_drafts 9,
+                                       entries_of_repeated_tokens 8
     shared blocks                      starts_at_zero_alone 5, shared_blocks_are_freed 7,
+                                       shared_blocks_are_written 12,
+                                       repeated_tokens_read_the_dummy 4,
+                                       repeated_tokens_one_further 12,
                                        blocks_entered_too_early 2, lost_blocks_are_found 5
     recurrent states                   state_of_the_last_owner 6, short_chunks_forget 6,
                                        drafts_are_flushed 9, snapshot_of_the_wrong_chunk 10,
@@ -77,7 +81,8 @@ SEEDS = {
     "hidden_states_are_not_kept": 4, "drafts_have_no_places": 4, "entries_of_rejected_drafts": 1,
     "drafts_are_flushed": 1, "snapshot_of_the_wrong_chunk": 5, "snapshot_without_inputs": 3,
     "snapshot_behind_its_tokens": 1, "snapshot_in_use_is_given_away": 1,
-    "states_without_blocks": 3,
+    "states_without_blocks": 3, "repeated_tokens_read_the_dummy": 5,
+    "entries_of_repeated_tokens": 4,
 }  # fmt: skip
 """Bugs that seed 0 does not find so soon: a seed that does."""
 RARE = {"drafts_of_the_last_owner": 18, "a_match_with_itself": 18}

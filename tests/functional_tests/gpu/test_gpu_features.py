@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from test_structured_output import CHOICE, JOBS, ascii_tokenizer, check_valid
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 
 __all__ = ["ascii_tokenizer"]
@@ -174,6 +176,33 @@ def check_sharing(
     for future, expected in zip(futures, answers, strict=True):
         check_same(future.result(), expected)
     return evicted
+
+
+@pytest.mark.parametrize("graphs", [None, 0], ids=["captured", "eager"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_prompts_of_whole_blocks(name: str, graphs: int | None) -> None:
+    """The last token alone is computed again, by several requests in one step; experts meet it."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    shape = replace(DUMMY_SHAPES[name], kv_channels=32)
+    prompts = random_prompts(3, (16, 48, 128), shape.vocab_size)
+    jobs = [Job(prompt, greedy(12, return_log_probs=True, skip_prompt_log_probs=True))
+            for prompt in prompts]  # fmt: skip
+    cold = make_engine(make_model(shape), lookahead=0, enable_prefix_caching=False)
+    answers = serve(cold, jobs)
+    cold.close()
+    engine = make_engine(
+        make_model(shape, torch.device("cuda")), device=CudaDevice(), lookahead=1,
+        block_size_tokens=16, enable_prefix_caching=True, num_cuda_graphs=graphs,
+    )  # fmt: skip
+    for found in serve(engine, jobs):
+        assert found.num_cached_tokens == 0
+    warm = serve(engine, [*jobs, *jobs])
+    captured = engine.stats()["captured_steps"]
+    engine.close()
+    for found, expected in zip(warm, [*answers, *answers], strict=True):
+        check_same(found, expected)
+        assert found.num_cached_tokens == len(found.prompt_tokens) - 1
+    assert (captured > 0) == (graphs is None)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

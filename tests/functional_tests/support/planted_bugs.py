@@ -254,12 +254,57 @@ def starts_at_zero_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first chunk that begins after shared blocks leaves its slot as the last owner left it."""
     acquire = RequestSlots.acquire
 
-    def acquire_as_if_begun(slots: RequestSlots, *args: Any, num_cached: int = 0) -> int:
-        slot = acquire(slots, *args, num_cached=num_cached)
+    def acquire_as_if_begun(slots: RequestSlots, *args: Any, num_shared: int = 0) -> int:
+        slot = acquire(slots, *args, num_shared=num_shared)
         slots.num_cached[slot] = 0
         return slot
 
     monkeypatch.setattr(RequestSlots, "acquire", acquire_as_if_begun)
+
+
+def shared_blocks_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token that is computed again is written to the shared block that it ends."""
+    acquire = RequestSlots.acquire
+
+    def acquire_as_if_alone(slots: RequestSlots, *args: Any, num_shared: int = 0) -> int:
+        slot = acquire(slots, *args, num_shared=num_shared)
+        slots.num_shared[slot] = slots.num_cached[slot]
+        return slot
+
+    monkeypatch.setattr(RequestSlots, "acquire", acquire_as_if_alone)
+
+
+def repeated_tokens_read_the_dummy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is computed again reads its keys where it writes them."""
+
+    def read(out: Any, row: int, token: int, size: int) -> None:
+        last = (out.kv_lengths[row] - 1) // size
+        out.block_tables[row, last] = out.write_index[token] // size
+
+    _change_repeated(monkeypatch, read)
+
+
+def repeated_tokens_one_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is computed again stands at the position after its own."""
+
+    def move(out: Any, row: int, token: int, size: int) -> None:
+        out.positions[token] += 1
+
+    _change_repeated(monkeypatch, move)
+
+
+def _change_repeated(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, int, int, int], None]
+) -> None:
+    unpack = unpack_step_reference._unpack_chunks
+
+    def unpack_and_change(fields: Any, dims: Any, slots: Any, size: int, out: Any) -> None:
+        unpack(fields, dims, slots, size, out)
+        repeats = fields["prefill_features"] & RowFeature.REPEATS
+        for chunk in repeats.nonzero()[:, 0].tolist():
+            change(out, dims.decode_rows + chunk, int(out.prefill_starts[chunk]), size)
+
+    monkeypatch.setattr(unpack_step_reference, "_unpack_chunks", unpack_and_change)
 
 
 def shared_blocks_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +401,9 @@ BUGS: list[Plant] = [
     surplus_and_one_more,
     starts_at_zero_alone,
     shared_blocks_are_freed,
+    shared_blocks_are_written,
+    repeated_tokens_read_the_dummy,
+    repeated_tokens_one_further,
     blocks_entered_too_early,
     lost_blocks_are_found,
     drafts_of_the_last_owner,

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.ops import kernels
+from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.text_generation_controllers import mtp_drafter
 
 
@@ -38,8 +39,20 @@ def entries_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtp_drafter, "lay_out_entries", lay_out_to_the_end)
 
 
+def entries_of_repeated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is computed again makes an entry in the shared block, as if it were new."""
+    lay_out = mtp_drafter.lay_out_entries
+
+    def lay_out_as_new(view: Any, sampled: Any) -> Any:
+        view.step.features &= ~int(RowFeature.REPEATS)
+        return lay_out(view, sampled)
+
+    monkeypatch.setattr(mtp_drafter, "lay_out_entries", lay_out_as_new)
+
+
 MTP_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     hidden_states_are_not_kept,
     drafts_have_no_places,
     entries_of_rejected_drafts,
+    entries_of_repeated_tokens,
 )

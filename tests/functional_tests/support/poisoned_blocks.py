@@ -1,12 +1,14 @@
-"""`PoisonedBlocks`: KV blocks that nobody owns hold NaN, and no tokens, and whoever writes there is
-found out."""
+"""`PoisonedBlocks`: KV blocks that nobody owns hold NaN, and no tokens. Whoever writes there, or to
+a block that requests share, is found out."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
@@ -24,7 +26,8 @@ class PoisonedBlocks(KVBlockAllocator):
 
     Both happen on the compute stream, in order with the steps: steps in flight when a block is
     freed may still use it, later ones may not. A block that was written without an owner fails the
-    stream, and so the next wait of the host.
+    stream, and so the next wait of the host; and so does one that was written, or has changed,
+    after a second request has begun with it.
 
     Args:
         engine: a new one; its blocks are all free.
@@ -35,6 +38,9 @@ class PoisonedBlocks(KVBlockAllocator):
         super().__init__(context.blocks.total)
         self._compute = context.device.compute
         self._cache = context.gpu_view.kv_cache
+        self._shared: dict[int, Tensor] = {}
+        """What shared blocks hold, in the memory `_of`."""
+        self._of: Tensor | None = None
         self._compute.launch(partial(self._poison, np.arange(self.total)))
 
     def allocate(self, count: int) -> IntArray:
@@ -42,6 +48,23 @@ class PoisonedBlocks(KVBlockAllocator):
         if count:
             self._compute.launch(partial(self._hand_out, blocks))
         return blocks
+
+    def share(self, blocks: IntArray) -> None:
+        super().share(blocks)
+        self._compute.launch(partial(self._keep_shared, blocks.tolist()))
+
+    def check_places(self, places: Tensor) -> None:
+        """Check the places in the cache, int64 `[tokens]`, to which a step writes."""
+        written = self._shared.keys() & (places // self._cache.block_size).tolist()
+        assert not written, f"blocks {sorted(written)} are shared, and a step writes to them"
+
+    def _keep_shared(self, blocks: list[int]) -> None:
+        if self._of is not self._cache._data:
+            self._shared, self._of = {}, self._cache._data
+        for block in blocks:
+            now = self._cache._data[:, :, block]
+            kept = self._shared.setdefault(block, now.clone())
+            assert torch.equal(kept, now), f"block {block} has changed since it is shared"
 
     def _push(self, blocks: IntArray) -> None:
         """Nobody owns or remembers `blocks` any more."""
@@ -68,6 +91,9 @@ class PoisonedBlocks(KVBlockAllocator):
     def _poison(self, blocks: IntArray) -> None:
         data = self._cache._data
         if data is not None:  # else the engine is suspended, and `poison_free_blocks` follows
+            self._keep_shared([block for block in blocks.tolist() if block in self._shared])
+            for block in blocks.tolist():
+                self._shared.pop(block, None)
             data[:, :, torch.from_numpy(blocks)] = torch.nan
             self._fill_tokens(blocks, NOBODYS_TOKEN)
 
@@ -93,8 +119,15 @@ class PoisonedBlocks(KVBlockAllocator):
 
 def poison_blocks(engine: DynamicInferenceEngine) -> PoisonedBlocks:
     """Give a new engine blocks that are watched."""
-    context = engine.context
-    context.blocks = context.scheduler._blocks = PoisonedBlocks(engine)
+    context, view = engine.context, engine.context.gpu_view
+    blocks = context.blocks = context.scheduler._blocks = PoisonedBlocks(engine)
     if context.prefix_cache is not None:
-        context.prefix_cache._blocks = context.blocks
-    return context.blocks
+        context.prefix_cache._blocks = blocks
+    begin_step = view.begin_step
+
+    def begin_and_check(*arguments: Any) -> None:
+        begin_step(*arguments)
+        blocks.check_places(view.step.write_index)
+
+    view.begin_step = begin_and_check  # type: ignore[method-assign]
+    return blocks

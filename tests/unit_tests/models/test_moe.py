@@ -29,7 +29,7 @@ from megatron_async.ops.experts.few_tokens import ExpertLayer
 
 ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
 HIDDEN, EXPERTS, FFN = 64, 8, 64
-LIMIT = 100
+DUMMY_PLACE = 100
 
 
 @dataclass
@@ -43,7 +43,7 @@ class View:
 
     step: Step
     dims: BatchDimensions
-    first_dummy_place: int = LIMIT
+    dummy_place: int = DUMMY_PLACE
 
 
 NEMOTRON = dataclasses.replace(
@@ -108,7 +108,7 @@ BIAS = torch.tensor([0.3, -0.2, 0.0, 0.1, -0.4, 0.2, 0.0, -0.1])
 def expected_output(x: Tensor, write_index: Tensor, kind: str) -> Tensor:
     router, fc1, fc2 = all_weights(kind)
     rule = {"sigmoid": True, "bias": BIAS, "scale": 2.5} if kind == "nemotron" else {}
-    routing = route_reference(x, router, 2, False, write_index, LIMIT, **rule)
+    routing = route_reference(x, router, 2, False, write_index, DUMMY_PLACE, **rule)
     output = expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS)
     if kind != "mixtral":
         fc1, fc2 = shared_weights(fc1.size(1) // FFN)
@@ -140,7 +140,8 @@ def _layer_error(tensor_parallel: int, sequence_parallel: bool, kind: str) -> fl
     for counts, dispatched in (((4, 4), 0), ((2, 6), 6), ((8, 2), 12), ((0, 2), 2)):
         count = counts[groups.ep.rank()]
         x = tokens_of(groups.ep.rank(), count)
-        write_index = torch.arange(count) * 20  # of 8 tokens the last 3 are dummies
+        # Of 8 tokens the last 3 are dummies.
+        write_index = (torch.arange(count) * 20).clamp(max=DUMMY_PLACE)
         view = View(Step(write_index), BatchDimensions(count, dispatch_tokens=dispatched))
         expected = expected_output(x, write_index, kind)
         if sequence_parallel:
@@ -179,7 +180,7 @@ def _few_tokens_on_ranks(kind: str) -> float:
     for sequence_parallel in (False, True):
         sizes = ParallelSizes(tensor_model_parallel=2, sequence_parallel=sequence_parallel)
         layer, groups = make_layer(sizes, kind)
-        x, write_index = tokens_of(3, 4), torch.tensor([0, 20, LIMIT, 60])
+        x, write_index = tokens_of(3, 4), torch.tensor([0, 20, DUMMY_PLACE, 60])
         view = View(Step(write_index), BatchDimensions(4))
         expected = expected_output(x, write_index, kind)
         if sequence_parallel:

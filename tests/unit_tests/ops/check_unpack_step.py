@@ -93,7 +93,7 @@ def fill(words, dims, present, count, blocks, block_size, query_lengths, updates
         fields["prefill_starts"][1 : chunks + 1] = first_token + ends
         fields["prefill_starts"][chunks + 1 :] = first_token + (ends[-1] if chunks else 0)
         fields["prefill_token_ids"][:] = rng.integers(0, 50000, dims.prefill_tokens)
-        fields["prefill_features"][:chunks] = rng.choice([0, 256, 512, 768], chunks)
+        fields["prefill_features"][:chunks] = rng.choice([0, 256, 512, 768, 1792], chunks)
         fields["prefill_features"][chunks:] = 0
         fields["prefill_record"][:] = -1
         end = layout.size

@@ -213,7 +213,7 @@ def test_the_ceiling_is_what_a_search_of_all_tokens_finds(size):
             differs = np.flatnonzero(old[:length] != prompt[:length])
             longest = max(longest, int(differs[0]) if len(differs) else length)
         shared += longest
-        found += min(longest, len(prompt) - 1) // size * size
+        found += min(longest // size * size, len(prompt) - 1)
         computed.append(np.array(sequence(one)[:-1]))
     ceiling = hit_ceiling(trace, size)
     assert (ceiling.shared_tokens, ceiling.found_tokens) == (shared, found)

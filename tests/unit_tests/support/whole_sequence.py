@@ -100,7 +100,7 @@ class WholeSequence:
     num_speculative_tokens = 0
     use_flashinfer_fused_rope = False
     config = SimpleNamespace(materialize_only_last_token_logits=False)
-    first_dummy_place = 1 << 40
+    dummy_place = 1 << 40
     mtp_hidden: Tensor | None = None
 
     def __init__(self, config: Any, tokens: int) -> None:

@@ -72,7 +72,8 @@ def random_view(chooser, width, block_size, device):
     if dims.prefill_rows:
         queries = torch.tensor([0, *[query for query, _ in chunks], *[0] * empty])
         step.prefill_starts.copy_(queries.cumsum(0) + dims.decode_tokens)
-    final = [int(RowFeature.PRODUCES) * chooser.randint(0, 1) for _ in chunks]
+    kinds = [0, RowFeature.PRODUCES, RowFeature.PRODUCES | RowFeature.REPEATS]
+    final = [int(chooser.choice(kinds)) for _ in chunks]
     features = [int(RowFeature.PRODUCES)] * dims.decode_tokens + final + [0] * empty
     step.features.copy_(torch.tensor(features))
     step.token_ids.random_(1000)

@@ -28,7 +28,7 @@ NANO = LayerShape(128, 6, 2688, 1856, 3712, False, 2)
 QWEN3 = LayerShape(128, 8, 2048, 768, 0, True, 2)
 TYPES = {
     "num_places": "i32",
-    "limit": "i32",
+    "dummy_place": "i32",
     "x_stride": "i32",
     "added_stride": "i32",
     "scale": "fp32",
@@ -36,7 +36,7 @@ TYPES = {
 }
 TYPES |= dict.fromkeys(("logits", "bias", "out_weights", "weights"), "*fp32")
 TYPES |= dict.fromkeys(("experts", "out_experts"), "*i32")
-UNALIGNED = {"num_places", "limit", "scale"}
+UNALIGNED = {"num_places", "dummy_place", "scale"}
 
 
 def compiled(kernel, constants, options, folder):

@@ -72,17 +72,19 @@ def plan_of(tokens, layer):
     return plan
 
 
-def check(x, layer, plan=None, places=None, limit=0):
+def check(x, layer, plan=None, places=None, dummy_place=0):
     """Equal to torch, the same again, and what was found."""
     rows = x.x if isinstance(x, Unnormed) else x
     plan = plan or plan_of(rows.size(-2), layer)
-    out, routing = few_token_experts(x, layer, plan, places, limit)
-    expected, truth = few_token_experts_reference(x, layer, None, places, limit)
+    out, routing = few_token_experts(x, layer, plan, places, dummy_place)
+    expected, truth = few_token_experts_reference(x, layer, None, places, dummy_place)
     assert torch.equal(routing.experts, truth.experts)
     torch.testing.assert_close(routing.weights, truth.weights, rtol=1e-4, atol=1e-5)
     tolerance = LIMITS[layer.fc1.dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    assert INTERPRETED or torch.equal(out, few_token_experts(x, layer, plan, places, limit)[0])
+    assert INTERPRETED or torch.equal(
+        out, few_token_experts(x, layer, plan, places, dummy_place)[0]
+    )
     return out, routing
 
 
@@ -160,9 +162,10 @@ def test_tokens_that_meet_at_their_experts(device):
 def test_dummy_tokens_go_to_no_expert(shared, device):
     layer = make_layer(sizes(shared=shared), torch.float32, device)
     x = make_tokens(4, 64, torch.float32, device)
-    places = torch.tensor([5, 90, 7], device=device)  # the last token has none
+    places = torch.tensor([5, 80, 90], device=device)  # the last token has none
     out, routing = check(x, layer, None, places, 80)
     assert routing.experts[[1, 3]].unique().tolist() == [NO_EXPERT]
+    assert routing.experts[[0, 2]].min() >= 0
     assert routing.weights[[1, 3]].abs().max() == 0
     if not shared:
         assert torch.equal(out[[1, 3]], torch.zeros_like(out[:2]))
@@ -293,9 +296,9 @@ def test_random_shapes(tokens, dtype):
         )  # fmt: skip
         layer = make_layer(shape, dtype, "cuda", bool(shape.shared_ffn) and bool(draw(0, 1)))
         x = make_tokens(tokens, shape.hidden, dtype, "cuda")
-        places = torch.randint(0, 100, (tokens,), device="cuda")
-        out, routing = few_token_experts(x, layer, plan_of(tokens, layer), places, 70)
-        expected, truth = few_token_experts_reference(x, layer, None, places, 70)
+        places = torch.randint(0, 4, (tokens,), device="cuda")
+        out, routing = few_token_experts(x, layer, plan_of(tokens, layer), places, 3)
+        expected, truth = few_token_experts_reference(x, layer, None, places, 3)
         # Sums in another order may swap two experts that are nearly equal.
         same = (routing.experts == truth.experts).all(1)
         assert same.float().mean() >= 0.75 or tokens < 4
