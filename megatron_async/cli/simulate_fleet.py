@@ -232,7 +232,7 @@ def fleet_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
             "ttft_p50_ms": row["ttft_ms"]["p50"],
             "ttft_p99_ms": row["ttft_ms"]["p99"],
             "tpot_p50_ms": row["tpot_ms"]["p50"] or float("nan"),
-            "state_gb": "" if states_gb is None else f"{states_gb:g}",
+            "state_gb": "-" if states_gb is None else f"{states_gb:g}",
             "interval": "" if row["snapshot_interval"] is None else row["snapshot_interval"],
         }
         rows.append([layout.format(shown[key]) for _, key, layout in columns])

@@ -73,7 +73,10 @@ def test_columns_of_states_are_shown_where_a_row_has_them():
     none = row | {"prefix_caching_mamba_gb": None, "snapshot_interval": None}
     sizes = none | {"prefix_caching_mamba_gb": 5.0}
     often = none | {"snapshot_interval": 2048}
-    for rows, cells in (([none], None), ([none, sizes], ["0", "5"]), ([often, none], ["0", "0"])):
+    off = none | {"prefix_caching_mamba_gb": 0.0}
+    for rows, cells in (
+        ([none], None), ([none, sizes], ["-", "5"]), ([often, none], ["-", "-"]), ([off], ["0"]),
+    ):  # fmt: skip
         title, *lines = (line.split() for line in fleet_lines(rows))
         assert ("states" in title) == ("every" in title) == (cells is not None)
         assert len({len(line) for line in fleet_lines(rows)}) == 1
