@@ -45,6 +45,10 @@ TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
 """Options of `simulate`, those of `scripts/benchmarks/benchmark_engine.py throughput`: name, type,
 default, help."""
 
+MEANS = {"prompt_mean": "max_prompt_tokens", "output_mean": "max_output_tokens"}
+"""Option of a mean length -> that of the longest."""
+MOST_TOKENS = 2**24
+
 ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
     ("max_requests", int, None, "requests served at once (default: 256, or --max-step-tokens)"),
     ("max_tokens", int, 2048, "token budget of one step"),
@@ -221,6 +225,8 @@ def check_settings(arguments: argparse.Namespace, settings: Sequence[Setting]) -
             raise ConfigurationError(f"--rate {rate:g} must be above 0 (inf: all at once).")
     if arguments.num_requests < 1:
         raise ConfigurationError(f"--num-requests {arguments.num_requests} must be 1 or more.")
+    if arguments.seed < 0:
+        raise ConfigurationError(f"--seed {arguments.seed} must be 0 or more.")
     if arguments.draft_us < 0:
         raise ConfigurationError(f"--draft-us {arguments.draft_us:g} must be 0 or more.")
     if arguments.draft_us and not arguments.forced_acceptance:
@@ -320,11 +326,21 @@ def trace_lengths(
     """Lengths of prompts and of answers.
 
     Raises:
-        ConfigurationError: a mean beyond the longest, or a deviation below 0.
+        ConfigurationError: a mean beyond the longest, or a deviation that is none.
     """
+    from megatron_async.errors import ConfigurationError
     from megatron_async.profiling.arrival_trace import LengthDistribution
 
+    for name, longest in MEANS.items():
+        mean, most = getattr(arguments, name), getattr(arguments, longest)
+        if not 1 <= mean <= most <= MOST_TOKENS:
+            raise ConfigurationError(
+                f"{flag(name)} {mean:g} must be from 1 to {flag(longest)} {most}, which may be at "
+                f"most {MOST_TOKENS}."
+            )
     sigma = arguments.length_sigma
+    if not 0 <= sigma <= 10:
+        raise ConfigurationError(f"--length-sigma {sigma:g} must be from 0 to 10.")
     return (
         LengthDistribution(arguments.prompt_mean, arguments.max_prompt_tokens, sigma),
         LengthDistribution(arguments.output_mean, arguments.max_output_tokens, sigma),

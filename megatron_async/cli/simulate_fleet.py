@@ -168,6 +168,8 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--rate {arguments.rate:g} must be above 0, and finite.")
     if arguments.num_requests < 1:
         raise ValueError(f"--num-requests {arguments.num_requests} must be at least 1.")
+    if arguments.seed < 0:
+        raise ValueError(f"--seed {arguments.seed} must be 0 or more.")
     for name in ("replicas", "block_size_tokens"):
         least = min(getattr(arguments, name))
         if least < 1:

@@ -104,7 +104,13 @@ def test_a_simulation_within_the_recording_is_no_guess(tmp_path, capsys):
         (["--lookahead", "-1"], "--lookahead -1"),
         (["--mixed-step-tokens", "0"], "--mixed-step-tokens 0"),
         (["--num-kv-blocks", "2"], "needs"),
-        (["--prompt-mean", "9999"], "a mean length of 9999"),
+        (
+            ["--prompt-mean", "9999"],
+            "--prompt-mean 9999 must be from 1 to --max-prompt-tokens 1024",
+        ),
+        (["--max-output-tokens", "0"], "--output-mean 128 must be from 1 to --max-output-tokens 0"),
+        (["--length-sigma", "nan"], "--length-sigma nan must be from 0 to 10"),
+        (["--seed", "-1"], "--seed -1 must be 0 or more"),
     ],
 )
 def test_bad_options_of_simulate(options, message, capsys):

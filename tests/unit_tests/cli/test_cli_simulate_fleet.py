@@ -118,6 +118,7 @@ def test_without_a_cache(tmp_path):
         (["--kv-gb", "-1"], "--kv-gb -1.0"),
         (["--block-size-tokens", "0"], "--block-size-tokens 0 must be at least 1"),
         (["--kv-gb", "0.0001"], "holds no usable KV block"),
+        (["--seed", "-1"], "--seed -1 must be 0 or more"),
         (["--processes", "0"], "--processes 0 must be at least 1"),
         (["--machine", "h100"], "--machine h100 is neither"),
     ],
