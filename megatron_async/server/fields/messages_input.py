@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_async.server.chat.messages import text_of
 from megatron_async.server.fields.chat_request import FunctionCall, Message, MessageToolCall
 from megatron_async.server.fields.messages_request import AnthropicMessage
 from megatron_async.server.fields.refusal import Refusal, not_allowed
@@ -33,6 +34,15 @@ def chat_messages(
         param = f"messages[{place}]"
         if message.role == "assistant":
             found.append(_of_assistant(message, param))
+        elif message.role == "system" and found:
+            # Claude Code's, where many templates take none: what is said to the model there.
+            content = message.content
+            text = content if isinstance(content, str) else _joined(content, param)
+            role = "user"
+            if found[-1].role in ("user", "system"):
+                last = found.pop()
+                role, text = last.role, f"{text_of(last.content, param)}\n{text}"
+            found.append(Message(role=role, content=text))
         elif message.role in ("user", "system"):
             found += _of_user(message, param)
         else:

@@ -131,6 +131,22 @@ def test_claude_code() -> None:
     assert found.choices[0].params.num_tokens_to_generate == 1000
 
 
+def test_a_system_message_in_the_middle_is_served_by_strict_templates() -> None:
+    """Break `chat_messages`: leave it as it is."""
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}|{% endfor %}<think>"
+    )
+    said = prompt(asked("/v1/messages", CLAUDE_CODE, strict), strict)
+    assert "List the files.\n# Environment|" in said
+    middle = [{"role": "system", "content": "More."}, {"role": "user", "content": "Go on."}]
+    body = CLAUDE_CODE | {"messages": [*middle[:1], *CLAUDE_CODE["messages"], *middle]}
+    said = prompt(asked("/v1/messages", body, strict), strict)
+    assert "Use tools.\nMore.\n" in said
+    assert "# Environment\nMore.|user: Go on.|" in said
+
+
 @pytest.mark.parametrize(
     ("thinking", "end"),
     [
