@@ -209,7 +209,8 @@ class LLM:
         try:
             return self._generate(prompts, sampling_params, progress, on_end)
         finally:
-            self.engine.group.release()
+            with HeldInterrupts():  # other ranks wait for it
+                self.engine.group.release()
 
     def chat(
         self,

@@ -15,7 +15,7 @@ from harness import assert_all_is_back, drain, greedy, make_engine, random_promp
 from memory_channel import FollowingEngine, MemoryChannel
 from patience import PATIENCE_S
 
-from megatron_async import DynamicInferenceEngine
+from megatron_async import LLM, DynamicInferenceEngine
 from megatron_async.engines import generation
 from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.observe.listener import EngineListener
@@ -176,6 +176,21 @@ def test_ctrl_c_again_while_an_interrupted_generate_ends(
     assert tried > 10
     found = other.result()
     assert found.generated_tokens == expected[0] or isinstance(found.error, StepFailed)
+
+
+def test_ctrl_c_while_other_ranks_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break `LLM.generate`: hold nothing while it releases them."""
+    passed: list[bool] = []
+
+    def release() -> None:
+        ctrl_c()
+        passed.append(True)
+
+    with LLM("dummy:tiny", device="cpu") as llm:
+        monkeypatch.setattr(llm.engine.group, "release", release)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], greedy(2))
+    assert passed == [True]
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError, asyncio.CancelledError, GeneratorExit])
