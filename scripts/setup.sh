@@ -91,6 +91,8 @@ log=$(mktemp "${TMPDIR:-/tmp}/megatron-async-setup.XXXXXX")
 moved=false # scripts in an environment carry its path
 [[ ! -f $stamp || "$(tail -n 1 "$stamp")" == "$PWD" ]] || moved=true
 if $moved || [[ -e $unfinished || ! -x $venv/bin/pip ]] || ! python_runs $venv/bin/python; then
+    [[ ! -L $venv ]] || die "$venv is a link to $(readlink $venv), whose packages would be deleted: \
+remove the link (rm $venv) and run this again."
     python=$(find_python)
     say "making $venv with $("$python" --version) ($python)"
     "$python" -m venv --clear $venv >>"$log" 2>&1 || die \

@@ -144,12 +144,42 @@ def test_the_exit_status_is_that_of_the_rank_that_failed():
     assert said.endswith("ended with status 7")
 
 
+def copy_setup(checkout):
+    (checkout / "scripts").mkdir()
+    shutil.copy(SCRIPTS / "setup.sh", checkout / "scripts")
+    for lock in ("requirements.lock", "requirements-demo.lock", "setup.py"):
+        (checkout / lock).touch()
+
+
+@pytest.mark.parametrize("state", ["empty", "unfinished", "of another checkout"])
+def test_setup_clears_no_environment_behind_a_link(tmp_path, state):
+    """A worktree's `.venv` may be a link to that of the checkout. This Python clears nothing."""
+    copy_setup(tmp_path)
+    (bin_ := tmp_path / "shared" / "bin").mkdir(parents=True)
+    if state != "empty":
+        for name in ("python", "pip"):
+            (bin_ / name).symlink_to(shutil.which("true"))
+        (bin_.parent / (".setup-unfinished" if state == "unfinished" else ".setup-done")).touch()
+    (tmp_path / ".venv").symlink_to("shared")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" != -m ] || { echo "$@" >>called; exit 1; }\n')
+    python.chmod(0o755)
+    run = subprocess.run(
+        ["bash", tmp_path / "scripts" / "setup.sh"],
+        env={**os.environ, "TMPDIR": str(tmp_path), "MEGATRON_ASYNC_PYTHON": str(python)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert not (tmp_path / "called").exists()
+    assert run.stderr.splitlines() == [
+        "", "setup: .venv is a link to shared, whose packages would be deleted: remove the link "
+        "(rm .venv) and run this again.",
+    ]  # fmt: skip
+    assert run.returncode == 1
+
+
 def test_setup_without_a_home(tmp_path):
     """Services and containers may set no HOME; here is no Python either, and setup.sh says so."""
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(SCRIPTS / "setup.sh", tmp_path / "scripts")
-    for lock in ("requirements.lock", "requirements-demo.lock", "setup.py"):
-        (tmp_path / lock).touch()
+    copy_setup(tmp_path)
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("dirname", "cat", "tail", "cksum", "grep", "rm", "touch", "mktemp"):
