@@ -6,11 +6,14 @@ A test reads the names from Megatron's source, and docs/megatron_names.md is mad
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.other_names import no_attribute
+from megatron_async.config import InferenceConfig
+from megatron_async.other_names import hint, no_attribute
+from megatron_async.requests.sampling_params import SamplingParams
 
 BY_COMPAT = "the class of `megatron_async.compat.inference` has it"
 A_SETTING = "`context.config` of `megatron_async.compat.inference` has it"
@@ -189,16 +192,49 @@ CLASSES = {
 """By the name of the class."""
 
 
-class NamesOfMegatron:
-    """Says of a missing attribute what is here instead, where Megatron's class has it or another
-    tool has a setting of this name."""
+OF_THE_MODEL = (
+    "params_dtype num_layers kv_channels num_attention_heads num_query_groups layer_type_list "
+    "kv_lora_rank qk_pos_emb_head_dim mamba_conv_states_shape mamba_ssm_states_shape "
+    "tensor_model_parallel_size pipeline_model_parallel_size"
+)
+"""What contexts of older versions took and `model_config` says."""
 
-    if not TYPE_CHECKING:  # else every attribute would exist
+
+class NamesOfMegatron:
+    """Says of a missing attribute, or an argument of a constructor, what is here instead, where
+    Megatron's class has it (or one of its older versions), or another tool has a setting of this
+    name."""
+
+    if not TYPE_CHECKING:  # else every attribute and argument would exist
+
+        def __new__(cls, *args: Any, **values: Any) -> Any:
+            taken = signature(cls.__init__).parameters
+            hands_on = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+            for name in () if hands_on else values.keys() - taken.keys():
+                said = _of_argument(_names_of(cls), name)
+                raise TypeError(f"{cls.__name__}() takes no argument {name!r}{said}")
+            return super().__new__(cls)
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property, whose own error this is
                 return object.__getattribute__(self, name)
-            names = next(CLASSES[k.__name__] for k in type(self).__mro__ if k.__name__ in CLASSES)
-            answer = names.answers.get(name)
+            answer = _names_of(type(self)).answers.get(name)
             said = f", which Megatron's has: {answer} (docs/megatron_names.md)" if answer else ""
             raise no_attribute(self, name, said)
+
+
+def _names_of(kind: type) -> ClassNames:
+    return next(CLASSES[each.__name__] for each in kind.__mro__ if each.__name__ in CLASSES)
+
+
+def _of_argument(names: ClassNames, name: str) -> str:
+    """What to say of an argument that a constructor lacks."""
+    settings = {field.name for field in fields(InferenceConfig)}
+    if name in settings:
+        return f": it is a setting, InferenceConfig({name}=...)."
+    if name in OF_THE_MODEL.split():
+        return ": model_config describes the model."
+    if said := hint(name, settings, {field.name for field in fields(SamplingParams)}):
+        return f".{said}"
+    answer = names.answers.get(name, BY_COMPAT)
+    return "." if answer == BY_COMPAT else f": {answer}."

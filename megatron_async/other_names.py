@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from megatron_async.errors import ConfigurationError
+from megatron_async.errors import ConfigurationError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -23,243 +23,177 @@ LIKE = 0.75
 SHORT_BUDGET = 256
 """A smaller `max_tokens` of an engine was most likely meant for an answer."""
 
-ENGINE_NAMES = {
+
+def by_name(rows: Mapping[str, str]) -> dict[str, str]:
+    """A table by name, of rows: what to say -> names, with blanks between."""
+    return {name: said for said, names in rows.items() for name in names.split()}
+
+
+ENGINE_NAMES = by_name({
     # Lengths and numbers of requests
-    "max_model_len": "max_sequence_length",
-    "max_seq_len": "max_sequence_length",
-    "context_length": "max_sequence_length",
-    "ctx_size": "max_sequence_length",
-    "n_ctx": "max_sequence_length",
-    "max_total_tokens": "max_sequence_length",
-    "max_seq_length": "max_sequence_length",
-    "max_tokens_to_oom": "max_sequence_length",
-    "max_num_seqs": "max_requests",
-    "max_running_requests": "max_requests",
-    "max_batch_size": "max_requests",
-    "max_concurrent_requests": "max_requests",
-    "concurrency_limit": "max_requests",
-    "parallel": "max_requests",
-    "max_num_batched_tokens": "max_tokens",
-    "max_batch_prefill_tokens": "max_tokens",
-    "max_prefill_tokens": "max_tokens",
-    "chunked_prefill_size": "max_tokens",
-    "batch_size": "max_tokens",
-    "enable_mixed_chunk": "enable_chunked_prefill",
+    "max_sequence_length": "max_model_len max_seq_len context_length ctx_size n_ctx "
+    "max_total_tokens max_seq_length max_tokens_to_oom",
+    "max_requests": "max_num_seqs max_running_requests max_batch_size max_concurrent_requests "
+    "concurrency_limit parallel max_requests_override",
+    "max_tokens": "max_num_batched_tokens max_batch_prefill_tokens max_prefill_tokens "
+    "chunked_prefill_size batch_size max_tokens_override",
+    "enable_chunked_prefill": "enable_mixed_chunk",
     # Memory
-    "block_size": "block_size_tokens",
-    "page_size": "block_size_tokens",
-    "seq_size_per_block": "block_size_tokens",
-    "gpu_memory_utilization": "buffer_size_gb",
-    "mem_fraction_static": "buffer_size_gb",
-    "cuda_memory_fraction": "buffer_size_gb",
-    "kv_cache_memory_bytes": "buffer_size_gb",
-    "num_gpu_blocks_override": "num_kv_blocks",
-    "max_batch_total_tokens": "num_kv_blocks",
-    "reuse_cache": "enable_prefix_caching",
-    "enable_radix_cache": "enable_prefix_caching",
-    "disable_radix_cache": "enable_prefix_caching=False",
-    "prefix_caching": "enable_prefix_caching",
-    "no_prefix_caching": "enable_prefix_caching=False",
-    "mamba_inference_ssm_states_dtype": "mamba_ssm_states_dtype",
+    "block_size_tokens": "block_size page_size seq_size_per_block chunk_size chunk_size_tokens",
+    "buffer_size_gb": "gpu_memory_utilization mem_fraction_static cuda_memory_fraction "
+    "kv_cache_memory_bytes active_buffer_size_gb",
+    "num_kv_blocks": "num_gpu_blocks_override max_batch_total_tokens",
+    "enable_prefix_caching": "reuse_cache enable_radix_cache prefix_caching",
+    "enable_prefix_caching=False": "disable_radix_cache no_prefix_caching",
+    "mamba_ssm_states_dtype": "mamba_inference_ssm_states_dtype",
     # Steps
-    "async_scheduling": "lookahead=1",
-    "enable_async_scheduling": "lookahead=1",
-    "no_async_scheduling": "lookahead=0",
-    "disable_overlap_schedule": "lookahead=0",
-    "enforce_eager": "num_cuda_graphs=0",
-    "disable_cuda_graph": "num_cuda_graphs=0",
-    "cuda_graphs": "num_cuda_graphs",
-    "cuda_graph_bs": "num_cuda_graphs",
-    "cuda_graph_sizes": "num_cuda_graphs",
-    "cuda_graph_max_bs": "num_cuda_graphs",
-    "enable_cuda_graph": "num_cuda_graphs",
-    "external_cuda_graph": "num_cuda_graphs",
-    "cuda_graph_impl": "num_cuda_graphs",
-    "decode_only_cuda_graphs": "use_cuda_graphs_for_non_decode_steps=False",
-    "speculative_config": "speculative_method",
-    "speculative_algorithm": "speculative_method",
-    "speculative_model": "draft_layer",
-    "model_draft": "draft_layer",
-    "speculate": "num_speculative_tokens",
-    "draft_max": "num_speculative_tokens",
-    "speculative_num_steps": "num_speculative_tokens",
-    "speculative_num_draft_tokens": "num_speculative_tokens",
-    "gen_num_per_cycle": "num_speculative_tokens",
-    "gen_num_per_circle": "num_speculative_tokens",
-    "sp_type": "speculative_method",
-    "sp_checkpoint_path": "draft_layer",
-    "random_seed": "inference_sampling_seed",
-    "nvtx_ranges": "nvtx",
+    "lookahead=1": "async_scheduling enable_async_scheduling",
+    "lookahead=0": "no_async_scheduling disable_overlap_schedule",
+    "num_cuda_graphs=0": "enforce_eager disable_cuda_graph",
+    "num_cuda_graphs": "cuda_graphs cuda_graph_bs cuda_graph_sizes cuda_graph_max_bs "
+    "enable_cuda_graph external_cuda_graph cuda_graph_impl",
+    "use_cuda_graphs_for_non_decode_steps=False": "decode_only_cuda_graphs",
+    "speculative_method": "speculative_config speculative_algorithm sp_type",
+    "draft_layer": "speculative_model model_draft sp_checkpoint_path",
+    "num_speculative_tokens": "speculate draft_max speculative_num_steps "
+    "speculative_num_draft_tokens gen_num_per_cycle gen_num_per_circle",
+    "inference_sampling_seed": "random_seed",
+    "nvtx": "nvtx_ranges",
     # The model, its arithmetic and its ranks
-    "torch_dtype": "dtype",
-    "quantize": "quantization",
-    "load_in_8bit": "quantization='int8'",
-    "load_in_4bit": "quantization='auto'",
-    "attn_implementation": "attention_backend",
-    "device_map": "device",
-    "n_gpu_layers": "device='cuda'",
-    "gpu_layers": "device='cuda'",
-    "ngl": "device='cuda'",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "tp_size": "tensor_model_parallel_size",
-    "tp": "tensor_model_parallel_size",
-    "num_shard": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "pp_size": "pipeline_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "expert_parallel_size": "expert_model_parallel_size",
-    "enable_expert_parallel": "expert_model_parallel_size",
-    "ep_size": "expert_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
+    "dtype": "torch_dtype params_dtype",
+    "quantization": "quantize",
+    "quantization='int8'": "load_in_8bit",
+    "quantization='auto'": "load_in_4bit",
+    "attention_backend": "attn_implementation",
+    "device": "device_map",
+    "device='cuda'": "n_gpu_layers gpu_layers ngl",
+    "tensor_model_parallel_size": "tensor_parallel_size tp_size tp num_shard",
+    "pipeline_model_parallel_size": "pipeline_parallel_size pp_size pp",
+    "expert_model_parallel_size": "expert_parallel_size enable_expert_parallel ep_size ep",
+    "dtype='bfloat16'": "bf16",
+    "dtype='float16'": "fp16",
+})  # fmt: skip
 """Settings of an engine: name elsewhere -> name here, with its value where that is another."""
 
-NOTES = {
-    "gpu_memory_utilization": "GiB of the KV pool, not a share of the memory",
-    "mem_fraction_static": "GiB of the KV pool, not a share of the memory",
-    "cuda_memory_fraction": "GiB of the KV pool, not a share of the memory",
-    "kv_cache_memory_bytes": "in GiB",
-    "max_batch_total_tokens": "in blocks of block_size_tokens",
-    "batch_size": "tokens of a step",
-    "max_num_batched_tokens": "tokens of a step",
-}
+NOTES = by_name({
+    "GiB of the KV pool, not a share of the memory": "gpu_memory_utilization mem_fraction_static "
+    "cuda_memory_fraction",
+    "in GiB": "kv_cache_memory_bytes",
+    "in blocks of block_size_tokens": "max_batch_total_tokens",
+    "tokens of a step": "batch_size max_num_batched_tokens",
+})  # fmt: skip
 """Where the unit or the meaning is another one too."""
 
-KV_DTYPE = "the KV cache has the dtype of the weights, such as dtype='bfloat16'"
-OF_THE_HUB = "Hugging Face's own variables say it: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE"
-ONLY_TEXT = "only text is made, from text: leave it out"
-LOGGING = "the program's logging says it (logger 'megatron_async'): leave it out"
-GRAPHS = "the engine measures which shapes pay, and captures whole steps of those: leave it out"
-REPLICAS = "a coordinator knows load and shared prefixes (docs/serving.md): leave it out"
-AGREEMENT = "ranks that share experts agree once a step, on the CPU: leave it out"
-OF_MEGATRON = "it goes with Megatron's own objects: megatron_async.compat.inference takes it"
-ENGINE_ADVICE = {
-    "data_parallel_size": "replicas are processes: `megatron-async serve --replicas N`",
-    "dp_size": "replicas are processes: `megatron-async serve --replicas N`",
-    "dp": "replicas are processes: `megatron-async serve --replicas N`",
-    "trust_remote_code": "no code of a model's folder is run, and none is needed",
-    "enable_lora": "LoRA is not served: merge it into the weights",
-    "lora": "LoRA is not served: merge it into the weights",
-    "lora_modules": "LoRA is not served: merge it into the weights",
-    "swap_space": "nothing is swapped: paused requests are computed again",
-    "cpu_offload_gb": "weights are not offloaded: try a quantized model or more ranks",
-    "kv_cache_dtype": KV_DTYPE,
-    "cache_type_k": KV_DTYPE,
-    "cache_type_v": KV_DTYPE,
-    "load_format": "the format is told by the files",
-    "tokenizer": "the tokenizer is read from the model's folder",
-    "tokenizer_path": "the tokenizer is read from the model's folder",
-    "revision": "write it behind the model's id: ORG/NAME@REVISION",
-    "n_threads": "threads of a CPU: set OMP_NUM_THREADS in the environment",
-    "threads": "threads of a CPU: set OMP_NUM_THREADS in the environment",
-    "flash_attn": "the fastest attention that runs here is chosen: attention_backend names one",
-    "compilation_config": "kernels are compiled as they are needed: there is nothing to set",
-    "rope_scaling": "write it into the model's config.json",
-    "hf_overrides": "write it into the model's config.json",
-    "generation_config": "a request's own parameters count, then the model's "
-    "generation_config.json: leave it out",
-    "override_generation_config": "each request says it, else the model's generation_config.json: "
-    "write it there",
-    "tokenizer_mode": "the tokenizer is read from the model's folder",
-    "skip_tokenizer_init": "prompts may be token ids: leave it out",
-    "mlock": "weights are read into memory: leave it out",
-    "mmap": "weights are read into memory: leave it out",
-    "no_mmap": "weights are read into memory: leave it out",
-    "max_loras": "LoRA is not served: merge it into the weights",
-    **dict.fromkeys(("hf_token", "token", "download_dir", "cache_dir"), OF_THE_HUB),
-    **dict.fromkeys(("limit_mm_per_prompt", "mmproj", "embedding", "task", "runner"), ONLY_TEXT),
-    **dict.fromkeys(("verbose", "disable_log_stats", "log_level"), LOGGING),
-    "chat_template": "write it into the model's folder as chat_template.jinja",
-    "finished_sync_period": "every step that is resolved tells which requests ended: leave it out",
-    "dynamic_batching": "it is always so: leave it out",
-    "use_legacy_static_engine": "there is one engine, with dynamic batches: leave it out",
-    "batch_times_seqlen_threshold": "pipeline stages take turns with parts of the requests: leave "
-    "it out",
-    "mamba_memory_ratio": "max_requests says it: recurrent states take what so many requests need, "
-    "KV blocks the rest",
-    "unified_memory_level": "the KV cache lies in device memory alone: leave it 0, or out",
-    "use_flashinfer_fused_rope": "rope is fused into the engine's own kernel: leave it out",
-    "mamba_inference_conv_states_dtype": "inputs of convolutions keep the dtype of activations: "
-    "leave it out",
-    "prefix_caching_eviction_policy": "blocks are kept until they are needed (LRU): leave it out",
-    "prefix_caching_coordinator_policy": REPLICAS,
-    "prefix_caching_routing_alpha": REPLICAS,
-    "kv_cache_management_mode": "engine.suspend(free_kv_cache=True) says it: leave it out",
-    "sampling_backend": "sampling has kernels of its own: leave it out",
-    "logprobs_mode": "each request says it: SamplingParams(logprobs_mode=...)",
-    "request_metadata_types": "requests have no tensors on the device but their records: leave it "
-    "out",
-    "wandb_logging": "`metrics_writer` of megatron_async.compat's InferenceConfig takes a run of "
-    "wandb; a server has /metrics",
-    "shards": "each model is a replica of its own (docs/serving.md); a replica both prefills and "
-    "decodes",
-    **dict.fromkeys(
-        ("cuda_graph_all_prefills", "cuda_graph_max_tokens", "cuda_graph_sizing_distribution",
-         "cuda_graph_scope", "cuda_graph_modules"),
-        GRAPHS,
-    ),
-    **dict.fromkeys(
-        ("use_synchronous_zmq_collectives", "disable_ep_consensus", "ep_consensus_interval"),
-        AGREEMENT,
-    ),
-    **dict.fromkeys(
-        ("use_same_sampling_seed_across_dp_ranks", "offset_sampling_seed_by_dp_rank"),
-        "a request's samples do not depend on the replica: leave it out",
-    ),
-    **dict.fromkeys(
-        ("mamba_inference_state_config", "static_kv_memory_pointers", "pg_collection",
-         "metrics_writer", "track_paused_request_events", "track_generated_token_events"),
-        OF_MEGATRON,
-    ),
-    **dict.fromkeys(("output_bert_embeddings", "bert_embedder_type"), ONLY_TEXT),
-}  # fmt: skip
+ENGINE_ADVICE = by_name({
+    "replicas are processes: `megatron-async serve --replicas N`":
+    "data_parallel_size dp_size dp",
+    "no code of a model's folder is run, and none is needed": "trust_remote_code",
+    "LoRA is not served: merge it into the weights": "enable_lora lora lora_modules max_loras",
+    "nothing is swapped: paused requests are computed again": "swap_space",
+    "weights are not offloaded: try a quantized model or more ranks": "cpu_offload_gb",
+    "the KV cache has the dtype of the weights, such as dtype='bfloat16'":
+    "kv_cache_dtype cache_type_k cache_type_v",
+    "the format is told by the files": "load_format",
+    "the tokenizer is read from the model's folder":
+    "tokenizer tokenizer_path tokenizer_mode tokenizer_model tokenizer_type "
+    "tokenizer_name_or_path",
+    "write it behind the model's id: ORG/NAME@REVISION": "revision",
+    "threads of a CPU: set OMP_NUM_THREADS in the environment": "n_threads threads",
+    "the fastest attention that runs here is chosen: attention_backend names one":
+    "flash_attn flash_decode",
+    "kernels are compiled as they are needed: there is nothing to set": "compilation_config",
+    "write it into the model's config.json": "rope_scaling hf_overrides",
+    "a request's own parameters count, then the model's generation_config.json: leave it out":
+    "generation_config",
+    "each request says it, else the model's generation_config.json: write it there":
+    "override_generation_config",
+    "prompts may be token ids: leave it out": "skip_tokenizer_init",
+    "weights are read into memory: leave it out": "mlock mmap no_mmap",
+    "Hugging Face's own variables say it: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE":
+    "hf_token token download_dir cache_dir",
+    "only text is made, from text: leave it out":
+    "limit_mm_per_prompt mmproj embedding task runner output_bert_embeddings bert_embedder_type",
+    "the program's logging says it (logger 'megatron_async'): leave it out":
+    "verbose disable_log_stats log_level",
+    "write it into the model's folder as chat_template.jinja": "chat_template",
+    "every step that is resolved tells which requests ended: leave it out":
+    "finished_sync_period",
+    "it is always so: leave it out": "dynamic_batching",
+    "there is one engine, with dynamic batches: leave it out": "use_legacy_static_engine",
+    "pipeline stages take turns with parts of the requests: leave it out":
+    "batch_times_seqlen_threshold",
+    "max_requests says it: recurrent states take what so many requests need, KV blocks the "
+    "rest": "mamba_memory_ratio",
+    "the KV cache lies in device memory alone: leave it 0, or out": "unified_memory_level",
+    "rope is fused into the engine's own kernel: leave it out": "use_flashinfer_fused_rope",
+    "inputs of convolutions keep the dtype of activations: leave it out":
+    "mamba_inference_conv_states_dtype",
+    "blocks are kept until they are needed (LRU): leave it out": "prefix_caching_eviction_policy",
+    "a coordinator knows load and shared prefixes (docs/serving.md): leave it out":
+    "prefix_caching_coordinator_policy prefix_caching_routing_alpha",
+    "engine.suspend(free_kv_cache=True) says it: leave it out": "kv_cache_management_mode",
+    "sampling has kernels of its own: leave it out": "sampling_backend",
+    "each request says it: SamplingParams(logprobs_mode=...)": "logprobs_mode",
+    "requests have no tensors on the device but their records: leave it out":
+    "request_metadata_types",
+    "`metrics_writer` of megatron_async.compat's InferenceConfig takes a run of wandb; a "
+    "server has /metrics": "wandb_logging",
+    "each model is a replica of its own (docs/serving.md); a replica both prefills and "
+    "decodes": "shards",
+    "the engine measures which shapes pay, and captures whole steps of those: leave it out":
+    "cuda_graph_all_prefills cuda_graph_max_tokens cuda_graph_sizing_distribution "
+    "cuda_graph_scope cuda_graph_modules",
+    "ranks that share experts agree once a step, on the CPU: leave it out":
+    "use_synchronous_zmq_collectives disable_ep_consensus ep_consensus_interval",
+    "a request's samples do not depend on the replica: leave it out":
+    "use_same_sampling_seed_across_dp_ranks offset_sampling_seed_by_dp_rank",
+    "it goes with Megatron's own objects: the InferenceConfig of "
+    "megatron_async.compat.inference takes it":
+    "mamba_inference_state_config static_kv_memory_pointers pg_collection metrics_writer "
+    "track_paused_request_events track_generated_token_events",
+    "a request that finds no block is paused, or computed again: leave it out":
+    "buffer_guaranteed_fraction",
+    "max_requests and max_tokens say it": "buffer_overflow_factor",
+    "latent attention is not served: leave it out": "cache_mla_latent",
+    "captured steps stay until engine.suspend(free_kv_cache=True): leave it out":
+    "persist_cuda_graphs",
+    "engine.suspend(free_kv_cache=True) frees the KV cache, without a copy on the host: leave "
+    "it out": "offload_kv_cache",
+    "convolutions have a kernel of their own: leave it out": "mamba_triton_conv1d",
+    "random numbers follow from a request's seed, without a state: leave it out": "rng_tracker",
+    "experts are split as the rest is, over all ranks of tensor parallelism: leave it out":
+    "expert_tensor_parallel_size",
+})  # fmt: skip
 """Settings that exist elsewhere and have no name here, with what to do."""
 
-SAMPLING_NAMES = {
-    "max_tokens": "num_tokens_to_generate",
-    "max_new_tokens": "num_tokens_to_generate",
-    "n_predict": "num_tokens_to_generate",
-    "predict": "num_tokens_to_generate",
-    "max_length": "num_tokens_total",
-    "temp": "temperature",
-    "repeat_penalty": "repetition_penalty",
-    "stop": "stop_words",
-    "stop_strings": "stop_words",
-    "stop_sequences": "stop_words",
-    "random_seed": "seed",
-    "min_new_tokens": "min_tokens",
-    "eos_token_id": "termination_id",
-    "logprobs": "return_log_probs=True, top_n_logprobs",
-    "prompt_logprobs": "return_log_probs=True, skip_prompt_log_probs=False",
-    "include_stop_str_in_output": "detokenize_stop_sequence",
-    "structured_outputs": "structured_output",
-    "guided_decoding": "structured_output",
-    "response_format": "structured_output",
-    "json_schema": "structured_output",
-    "regex": "structured_output",
-    "guided_json": "structured_output",
-    "guided_regex": "structured_output",
-    "guided_choice": "structured_output",
-    "guided_grammar": "structured_output",
-}
+SAMPLING_NAMES = by_name({
+    "num_tokens_to_generate": "max_tokens max_new_tokens n_predict predict",
+    "num_tokens_total": "max_length",
+    "temperature": "temp",
+    "repetition_penalty": "repeat_penalty",
+    "stop_words": "stop stop_strings stop_sequences",
+    "seed": "random_seed",
+    "min_tokens": "min_new_tokens",
+    "termination_id": "eos_token_id",
+    "return_log_probs=True, top_n_logprobs": "logprobs",
+    "return_log_probs=True, skip_prompt_log_probs=False": "prompt_logprobs",
+    "detokenize_stop_sequence": "include_stop_str_in_output",
+    "structured_output": "structured_outputs guided_decoding response_format json_schema regex "
+    "guided_json guided_regex guided_choice guided_grammar",
+})  # fmt: skip
 """Parameters of a request: name elsewhere -> what to write here."""
 
-SAMPLING_ADVICE = {
-    "n": "give the prompt n times, each with a seed of its own",
-    "best_of": "give the prompt several times, each with a seed of its own",
-    "do_sample": "temperature=0 takes the likeliest token, temperature=1.0 samples",
-    "num_return_sequences": "give the prompt several times, each with a seed of its own",
-    "num_beams": "beam search is not served",
-    "length_penalty": "beam search is not served",
-    "early_stopping": "beam search is not served",
-    "pad_token_id": "nothing is padded: leave it out",
-    "allowed_token_ids": "structured_output says what an answer may be",
-    "typical_p": "it is not served: use top_p or min_p",
-    "mirostat": "it is not served: use top_p or min_p",
-    "use_beam_search": "beam search is not served",
-    "ignore_eos": "write termination_id=-1",
-    "skip_special_tokens": "generated_text has no special tokens; generated_tokens has all",
-}
+SAMPLING_ADVICE = by_name({
+    "give the prompt n times, each with a seed of its own": "n",
+    "give the prompt several times, each with a seed of its own": "best_of num_return_sequences",
+    "temperature=0 takes the likeliest token, temperature=1.0 samples": "do_sample",
+    "beam search is not served": "num_beams length_penalty early_stopping use_beam_search",
+    "nothing is padded: leave it out": "pad_token_id",
+    "structured_output says what an answer may be": "allowed_token_ids",
+    "it is not served: use top_p or min_p": "typical_p mirostat",
+    "write termination_id=-1": "ignore_eos",
+    "generated_text has no special tokens; generated_tokens has all": "skip_special_tokens",
+})  # fmt: skip
 """Parameters that exist elsewhere and have no name here, with what to do."""
 
 
@@ -330,7 +264,7 @@ def budgets_named_by_options() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:
+def hint(name: str, known: Collection[str], of_request: Collection[str]) -> str:
     """What to say of an unknown setting: a sentence after a blank, or nothing.
 
     Args:
@@ -339,13 +273,14 @@ def hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:
         of_request: fields of `SamplingParams`.
     """
     name = without_prefix(name)
+    if name in known:
+        return f" Did you mean {name!r}?"
     if name in ENGINE_ADVICE:
         return f" Here {ENGINE_ADVICE[name]}."
-    if name in SAMPLING_ADVICE and name not in ENGINE_NAMES:
-        return f" It belongs to a request: {SAMPLING_ADVICE[name]}."
     of_its = name if name in of_request else SAMPLING_NAMES.get(name)
-    if of_its is not None:
-        return f" It belongs to a request: SamplingParams({of_its}=...)."
+    if name not in ENGINE_NAMES and (name in SAMPLING_ADVICE or of_its is not None):
+        advice = SAMPLING_ADVICE.get(name, f"SamplingParams({of_its}=...)")
+        return f" It belongs to a request: {advice}."
     meant = meant_by(name, known, ENGINE_NAMES)
     note = f" ({NOTES[name]})" if name in NOTES else ""
     return "" if meant is None else f" Did you mean {meant!r}{note}?"
@@ -354,14 +289,27 @@ def hint(name: str, known: Iterable[str], of_request: Collection[str]) -> str:
 def names_what_is_meant[T: type](made: T) -> T:
     """A decorator of a dataclass of sampling parameters: an unknown keyword raises a TypeError that
     names the right one."""
+    return _refusing(made, "parameter", _parameter_meant)
 
-    def meant(name: str, value: Any, known: Collection[str]) -> str:
-        advice = SAMPLING_ADVICE.get(name)
-        if advice is None and (right := meant_by(name, known, SAMPLING_NAMES)) is not None:
-            advice = f"did you mean {right}={value!r}?"
-        return f": {advice}" if advice else f". Its parameters are: {', '.join(known)}."
 
-    return _refusing(made, "parameter", meant)
+def check_attributes(params: Any) -> None:
+    """Refuse what was set beside a request's parameters: asked once a request, as an assignment
+    that asks makes parameters three times as slow to create.
+
+    Raises:
+        RequestError: an attribute is no parameter; the message names the right one.
+    """
+    known: Mapping[str, Any] = params.__dataclass_fields__
+    for name in vars(params).keys() - known.keys():
+        answer = _parameter_meant(name, getattr(params, name), known.keys())
+        raise RequestError(f"{type(params).__name__} has no parameter {name!r}{answer}")
+
+
+def _parameter_meant(name: str, value: Any, known: Collection[str]) -> str:
+    advice = SAMPLING_ADVICE.get(name)
+    if advice is None and (right := meant_by(name, known, SAMPLING_NAMES)) is not None:
+        advice = f"did you mean {right}={value!r}?"
+    return f": {advice}" if advice else f". Its parameters are: {', '.join(known)}."
 
 
 def no_attribute(owner: object, name: str, said: str = "") -> AttributeError:
@@ -377,10 +325,19 @@ def _missing(self: object, name: str) -> Any:
     raise no_attribute(self, name)
 
 
+def _assign(self: Any, name: str, value: Any) -> None:
+    known = self.__dataclass_fields__
+    if name in known or name.startswith("_") or hasattr(type(self), name):
+        object.__setattr__(self, name, value)
+        return
+    raise no_attribute(self, name, f".{hint(name, known, ())}")
+
+
 def names_settings_that_are_meant[T: type](made: T) -> T:
     """A decorator of a dataclass of an engine's settings, as `names_what_is_meant`; so are names of
-    attributes that are read."""
+    attributes that are read or set."""
     made.__getattr__ = _missing  # type: ignore[attr-defined]
+    made.__setattr__ = _assign  # type: ignore[assignment]
     return _refusing(made, "setting", lambda name, _, known: f".{hint(name, known, ())}")
 
 

@@ -35,9 +35,8 @@ OPTIONS = {
     "max_tokens_in_flight": "--max-tokens-in-flight",
     "max_unfinished_of_owner": "--max-unfinished-per-key",
     "max_tokens_of_owner": "--max-tokens-per-key",
-    "quantization='int8'": "--quantization int8",
-    "quantization='auto'": "--quantization auto",
-    "device='cuda'": "--device cuda",
+    "skip_prompt_log_probs": "--log-probs without --prompt-log-probs",
+    "skip_prompt_log_probs=False": "--prompt-log-probs",
 }
 """Where an option is not called as its field."""
 COMMAND_LINE_NAMES = {
@@ -47,6 +46,8 @@ COMMAND_LINE_NAMES = {
     "sys": "--system",
     "seed": "--inference-sampling-seed",
     "file": "--prompts-file",
+    "prompts": "--prompt",
+    "num_tokens_to_prompt": "--input-len",
     "hostname": "--host",
     "alias": "--served-model-name",
     "tool_call_parser": "--tool-parser",
@@ -91,6 +92,9 @@ ADVICE = {
     "guided_decoding_backend": "llguidance is always used: leave it out",
     "enable_log_requests": "each request of a server is logged: leave it out",
     "text_gen_server_logging": "each request of a server is logged: leave it out",
+    "flask_server_logging": "each request of a server is logged: leave it out",
+    "logprobs_mode": "each request says it",
+    "output_path": "`generate --json >FILE` writes the answers to a file",
     "coordinator_port": "that is `megatron-async coordinator --bind tcp://HOST:PORT`",
     "verbose": "--debug shows the traceback of an error",
     "log_level": "there is one level: leave it out",
@@ -116,7 +120,16 @@ REQUEST_ADVICE = {
 }
 """What to do, in words, about options that a server leaves to each request."""
 OF_REQUESTS = frozenset(field.name for field in fields(SamplingParams))
-MODEL_NAMES = ("model", "m", "model_path", "model_id", "model_name_or_path", "hf_repo", "hf")
+MODEL_NAMES = (
+    "model",
+    "m",
+    "model_path",
+    "model_id",
+    "model_name_or_path",
+    "load",
+    "hf_repo",
+    "hf",
+)
 COMMANDS = {
     "run": "chat", "talk": "chat", "ask": "generate", "complete": "generate", "query": "generate",
     "predict": "generate", "infer": "generate", "launch_server": "serve", "launch": "serve",
@@ -169,10 +182,11 @@ def option_meant(option: str, known: Collection[str]) -> str:
         return f". Did you mean {of_field}?"
     note = f" ({NOTES[name].replace('block_size_tokens', 'tokens')})" if name in NOTES else ""
     absent = f". Other commands have {as_option(name)}" if name in SETTINGS else ""
-    for names in (COMMAND_LINE_NAMES, ENGINE_NAMES, SAMPLING_NAMES):
+    for names in (COMMAND_LINE_NAMES, OPTIONS, ENGINE_NAMES, SAMPLING_NAMES):
         if name not in names:
             continue
-        meant = names[name] if names is COMMAND_LINE_NAMES else as_option(names[name])
+        are_options = names is COMMAND_LINE_NAMES or names is OPTIONS
+        meant = names[name] if are_options else as_option(names[name])
         if meant.partition(" ")[0].rstrip(",") in known:
             return f". Here that is {meant}{note}"
         absent = absent or f". Here that is {meant}, which this command does not have"
@@ -242,7 +256,7 @@ def as_option(setting: str) -> str:
     name, equals, value = setting.partition("=")
     if value == "False":
         return "--no-" + flag(name).removeprefix("--")
-    return flag(name) + (f" {value}" if equals else "")
+    return flag(name) + (f" {value.strip(chr(39))}" if equals else "")
 
 
 def _max_tokens(known: Collection[str]) -> str:

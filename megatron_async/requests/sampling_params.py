@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
-from megatron_async.other_names import names_what_is_meant
+from megatron_async.other_names import check_attributes, names_what_is_meant
 from megatron_async.text.structured_output import StructuredOutput
 
 LOGPROBS_MODES = ("raw", "processed")
@@ -176,6 +176,7 @@ class SamplingParams:
         Raises:
             RequestError: names the field, its value and the allowed values.
         """
+        check_attributes(self)
         for name, low, high, allowed in REALS:
             _check_number(name, getattr(self, name), low, high, allowed)
         for name, low, high, allowed in INTEGERS:

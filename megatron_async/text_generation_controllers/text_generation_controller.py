@@ -368,12 +368,12 @@ class TextGenerationController(NamesOfMegatron):
 
     # ---- Text --------------------------------------------------------------------------------
 
-    def tokenize_prompt(self, prompt: str, add_bos: bool = False) -> list[int]:
+    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
         """Token ids of a text prompt.
 
         Args:
             prompt: the text.
-            add_bos: put the tokenizer's beginning-of-sequence token first, if it is not there.
+            add_BOS: put the tokenizer's beginning-of-sequence token first, if it is not there.
 
         Raises:
             ValueError: there is no tokenizer, or it has no such token.
@@ -384,7 +384,7 @@ class TextGenerationController(NamesOfMegatron):
                 "tokenizer folder."
             )
         tokens = list(self.tokenizer.tokenize(prompt))
-        if add_bos:
+        if add_BOS:
             bos = getattr(self.tokenizer, "bos", None)
             if bos is None:
                 raise ValueError(

@@ -136,9 +136,17 @@ class EngineControl(DynamicInferenceEngine):
                 self.controller.graphs.clear()
                 self.controller.recapture_cuda_graphs()
 
-    def reset(self) -> None:
-        """Remove all requests without reporting them (their futures get failed records), forget
-        what blocks hold, run if stopped, and count from 0."""
+    def reset(
+        self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False
+    ) -> None:
+        """Remove all requests without reporting them (their futures get failed records), and run if
+        stopped.
+
+        Args:
+            preserve_prefix_cache: do not forget what blocks hold; a suspended engine does, as its
+                weights may be others.
+            preserve_counters: do not count from 0.
+        """
         self.thread.check()
         for request_id in self.book.ids():
             self.abort_request(request_id)
@@ -148,9 +156,12 @@ class EngineControl(DynamicInferenceEngine):
         self.booking.take_undelivered()
         self.requests.take_ended()
         self.book.take_ended()
-        self.book.epoch, self.book.finished = None, 0
-        self.reset_prefix_cache()
-        self.context.watch.reset()
+        self.book.epoch = None
+        if not preserve_prefix_cache:
+            self.reset_prefix_cache()
+        if not preserve_counters:
+            self.book.finished = 0
+            self.context.watch.reset()
 
     def close(self) -> None:
         """End the engine for good; unfinished requests fail."""

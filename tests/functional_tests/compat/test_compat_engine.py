@@ -86,6 +86,22 @@ def test_counters(tiny_model: torch.nn.Module, mode: str, overlaps: bool) -> Non
         )
 
 
+def test_a_reset_may_keep_the_prefix_cache_and_the_counters(tiny_model: torch.nn.Module) -> None:
+    with compat_engine(tiny_model, enable_prefix_caching=True) as engine:
+        context = engine.context
+        prompt = list(range(1, 2 * context.block_size_tokens + 2))
+        drive(engine, [prompt], greedy_params(2))
+        steps = context.step_count
+        for keeps_cache, keeps_counters in ((True, True), (True, False), (False, True)):
+            context.reset(keeps_cache, preserve_counters=keeps_counters)
+            assert context.step_count == (steps if keeps_counters else 0)
+            before = context.lifetime_prefill_token_count
+            drive(engine, [prompt], greedy_params(2))
+            computed = context.lifetime_prefill_token_count - before
+            assert computed == (1 if keeps_cache else len(prompt))
+            steps = context.step_count
+
+
 def test_who_is_there(tiny_model: torch.nn.Module) -> None:
     with compat_engine(tiny_model, max_requests=2) as engine:
         context, blocks = engine.context, engine.context.kv_block_allocator

@@ -10,10 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import compat_trio
 import pytest
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.names_of_megatron import CLASSES, ClassNames
+from megatron_async.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/megatron_names.md"
 MARK = "<!-- What follows is made by tests/functional_tests/compat/test_names_of_megatron.py -->\n"
@@ -89,7 +94,36 @@ def test_names_exist_or_are_answered(tiny_model: Any) -> None:
                 _ = each.async_scheduling
             with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
                 _ = each.nothing
+        with pytest.raises(AttributeError, match=r"Did you mean 'lookahead=1'\?$"):
+            engine.context.config.async_scheduling = True
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "answer"),
+    [
+        (DynamicInferenceContext, "params_dtype", "model_config describes the model."),
+        (DynamicInferenceContext, "block_size_tokens", "InferenceConfig(block_size_tokens=...)."),
+        (DynamicInferenceContext, "max_requests_override", "Did you mean 'max_requests'?"),
+        (DynamicInferenceEngine, "enable_cuda_graph", "Did you mean 'num_cuda_graphs'?"),
+        (DynamicInferenceEngine, "random_seed", "Did you mean 'inference_sampling_seed'?"),
+        (DynamicInferenceEngine, "termination_id", "SamplingParams(termination_id=...)."),
+        (DynamicInferenceEngine, "pg_collection", "the InferenceConfig of megatron_async.compat"),
+        (TextGenerationController, "pp_group", "the model's own process groups serve"),
+        (TextGenerationController, "nothing", "takes no argument 'nothing'."),
+    ],
+)
+def test_arguments_of_older_constructors(kind: Any, argument: str, answer: str) -> None:
+    class Fixed(kind):
+        def __init__(self, *args: Any, **values: Any) -> None:
+            super().__init__(None, None)
+
+    for made in (kind, getattr(compat_trio, kind.__name__)):
+        with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) takes no arg") as error:
+            made(None, None, **{argument: 1})
+        assert answer in str(error.value)
+    assert isinstance(object.__new__(kind), kind)
+    assert isinstance(Fixed.__new__(Fixed, **{argument: 1}), kind), "it may hand on what it takes"
 
 
 def test_a_property_raises_its_own_error() -> None:

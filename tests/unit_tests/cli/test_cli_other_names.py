@@ -16,6 +16,18 @@ from megatron_async.cli.option_names import COMMANDS, ELSEWHERE, SHORT, in_optio
 OPTION = re.compile(r"(?<![\w`-])--[a-z][a-z-]+")
 
 
+OF_OTHER_VERSIONS = (
+    "async-scheduling", "finished-sync-period", "chunk-size", "active-buffer-size-gb",
+    "mamba-triton-conv1d", "buffer-guaranteed-fraction", "buffer-overflow-factor",
+    "max-requests-override", "max-tokens-override",
+)  # fmt: skip
+OF_ITS_SCRIPTS = (
+    "--flash-decode", "--inference-rng-tracker", "--inference-flask-server-logging", "--load",
+    "--params-dtype", "--bf16", "--fp16", "--tokenizer-model", "--output-path", "--prompts",
+    "--cache-mla-latent", "--persist-cuda-graphs", "--offload-kv-cache",
+)  # fmt: skip
+
+
 def parsers() -> dict[str, argparse.ArgumentParser]:
     (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return dict(commands.choices)
@@ -44,6 +56,18 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         ("serve --model smollm2", "The model's name stands by itself"),
         ("serve smollm2 --temperature 1", "each request says it"),
         ("serve smollm2 --disable-radix-cache", "Here that is --no-enable-prefix-caching"),
+        ("generate smollm2 -p x --return-log-probs", "Here that is --log-probs (see"),
+        ("generate smollm2 -p x --stop-words x", "Here that is --stop-word (see"),
+        ("generate smollm2 -p x --skip-prompt-log-probs", "--log-probs without --prompt-log-probs"),
+        ("generate smollm2 --prompts Hello", "Here that is --prompt (see"),
+        ("serve smollm2 --stop-words x", "each request says it, not the command"),
+        ("serve smollm2 --inference-dynamic-batching-logprobs-mode raw", "request says it (se"),
+        ("serve smollm2 --expert-tensor-parallel-size 2", "split as the rest is"),
+        ("serve smollm2 --inference-dynamic-batching-active-buffer-size-gb 2", "--buffer-size-gb"),
+        ("serve smollm2 --inference-dynamic-batching-buffer-overflow-factor 2",
+         "Here --max-requests and --max-step-tokens say it"),
+        ("serve smollm2 --bf16", "Here that is --dtype bfloat16 (see"),
+        ("bench latency --num-tokens-to-prompt 9", "Here that is --input-len"),
         ("chat -ngl 99", "option -ngl. Here that is --device cuda"),
         ("chat -c 4096", "Here that is --max-sequence-length"),
         ("generate smollm2 -p x --stop END", "Here that is --stop-word"),
@@ -89,9 +113,8 @@ def test_options_of_megatrons_inference_are_answered(command: str) -> None:
     )  # fmt: skip
     theirs = {text for text in re.findall(r"'(--[a-z-]+)'", ast.unparse(added))}
     theirs |= {option.replace("--", "--no-") for option in theirs if "prefix-caching" in option}
-    theirs |= {
-        f"--inference-dynamic-batching-{n}" for n in ("async-scheduling", "finished-sync-period")
-    }
+    theirs |= {f"--inference-dynamic-batching-{name}" for name in OF_OTHER_VERSIONS}
+    theirs |= {*OF_ITS_SCRIPTS}
     assert len(theirs) > 45
     known = parsers()[command]._option_string_actions
     assert [option for option in theirs - known.keys() if not option_meant(option, known)] == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import copy
+import pickle
+from dataclasses import fields, replace
 from inspect import signature
 from typing import Any
 
@@ -11,7 +13,7 @@ from megatron.core.inference.config import InferenceConfig as MegatronConfig
 
 from megatron_async import LLM, InferenceConfig, SamplingParams
 from megatron_async.compat.inference.config import InferenceConfig as CompatConfig
-from megatron_async.errors import ConfigurationError
+from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.other_names import (
     ENGINE_ADVICE,
     ENGINE_NAMES,
@@ -81,6 +83,10 @@ def test_settings_of_others(given: dict[str, Any], answer: str) -> None:
         ("finished_sync_period", "Here every step that is resolved tells which requests ended"),
         ("inference_dynamic_batching_max_requests", "Did you mean 'max_requests'?"),
         ("no_inference_dynamic_batching_prefix_caching", "'enable_prefix_caching=False'?"),
+        ("inference_dynamic_batching_max_tokens", "Did you mean 'max_tokens'?"),
+        ("active_buffer_size_gb", "Did you mean 'buffer_size_gb'?"),
+        ("max_requsts", "Did you mean 'max_requests'?"),
+        ("cache_mla_latent", "Here latent attention is not served"),
     ],
 )
 def test_settings_of_others_in_the_config(made: Any, given: str, answer: str) -> None:
@@ -89,8 +95,35 @@ def test_settings_of_others_in_the_config(made: Any, given: str, answer: str) ->
     assert answer in str(error.value)
     config = made(lookahead=0)
     assert config.lookahead == 0
+    with pytest.raises(AttributeError, match=f"no attribute '{given}'") as unset:
+        setattr(config, given, 5)
+    assert answer in str(unset.value)
     with pytest.raises(AttributeError, match=r"'InferenceConfig' object has no .*'lookahead=1'\?$"):
         _ = config.async_scheduling
+
+
+@pytest.mark.parametrize("made", [InferenceConfig, CompatConfig])
+def test_settings_are_set_and_copied_as_ever(made: Any) -> None:
+    config = made(max_tokens=64, max_requests=8)
+    config.max_requests = 4
+    copies = (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)))
+    for each in (*copies, replace(config, lookahead=None)):
+        each.max_tokens = 32
+        assert (each.max_requests, each.max_tokens, config.max_tokens) == (4, 32, 64)
+        with pytest.raises(AttributeError):
+            each.max_tokns = 16
+
+
+def test_what_is_set_beside_the_parameters_of_a_request() -> None:
+    params = SamplingParams()
+    params.top_k = 3
+    params.validate(vocab_size=10)
+    for name, answer in (("stop", "did you mean stop_words=5?"), ("n", "give the prompt n times")):
+        params = SamplingParams()
+        setattr(params, name, 5)
+        with pytest.raises(RequestError, match=f"no parameter '{name}'") as error:
+            params.copy().validate(vocab_size=10)
+        assert answer in str(error.value)
 
 
 def test_every_field_of_megatrons_is_a_setting_or_answered() -> None:

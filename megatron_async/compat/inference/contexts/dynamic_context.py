@@ -54,7 +54,7 @@ logger = logging.getLogger("megatron_async")
 class Resettable(Protocol):
     """An engine, for its context."""
 
-    def reset(self) -> None:
+    def reset(self, preserve_prefix_cache: bool, *, preserve_counters: bool) -> None:
         """Remove all requests."""
         ...
 
@@ -225,13 +225,20 @@ class DynamicInferenceContext(OwnContext):
         """An engine works with this context from now on."""
         self._engine = weakref.ref(engine)
 
-    def reset(self) -> None:
+    def reset(
+        self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False
+    ) -> None:
         """Remove all requests, forget what blocks hold, and count from 0: what
-        `DynamicInferenceEngine.reset` does, where there is an engine."""
+        `DynamicInferenceEngine.reset` does, where there is an engine.
+
+        Args:
+            preserve_prefix_cache: do not forget what blocks hold.
+            preserve_counters: do not count from 0.
+        """
         engine = None if self._engine is None else self._engine()
         if engine is not None:
-            engine.reset()
-        else:
+            engine.reset(preserve_prefix_cache, preserve_counters=preserve_counters)
+        elif not preserve_counters:
             self.watch.reset()
 
     def _log_summary(self) -> None:
