@@ -19,7 +19,7 @@ from megatron_async.checkpoints.memory_needed import check_weights_fit
 from megatron_async.checkpoints.registry import shipped_draft_layer
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
-from megatron_async.config import InferenceConfig
+from megatron_async.config import MOST_LOOKAHEAD, InferenceConfig
 from megatron_async.contexts.default_length import default_max_sequence_length
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
@@ -132,7 +132,7 @@ class LLM:
         asked = [inference_config.get(name) for name in ("lookahead", "async_sched_mode")]
         if pipeline_model_parallel_size > 1 and asked == [None, None]:
             # A step for each stage, and one that the host prepares.
-            inference_config["lookahead"] = pipeline_model_parallel_size
+            inference_config["lookahead"] = min(pipeline_model_parallel_size, MOST_LOOKAHEAD)
         config = _make_config(inference_config, device, source.architecture, self.dtype)
         # Before anything is done together: ranks that differ would wait for each other in it.
         job = join_job()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import IO, Any
 from megatron_async.errors import RequestError
 from megatron_async.text import grammar_worker
 
+_EXCERPT = re.compile(r"^ +\d+ \|.*|^ +\^+$|^<non-verbose/>$", re.MULTILINE)
+"""Lines of an error that repeat the grammar, or point into it."""
 COMMAND = [sys.executable, "-P", str(Path(grammar_worker.__file__))]
 
 
@@ -50,7 +53,7 @@ class GrammarChecker:
             raise RequestError(self._why_it_died(limit_s))
         error, size = answer
         if error:
-            raise RequestError(f"structured_output is not valid: {error.strip()}")
+            raise RequestError(f"structured_output cannot be compiled: {_in_one_line(error)}.")
         return size
 
     def close(self) -> None:
@@ -102,6 +105,13 @@ class GrammarChecker:
             f"{grammar_worker.MEMORY_LIMIT >> 30} GiB of memory): nest it less deeply, chain fewer "
             "references, or make it smaller."
         )
+
+
+def _in_one_line(error: str) -> str:
+    """An error of the library as a sentence, without the lines of the grammar."""
+    told = " ".join(_EXCERPT.sub("", error).split())
+    # The library's name for the end of a text that has not begun.
+    return "it allows no text" if told == "NoExtensionBias" else told
 
 
 def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:

@@ -130,7 +130,7 @@ class GrammarCompiler:
             self._idle.append(checker)
         compiled = compile_grammar(self._converted, source)
         if compiled.is_error():
-            raise RequestError(f"structured_output is not valid: {compiled.get_error()}")
+            raise RequestError(f"structured_output cannot be compiled: {compiled.get_error()}")
         return CompiledGrammar(compiled, size)
 
     def _read_tokenizer(self) -> tuple[str, int, list[int]]:

@@ -23,7 +23,7 @@ from megatron_async.server.answers.choice_text import (
 from megatron_async.server.answers.log_prob_json import LogProbs, of_chat, places
 from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, Piece, Thought
 from megatron_async.server.fields.asked import Asked
-from megatron_async.server.fields.refusal import Refusal, refusal_of
+from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
 
 Kind = Literal["thought", "text", "call"]
@@ -164,7 +164,7 @@ class ItemAnswer:
         if failure is None and end.finish_reason == "aborted":
             failure = ("RequestAborted", ABORTED)
         if failure is not None:
-            self.failure = refusal_of(*failure).at(self._asked.style.endpoint)
+            self.failure = self._asked.style.refusal(*failure)
             return self._writer.failed(self.failure)
         events = self._take(self._text.end(end), is_end=True)
         if not self._items and self._writer.tells_empty:

@@ -24,7 +24,6 @@ from megatron_async.server.answers.prompt_places import prompt_places
 from megatron_async.server.answers.usage import UsageCount
 from megatron_async.server.chat.answer_pieces import CallBegin, Content, Piece, Thought
 from megatron_async.server.fields.asked import Asked, AskedChoice
-from megatron_async.server.fields.refusal import refusal_of
 from megatron_async.server.fields.served_model import ServedModel
 
 DONE = b"data: [DONE]\n\n"
@@ -143,7 +142,7 @@ class StreamFormatter:
             self._choice.prompt, end.num_prompt_tokens, end.num_cached_tokens or 0
         )
         if end.failure is not None:
-            events = refusal_of(*end.failure).event()
+            events = style.refusal(*end.failure).event()
         elif self._waits_for_end:
             events = self._all_at_once(end)
         else:

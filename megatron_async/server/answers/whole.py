@@ -27,7 +27,6 @@ from megatron_async.server.answers.stream import call_id, prompt_text
 from megatron_async.server.answers.usage import UsageCount
 from megatron_async.server.chat.answer_pieces import CallBegin, Content, Thought
 from megatron_async.server.fields.asked import Asked, AskedChoice
-from megatron_async.server.fields.refusal import refusal_of
 from megatron_async.server.fields.served_model import ServedModel
 
 
@@ -206,7 +205,7 @@ def whole(answer: WholeAnswer) -> bytes:
         if end is None:
             continue
         if end.failure is not None:
-            raise refusal_of(*end.failure)
+            raise style.refusal(*end.failure)
         usage.set_prompt(collector.choice.prompt, end.num_prompt_tokens, end.num_cached_tokens or 0)
         usage.generated += 0 if style.is_scoring else len(collector.tokens)
     is_chat = style.endpoint == "chat"

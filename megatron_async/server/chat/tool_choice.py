@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from megatron_async.server.chat.call_formats import CallFormat
 from megatron_async.server.chat.thoughts import rule_of
 from megatron_async.server.chat.tool_types import ToolTypes
 from megatron_async.server.fields.chat_request import ChatRequest, FunctionTool, NamedTool
-from megatron_async.server.fields.refusal import Refusal, not_allowed
+from megatron_async.server.fields.refusal import Refusal, not_allowed, renamed
 from megatron_async.text.grammar_limits import check_schema, check_size, check_width
 from megatron_async.text.schema_numbers import exact_numbers
 from megatron_async.text.structured_output import StructuredOutput
@@ -123,13 +124,7 @@ def _grammar(
     """The grammar of calls, or of what is wanted instead of them; free: of text before them."""
     form = chat.tool_format
     try:
-        for one in offered:
-            check_width(one.parameters)
-        offered = [
-            # Arguments are objects, whether a schema says so or not.
-            OfferedTool(one.name, _only_named(exact_numbers({**one.parameters, "type": "object"})))
-            for one in offered
-        ]
+        offered = [OfferedTool(one.name, _held(one)) for one in offered]
         if is_free:
             grammar = form.rules_behind_text(offered, many, chat.special)
         else:
@@ -140,6 +135,27 @@ def _grammar(
     except RequestError as error:
         raise Refusal(f"tools: {error}", param="tools") from error
     return grammar
+
+
+def _held(tool: OfferedTool) -> dict[str, Any]:
+    """The schema that a tool's arguments are held to.
+
+    Raises:
+        RequestError: it is too wide, or has a number that a grammar would not keep.
+    """
+    with _told_of(tool.name):
+        check_width(tool.parameters)
+        # Arguments are objects, whether a schema says so or not.
+        return _only_named(exact_numbers({**tool.parameters, "type": "object"}))
+
+
+@contextmanager
+def _told_of(name: str) -> Iterator[None]:
+    """Errors of schemas tell whose parameters they are of."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(renamed(str(error), {"json_schema": f"the schema of {name}"})) from error
 
 
 def _only_named(schema: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +183,8 @@ def _checked(kind: str, function: FunctionTool | None, place: int) -> FunctionTo
         raise not_allowed(f"tools[{place}].function.name", function.name, allowed)
     parameters = function.parameters or NO_PARAMETERS
     try:
-        check_schema(parameters)
+        with _told_of(function.name):
+            check_schema(parameters)
     except RequestError as error:
         raise Refusal(f"tools: {error}", param="tools") from error
     kinds = ToolTypes({}).of_schema({"type": parameters.get("type") or "object"}).kinds

@@ -28,7 +28,7 @@ from megatron_async.server.fields.asked import (
 )
 from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
-from megatron_async.server.fields.formats import structured_output
+from megatron_async.server.fields.formats import format_field, structured_output
 from megatron_async.server.fields.not_served import refuse_what_is_not_served
 from megatron_async.server.fields.prompts import check_prompt, completion_prompts, cut
 from megatron_async.server.fields.refusal import Refusal, not_allowed
@@ -90,7 +90,10 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
     most = COMPLETION_TOKENS if most is None else most
     params = sampling_params(request, served, caller, most, structured_output(request))
     params.echo = echo
-    style = _style(request, "completions", model, prompt_top_n, top_n, echo, is_scoring)
+    style = _style(
+        request, "completions", model, prompt_top_n, top_n, echo, is_scoring,
+        format_field=format_field(request),
+    )  # fmt: skip
     return _asked(request, served, caller, params, prompts, style)
 
 
@@ -118,8 +121,8 @@ def ask_chat(
     name, given = _named_limit(request, "max_completion_tokens", "max_tokens")
     name = limit_name or name
     most = checked_limit(name, given)
-    structured = structured_output(request)
-    plan = tool_plan(request, served.chat, served.limits.tools, structured)
+    structured = wanted = structured_output(request)
+    plan = tool_plan(request, served.chat, served.limits.tools, wanted)
     text = served.chat.render(request, plan.tools)
     ids = served.tokenize(text, request.add_special_tokens is True, "messages")
     ids_cut = cut(ids, request, most, served)
@@ -144,7 +147,10 @@ def ask_chat(
         is_named=plan.is_named,
         prefix=served.chat.continued_text(request) if request.echo else "",
     )
-    style = _style(request, "chat", model, prompt_top_n, top_n, chat=chat)
+    field = format_field(request)
+    if plan.grammar is not None:
+        field = "tools" if wanted is None else f"{field} or tools"
+    style = _style(request, "chat", model, prompt_top_n, top_n, chat=chat, format_field=field)
     return _asked(request, served, caller, params, [ids_cut], style)
 
 
@@ -194,6 +200,7 @@ def _style(
     echo: bool = False,
     is_scoring: bool = False,
     chat: ChatStyle = PLAIN,
+    format_field: str = "",
 ) -> AnswerStyle:
     prefix = "cmpl-" if endpoint == "completions" else "chatcmpl-"
     own = request.request_id or os.urandom(ID_BYTES).hex()
@@ -216,6 +223,7 @@ def _style(
         names_by_id=bool(request.return_tokens_as_token_ids),
         keeps_special_tokens=request.skip_special_tokens is False,
         chat=chat,
+        format_field=format_field,
     )
 
 

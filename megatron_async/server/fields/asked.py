@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.chat.call_formats import CallFormat
+from megatron_async.server.fields.refusal import Refusal, refusal_of
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -79,6 +80,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
         names_by_id: tokens in log probs are called "token_id:123".
         keeps_special_tokens: in the text.
         chat: of a chat's answer.
+        format_field: the field of a chat or completion that its text's format is of.
         repeated: fields of the request that the answer repeats, by name.
     """
 
@@ -97,7 +99,12 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     names_by_id: bool = False
     keeps_special_tokens: bool = False
     chat: ChatStyle = PLAIN
+    format_field: str = "response_format"
     repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+    def refusal(self, kind: str, message: str) -> Refusal:
+        """`refusal_of` an answer that failed, in the fields of its request."""
+        return refusal_of(kind, message, self.format_field).at(self.endpoint)
 
 
 class AskedChoice(msgspec.Struct, frozen=True):

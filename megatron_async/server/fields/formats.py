@@ -30,7 +30,6 @@ def structured_output(request: SharedFields) -> StructuredOutput | None:
         Refusal: it is given twice, or is not served, too large, or not of the right form. Whether
             a grammar compiles is found out later, beside the engine.
     """
-    param = "response_format"
     found = _of_response_format(request.response_format)
     if request.structured_outputs is not None:
         other = _of_structured_outputs(request.structured_outputs)
@@ -40,8 +39,15 @@ def structured_output(request: SharedFields) -> StructuredOutput | None:
                 param="structured_outputs",
             )
         if other is not None:
-            found, param = other, "structured_outputs"
-    return None if found is None else checked(found, param)
+            found = other
+    return None if found is None else checked(found, format_field(request))
+
+
+def format_field(request: SharedFields) -> str:
+    """The field that asks for a format."""
+    wanted = request.response_format
+    is_given = wanted is not None and wanted.type != "text"
+    return "response_format" if is_given else "structured_outputs"
 
 
 def checked(wanted: StructuredOutput, param: str) -> StructuredOutput:
@@ -95,7 +101,9 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> StructuredOutput | None
         schema = wanted.json
         if isinstance(schema, str):
             schema = _parsed(schema)
-        return StructuredOutput(json_schema=_compact(_as_object(schema, "json"), wanted))
+        return StructuredOutput(
+            json_schema=_compact(_as_object(schema, "structured_outputs"), wanted)
+        )
     return StructuredOutput(**{given[0]: getattr(wanted, given[0])})
 
 

@@ -36,7 +36,7 @@ OF_ENGINE = {
     "top_n_logprobs": "top_logprobs",
     "return_log_probs": "logprobs",
     "sampling_params": "fields",
-    "structured_output": "the answer's format (response_format, structured_outputs or tools)",
+    "structured_output": "response_format",
 }
 """Words of the engine's errors -> fields of chats and completions."""
 OF_CHATS = {
@@ -147,13 +147,14 @@ def told_at(endpoint: str) -> Iterator[None]:
         raise refusal.at(endpoint) from refusal
 
 
-def refusal_of(kind: str, message: str) -> Refusal:
+def refusal_of(kind: str, message: str, format_field: str = "response_format") -> Refusal:
     """The answer to a request that failed in the service.
 
     Args:
         kind: name of the exception; of others than those of the service nothing but the name is
             told, because their message may hold what is not the caller's.
         message: its text.
+        format_field: which field the text's format is of.
     """
     if kind not in _STATUS_OF:
         return Refusal(
@@ -161,6 +162,6 @@ def refusal_of(kind: str, message: str) -> Refusal:
             code="internal_error", kind="server_error",
         )  # fmt: skip
     status, type_, code = _STATUS_OF[kind]
-    message = renamed(message, OF_ENGINE)
-    field = re.match(r"([a-z_]+)(?= has |=)", message)
+    message = renamed(message, OF_ENGINE | {"structured_output": format_field})
+    field = re.match(r"([a-z_]+)(?= has | cannot |=)", message)
     return Refusal(message, status, field and field[0], code, type_)

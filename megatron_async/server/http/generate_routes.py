@@ -25,7 +25,7 @@ from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.messages_request import CountTokensRequest, MessagesRequest
-from megatron_async.server.fields.refusal import Refusal, refusal_of
+from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.responses_request import ResponsesRequest
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
@@ -259,7 +259,7 @@ class GenerateRoutes:
                 )  # fmt: skip
             except RequestError as error:
                 self._abort(numbers)
-                raise refusal_of("RequestError", str(error)) from error
+                raise asked.style.refusal("RequestError", str(error)) from error
 
     def _abort(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -269,7 +269,7 @@ class GenerateRoutes:
         """Raise the Refusal of a choice that has failed."""
         for feed in feeds:
             if feed.end is not None and feed.end.failure is not None:
-                raise refusal_of(*feed.end.failure).at(asked.style.endpoint)
+                raise asked.style.refusal(*feed.end.failure)
 
     async def _count_tokens(self, exchange: Exchange, _: str) -> None:
         body = await exchange.body(self._limits.body_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,3 +210,20 @@ def test_chains_that_crash_the_library_or_never_end_are_told(
     compiler.limit_s = 60.0
     compiler.start(compiler.begin(StructuredOutput(regex="[ab]+")).result())
     compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"json_schema": {"$ref": "#"}}, "it allows no text"),
+        ({"grammar": 'start: %json {"not": {}}'}, r"at 1\(8\): failed .*: Unimplemented keys.*"),
+        ({"regex": "a("}, r"at 1\(8\): invalid .* parse error: a\( error: unclosed group"),
+    ],
+)  # fmt: skip
+def test_what_does_not_compile_is_told_in_one_line(
+    wanted: dict[str, Any], told: str, compiler: GrammarCompiler
+) -> None:
+    """Break `_in_one_line`: return the error as it is."""
+    with pytest.raises(RequestError) as caught:
+        compiler.begin(StructuredOutput(**wanted)).result()
+    assert re.fullmatch(rf"structured_output cannot be compiled: {told}\.", str(caught.value))

@@ -195,8 +195,9 @@ def bodies_of(path: str) -> list[tuple[str, dict[str, Any]]]:
             found.append(("output_config", {"format": given}))
     schema_key = "input_schema" if path == "/v1/messages" else "parameters"
     tools: list[tuple[str, Any]] = []
-    for name, schema in (("a b", {"type": "object"}), ("f", {"type": "string"})):
-        tool = {"name": name, schema_key: schema}
+    wrong = {"properties": {"a": SCHEMAS[1]}}
+    for name, schema in (("a b", {"type": "object"}), ("f", {"type": "string"}), ("f", wrong)):
+        tool = {"name": name, schema_key: schema, "strict": True}
         tools.append(("tools", [{"type": "function", "function": tool} if chats else tool]))
     return [(name, {name: value}) for name, value in found + tools]
 
@@ -214,8 +215,38 @@ def test_errors_name_the_fields_of_their_endpoint(path: str) -> None:
         assert not strangers & set(re.findall(r"\w+", message)), message
         if name == "tools" and "/chat" not in path:
             assert "function." not in message
-    late = refusal_of("RequestError", "structured_output is not valid: x.").at(path.split("/")[-1])
-    assert "structured_output is" not in late.message
+        assert name != "tools" or "json_schema" not in message
+
+
+FORMAT: dict[str, Any] = {"type": "json_schema", "schema": {}}
+"""Of Messages and Responses."""
+OF_OPENAI = {"type": "json_schema", "json_schema": {"schema": {}}}
+AS_REGEX = {"structured_outputs": {"regex": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", AS_REGEX, "structured_outputs"),
+        ("/v1/completions", {"response_format": OF_OPENAI}, "response_format"),
+        ("/v1/chat/completions", {"response_format": OF_OPENAI}, "response_format"),
+        ("/v1/responses", {"text": {"format": FORMAT}}, "text.format"),
+        ("/v1/messages", {"output_config": {"format": FORMAT}}, "output_config.format"),
+        ("/v1/messages", AS_REGEX, "structured_outputs"),
+        ("/v1/responses", {"tool_choice": "required"}, "tools"),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}, "tools"),
+    ],
+)
+def test_formats_that_do_not_compile_are_told_by_their_field(
+    path: str, body: dict[str, Any], field: str
+) -> None:
+    """Break `AnswerStyle.refusal`: leave the field out."""
+    if "tool_choice" in body:
+        body = body | {"tools": [{"name": "f"}]}
+    late = asked(path, **body).style.refusal(
+        "RequestError", "structured_output cannot be compiled: x."
+    )
+    assert (late.message, late.param) == (f"{field} cannot be compiled: x.", field)
 
 
 def test_items_that_are_wrong_are_named_by_their_place_in_the_request() -> None:
