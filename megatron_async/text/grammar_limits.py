@@ -100,7 +100,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         target = value.get("$ref") if isinstance(value, dict) else None
         if isinstance(target, str) and target not in followed:
             followed.add(target)
-            found = _resolve(schema, target)
+            found = resolve(schema, target)
             if isinstance(found, dict | list):
                 to_visit.append((found, depth + 1))
 
@@ -125,7 +125,7 @@ def check_width(schema: Mapping[str, Any]) -> None:
             opened.add(id(value))
             inner = list(value)
             if isinstance(value, dict):
-                parts = [*_alternatives(value), _resolve(schema, str(value.get("$ref")))]
+                parts = [*_alternatives(value), resolve(schema, str(value.get("$ref")))]
                 to_visit.append((value, parts))
                 inner = [*value.values(), *parts]
             to_visit += [(part, None) for part in inner]
@@ -144,9 +144,9 @@ def _alternatives(schema: Mapping[str, Any]) -> list[Any]:
     return [part for parts in lists if isinstance(parts, list) for part in parts]
 
 
-def _resolve(schema: Any, target: str) -> Any:
+def resolve(schema: Any, target: str) -> Any:
     """The target of a reference within the schema; None if there is none."""
-    if not target.startswith("#"):
+    if target != "#" and not target.startswith("#/"):
         return None
     for key in unquote(target[1:]).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_async.errors import RequestError
+from megatron_async.text.grammar_limits import resolve
 
 KINDS = {
     dict: "object", list: "array", bool: "boolean", str: "string", int: "integer", float: "number",
@@ -137,6 +138,11 @@ class ToolTypes:
                 to_visit += reversed(alternatives(own))
                 yield own
 
+    @property
+    def lost(self) -> list[str]:
+        """References that were followed, and name nothing in the tool's schema."""
+        return [path for path, found in self._targets.items() if found is None]
+
     def target(self, schema: Any) -> Mapping[str, Any]:
         """A schema behind its references; {} where it is none, as true."""
         for _ in range(MAX_REFERENCES):
@@ -146,16 +152,9 @@ class ToolTypes:
             if not isinstance(path, str):
                 return schema
             if path not in self._targets:
-                self._targets[path] = self._at(path)
+                self._targets[path] = resolve(self.root, path)
             schema = self._targets[path]
         return {}
-
-    def _at(self, path: str) -> Any:
-        found: Any = self.root
-        for key in path.removeprefix("#").split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
 
     def _property(self, key: str) -> Any:
         found = self.properties

@@ -148,11 +148,12 @@ _FORMATS = {
 }
 _FORMATS["date-time"] = f"{_FORMATS['date']}[Tt]{_FORMATS['time']}"
 """Formats of strings that llguidance has, as RFC 3339, 3986, 4291 and others write them."""
+_NEVER_HELD = ("not", "if", "$dynamicRef")
 _NOT_HELD = (
     "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
-    "dependentSchemas", "unevaluatedProperties", "not", "if",
+    "dependentSchemas", "unevaluatedProperties", *_NEVER_HELD,
 )  # fmt: skip
-"""Keywords of a tool's schema that say what this form's grammar cannot hold."""
+"""Keywords that say what this form's grammar cannot hold: of a value, and of a tool's schema."""
 _ENDS = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 ANYTHING = "(?s:.*)"
 _END = r"/\n<\/parameter>\n/"
@@ -177,9 +178,7 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Special) -> str
     size = 0
     for i, tool in enumerate(tools):
         types = ToolTypes(tool.parameters)
-        for key in _NOT_HELD:
-            if key in types.schema:
-                raise _not_held(tool.name, key)
+        _check_held(tool.parameters, types, tool.name, _NOT_HELD)
         properties, required = types.properties, types.required
         names = dict.fromkeys([*properties, *required])
         parts = [json.dumps(f"<function={tool.name}>\n")]
@@ -206,6 +205,7 @@ def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Special) -> str
 def _value_rule(schema: Any, types: ToolTypes, name: str, where: str, lines: list[str]) -> str:
     """A value and its closing tag in Lark, by a terminal of this name where one is needed: a
     grammar may have few terminals and schemas, and a chat many tools."""
+    _check_held(schema, types, where, _NEVER_HELD)
     branches = list(types.branches(schema))
     limited = [own for own in branches if not own.keys().isdisjoint(TEXT_LIMITS)]
     if limited and len(branches) > 1:
@@ -244,6 +244,22 @@ def _value_rule(schema: Any, types: ToolTypes, name: str, where: str, lines: lis
     lines.append(f"{name}: ({' & '.join(held)}) {_END}")
     plain = (f"({_PLAIN[kind]}) {_END}" for kind in sorted(kinds - {"string"}))
     return f"({' | '.join([name, *plain])})"
+
+
+def _check_held(schema: Any, types: ToolTypes, where: str, keys: Sequence[str]) -> None:
+    """Raise RequestError for one of these keywords in a schema or its alternatives, for a reference
+    to nothing, and for a value that there cannot be."""
+    if schema is False:
+        raise _not_held(where, "false, which allows no value,")
+    if isinstance(schema, Mapping) and "$ref" in schema:
+        for key in schema.keys() & {*TEXT_LIMITS, "enum", "const"}:
+            raise _not_held(where, f"{key} beside a $ref")
+    for own in types.branches(schema):
+        for key in keys:
+            if key in own:
+                raise _not_held(where, key)
+    for path in types.lost:
+        raise _not_held(where, f"the $ref {path[:60]!r}, which names nothing in the tool's schema,")
 
 
 def _not_held(where: str, what: str) -> RequestError:

@@ -228,6 +228,17 @@ def test_forced_texts_of_alternatives(tokenizer: Any) -> None:
             "'x' of f has the format 'iri'",
         ),
         ({"properties": {"x": {"allOf": [limited, {"pattern": "a"}]}}}, "'x' of f has limits of a"),
+        ({"allOf": [{"properties": {}}, {"if": {}}]}, "f has if"),
+        ({"$ref": "#/$defs/none"}, "f has the .ref '#/.defs/none'"),
+        ({"properties": {"x": {"$ref": "#/$defs/none"}}}, "'x' of f has the .ref '#/.defs/none'"),
+        ({"properties": {"x": {"$ref": "#named"}}}, "'x' of f has the .ref '#named'"),
+        ({"properties": {"x": {"anyOf": [{"$ref": "file:///x"}]}}}, "'x' of f has the .ref 'file"),
+        ({"properties": {"x": {"type": "string", "not": {"const": "a"}}}}, "'x' of f has not"),
+        (
+            {"properties": {"x": {"$ref": "#/$defs/a", "maxLength": 1}}, "$defs": {"a": limited}},
+            "'x' of f has maxLength beside a .ref",
+        ),
+        ({"properties": {"x": False}}, "'x' of f has false"),
     ):
         with pytest.raises(RequestError, match=words):
             rules([OfferedTool("f", wrong)], False, {})
