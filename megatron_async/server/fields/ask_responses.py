@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -72,7 +72,7 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **extra_fields(request),
     )
-    with told_at("responses"):
+    with told_at("responses", [place for place, _, _ in _functions(tools)]):
         asked = ask_chat(chat, served, caller, "max_output_tokens")
     style = msgspec.structs.replace(
         asked.style,
@@ -83,25 +83,26 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
     return msgspec.structs.replace(asked, style=style)
 
 
-def _all_tools(request: ResponsesRequest) -> list[ResponseTool]:
-    """The tools of a request, and those that Codex adds by items of its input.
+def _all_tools(request: ResponsesRequest) -> dict[str, ResponseTool]:
+    """The tools of a request, and those that Codex adds by items of its input, by their places.
 
     Raises:
         Refusal: an item has none.
     """
-    found = list(request.tools or ())
+    found = {f"tools[{i}]": tool for i, tool in enumerate(request.tools or ())}
     items = () if isinstance(request.input, str) else request.input
     for place, item in enumerate(items):
         if item.get("type") == "additional_tools":
+            param = f"input[{place}].tools"
             try:
-                found += msgspec.convert(item.get("tools"), list[ResponseTool])
+                added = msgspec.convert(item.get("tools"), list[ResponseTool])
             except msgspec.ValidationError as error:
-                param = f"input[{place}].tools"
                 raise Refusal(f"{param}: {error}.", param=param) from error
+            found |= {f"{param}[{i}]": tool for i, tool in enumerate(added)}
     return found
 
 
-def _functions_of(tools: list[ResponseTool]) -> list[Tool] | None:
+def _functions_of(tools: Mapping[str, ResponseTool]) -> list[Tool] | None:
     """The functions. Tools that only OpenAI's servers run are left out beside them, since Codex
     offers a web search in every request; `tools` of the answer has those that were offered.
 
@@ -119,31 +120,32 @@ def _functions_of(tools: list[ResponseTool]) -> list[Tool] | None:
                 strict=tool.strict,
             )
         )
-        for name, tool in _functions(tools)
+        for _, name, tool in _functions(tools)
     ]
     if not found:
+        place, first = next(iter(tools.items()))
         raise Refusal(
-            f"tools[0] is of type {tools[0].type[:60]!r}, and no other is a function: only "
+            f"{place} is of type {first.type[:60]!r}, and no other is a function: only "
             "tools of type function are served.", param="tools",
         )  # fmt: skip
     return found
 
 
-def _functions(tools: list[ResponseTool]) -> Iterator[tuple[str, ResponseTool]]:
-    """Functions with their full names, also those of groups."""
-    for group in tools:
+def _functions(tools: Mapping[str, ResponseTool]) -> Iterator[tuple[str, str, ResponseTool]]:
+    """Functions with their places and full names, also those of groups."""
+    for place, group in tools.items():
         if group.type == "function":
-            yield group.name or "", group
+            yield place, group.name or "", group
         elif group.type == "namespace":
-            for tool in group.tools or ():
+            for i, tool in enumerate(group.tools or ()):
                 if tool.type == "function":
-                    yield full_name(group.name, tool.name or ""), tool
+                    yield f"{place}.tools[{i}]", full_name(group.name, tool.name or ""), tool
 
 
-def _offered(tools: list[ResponseTool]) -> list[dict[str, Any]]:
+def _offered(tools: Mapping[str, ResponseTool]) -> list[dict[str, Any]]:
     """The tools that the model is told of, as they came."""
     found = []
-    for tool in tools:
+    for tool in tools.values():
         if tool.type == "namespace":
             inner = [one for one in tool.tools or () if one.type == "function"]
             tool = msgspec.structs.replace(tool, tools=inner)
@@ -174,7 +176,9 @@ def _format(text: ResponseText | None) -> ResponseFormat | None:
     return ResponseFormat(type=given.type, json_schema=schema)
 
 
-def _repeated(request: ResponsesRequest, tools: list[ResponseTool], asked: Asked) -> dict[str, Any]:
+def _repeated(
+    request: ResponsesRequest, tools: Mapping[str, ResponseTool], asked: Asked
+) -> dict[str, Any]:
     """Fields of the request that the answer repeats, with the values that were taken."""
     params = asked.choices[0].params
     told = msgspec.to_builtins(request)

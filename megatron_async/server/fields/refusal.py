@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,9 +92,17 @@ class Refusal(Exception):
         self.kind = kind
         self.retry_after_s = RETRY_AFTER_S if status == 503 else None
 
-    def at(self, endpoint: str) -> Refusal:
-        """Tell it in the fields of an endpoint whose requests are translated to chats."""
-        names = OF_CHATS.get(endpoint, {})
+    def at(self, endpoint: str, places: Sequence[str] = ()) -> Refusal:
+        """Tell it in the fields of an endpoint whose requests are translated to chats.
+
+        Args:
+            endpoint: its name in `OF_CHATS`.
+            places: of the chat's tools in the request, where these are others.
+        """
+        names = dict(OF_CHATS.get(endpoint, {}))
+        tool = re.match(r"tools\[(\d+)\]", self.param or "")
+        if tool is not None and places:
+            names = {tool[0]: places[int(tool[1])], **names}
         param = self.param and renamed(self.param, names)
         return Refusal(renamed(self.message, names), self.status, param, self.code, self.kind)
 
@@ -139,12 +147,12 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def told_at(endpoint: str) -> Iterator[None]:
+def told_at(endpoint: str, places: Sequence[str] = ()) -> Iterator[None]:
     """What is refused inside, is refused `Refusal.at` the endpoint."""
     try:
         yield
     except Refusal as refusal:
-        raise refusal.at(endpoint) from refusal
+        raise refusal.at(endpoint, places) from refusal
 
 
 def refusal_of(kind: str, message: str, format_field: str = "response_format") -> Refusal:

@@ -257,6 +257,19 @@ def test_items_that_are_wrong_are_named_by_their_place_in_the_request() -> None:
         with pytest.raises(Refusal) as caught:
             asked("/v1/responses", instructions="I", input=[said, said, wrong])
         assert caught.value.param == param
+    bad = {"type": "function", "name": "a b"}
+    behind = [{"type": "web_search"}, bad]
+    group = {"type": "namespace", "name": "n", "tools": behind}
+    added = [{"role": "user", "content": "A"}, {"type": "additional_tools", "tools": behind}]
+    for body, place in (
+        ({"tools": behind}, "tools[1]"),
+        ({"tools": [group]}, "tools[0].tools[1]"),
+        ({"input": added}, "input[1].tools[1]"),
+    ):
+        with pytest.raises(Refusal) as caught:
+            asked("/v1/responses", **body)
+        assert caught.value.param == f"{place}.name"
+        assert caught.value.message.startswith(f"{place}.name=")
     with pytest.raises(Refusal, match="input is empty"):
         asked("/v1/responses", input=[])
 
