@@ -237,7 +237,8 @@ class InferenceConfig:
         for name in ("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb"):
             value, may_be_off = getattr(self, name), name == "prefix_caching_mamba_gb"
             if value is not None and not _is_above(-math.inf if may_be_off else 0, value):
-                raise ConfigurationError(f"{name}={value!r} must be a number of GiB above 0.")
+                bound = ", 0 for no snapshots" if may_be_off else " above 0"
+                raise ConfigurationError(f"{name}={value!r} must be a number of GiB{bound}.")
             if may_be_off and (value or 0) > 0 and not self.enable_prefix_caching:
                 raise ConfigurationError(
                     f"prefix_caching_mamba_gb={value} is for snapshots of the prefix cache: set "

@@ -224,7 +224,8 @@ class NamesOfMegatron:
 
 
 def _names_of(kind: type) -> ClassNames:
-    return next(CLASSES[each.__name__] for each in kind.__mro__ if each.__name__ in CLASSES)
+    found = (CLASSES[each.__name__] for each in kind.__mro__ if each.__name__ in CLASSES)
+    return next(found, ClassNames("", "", {}, {}))
 
 
 def _of_argument(names: ClassNames, name: str) -> str:

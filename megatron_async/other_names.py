@@ -160,6 +160,7 @@ ENGINE_ADVICE = by_name({
     "engine.suspend(free_kv_cache=True) frees the KV cache, without a copy on the host: leave "
     "it out": "offload_kv_cache",
     "convolutions have a kernel of their own: leave it out": "mamba_triton_conv1d",
+    "the model's configuration says it: leave it out": "inference_wrapper_config wrapper_config",
     "random numbers follow from a request's seed, without a state: leave it out": "rng_tracker",
     "experts are split as the rest is, over all ranks of tensor parallelism: leave it out":
     "expert_tensor_parallel_size",
@@ -175,7 +176,8 @@ SAMPLING_NAMES = by_name({
     "seed": "random_seed",
     "min_tokens": "min_new_tokens",
     "termination_id": "eos_token_id",
-    "return_log_probs=True, top_n_logprobs": "logprobs",
+    "return_log_probs=True, top_n_logprobs": "logprobs return_prompt_top_n_logprobs",
+    "add_BOS": "add_bos",
     "return_log_probs=True, skip_prompt_log_probs=False": "prompt_logprobs",
     "detokenize_stop_sequence": "include_stop_str_in_output",
     "structured_output": "structured_outputs guided_decoding response_format json_schema regex "
@@ -191,7 +193,9 @@ SAMPLING_ADVICE = by_name({
     "nothing is padded: leave it out": "pad_token_id",
     "structured_output says what an answer may be": "allowed_token_ids",
     "it is not served: use top_p or min_p": "typical_p mirostat",
-    "write termination_id=-1": "ignore_eos",
+    "write termination_id=-1": "ignore_eos ignore_eod",
+    "a request has its prompt_tokens: leave it out": "return_prompt_tokens",
+    "records of megatron_async.compat.inference have it": "return_segments",
     "generated_text has no special tokens; generated_tokens has all": "skip_special_tokens",
 })  # fmt: skip
 """Parameters that exist elsewhere and have no name here, with what to do."""

@@ -68,7 +68,7 @@ def shape_by_hand(family: str, text: str) -> ModelArchitecture:
     if "head" not in sizes and hidden % heads:
         raise ValueError(f"hidden={hidden} must be a multiple of heads={heads}, or give head=SIZE.")
     if (head := sizes.setdefault("head", hidden // heads)) % 2:
-        raise ValueError(f"head={head} (hidden / heads) must be even: rope turns pairs.")
+        raise ValueError(f"head={head} (else hidden / heads) must be even: rope turns pairs.")
     if has_experts and sizes["topk"] > sizes["experts"]:
         raise ValueError(f"topk={sizes['topk']} is more than experts={sizes['experts']}.")
     sizes.setdefault("positions", POSITIONS)

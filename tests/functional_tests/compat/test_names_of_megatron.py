@@ -13,8 +13,10 @@ from typing import Any
 import compat_trio
 import pytest
 
+from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.names_of_megatron import CLASSES, ClassNames
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -111,6 +113,7 @@ def test_names_exist_or_are_answered(tiny_model: Any) -> None:
         (DynamicInferenceEngine, "pg_collection", "the InferenceConfig of megatron_async.compat"),
         (TextGenerationController, "pp_group", "the model's own process groups serve"),
         (TextGenerationController, "nothing", "takes no argument 'nothing'."),
+        (GPTInferenceWrapper, "inference_wrapper_config", "the model's configuration says it"),
     ],
 )
 def test_arguments_of_older_constructors(kind: Any, argument: str, answer: str) -> None:
@@ -124,6 +127,14 @@ def test_arguments_of_older_constructors(kind: Any, argument: str, answer: str) 
         assert answer in str(error.value)
     assert isinstance(object.__new__(kind), kind)
     assert isinstance(Fixed.__new__(Fixed, **{argument: 1}), kind), "it may hand on what it takes"
+
+
+def test_arguments_that_megatrons_llm_lacks() -> None:
+    for kind in (MegatronLLM, MegatronAsyncLLM):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}.*Did you mean 'max_requests'"):
+            kind(model=None, tokenizer=None, max_num_seqs=3)
+        with pytest.raises(TypeError, match=r"a setting, InferenceConfig\(max_requests=...\)"):
+            kind(model=None, tokenizer=None, max_requests=3)
 
 
 def test_a_property_raises_its_own_error() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from megatron.core.inference.config import InferenceConfig as MegatronConfig
+from megatron.core.inference.sampling_params import SamplingParams as MegatronParams
 
 from megatron_async import LLM, InferenceConfig, SamplingParams
 from megatron_async.compat.inference.config import InferenceConfig as CompatConfig
@@ -62,6 +63,7 @@ def test_a_setting_of_others() -> None:
         ({"max_new_tokens": 5}, "belongs to a request: SamplingParams(num_tokens_to_generate=...)"),
         ({"hf_token": "x"}, "HF_TOKEN"),
         ({"buffer_size_gb": "1"}, "buffer_size_gb='1' must be a number of GiB above 0."),
+        ({"prefix_caching_mamba_gb": "1"}, "'1' must be a number of GiB, 0 for no snapshots."),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False."),
         ({"late_launch": "off"}, "late_launch='off' must be True or False."),
         ({"timeline": "run.json"}, "timeline='run.json' must be True or False."),
@@ -129,6 +131,9 @@ def test_what_is_set_beside_the_parameters_of_a_request() -> None:
 def test_every_field_of_megatrons_is_a_setting_or_answered() -> None:
     own = {field.name for field in fields(InferenceConfig)}
     assert {field.name for field in fields(MegatronConfig)} <= own | ENGINE_ADVICE.keys()
+    own = {field.name for field in fields(SamplingParams)}
+    answered = SAMPLING_NAMES.keys() | SAMPLING_ADVICE.keys()
+    assert {field.name for field in fields(MegatronParams)} <= own | answered
 
 
 def test_a_short_step_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,12 +23,13 @@ from megatron_async.compat.inference.text_generation_controllers.text_generation
     TextGenerationController,
 )
 from megatron_async.errors import ConfigurationError
+from megatron_async.names_of_megatron import NamesOfMegatron
 
 Prompts = str | list[int] | list[str] | list[list[int]]
 """One prompt or several, each as text or as token ids."""
 
 
-class _MegatronLLMBase:
+class _MegatronLLMBase(NamesOfMegatron):
     """The engine of a model that Megatron built.
 
     Args:

@@ -27,10 +27,8 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     block shuts it down at its end.
     """
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._task: asyncio.Task[None] | None = None
-        self._serves = False
+    _task: asyncio.Task[None] | None = None
+    _serves = False
 
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None
