@@ -10,16 +10,32 @@ event loop (`add_signal_handler`) are told by the interpreter's wake-up descript
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import os
 import sys
 import threading
 from collections.abc import Callable
 from signal import SIGINT
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
 # The functions under those of `signal`, which make enumerations of what they return. That takes
 # 5 microseconds for two calls in each part of a step; these take 0.4.
 getsignal, signal = _signal.getsignal, _signal.signal
+
+
+class _Main:
+    """The main thread. To ask `threading` for it and for the current one takes a microsecond."""
+
+    ident = threading.main_thread().ident
+
+    @classmethod
+    def is_this_thread(cls) -> None:
+        """In a forked process, the only one is."""
+        cls.ident = get_ident()
+
+
+os.register_at_fork(after_in_child=_Main.is_this_thread)
 
 
 class HeldInterrupts:
@@ -44,7 +60,7 @@ class HeldInterrupts:
         Args:
             holder: the frame that will call `end`.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if get_ident() != _Main.ident:
             return
         handler = getsignal(SIGINT)
         if callable(handler):
@@ -60,7 +76,7 @@ class HeldInterrupts:
             BaseException: what the program's own handler raises.
         """
         handler = self._handler
-        if handler is None or threading.current_thread() is not threading.main_thread():
+        if handler is None or get_ident() != _Main.ident:
             return  # another thread cannot install a handler
         if getsignal(SIGINT) is self._own:  # else the program has installed another one meanwhile
             signal(SIGINT, handler)

@@ -153,7 +153,7 @@ class Scheduler:
                 is_exact = slots.in_flight_tokens[starved] == slots.in_flight_steps[starved]
                 self._pause(starved[is_exact])
             self._give_blocks(needy, wanted, count)
-        rows = np.flatnonzero(wants)
+        rows = wants.nonzero()[0]  # sync-ok: NumPy; `flatnonzero` takes a microsecond more
         if not len(rows):
             return NO_DECODE
         return DecodeRows(rows, width, places[rows], short_of_blocks)

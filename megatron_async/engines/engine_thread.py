@@ -39,7 +39,9 @@ class EngineThread:
         Raises:
             WrongThread: another thread is at work.
         """
-        self.check()
-        self._owner, lock = threading.current_thread(), threading.Lock()
+        thread, lock = threading.current_thread(), threading.Lock()
+        if self._owner is not thread:
+            self.check()
+            self._owner = thread
         self._locks = [each for each in self._locks if each.locked()] + [lock]
         return lock

@@ -42,7 +42,8 @@ class Turn:
                 self._make_whole()
             self._is_whole = False
         except BaseException:
-            self._leave()
+            self._opener = None
+            self._interrupts.end()
             raise
 
     def __exit__(
@@ -60,7 +61,8 @@ class Turn:
                 self._error = error
                 self._make_whole()
         finally:
-            self._leave()
+            self._opener = None
+            self._interrupts.end()
 
     def make_whole(self) -> None:
         """Mend books that could not be mended when something had cut a turn short."""
@@ -72,7 +74,3 @@ class Turn:
         self._mend(self._error or KeyboardInterrupt("at a turn's beginning or end"))
         self._error = None
         self._is_whole = True
-
-    def _leave(self) -> None:
-        self._opener = None
-        self._interrupts.end()

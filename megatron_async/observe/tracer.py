@@ -30,13 +30,11 @@ _LANES = {None: "cpu", "compute": "device", "copy": "copy"}
 
 
 class _NoRange:
-    """Costs nothing when nobody looks."""
+    """Costs nothing when nobody looks: a `with` calls no function in Python, 12 times a step."""
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
+    __enter__ = staticmethod(bool)
+    __exit__ = staticmethod("".format)
+    """Takes what a `with` gives, and returns what is false."""
 
 
 _NO_RANGE = _NoRange()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from patience import PATIENCE_S
 from megatron_async import LLM, DynamicInferenceEngine
 from megatron_async.engines import generation
 from megatron_async.errors import RequestAborted, StepFailed
+from megatron_async.interrupts import HeldInterrupts
 from megatron_async.observe.listener import EngineListener
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
@@ -481,3 +483,28 @@ def test_a_follower_that_is_interrupted_follows_on(
     leader.close()
     assert not follower.follow()
     follower.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_holds_interrupts_too() -> None:
+    """Its main thread is the thread that has forked. Break it: no `register_at_fork`."""
+    codes = []
+
+    def fork() -> None:
+        child, code = os.fork(), 1
+        if child:
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            return
+        try:
+            with HeldInterrupts():
+                ctrl_c()
+                code = 2
+        except KeyboardInterrupt:
+            code -= 2
+        finally:
+            os._exit(abs(code))
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert codes == [0]
