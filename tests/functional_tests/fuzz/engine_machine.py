@@ -34,6 +34,7 @@ from shared_checkers import lend_checkers
 from state_plans import watch_state_plans
 from step_limits import StepLimits
 from step_watch import StepWatch
+from ticking_launches import TickingLaunches
 from tracked_request import TrackedRequest
 
 from megatron_async import SamplingParams
@@ -56,6 +57,7 @@ from poisoned_blocks import poison_blocks
 from poisoned_states import poison_states
 from small_grid import use_small_grid
 from step_limits import StepLimits
+from ticking_launches import TickingLaunches
 from megatron_async import SamplingParams
 use_small_grid()
 device, loop = LateDevice(), asyncio.new_event_loop()"""
@@ -158,6 +160,10 @@ class EngineMachine(RuleBasedStateMachine):
         StepLimits(self.engine)
         watch_state_plans(self.engine)
         self.watch = StepWatch(self.engine)
+        self.launches: TickingLaunches | None = None
+        if self.engine.launching.late is not None:
+            self.script.append("TickingLaunches(engine.launching.late)")
+            self.launches = TickingLaunches(self.engine.launching.late)
         self.ngrams, self.mtp = None, None
         if settings.get("speculative_method") == NGRAM:
             self.ngrams = NgramWatch(self.engine)
@@ -302,9 +308,12 @@ class EngineMachine(RuleBasedStateMachine):
 
         async def both() -> dict[str, Any]:
             step = asyncio.create_task(self.engine.async_step())
-            await asyncio.sleep(0)  # it launches, and waits if it has to
+            await asyncio.sleep(0)  # it launches, unless that has to wait, and waits if it has to
             if not step.done():
                 self._abort(request_id)
+            if self.launches is not None and self.launches.is_waiting:
+                self.watch.before_step()  # it launches without the request
+                self.counts["aborts_before_a_launch"] += 1
             return await step
 
         self.watch.before_step()

@@ -49,6 +49,7 @@ import pytest
 from engine_machine import EngineMachine
 from expert_machine import ExpertMachine
 from failing_machine import FailingMachine
+from fuzz_requests import MAX_SEQUENCE, Ask
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import run_state_machine_as_test
@@ -148,6 +149,27 @@ def test_random_schedules_give_the_serial_answers(part: int) -> None:
     # Draws of one seed are alike, so a part may lack two; planted bugs show that each is alive.
     assert len(missing) <= 2, (missing, counts)
     assert counts["overlapped_steps"] > counts["steps"] / 3, counts  # serial engines among them
+
+
+def test_an_abort_before_a_late_launch() -> None:
+    """The only request goes while the launch of its next step waits.
+
+    Break it, and it fails: `abort_request_during_async_step` does not look again what the step
+    finds.
+    """
+    machine, before = EngineMachine(), EngineMachine.counts.copy()
+    config = {
+        "lookahead": 1, "late_launch": True, "max_requests": 3, "max_tokens": 3,
+        "block_size_tokens": 2, "num_kv_blocks": 22, "num_speculative_tokens": 0,
+        "invalidation": "reconcile", "max_sequence_length": MAX_SEQUENCE,
+    }  # fmt: skip
+    ask = Ask(0, [24], {"num_tokens_to_generate": 5}, 0)
+    machine.new_engine(config, "", False, {}, "AttentionModel", [ask])
+    for _ in range(3):
+        machine.async_step()
+    machine.abort_request_during_async_step(0)
+    machine.teardown()
+    assert (EngineMachine.counts - before)["aborts_before_a_launch"] == 1
 
 
 @pytest.mark.slow

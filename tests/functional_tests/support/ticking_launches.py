@@ -13,17 +13,19 @@ class TickingLaunches:
 
     Attributes:
         waits: how often a launch was found not to be due.
+        is_waiting: whether a launch waits now.
     """
 
     def __init__(self, late: LateLaunch | None) -> None:
         assert late is not None, "launches of this engine do not wait"
-        self.waits = 0
+        self.waits, self.is_waiting = 0, False
         ticks = itertools.count()
         seconds_left = late.seconds_left
 
         def counted() -> float:
             left = seconds_left()
-            self.waits += left > 0
+            self.is_waiting = left > 0
+            self.waits += self.is_waiting
             return left
 
         late._margin_us = 0.0
