@@ -274,7 +274,8 @@ class InferenceConfig:
                 f"max_tokens={self.max_tokens} is smaller than max_requests={self.max_requests}"
                 f"{f' times {self.decode_width}' if self.decode_width > 1 else ''}: every active "
                 f"request needs {self.decode_width} token{'s' if self.decode_width > 1 else ''} of "
-                "a step's budget. Raise max_tokens or lower max_requests."
+                "a step's budget. Raise max_tokens or lower max_requests"
+                f"{' or num_speculative_tokens' if self.decode_width > 1 else ''}."
             )
         if not self.materialize_only_last_token_logits:
             raise ConfigurationError(

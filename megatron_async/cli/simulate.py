@@ -47,6 +47,7 @@ default, help."""
 
 MEANS = {"prompt_mean": "max_prompt_tokens", "output_mean": "max_output_tokens"}
 """Option of a mean length -> that of the longest."""
+MOST_REQUESTS = 2**20
 MOST_TOKENS = 2**24
 
 ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
@@ -223,8 +224,8 @@ def check_settings(arguments: argparse.Namespace, settings: Sequence[Setting]) -
     for rate in arguments.rate:
         if not rate > 0:  # nan too
             raise ConfigurationError(f"--rate {rate:g} must be above 0 (inf: all at once).")
-    if arguments.num_requests < 1:
-        raise ConfigurationError(f"--num-requests {arguments.num_requests} must be 1 or more.")
+    if not 1 <= (count := arguments.num_requests) <= MOST_REQUESTS:
+        raise ConfigurationError(f"--num-requests {count} must be from 1 to {MOST_REQUESTS}.")
     if arguments.seed < 0:
         raise ConfigurationError(f"--seed {arguments.seed} must be 0 or more.")
     if arguments.draft_us < 0:

@@ -11,7 +11,12 @@ from typing import Any
 
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable
-from megatron_async.cli.simulate import MACHINE_HELP, check_machine, load_machine
+from megatron_async.cli.simulate import (
+    MACHINE_HELP,
+    MOST_REQUESTS,
+    check_machine,
+    load_machine,
+)
 
 TRACE_HELP = """requests, and which prompts begin alike (default: chats):
   chats       made up: users who come back; a few system prompts come first
@@ -45,6 +50,11 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("evicted", "evictions", "{}"),
 )
 """The table: title, key of a row, format."""
+MOST = {
+    "num_requests": MOST_REQUESTS, "replicas": 2**16, "block_size_tokens": 2**20,
+    "processes": 256,
+}  # fmt: skip
+"""Largest values; the smallest is 1."""
 OF_STATES = ("state_gb", "interval")
 """Columns that are left out where no row has a value of theirs."""
 
@@ -166,16 +176,13 @@ def check_options(arguments: argparse.Namespace) -> None:
             check_writable(flag(option), file)
     if not 0 < arguments.rate < math.inf:
         raise ValueError(f"--rate {arguments.rate:g} must be above 0, and finite.")
-    if arguments.num_requests < 1:
-        raise ValueError(f"--num-requests {arguments.num_requests} must be at least 1.")
+    for name, most in MOST.items():
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if not 1 <= value <= most:
+                raise ValueError(f"{flag(name)} {value} must be from 1 to {most}.")
     if arguments.seed < 0:
         raise ValueError(f"--seed {arguments.seed} must be 0 or more.")
-    for name in ("replicas", "block_size_tokens"):
-        least = min(getattr(arguments, name))
-        if least < 1:
-            raise ValueError(f"{flag(name)} {least} must be at least 1.")
-    if arguments.processes < 1:
-        raise ValueError(f"--processes {arguments.processes} must be at least 1.")
 
 
 def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[Any]:

@@ -21,6 +21,8 @@ WORKLOADS = {
 }
 BLOCK_SIZE = 64
 LEAST_MAX_TOKENS = 512
+MOST = 2**24
+"""The largest size or seed of a workload."""
 LONGEST_OVER_MEAN = 4
 """Lengths of a trace are cut at so many times their mean."""
 
@@ -57,10 +59,10 @@ class ProfileWorkload:
                 f"workload={self.name!r} is unknown: use one of {', '.join(WORKLOADS)}."
             )
         least = {"batch": 1, "prompt_tokens": 1, "steps": 2, "requests": 1, "output_tokens": 2}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
+        for name, smallest in (least | {"seed": 0}).items():
+            if not smallest <= getattr(self, name) <= MOST:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)} must be at least {smallest}."
+                    f"{name}={getattr(self, name)} must be from {smallest} to {MOST}."
                 )
         if not 0 < self.rate < math.inf:
             raise ConfigurationError(f"rate={self.rate!r} must be a number above 0.")

@@ -32,8 +32,8 @@ UNLIMITED_TOKENS = 256
 """Tokens: the assumed length of an answer without a limit, for estimates of load."""
 MOST_TOKENS = 2**20
 """Tokens: a larger limit counts as this number, because only replicas know the model's limit."""
-
-
+MOST_SILENCE_S = 86_400
+"""A silence in milliseconds is an int32 of the kernel's."""
 MOST_EARLY_DEATHS = 1
 """A request is not served again when more replicas than this have died before its first token."""
 
@@ -105,6 +105,10 @@ class CoordinatorConfig:
                     f"{name}={getattr(self, name)} must be twice ping_interval_s="
                     f"{self.ping_interval_s} or more: who is well is heard only at each ping."
                 )
+        if self.silence_s > MOST_SILENCE_S:
+            raise ConfigurationError(
+                f"silence_s={self.silence_s} must be at most {MOST_SILENCE_S}, a day."
+            )
 
 
 class ReplicaState(StrEnum):

@@ -95,6 +95,7 @@ def test_errors_name_the_value(capsys, tmp_path):
     out = ["--out", str(tmp_path)]
     assert "--batch 0 must" in fails(capsys, *out, "--batch", "0")
     assert "--steps 1 must" in fails(capsys, *out, "--steps", "1")
+    assert "--seed -1 must be from 0" in fails(capsys, *out, "--seed", "-1")
     assert "--rate 0.0 must" in fails(capsys, *out, "--rate", "0")
     assert "--finishes 5 must" in fails(capsys, *out, "--workload", "churn", "--finishes", "5")
     assert "--lookahead -1" in fails(capsys, *out, "--lookahead", "-1")

@@ -117,6 +117,12 @@ def test_bad_options_of_simulate(options, message, capsys):
     assert message in fails(capsys, "simulate", "--num-requests", "3", "--no-progress", *options)
 
 
+def test_impossible_numbers_of_requests(capsys):
+    for count in ("0", "9" * 20):
+        message = fails(capsys, "simulate", "--num-requests", count)
+        assert f"--num-requests {count} must be from 1 to 1048576" in message
+
+
 @pytest.mark.parametrize(
     ("machine", "options", "ttft_ms", "tpot_ms", "tolerance"),
     [

@@ -273,6 +273,8 @@ def test_settings_are_checked() -> None:
     for name in ("silence_s", "stall_s", "client_silence_s"):
         with pytest.raises(ConfigurationError, match=f"{name}=0.7.*ping_interval_s=0.5"):
             CoordinatorConfig(**{name: 0.7})
+    with pytest.raises(ConfigurationError, match=r"silence_s=1e.20 must be at most 86400"):
+        CoordinatorConfig(silence_s=1e20)
 
 
 def test_a_cache_that_has_lost_a_prefix_does_not_attract() -> None:
