@@ -33,7 +33,7 @@ from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
 from megatron_async.ops.cpu.compiler import compile_missing
-from megatron_async.other_names import check_engine_names
+from megatron_async.other_names import answers_keywords, check_engine_names
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.join_group import join_group
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
@@ -173,6 +173,7 @@ class LLM:
         if record is not None and self.is_primary_rank:
             self._recorder = Recorder(self.engine, self.replica_file(record))
 
+    @answers_keywords
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -212,6 +213,7 @@ class LLM:
             with HeldInterrupts():  # other ranks wait for it
                 self.engine.group.release()
 
+    @answers_keywords
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],

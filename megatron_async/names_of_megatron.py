@@ -12,7 +12,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.config import InferenceConfig
-from megatron_async.other_names import hint, no_attribute
+from megatron_async.other_names import answers_keywords, hint, no_attribute
 from megatron_async.requests.sampling_params import SamplingParams
 
 BY_COMPAT = "the class of `megatron_async.compat.inference` has it"
@@ -201,9 +201,13 @@ OF_THE_MODEL = (
 
 
 class NamesOfMegatron:
-    """Says of a missing attribute, or an argument of a constructor, what is here instead, where
-    Megatron's class has it (or one of its older versions), or another tool has a setting of this
-    name."""
+    """Says of a missing attribute, or an unknown argument of the constructor and of the methods
+    that take requests, what is here instead, where Megatron's class has it (or one of its older
+    versions), or another tool has a setting of this name."""
+
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls).keys() & {"add_request", "generate"}:
+            setattr(cls, name, answers_keywords(vars(cls)[name]))
 
     if not TYPE_CHECKING:  # else every attribute and argument would exist
 

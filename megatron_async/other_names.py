@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from inspect import iscoroutinefunction, markcoroutinefunction, signature
 from typing import Any
 
 from megatron_async.errors import ConfigurationError, RequestError
@@ -288,6 +289,28 @@ def hint(name: str, known: Collection[str], of_request: Collection[str]) -> str:
     meant = meant_by(name, known, ENGINE_NAMES)
     note = f" ({NOTES[name]})" if name in NOTES else ""
     return "" if meant is None else f" Did you mean {meant!r}{note}?"
+
+
+def answers_keywords[**P, R](method: Callable[P, R]) -> Callable[P, R]:
+    """A decorator of a method that takes requests: the TypeError of an unknown keyword says where
+    it belongs."""
+    taken = signature(method).parameters.keys()
+
+    @wraps(method)
+    def call(*args: P.args, **values: P.kwargs) -> R:
+        try:
+            return method(*args, **values)
+        except TypeError:
+            for name in values.keys() - taken:
+                from megatron_async.requests.sampling_params import SamplingParams
+
+                said = hint(name, taken, SamplingParams.__dataclass_fields__.keys())
+                raise TypeError(
+                    f"{method.__qualname__}() takes no argument {name!r}.{said}"
+                ) from None
+            raise
+
+    return markcoroutinefunction(call) if iscoroutinefunction(method) else call
 
 
 def names_what_is_meant[T: type](made: T) -> T:

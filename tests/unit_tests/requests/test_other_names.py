@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import fields, replace
-from inspect import signature
+from inspect import iscoroutinefunction, signature
 from typing import Any
 
 import pytest
 from megatron.core.inference.config import InferenceConfig as MegatronConfig
 from megatron.core.inference.sampling_params import SamplingParams as MegatronParams
 
-from megatron_async import LLM, InferenceConfig, SamplingParams
+from megatron_async import LLM, DynamicInferenceEngine, InferenceConfig, SamplingParams
+from megatron_async.compat.inference.apis import MegatronAsyncLLM
 from megatron_async.compat.inference.config import InferenceConfig as CompatConfig
+from megatron_async.compat.inference.engines.dynamic_engine import (
+    DynamicInferenceEngine as CompatEngine,
+)
 from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.other_names import (
     ENGINE_ADVICE,
@@ -102,6 +106,28 @@ def test_settings_of_others_in_the_config(made: Any, given: str, answer: str) ->
     assert answer in str(unset.value)
     with pytest.raises(AttributeError, match=r"'InferenceConfig' object has no .*'lookahead=1'\?$"):
         _ = config.async_scheduling
+
+
+@pytest.mark.parametrize(
+    "method",
+    [LLM.generate, LLM.chat, DynamicInferenceEngine.generate, DynamicInferenceEngine.add_request,
+     CompatEngine.add_request, CompatEngine.generate, MegatronAsyncLLM.generate],
+)  # fmt: skip
+def test_parameters_of_a_request_beside_its_prompt(method: Any) -> None:
+    for name, answer in (
+        ("max_tokens", "It belongs to a request: SamplingParams(num_tokens_to_generate=...)."),
+        ("num_tokens_to_generate", "request: SamplingParams(num_tokens_to_generate=...)."),
+        ("n", "It belongs to a request: give the prompt n times"),
+        ("sampling_parms", "Did you mean 'sampling_params'?"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"{method.__name__}\(\) takes no argument '{name}'"
+        ) as e:
+            method(None, [1], **{name: 2})
+        assert answer in str(e.value)
+    assert iscoroutinefunction(method) is (method is MegatronAsyncLLM.generate)
+    with pytest.raises(TypeError, match=r"missing [12] required positional"):
+        method(None)
 
 
 @pytest.mark.parametrize("made", [InferenceConfig, CompatConfig])
