@@ -250,7 +250,7 @@ def _check_held(schema: Any, types: ToolTypes, where: str, keys: Sequence[str]) 
     """Raise RequestError for one of these keywords in a schema or its alternatives, for a reference
     to nothing, and for a value that there cannot be."""
     if schema is False:
-        raise _not_held(where, "false, which allows no value,")
+        raise _not_held(where, "false as its schema")
     if isinstance(schema, Mapping) and "$ref" in schema:
         for key in schema.keys() & {*TEXT_LIMITS, "enum", "const"}:
             raise _not_held(where, f"{key} beside a $ref")
@@ -259,7 +259,7 @@ def _check_held(schema: Any, types: ToolTypes, where: str, keys: Sequence[str]) 
             if key in own:
                 raise _not_held(where, key)
     for path in types.lost:
-        raise _not_held(where, f"the $ref {path[:60]!r}, which names nothing in the tool's schema,")
+        raise _not_held(where, f"the $ref {path[:60]!r} to nothing in the tool's schema")
 
 
 def _not_held(where: str, what: str) -> RequestError:
