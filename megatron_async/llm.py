@@ -379,7 +379,7 @@ def _make_config(
     own = inspect.signature(LLM).parameters.values()
     of_llm = [parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
     of_config = [name for name in known if name not in of_llm]
-    check_engine_names(values, [*of_llm, *of_config], [f.name for f in fields(SamplingParams)])
+    check_engine_names(values, [*of_llm, *of_config])
     longest = architecture.max_position_embeddings
     if architecture.sliding_window is not None:
         longest = min(longest, architecture.sliding_window)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.config import InferenceConfig
 from megatron_async.other_names import answers_keywords, hint, no_attribute
-from megatron_async.requests.sampling_params import SamplingParams
 
 BY_COMPAT = "the class of `megatron_async.compat.inference` has it"
 A_SETTING = "`context.config` of `megatron_async.compat.inference` has it"
@@ -239,7 +238,7 @@ def _of_argument(names: ClassNames, name: str) -> str:
         return f": it is a setting, InferenceConfig({name}=...)."
     if name in OF_THE_MODEL.split():
         return ": model_config describes the model."
-    if said := hint(name, settings, {field.name for field in fields(SamplingParams)}):
+    if said := hint(name, settings):
         return f".{said}"
     answer = names.answers.get(name, BY_COMPAT)
     return "." if answer == BY_COMPAT else f": {answer}."

@@ -230,15 +230,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return bare[found[0]] if found else None
 
 
-def check_engine_names(
-    given: Mapping[str, Any], known: Sequence[str], of_request: Collection[str]
-) -> None:
+def check_engine_names(given: Mapping[str, Any], known: Sequence[str]) -> None:
     """Check the settings of an `LLM`, and say of a step's budget what it is.
 
     Args:
         given: by the names that were written.
         known: settings that there are, in the order in which they are told.
-        of_request: fields of `SamplingParams`.
 
     Raises:
         ConfigurationError: there is no such setting; the message says what was meant.
@@ -247,7 +244,7 @@ def check_engine_names(
         if name not in known:
             raise ConfigurationError(
                 f"{name!r} is not a setting of LLM or InferenceConfig."
-                f"{hint(name, known, of_request)} "
+                f"{hint(name, known)} "
                 f"The settings are: {', '.join(known)}."
             )
     budget = given.get("max_tokens")
@@ -269,14 +266,16 @@ def budgets_named_by_options() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def hint(name: str, known: Collection[str], of_request: Collection[str]) -> str:
+def hint(name: str, known: Collection[str]) -> str:
     """What to say of an unknown setting: a sentence after a blank, or nothing.
 
     Args:
         name: as it was written.
         known: settings that there are.
-        of_request: fields of `SamplingParams`.
     """
+    from megatron_async.requests.sampling_params import SamplingParams  # which needs this module
+
+    of_request = SamplingParams.__dataclass_fields__
     name = without_prefix(name)
     if name in known:
         return f" Did you mean {name!r}?"
@@ -302,11 +301,8 @@ def answers_keywords[**P, R](method: Callable[P, R]) -> Callable[P, R]:
             return method(*args, **values)
         except TypeError:
             for name in values.keys() - taken:
-                from megatron_async.requests.sampling_params import SamplingParams
-
-                said = hint(name, taken, SamplingParams.__dataclass_fields__.keys())
                 raise TypeError(
-                    f"{method.__qualname__}() takes no argument {name!r}.{said}"
+                    f"{method.__qualname__}() takes no argument {name!r}.{hint(name, taken)}"
                 ) from None
             raise
 
@@ -343,7 +339,7 @@ def no_attribute(owner: object, name: str, said: str = "") -> AttributeError:
     """The error of a missing attribute, with what is `said` of it; without that it names our
     setting where another tool has one of this name."""
     if not said and (name in ENGINE_NAMES or name in ENGINE_ADVICE):
-        said = f".{hint(name, (), ())}"
+        said = f".{hint(name, ())}"
     message = f"{type(owner).__name__!r} object has no attribute {name!r}{said}"
     return AttributeError(message, name=name, obj=owner)
 
@@ -357,7 +353,7 @@ def _assign(self: Any, name: str, value: Any) -> None:
     if name in known or name.startswith("_") or hasattr(type(self), name):
         object.__setattr__(self, name, value)
         return
-    raise no_attribute(self, name, f".{hint(name, known, ())}")
+    raise no_attribute(self, name, f".{hint(name, known)}")
 
 
 def names_settings_that_are_meant[T: type](made: T) -> T:
@@ -365,7 +361,7 @@ def names_settings_that_are_meant[T: type](made: T) -> T:
     attributes that are read or set."""
     made.__getattr__ = _missing  # type: ignore[attr-defined]
     made.__setattr__ = _assign  # type: ignore[assignment]
-    return _refusing(made, "setting", lambda name, _, known: f".{hint(name, known, ())}")
+    return _refusing(made, "setting", lambda name, _, known: f".{hint(name, known)}")
 
 
 def _refusing[T: type](made: T, what: str, meant: Callable[[str, Any, Collection[str]], str]) -> T:

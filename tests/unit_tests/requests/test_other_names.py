@@ -93,6 +93,7 @@ def test_settings_of_others(given: dict[str, Any], answer: str) -> None:
         ("active_buffer_size_gb", "Did you mean 'buffer_size_gb'?"),
         ("max_requsts", "Did you mean 'max_requests'?"),
         ("cache_mla_latent", "Here latent attention is not served"),
+        ("temperature", "It belongs to a request: SamplingParams(temperature=...)."),
     ],
 )
 def test_settings_of_others_in_the_config(made: Any, given: str, answer: str) -> None:
@@ -166,7 +167,7 @@ def test_a_short_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """Megatron's `max_tokens` keeps its meaning; who means an answer's length reads the name."""
     for budget, told in ((255, 1), (256, 0)):
         caplog.clear()
-        check_engine_names({"max_tokens": budget}, ["max_tokens"], [])
+        check_engine_names({"max_tokens": budget}, ["max_tokens"])
         assert len(caplog.records) == told
         assert all("num_tokens_to_generate=255" in each.getMessage() for each in caplog.records)
 
