@@ -76,7 +76,7 @@ def test_what_is_no_number_of_cards(text: str) -> None:
     ],
 )
 def test_a_run(tmp_path: Path, options: tuple[str, ...], expected: list[str], skipped: int) -> None:
-    """As test.sh calls it, of tests that say which cards they see."""
+    """Calls as those of test.sh, of tests that say which cards they see."""
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n    gpus(number)\n")
     environment = {name: os.environ[name] for name in os.environ if "PYTEST" not in name}
@@ -91,7 +91,7 @@ def test_a_run(tmp_path: Path, options: tuple[str, ...], expected: list[str], sk
 
 
 def test_no_test_asks_by_itself_whether_there_is_a_gpu() -> None:
-    """It would be skipped in no run of `--cards`, or run on a card of another test."""
+    """A test that did would be skipped in no run of `--cards`, or run on a card of another test."""
     pattern = re.compile(r"skipif\(\s*(not torch\.cuda|torch\.cuda\.device_count)")
     files = [path for path in TESTS_FOLDER.rglob("test_*.py") if path != Path(__file__)]
     assert len(files) > 100

@@ -6,78 +6,34 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from attention_model import VOCABULARY, AttentionModel
+from attention_model import AttentionModel
 from bytecodes import AtBytecode, ctrl_c
-from harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
-from memory_channel import FollowingEngine, MemoryChannel
+from harness import drain, greedy, make_engine
+from interrupted import (
+    MOMENTS,
+    PROMPTS,
+    TOKENS,
+    At,
+    engine,
+    expected,
+    model,
+    right,
+    usual_handler,
+)
 from patience import PATIENCE_S
 
-from megatron_async import LLM, DynamicInferenceEngine
+from megatron_async import DynamicInferenceEngine
 from megatron_async.engines import generation
 from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.interrupts import HeldInterrupts
-from megatron_async.observe.listener import EngineListener
-from megatron_async.ranks.follower import Follower
-from megatron_async.ranks.leader import Leader
 
-TOKENS = 8
-PROMPTS = random_prompts(5, (5, 9, 3), VOCABULARY)
+__all__ = ["engine", "expected", "model", "usual_handler"]
+
 STRIDE = 97
 """Of the bytecodes of a call's end, one is tried, then the one so many behind it."""
-MOMENTS = ("added", "launching", "launched", "booked", "resolved", "ended")
-
-
-@pytest.fixture(scope="module")
-def model() -> AttentionModel:
-    return AttentionModel()
-
-
-@pytest.fixture(scope="module")
-def expected(model: AttentionModel) -> list[list[int]]:
-    engine = make_engine(model, lookahead=0, max_sequence_length=64)
-    found = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
-    engine.close()
-    return found
-
-
-@pytest.fixture(params=[0, 1, 2])
-def engine(model: AttentionModel, request: Any) -> Iterator[DynamicInferenceEngine]:
-    made = make_engine(model, lookahead=request.param, max_requests=4, max_sequence_length=64)
-    yield made
-    drain(made)
-    assert_all_is_back(made)
-    made.close()
-
-
-@pytest.fixture(autouse=True)
-def usual_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
-
-
-class At(EngineListener):
-    """Does something at the given call of one of its methods, which are all in a turn's middle."""
-
-    def __init__(self, moment: str, act: Callable[[], Any], call: int = 2) -> None:
-        self.calls, self.passed = 0, 0
-        self._act, self._call = act, call
-        setattr(self, moment, self._at)
-
-    def _at(self, *_: Any) -> None:
-        self.calls += 1
-        if self.calls == self._call:
-            self._act()
-            self.passed += 1
-
-
-def right(engine: DynamicInferenceEngine, expected: list[list[int]]) -> bool:
-    return [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))] == expected
 
 
 @pytest.mark.parametrize("moment", [*MOMENTS, "reporting"])
@@ -178,21 +134,6 @@ def test_ctrl_c_again_while_an_interrupted_generate_ends(
     assert tried > 10
     found = other.result()
     assert found.generated_tokens == expected[0] or isinstance(found.error, StepFailed)
-
-
-def test_ctrl_c_while_other_ranks_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break `LLM.generate`: hold nothing while it releases them."""
-    passed: list[bool] = []
-
-    def release() -> None:
-        ctrl_c()
-        passed.append(True)
-
-    with LLM("dummy:tiny", device="cpu") as llm:
-        monkeypatch.setattr(llm.engine.group, "release", release)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1, 2]], greedy(2))
-    assert passed == [True]
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError, asyncio.CancelledError, GeneratorExit])
@@ -434,55 +375,6 @@ def test_a_loop_that_is_cancelled_at_any_await_begins_again(
             await asyncio.gather(runner, step, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_leader_that_is_interrupted(
-    model: AttentionModel, expected: list[list[int]], moment: str
-) -> None:
-    """Its follower does what it did, and serves the next call."""
-    leader, follower = (
-        make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
-    )
-    following = FollowingEngine(leader, follower)
-    leader.listeners.append(At(moment, ctrl_c))
-    with pytest.raises(KeyboardInterrupt):
-        leader.generate(PROMPTS, greedy(TOKENS))
-    assert right(leader, expected)
-    drain(leader)
-    leader.close()
-    following.join()
-    assert following.error is None
-    assert_all_is_back(follower)
-    follower.close()
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_follower_that_is_interrupted_follows_on(
-    model: AttentionModel, expected: list[list[int]], moment: str
-) -> None:
-    """Break `_follow`: take the action from the received ones before it is replayed, or do not hold
-    interrupts meanwhile."""
-    leader, follower = (
-        make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
-    )
-    channel = MemoryChannel()
-    leader.group = Leader(channel, channel.check)
-    follower.group = Follower(channel, channel.check)
-    assert right(leader, expected)
-    leader.group.release()
-    ended: list[list[int]] = []
-    follower.requests.on_end = lambda request: ended.append(request.generated_tokens)
-    listener = At(moment, ctrl_c)
-    follower.listeners.append(listener)
-    with pytest.raises(KeyboardInterrupt):
-        follower.follow()
-    assert listener.passed == 1
-    assert follower.follow()
-    assert sorted(ended) == sorted(expected)
-    leader.close()
-    assert not follower.follow()
-    follower.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -202,7 +202,7 @@ def test_forced_addresses_beside_pythons_own(tokenizer: Any) -> None:
 
 
 def test_forced_texts_of_alternatives(tokenizer: Any) -> None:
-    """As pydantic writes `Optional` ones. What the grammar cannot hold is refused by name."""
+    """Written as pydantic writes `Optional` ones. What the grammar cannot hold is refused by name."""
     limited = {"type": "string", "maxLength": 3}
     rules = FORMATS["qwen3_coder"].rules
     for one in (
