@@ -47,7 +47,7 @@ STEP_PATH = (
 )
 HOST_ONLY = ("ops/cpu", "ops/linear/eight_bit.py")
 """Files of the step path that run on a CPU and nowhere else: their tensors are in host memory."""
-MAX_LINES = 400
+MAX_LINES = 540
 EMPTY_BEGINNING = re.compile(r"(See|As|It|Its|They|Who|Of|Those|That|The same)\b")
 
 READ = "keep the value on the device, or copy it with the step's samples and read it in resolve"
