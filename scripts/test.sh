@@ -9,7 +9,7 @@
 # Times on 2 cores: everything 10 to 20 minutes, by the host, --quick under 4. --quick is for between
 # two edits; before a change is handed in, all must pass. Other arguments go to pytest, after --quick
 # and --gpus too (`--quick -x`). `--gpus` is for machines with GPUs: a worker has its own, as many as
-# its tests need (tests/cards.py), and tests that need more than there are say so and are skipped.
+# its tests need (tests/support/cards.py), and tests that need more than there are say so and are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh

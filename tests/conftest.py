@@ -9,8 +9,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cards import Cards, lack_of, needed_by
-from pairs import ALL_CASES, left_out
+
+from tests.support.cards import Cards, lack_of, needed_by
+from tests.support.pairs import ALL_CASES, left_out
 
 if TYPE_CHECKING:
     from megatron_async import LLM
@@ -101,7 +102,9 @@ def _wants_demo_model(item: pytest.Item) -> bool:
 def _starts_ranks(item: pytest.Item) -> bool:
     if not isinstance(item, pytest.Function) or item.get_closest_marker("gpu"):
         return False
-    return any(getattr(v, "__module__", None) == "ranks" for v in vars(item.module).values())
+    return any(
+        getattr(v, "__module__", "").endswith("support.ranks") for v in vars(item.module).values()
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -134,10 +137,10 @@ def smollm2_llm() -> Iterator[LLM]:
 def transformers_smollm2() -> Any:
     """The demo model as `transformers` reads it, in float32."""
     import torch
-    from quick_transformers import quick_gguf
     from transformers import AutoModelForCausalLM
 
     from megatron_async.checkpoints.registry import demo_file
+    from tests.support.quick_transformers import quick_gguf
 
     file = demo_file()
     with quick_gguf():

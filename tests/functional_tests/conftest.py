@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NUM_TOKENS, EngineFactory, assert_all_is_back, make_engine, make_model
 
 from megatron_async import LLM, DynamicInferenceEngine
+from tests.support.harness import (
+    NUM_TOKENS,
+    EngineFactory,
+    assert_all_is_back,
+    make_engine,
+    make_model,
+)
 
 CHATS = (
     [{"role": "user", "content": "Name three colours."}],

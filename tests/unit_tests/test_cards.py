@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cards import SIZES, Cards, lack_of
+
+from tests.support.cards import SIZES, Cards, lack_of
 
 TESTS_FOLDER = Path(__file__).parents[1]
 TESTS = """
@@ -80,9 +81,9 @@ def test_a_run(tmp_path: Path, options: tuple[str, ...], expected: list[str], sk
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n    gpus(number)\n")
     environment = {name: os.environ[name] for name in os.environ if "PYTEST" not in name}
-    environment |= {"PYTHONPATH": str(TESTS_FOLDER), "CUDA_VISIBLE_DEVICES": "6,4,7,5"}
+    environment |= {"PYTHONPATH": str(TESTS_FOLDER.parent), "CUDA_VISIBLE_DEVICES": "6,4,7,5"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    plugins = ["-p", "conftest", "-p", "xdist.plugin"]
+    plugins = ["-p", "tests.conftest", "-p", "xdist.plugin"]
     command = [sys.executable, "-m", "pytest", *plugins, "-q", "-rs", *options, "."]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

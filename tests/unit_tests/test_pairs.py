@@ -5,7 +5,8 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from pairs import ALL_CASES, LEAST, needed
+
+from tests.support.pairs import ALL_CASES, LEAST, needed
 
 TESTS = Path(__file__).parents[1]
 

@@ -1,5 +1,4 @@
-"""Rooms, the folders of the package, do not import each other in a circle; files of tests have
-names of their own."""
+"""Rooms, the folders of the package, do not import each other in a circle."""
 
 import ast
 import re
@@ -75,9 +74,3 @@ def test_no_circles():
         "rooms import each other: import types under TYPE_CHECKING, or move what both need below "
         f"both: {circle}"
     )
-
-
-def test_no_name_twice():
-    """pytest imports test files by their names alone, and collects only one of two like ones."""
-    files = [file.name for file in (PACKAGE.parent / "tests").rglob("*.py")]
-    assert [name for name, times in Counter(files).items() if times > 1] in ([], ["conftest.py"])

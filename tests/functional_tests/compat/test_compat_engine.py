@@ -8,8 +8,6 @@ import weakref
 
 import pytest
 import torch
-from compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
-from compat_trio import make_compat_engine as make
 from megatron.core.inference.config import InferenceConfig as MegatronConfig
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.inference.contexts.dynamic_context import (
@@ -23,6 +21,9 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
     DecodeOnly,
 )
 from megatron.core.inference.utils import InferenceMode
+
+from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
+from tests.support.compat_trio import make_compat_engine as make
 
 KEYS = {
     "active_request_ids",

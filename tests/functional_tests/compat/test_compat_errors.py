@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
-from harness import make_engine
 from megatron.core.inference.contexts import dynamic_context as megatron_contexts
 from megatron.core.inference.engines import dynamic_engine as megatron_engines
 from megatron.core.inference.inference_request import (
@@ -22,6 +20,8 @@ from megatron_async.compat.inference.contexts import dynamic_context as contexts
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.compat.inference.engines import DynamicInferenceEngine
 from megatron_async.errors import ConfigurationError, RequestError
+from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
+from tests.support.harness import make_engine
 
 NAMES = (
     "ActiveRequestCountOverflowError",

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
-from compat_trio import make_compat_engine as make
 
 from megatron_async.compat.conversions.token_times import TokenTimes
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.errors import ConfigurationError
+from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
+from tests.support.compat_trio import make_compat_engine as make
 
 FACTS = {
     "blocks_total", "blocks_hashed_total", "blocks_hashed_active", "pre_fwd_active_token_count",

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compat_models import VOCABULARY, engine_of, gpt_model, logits_of
-from harness import drain, greedy, random_prompts
+
+from tests.support.compat_models import VOCABULARY, engine_of, gpt_model, logits_of
+from tests.support.harness import drain, greedy, random_prompts
 
 TOKENS = 12
 PROMPTS = random_prompts(4, (70, 3, 25), VOCABULARY)

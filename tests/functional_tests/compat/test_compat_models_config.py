@@ -6,9 +6,6 @@ import re
 from typing import Any
 
 import pytest
-from compat_hybrids import MAMBA, hybrid_model
-from compat_models import config_of, gpt_model
-from test_compat_models import EXPERTS
 
 from megatron_async import DynamicInferenceContext, InferenceConfig
 from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
@@ -17,6 +14,9 @@ from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_
 from megatron_async.compat.models import serving_config
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.parallel_state import ensure_process_groups
+from tests.functional_tests.compat.test_compat_models import EXPERTS
+from tests.support.compat_hybrids import MAMBA, hybrid_model
+from tests.support.compat_models import config_of, gpt_model
 
 DELTA = {"experimental_attention_variant": "gated_delta_net"}
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from compat_hybrids import DELTA, MAMBA, hybrid_model, hybrids_on_a_cpu
-from compat_models import VOCABULARY, engine_of, logits_of
-from harness import drain, greedy, random_prompts
 from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.models.mamba.mamba_model import MambaModel
+
+from tests.support.compat_hybrids import DELTA, MAMBA, hybrid_model, hybrids_on_a_cpu
+from tests.support.compat_models import VOCABULARY, engine_of, logits_of
+from tests.support.harness import drain, greedy, random_prompts
 
 TOKENS = 10
 PROMPTS = random_prompts(5, (40, 3, 21), VOCABULARY)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from compat_models import gpt_model, logits_of
-from compat_rank_runs import RankFound, prompts_of, serve_part
-from ranks import run_ranks
-from test_compat_models import EXPERTS, GPT2, LEARNED, SHARED, UNTIED
 
 from megatron_async.models.parallel_state import ParallelSizes
+from tests.functional_tests.compat.test_compat_models import EXPERTS, GPT2, LEARNED, SHARED, UNTIED
+from tests.support.compat_models import gpt_model, logits_of
+from tests.support.compat_rank_runs import RankFound, prompts_of, serve_part
+from tests.support.ranks import run_ranks
 
 TP, EP, PP = (
     ParallelSizes(tensor_model_parallel=2),

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compat_hybrids import MAMBA, hybrid_model
-from compat_models import engine_of, gpt_model
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import L2Norm
-from test_compat_models import EXPERTS, GPT2, LEARNED, UNTIED
 from torch import nn
 
 from megatron_async import DynamicInferenceContext, InferenceConfig
@@ -24,6 +21,9 @@ from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_
 )
 from megatron_async.compat.models import serve_model
 from megatron_async.errors import ConfigurationError
+from tests.functional_tests.compat.test_compat_models import EXPERTS, GPT2, LEARNED, UNTIED
+from tests.support.compat_hybrids import MAMBA, hybrid_model
+from tests.support.compat_models import engine_of, gpt_model
 
 FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("rotary_interleaved=True", {"rotary_interleaved": True}, {}),
@@ -184,9 +184,9 @@ def other_experts(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (a_gelu_module, "decoder.layers.1.mlp is a test_compat_models_refused.Mine"),
-        (an_adapter, "self_attention.linear_qkv is a test_compat_models_refused.LowRank"),
-        (a_strange_layer, "decoder.layers.1 is a test_compat_models_refused.Mine"),
+        (a_gelu_module, f"decoder.layers.1.mlp is a {__name__}.Mine"),
+        (an_adapter, f"self_attention.linear_qkv is a {__name__}.LowRank"),
+        (a_strange_layer, f"decoder.layers.1 is a {__name__}.Mine"),
         (cross_attention, "decoder.layers.0.cross_attention is a"),
         (a_hook, "decoder.layers.0 has a forward hook"),
         (a_parameter, "its parameter 'decoder.layers.1.mlp.linear_fc1.scale'"),

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from compat_models import engine_of, gpt_model
-from harness import drain
-from te_stand_ins import as_transformer_engine
-from test_compat_models import EXPERTS, SHARED, UNTIED, check_tokens
 
 from megatron_async.compat.models import serve_model
 from megatron_async.errors import ConfigurationError
+from tests.functional_tests.compat.test_compat_models import EXPERTS, SHARED, UNTIED, check_tokens
+from tests.support.compat_models import engine_of, gpt_model
+from tests.support.harness import drain
+from tests.support.te_stand_ins import as_transformer_engine
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({"qk_layernorm": True}, {}),

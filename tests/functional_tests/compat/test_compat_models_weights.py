@@ -6,11 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from capturing_cpu import CapturingCpu
-from compat_hybrids import DELTA, MAMBA, hybrid_model
-from compat_models import engine_of, fill, gpt_model, logits_of, megatron_on_a_cpu
-from harness import drain, greedy, make_model
-from test_compat_models import EXPERTS, GPT2, LEARNED, PROMPTS, SHARED, UNTIED
 from torch import nn
 
 from megatron_async.compat.models import serve_model
@@ -19,6 +14,18 @@ from megatron_async.device_state import device_memory
 from megatron_async.devices import CpuDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
+from tests.functional_tests.compat.test_compat_models import (
+    EXPERTS,
+    GPT2,
+    LEARNED,
+    PROMPTS,
+    SHARED,
+    UNTIED,
+)
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.compat_hybrids import DELTA, MAMBA, hybrid_model
+from tests.support.compat_models import engine_of, fill, gpt_model, logits_of, megatron_on_a_cpu
+from tests.support.harness import drain, greedy, make_model
 
 TOKENS = 8
 CONSTRUCTED = (

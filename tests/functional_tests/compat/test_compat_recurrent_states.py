@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from compat_hybrids import MAMBA, hybrid_model
-from compat_models import VOCABULARY, engine_of
-from compat_trio import compat_engine, greedy_params
-from harness import drain, greedy, random_prompts
 from megatron.core.inference.config import MambaInferenceStateConfig
+
+from tests.support.compat_hybrids import MAMBA, hybrid_model
+from tests.support.compat_models import VOCABULARY, engine_of
+from tests.support.compat_trio import compat_engine, greedy_params
+from tests.support.harness import drain, greedy, random_prompts
 
 TOKENS = 10
 PROMPTS = random_prompts(5, (40, 3, 21), VOCABULARY)

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from ascii_tokenizer import EOS, make_ascii_tokenizer
-from compat_trio import PROMPTS, compat_engine, drive, greedy_params
-from harness import make_engine
 from megatron.core.inference.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -20,6 +17,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 import megatron_async
 from megatron_async.compat.conversions.sampling import to_megatron_params, to_own_params
 from megatron_async.errors import RequestError
+from tests.support.ascii_tokenizer import EOS, make_ascii_tokenizer
+from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
+from tests.support.harness import make_engine
 
 TOKENS = 10
 

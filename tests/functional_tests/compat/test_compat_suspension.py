@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from compat_models import fill, gpt_model
-from compat_trio import PROMPTS, compat_engine, drive, greedy_params
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from megatron_async.compat.inference.engines import DynamicInferenceEngine
+from tests.support.compat_models import fill, gpt_model
+from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
 
 PERSIST, RECOMPUTE = KVCacheManagementMode.PERSIST, KVCacheManagementMode.RECOMPUTE
 PROMPT = list(range(3, 45, 2))

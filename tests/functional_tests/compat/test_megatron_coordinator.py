@@ -8,15 +8,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from compat_trio import PROMPTS, compat_engine, drive, greedy_params
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
-from open_sockets import listening, reachable
-from patience import PATIENCE_S
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.inference.inference_client import InferenceClient
 from megatron_async.errors import ConfigurationError, EngineStopped, RequestError
+from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
+from tests.support.open_sockets import listening, reachable
+from tests.support.patience import PATIENCE_S
 
 LONGEST_S = 30
 

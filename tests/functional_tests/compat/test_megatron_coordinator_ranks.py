@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from compat_trio import PROMPTS, compat_engine, drive, greedy_params
-from coordinated_ranks import serve_together
-from harness import TINY, make_model
-from ranks import run_ranks
+from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
+from tests.support.coordinated_ranks import serve_together
+from tests.support.harness import TINY, make_model
+from tests.support.ranks import run_ranks
 
 
 def test_two_ranks_share_the_requests_and_change_states_together() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from compat_models import VOCABULARY, gpt_model, logits_of
 from megatron.core import parallel_state
 from megatron.core.inference.apis import ServeConfig
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
@@ -17,6 +16,7 @@ from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM, 
 from megatron_async.compat.inference.config import AsyncScheduleMode, InferenceConfig
 from megatron_async.compat.inference.engines import EngineSuspendedError
 from megatron_async.errors import ConfigurationError
+from tests.support.compat_models import VOCABULARY, gpt_model, logits_of
 
 PROMPTS = ["The sea", "a", "0123456789" * 4]
 TOKENS = 10

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "megatron_script.py"
 RUNS = """

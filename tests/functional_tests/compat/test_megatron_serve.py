@@ -14,11 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascii_tokenizer import make_ascii_tokenizer
-from compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import Status
-from patience import PATIENCE_S
 
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
@@ -26,6 +23,9 @@ from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_ser
     stop_text_gen_server,
 )
 from megatron_async.errors import ConfigurationError
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
+from tests.support.patience import PATIENCE_S
 
 TOKENS = 10
 

@@ -11,10 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from compat_trio import compat_engine
-from patience import PATIENCE_S, eventually
-from ranks import Ranks, run_ranks
-from spread_service import (
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.serving.client import CoordinatorClient
+from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.replica import Replica
+from tests.support.compat_trio import compat_engine
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.ranks import Ranks, run_ranks
+from tests.support.spread_service import (
     PROMPTS,
     STATES,
     TOKENS,
@@ -25,13 +32,6 @@ from spread_service import (
     start_where_refused,
     start_with_other_settings,
 )
-
-from megatron_async import LLM, SamplingParams
-from megatron_async.errors import ConfigurationError
-from megatron_async.models.parallel_state import ParallelSizes
-from megatron_async.serving.client import CoordinatorClient
-from megatron_async.serving.coordinator import Coordinator
-from megatron_async.serving.replica import Replica
 
 TP = ParallelSizes(tensor_model_parallel=2)
 PP = ParallelSizes(pipeline_model_parallel=2)

@@ -1,6 +1,6 @@
 """Every public name of Megatron's trio has its answer; docs/megatron_names.md is made of these.
 
-After a change of the table: `python tests/functional_tests/compat/test_names_of_megatron.py`.
+After a change of the table: `python -m tests.functional_tests.compat.test_names_of_megatron`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import compat_trio
 import pytest
 
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM
@@ -21,6 +20,7 @@ from megatron_async.names_of_megatron import CLASSES, ClassNames
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
+from tests.support import compat_trio
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/megatron_names.md"
 MARK = "<!-- What follows is made by tests/functional_tests/compat/test_names_of_megatron.py -->\n"
@@ -71,8 +71,8 @@ def test_the_table_has_every_name_once(kind: str) -> None:
 
 
 def test_names_exist_or_are_answered(tiny_model: Any) -> None:
-    from compat_trio import make_compat_engine
-    from harness import make_engine
+    from tests.support.compat_trio import make_compat_engine
+    from tests.support.harness import make_engine
 
     for engine, is_own in (
         (make_engine(tiny_model), True),

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE_S
 
 from megatron_async.compat.__main__ import parse
+from tests.support.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -21,7 +21,7 @@ import sys
 
 import torch
 from helper import DynamicInferenceContext, make_engine
-from compat_models import gpt_model, logits_of
+from tests.support.compat_models import gpt_model, logits_of
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.sampling_params import SamplingParams
@@ -88,8 +88,7 @@ def make_engine(model):
 
 
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    support = REPOSITORY / "tests" / "functional_tests" / "support"
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{support}"}
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megatron_async.compat", *words],
         env=env, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import EngineFactory, Job, assert_all_is_back, drain, greedy, run_together
 
 from megatron_async import LLM, SamplingParams, Status
 from megatron_async.checkpoints import CheckpointError
@@ -19,6 +18,14 @@ from megatron_async.errors import (
     RequestAborted,
     RequestError,
     StepFailed,
+)
+from tests.support.harness import (
+    EngineFactory,
+    Job,
+    assert_all_is_back,
+    drain,
+    greedy,
+    run_together,
 )
 
 GOOD = [3, 1, 4, 1, 5]

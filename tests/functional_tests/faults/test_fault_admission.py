@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts import request_slots
+from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 TOKENS = 12
 PROMPTS = random_prompts(71, (5, 9, 18, 7), TINY.vocab_size)

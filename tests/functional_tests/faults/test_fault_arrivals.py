@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from harness import (
+
+from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async.errors import RequestError
+from megatron_async.observe.listener import EngineListener
+from tests.support.harness import (
     TINY,
     EngineFactory,
     assert_all_is_back,
@@ -16,11 +20,7 @@ from harness import (
     make_engine,
     random_prompts,
 )
-from patience import PATIENCE_S
-
-from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.errors import RequestError
-from megatron_async.observe.listener import EngineListener
+from tests.support.patience import PATIENCE_S
 
 TOKENS = 12
 PROMPTS = random_prompts(81, (7, 5), TINY.vocab_size)

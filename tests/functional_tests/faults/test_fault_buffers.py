@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import TINY, EngineFactory, greedy, make_engine, random_prompts
-from late_device import LateDevice
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Event
+from tests.support.harness import TINY, EngineFactory, greedy, make_engine, random_prompts
+from tests.support.late_device import LateDevice
 
 TOKENS = 14
 PROMPTS = random_prompts(31, (5, 21, 9, 14, 3, 17), TINY.vocab_size)

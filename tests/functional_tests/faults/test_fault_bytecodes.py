@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from attention_model import VOCABULARY, AttentionModel
-from bytecodes import AtBytecode, ctrl_c, interrupt
-from harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
-from hybrid_model import MixedAttentionModel
-from pairs import ALL_CASES
-from small_grid import use_small_grid
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.errors import StepFailed
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
+from tests.support.harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
+from tests.support.hybrid_model import MixedAttentionModel
+from tests.support.pairs import ALL_CASES
+from tests.support.small_grid import use_small_grid
 
 TOKENS = 6
 PROMPTS = random_prompts(3, (5, 9, 3, 12), VOCABULARY)

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, EngineFactory, greedy, make_engine, random_prompts
-from late_device import LateDevice
-from step_watch import StepWatch
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.request_slots import SlotState
@@ -19,6 +16,9 @@ from megatron_async.requests.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
 )
+from tests.support.harness import TINY, EngineFactory, greedy, make_engine, random_prompts
+from tests.support.late_device import LateDevice
+from tests.support.step_watch import StepWatch
 
 TOKENS = 24
 PROMPTS = random_prompts(51, (9, 14, 40, 5), TINY.vocab_size)

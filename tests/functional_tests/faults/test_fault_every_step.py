@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, drain, greedy, make_engine, random_prompts
 
 from megatron_async import Status
 from megatron_async.errors import StepFailed
+from tests.support.harness import TINY, drain, greedy, make_engine, random_prompts
 
 PROMPTS = random_prompts(5, (20, 70, 100, 3), TINY.vocab_size)
 POISON = 2

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
-from late_device import LateDevice
-from step_watch import StepWatch
 
 from megatron_async import DynamicInferenceEngine, Status
 from megatron_async.errors import StepFailed
 from megatron_async.requests.streaming import RequestStream
+from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
+from tests.support.late_device import LateDevice
+from tests.support.step_watch import StepWatch
 
 TOKENS = 16
 PROMPTS = random_prompts(61, (7, 12, 4, 9), TINY.vocab_size)

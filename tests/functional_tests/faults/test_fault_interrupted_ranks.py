@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from attention_model import AttentionModel
-from bytecodes import ctrl_c
-from harness import assert_all_is_back, drain, greedy, make_engine
-from interrupted import MOMENTS, PROMPTS, TOKENS, At, expected, model, right, usual_handler
-from memory_channel import FollowingEngine, MemoryChannel
 
 from megatron_async import LLM
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
+from tests.support.attention_model import AttentionModel
+from tests.support.bytecodes import ctrl_c
+from tests.support.harness import assert_all_is_back, drain, greedy, make_engine
+from tests.support.interrupted import (
+    MOMENTS,
+    PROMPTS,
+    TOKENS,
+    At,
+    expected,
+    model,
+    right,
+    usual_handler,
+)
+from tests.support.memory_channel import FollowingEngine, MemoryChannel
 
 __all__ = ["expected", "model", "usual_handler"]
 

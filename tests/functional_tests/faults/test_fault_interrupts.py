@@ -9,10 +9,15 @@ import threading
 from typing import Any
 
 import pytest
-from attention_model import AttentionModel
-from bytecodes import AtBytecode, ctrl_c
-from harness import drain, greedy, make_engine
-from interrupted import (
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.engines import generation
+from megatron_async.errors import RequestAborted, StepFailed
+from megatron_async.interrupts import HeldInterrupts
+from tests.support.attention_model import AttentionModel
+from tests.support.bytecodes import AtBytecode, ctrl_c
+from tests.support.harness import drain, greedy, make_engine
+from tests.support.interrupted import (
     MOMENTS,
     PROMPTS,
     TOKENS,
@@ -23,12 +28,7 @@ from interrupted import (
     right,
     usual_handler,
 )
-from patience import PATIENCE_S
-
-from megatron_async import DynamicInferenceEngine
-from megatron_async.engines import generation
-from megatron_async.errors import RequestAborted, StepFailed
-from megatron_async.interrupts import HeldInterrupts
+from tests.support.patience import PATIENCE_S
 
 __all__ = ["engine", "expected", "model", "usual_handler"]
 

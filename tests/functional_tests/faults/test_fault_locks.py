@@ -15,11 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attention_model import VOCABULARY, AttentionModel
-from bytecodes import AtBytecode, ctrl_c
-from harness import drain, greedy, make_engine, random_prompts
-from memory_channel import FollowingEngine
-from patience import PATIENCE_S
 
 from megatron_async import LLM
 from megatron_async.devices import CpuDevice
@@ -29,6 +24,11 @@ from megatron_async.errors import JobFailed, RanksDisagree
 from megatron_async.observe.listener import EngineListener
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import RecordingError
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.bytecodes import AtBytecode, ctrl_c
+from tests.support.harness import drain, greedy, make_engine, random_prompts
+from tests.support.memory_channel import FollowingEngine
+from tests.support.patience import PATIENCE_S
 
 PROMPTS = random_prompts(5, (5, 9, 3), VOCABULARY)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 from megatron_async import DynamicInferenceEngine
+from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 FORMER, RUNNING, PAUSED, NEWCOMER = random_prompts(17, (20, 8, 16, 7), TINY.vocab_size)
 PROMPTS = {"running": RUNNING, "paused": PAUSED, "newcomer": NEWCOMER}

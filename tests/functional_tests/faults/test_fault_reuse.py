@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import (
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.device_state.gpu_view import ContextGPUView
+from megatron_async.devices import Chaos, CpuDevice, Device
+from tests.support.harness import (
     TINY,
     assert_all_is_back,
     drain,
@@ -19,12 +23,8 @@ from harness import (
     make_engine,
     random_prompts,
 )
-from late_device import LateDevice
-from poisoned_blocks import poison_blocks
-
-from megatron_async import DynamicInferenceEngine
-from megatron_async.device_state.gpu_view import ContextGPUView
-from megatron_async.devices import Chaos, CpuDevice, Device
+from tests.support.late_device import LateDevice
+from tests.support.poisoned_blocks import poison_blocks
 
 TOKENS = 20
 PROMPTS = random_prompts(41, (6, 17, 11, 4, 25, 9), TINY.vocab_size)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness import TINY, EngineFactory, greedy, random_prompts
-from late_device import LateDevice
-from step_watch import StepWatch
+
+from tests.support.harness import TINY, EngineFactory, greedy, random_prompts
+from tests.support.late_device import LateDevice
+from tests.support.step_watch import StepWatch
 
 REQUESTS, TOKENS = 10, 18
 PROMPTS = random_prompts(71, [4 + number % 9 for number in range(REQUESTS)], TINY.vocab_size)

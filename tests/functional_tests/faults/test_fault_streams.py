@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, greedy, make_engine, random_prompts
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice
 from megatron_async.devices.base import Event
 from megatron_async.devices.cpu import CpuEvent
 from megatron_async.engines import arrival
+from tests.support.harness import TINY, greedy, make_engine, random_prompts
 
 PATIENCE_S = 30.0
 """Of a test: far more than anything here takes."""

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from ascii_tokenizer import make_ascii_tokenizer
-from harness import (
+
+from megatron_async import DynamicInferenceEngine, SamplingParams, Status, StructuredOutput
+from megatron_async.errors import NoTokenToChoose
+from megatron_async.simulation.recorder import Recorder
+from megatron_async.simulation.recording import load_recording
+from megatron_async.simulation.replay import Replay
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.harness import (
     TINY,
     EngineFactory,
     Job,
@@ -19,12 +25,6 @@ from harness import (
     random_prompts,
     run_alone,
 )
-
-from megatron_async import DynamicInferenceEngine, SamplingParams, Status, StructuredOutput
-from megatron_async.errors import NoTokenToChoose
-from megatron_async.simulation.recorder import Recorder
-from megatron_async.simulation.recording import load_recording
-from megatron_async.simulation.replay import Replay
 
 PROMPTS = random_prompts(3, (30, 5, 17, 9), TINY.vocab_size)
 POSITION = 41

@@ -13,8 +13,9 @@ import os
 import random
 
 import pytest
-from drawn_drafts import MODES, DrawnSchedules
-from mtp_model import MTP_MODELS
+
+from tests.support.drawn_drafts import MODES, DrawnSchedules
+from tests.support.mtp_model import MTP_MODELS
 
 METHODS = ("oracle", "wrong", "fickle", "ngram", "mtp")
 COMBINATIONS = list(itertools.product(MTP_MODELS, METHODS, (1, 2, 3, 4), (0, 1, 2), MODES))

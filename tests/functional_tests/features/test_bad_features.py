@@ -8,10 +8,10 @@ import re
 from typing import Any
 
 import pytest
-from harness import EngineFactory, drain, greedy
 
 from megatron_async import InferenceConfig, SamplingParams, Status
 from megatron_async.errors import ConfigurationError, RequestError
+from tests.support.harness import EngineFactory, drain, greedy
 
 ODD: tuple[Any, ...] = (math.nan, math.inf, -math.inf, "1", None, [1], (2,), {}, 1j)
 NAN_TOKEN = [[math.nan]]

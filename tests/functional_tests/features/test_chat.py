@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE_S
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.cli import main as cli
 from megatron_async.cli.chat_session import ChatSession, TurnDoesNotFit
 from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.text.tokenizer import TokenizerError
+from tests.support.patience import PATIENCE_S
 
 SHORT = SamplingParams(temperature=0.0, num_tokens_to_generate=8)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, make_model, random_prompts
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints.huggingface import save_huggingface
@@ -20,6 +19,7 @@ from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.ops.cpu import compiler, host_attention
 from megatron_async.ops.linear import eight_bit
 from megatron_async.ops.linear.grouped_weight import GroupedWeight
+from tests.support.harness import TINY, make_model, random_prompts
 
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
 LENGTHS = (5, 70, 1, 33)

@@ -10,12 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_model import VOCABULARY, AttentionModel
-from drafters import DRAFTERS, Fickle, Oracle
-from harness import Job, assert_all_is_back, drain, greedy, make_engine, run_at
-from late_device import LateDevice
-from poisoned_blocks import poison_blocks
-from schedules import Schedule, random_schedule, run_schedule, serial_tokens
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import Chaos, CpuDevice
@@ -23,6 +17,12 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.drafters import DRAFTERS, Fickle, Oracle
+from tests.support.harness import Job, assert_all_is_back, drain, greedy, make_engine, run_at
+from tests.support.late_device import LateDevice
+from tests.support.poisoned_blocks import poison_blocks
+from tests.support.schedules import Schedule, random_schedule, run_schedule, serial_tokens
 
 SerialResults = Callable[[list[Job]], tuple[list[list[int]], list[list[int]]]]
 SCHEDULES = 8

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from attention_model import VOCABULARY, AttentionModel
-from capturing_cpu import CapturingCpu
-from drafters import DRAFTERS
-from harness import Job, assert_all_is_back, drain, greedy, make_engine
-from late_device import LateDevice
-from pipeline_scenarios import GRAMMARS, JOBS, PROMPTS, letter_tokenizer, stage_model
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, Status
 from megatron_async.errors import NoTokenToChoose
 from megatron_async.ops.sampling.slot_records import RowFeature
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.drafters import DRAFTERS
+from tests.support.harness import Job, assert_all_is_back, drain, greedy, make_engine
+from tests.support.late_device import LateDevice
+from tests.support.pipeline_scenarios import GRAMMARS, JOBS, PROMPTS, letter_tokenizer, stage_model
 
 PIECES = [chr(97 + n % 26) + "yz"[n % 2] * (n % 3) for n in range(VOCABULARY)]
 TOKENS, DRAFTS = 22, 3

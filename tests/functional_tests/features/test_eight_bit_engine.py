@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import random_prompts
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.ops.linear.eight_bit import ENGINE, EightBitWeight
+from tests.support.harness import random_prompts
 
 pytestmark = pytest.mark.skipif(
     ENGINE not in torch.backends.quantized.supported_engines, reason="torch has no fbgemm here"

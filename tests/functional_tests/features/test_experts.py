@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from capturing_cpu import CapturingCpu
-from cards import on_cards
-from harness import Job, greedy, make_engine, make_model, random_prompts, run_at
-from ranks import run_ranks
 
 from megatron_async import LLM, DynamicInferenceEngine
 from megatron_async.checkpoints.huggingface import save_huggingface
@@ -20,6 +16,10 @@ from megatron_async.devices import CpuDevice, CudaDevice, Device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.moe import TopKRouter
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.cards import on_cards
+from tests.support.harness import Job, greedy, make_engine, make_model, random_prompts, run_at
+from tests.support.ranks import run_ranks
 
 TINY = ModelArchitecture(
     "mixtral", 2, 32, 4, 2, 8, 64, 128, max_position_embeddings=1024,

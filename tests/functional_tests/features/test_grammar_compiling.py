@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ascii_tokenizer import make_ascii_tokenizer
-from harness import EngineFactory, assert_all_is_back, drain, greedy, make_engine, make_model
-from memory_channel import FollowingEngine
 
 from megatron_async import LLM, Status, StructuredOutput
 from megatron_async.errors import RequestAborted, RequestError
@@ -18,6 +15,16 @@ from megatron_async.serving.replica import Replica
 from megatron_async.serving.replica_process import serve_replica
 from megatron_async.text import grammar_compiler, grammar_limits, structured_output
 from megatron_async.text.grammar_compiler import GrammarCompiler
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.harness import (
+    EngineFactory,
+    assert_all_is_back,
+    drain,
+    greedy,
+    make_engine,
+    make_model,
+)
+from tests.support.memory_channel import FollowingEngine
 
 LOOKAHEADS = pytest.mark.parametrize("lookahead", [0, 1, 2])
 ENDLESS = StructuredOutput(json_schema={"type": "integer", "multipleOf": 9999991})

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ascii_tokenizer import make_ascii_tokenizer
 
 from megatron_async import StructuredOutput
 from megatron_async.errors import RequestError
@@ -22,6 +21,7 @@ from megatron_async.text.grammar_limits import (
     MAX_SCHEMA_DEPTH,
     MAX_WIDTH,
 )
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
 
 
 def chained_schema(links: int) -> StructuredOutput:

@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from attention_model import VOCABULARY
-from capturing_cpu import CapturingCpu
-from harness import (
+
+from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async.device_state.recurrent_state import RecurrentState
+from megatron_async.devices import Chaos, CpuDevice, Device
+from megatron_async.errors import ConfigurationError
+from tests.support.attention_model import VOCABULARY
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.harness import (
     Job,
     assert_all_is_back,
     drain,
@@ -23,15 +28,10 @@ from harness import (
     run_at,
     run_together,
 )
-from hybrid_model import HYBRID_MODELS, DeltaAttentionModel, HybridAttentionModel
-from planted_bugs import Plant
-from planted_recurrent_bugs import ROLLBACK_BUGS
-from poisoned_states import poison_states
-
-from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.device_state.recurrent_state import RecurrentState
-from megatron_async.devices import Chaos, CpuDevice, Device
-from megatron_async.errors import ConfigurationError
+from tests.support.hybrid_model import HYBRID_MODELS, DeltaAttentionModel, HybridAttentionModel
+from tests.support.planted_bugs import Plant
+from tests.support.planted_recurrent_bugs import ROLLBACK_BUGS
+from tests.support.poisoned_states import poison_states
 
 LENGTHS = (5, 19, 1, 40, 270, 8, 2, 3, 129, 127)
 PROMPTS = random_prompts(3, LENGTHS, VOCABULARY)

@@ -12,16 +12,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_model import VOCABULARY
-from capturing_cpu import CapturingCpu
-from drafters import DRAFTERS
-from harness import Job, assert_all_is_back, greedy, make_engine, random_prompts, run_at
-from hybrid_model import HYBRID_MODELS, HybridAttentionModel
-from late_device import LateDevice
-from poisoned_states import poison_states
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CpuDevice
+from tests.support.attention_model import VOCABULARY
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.drafters import DRAFTERS
+from tests.support.harness import (
+    Job,
+    assert_all_is_back,
+    greedy,
+    make_engine,
+    random_prompts,
+    run_at,
+)
+from tests.support.hybrid_model import HYBRID_MODELS, HybridAttentionModel
+from tests.support.late_device import LateDevice
+from tests.support.poisoned_states import poison_states
 
 TOKENS = 36
 LENGTHS = (5, 19, 1, 40, 140, 8)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import EngineFactory, greedy, random_prompts
-from plain_model import PlainModel, process
 
 from megatron_async import SamplingParams
 from megatron_async.ops.sampling.sampling import SamplingRows, filter_logits
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_record import sampling_record
+from tests.support.harness import EngineFactory, greedy, random_prompts
+from tests.support.plain_model import PlainModel, process
 
 PROMPTS = random_prompts(3, [3, 1, 40, 9, 25, 12, 31, 2], 128)
 TOKENS = 30

@@ -6,12 +6,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from harness import EngineFactory, Job, greedy, random_prompts, run_at
-from plain_model import PlainModel
 
 from megatron_async import SamplingParams
 from megatron_async.contexts.plan_features import NO_FEATURES
 from megatron_async.text_generation_controllers.token_sampler import TokenSampler
+from tests.support.harness import EngineFactory, Job, greedy, random_prompts, run_at
+from tests.support.plain_model import PlainModel
 
 TOKENS = 40
 PRESSURE = {"num_kv_blocks": 16, "block_size_tokens": 8, "max_tokens": 24}

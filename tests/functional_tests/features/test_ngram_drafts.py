@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_model import AttentionModel
-from capturing_cpu import CapturingCpu
-from cycling_model import CyclingHybridModel, CyclingModel
-from drawn_drafts import DrawnSchedules
-from harness import Job, alone_once, greedy, make_engine, run_at
-from ngram_watch import NgramWatch, wanted_drafts
 
 from megatron_async import DynamicInferenceEngine, InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
+from tests.support.attention_model import AttentionModel
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.cycling_model import CyclingHybridModel, CyclingModel
+from tests.support.drawn_drafts import DrawnSchedules
+from tests.support.harness import Job, alone_once, greedy, make_engine, run_at
+from tests.support.ngram_watch import NgramWatch, wanted_drafts
 
 PARTS, DRAWS = 2, 11
 KINDS = (CyclingModel, CyclingHybridModel)

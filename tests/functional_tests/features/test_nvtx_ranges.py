@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ascii_tokenizer import make_ascii_tokenizer
-from capturing_cpu import CapturingCpu
-from drafters import DRAFTERS
-from harness import greedy, make_engine, make_model
-from nvtx_log import NvtxLog, injection, read_log
-from ranks import run_ranks
 
 from megatron_async import LLM, DynamicInferenceEngine, StructuredOutput
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.errors import ConfigurationError
 from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.tracer import Tracer
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.drafters import DRAFTERS
+from tests.support.harness import greedy, make_engine, make_model
+from tests.support.nvtx_log import NvtxLog, injection, read_log
+from tests.support.ranks import run_ranks
 
 PARTS = ["forward_pass", "sampling", "feed_back"]
 DEVICE = ["device_step", *(f"device_step/{part}" for part in PARTS)]

@@ -10,20 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from attention_model import VOCABULARY, AttentionModel
-from caching_engine import TEXT, caching
-from drafters import DRAFTERS
-from harness import Job, alone_once, assert_all_is_back, greedy, make_engine, make_model, run_at
-from late_device import LateDevice
-from poisoned_blocks import poison_blocks
-from schedules import Schedule, run_schedule
-from sharing_schedules import sharing_schedule
 
 from megatron_async import DynamicInferenceEngine, InferenceConfig
 from megatron_async.contexts import prefix_cache
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.caching_engine import TEXT, caching
+from tests.support.drafters import DRAFTERS
+from tests.support.harness import (
+    Job,
+    alone_once,
+    assert_all_is_back,
+    greedy,
+    make_engine,
+    make_model,
+    run_at,
+)
+from tests.support.late_device import LateDevice
+from tests.support.poisoned_blocks import poison_blocks
+from tests.support.schedules import Schedule, run_schedule
+from tests.support.sharing_schedules import sharing_schedule
 
 SCHEDULES = 24
 ASKED: list[dict[str, Any]] = [

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_model import AttentionModel
-from caching_engine import TEXT, caching
-from harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
-from late_device import LateDevice
-from poisoned_blocks import poison_blocks
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.prefix_hashes import block_hashes
+from tests.support.attention_model import AttentionModel
+from tests.support.caching_engine import TEXT, caching
+from tests.support.harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
+from tests.support.late_device import LateDevice
+from tests.support.poisoned_blocks import poison_blocks
 
 
 @pytest.fixture(scope="module")

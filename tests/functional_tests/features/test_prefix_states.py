@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_model import VOCABULARY
-from capturing_cpu import CapturingCpu
-from harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
-from hybrid_model import HYBRID_MODELS, HybridAttentionModel
-from late_device import LateDevice
-from poisoned_blocks import poison_blocks
-from poisoned_states import poison_states
-from state_plans import watch_state_plans
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Chaos, CpuDevice
+from tests.support.attention_model import VOCABULARY
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
+from tests.support.hybrid_model import HYBRID_MODELS, HybridAttentionModel
+from tests.support.late_device import LateDevice
+from tests.support.poisoned_blocks import poison_blocks
+from tests.support.poisoned_states import poison_states
+from tests.support.state_plans import watch_state_plans
 
 UNIT = 128
 TURNS = 3

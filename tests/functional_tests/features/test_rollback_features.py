@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.ops.sampling.slot_records import PROMPT_TOKEN, WINDOW
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.rollback.known_tokens import KnownTokens
+from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 TOKENS = 30
 PROMPTS = random_prompts(9, (5, 33, 2, 14, 40, 21, 8, 1), TINY.vocab_size)

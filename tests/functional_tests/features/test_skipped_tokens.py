@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from attention_model import VOCABULARY, AttentionModel
-from capturing_cpu import CapturingCpu
-from drafters import DRAFTERS
-from harness import Job, alone_once, assert_all_is_back, greedy, make_engine
-from late_device import LateDevice
-from pieces import Pieces
-from poisoned_blocks import poison_blocks
-from schedules import MAX_STEPS
 
 from megatron_async import DynamicInferenceEngine, StructuredOutput
 from megatron_async.devices import CpuDevice
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.drafters import DRAFTERS
+from tests.support.harness import Job, alone_once, assert_all_is_back, greedy, make_engine
+from tests.support.late_device import LateDevice
+from tests.support.pieces import Pieces
+from tests.support.poisoned_blocks import poison_blocks
+from tests.support.schedules import MAX_STEPS
 
 SIZE = 4
 """Tokens of a block."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from harness import TINY, EngineFactory, Job, drain, greedy, random_prompts, run_at
 
 from megatron_async import LLM, DynamicInferenceEngine, Status
+from tests.support.harness import TINY, EngineFactory, Job, drain, greedy, random_prompts, run_at
 
 PROMPT_LENGTHS = (3, 17, 40, 8, 25, 1)
 TOKENS = 40

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from ascii_tokenizer import EOS, make_ascii_tokenizer
-from harness import (
+
+from megatron_async import SamplingParams, Status, StructuredOutput
+from megatron_async.devices.cpu import Chaos, CpuDevice, CpuStream
+from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.errors import RequestError
+from megatron_async.text.tokenizer import Tokenizer
+from tests.support.ascii_tokenizer import EOS, make_ascii_tokenizer
+from tests.support.harness import (
     EngineFactory,
     Job,
     assert_all_is_back,
@@ -20,12 +26,6 @@ from harness import (
     run_alone,
     run_at,
 )
-
-from megatron_async import SamplingParams, Status, StructuredOutput
-from megatron_async.devices.cpu import Chaos, CpuDevice, CpuStream
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.errors import RequestError
-from megatron_async.text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import drain, greedy, make_engine, make_model, random_prompts
-from late_device import LateDevice
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.step_state import OfThread
+from tests.support.harness import drain, greedy, make_engine, make_model, random_prompts
+from tests.support.late_device import LateDevice
 
 TOKENS = 8
 PROMPTS = random_prompts(91, (9, 4, 17), 512)

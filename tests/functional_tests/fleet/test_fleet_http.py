@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 import uvicorn
-from patience import PATIENCE_S
-from test_fleet_streams import InProcess, fleet_of, until
 
 from megatron_async.fleet.own_port import OwnPort
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.http.asgi_app import AsgiApp, make_app
 from megatron_async.server.stream_hub import StreamHub
+from tests.functional_tests.fleet.test_fleet_streams import InProcess, fleet_of, until
+from tests.support.patience import PATIENCE_S
 
 BODY = {"prompt": [5, 7, 11], "max_tokens": 30, "temperature": 0, "return_token_ids": True}
 

@@ -9,9 +9,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
-from harness import greedy, make_engine, make_model
-from patience import PATIENCE_S
-from token_reader import TokenReader
 
 from megatron_async.errors import ReplicaLost
 from megatron_async.fleet.client import FleetClient
@@ -20,6 +17,9 @@ from megatron_async.fleet.replica import FleetReplica
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.readers import RequestEnd
 from megatron_async.serving.records import CoordinatorConfig
+from tests.support.harness import greedy, make_engine, make_model
+from tests.support.patience import PATIENCE_S
+from tests.support.token_reader import TokenReader
 
 STREAMS = 12
 MODEL: list[Any] = []

@@ -7,9 +7,10 @@ import urllib.request
 
 import psutil
 import pytest
-from open_sockets import listening, reachable
-from patience import eventually
-from ranks import free_port
+
+from tests.support.open_sockets import listening, reachable
+from tests.support.patience import eventually
+from tests.support.ranks import free_port
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 

@@ -13,51 +13,58 @@ from concurrent.futures import wait
 from typing import Any, ClassVar
 
 import pytest
-from attention_model import VOCABULARY, AttentionModel
-from drafters import DRAFTERS
-from fuzz_requests import MAX_SEQUENCE, Ask, asks, engine_settings, snapshot_settings
-from harness import assert_all_is_back, make_engine
-from hybrid_model import HYBRID_MODELS
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from late_device import LateDevice
-from mtp_model import MTP_MODELS, MtpModel
-from mtp_watch import MtpWatch, WholeSequences
-from ngram_watch import NgramWatch
-from patience import PATIENCE_S
-from pieces import Pieces
-from poisoned_blocks import poison_blocks
-from poisoned_states import poison_states
-from serial_answers import SerialAnswers
-from shared_checkers import lend_checkers
-from state_plans import watch_state_plans
-from step_limits import StepLimits
-from step_watch import StepWatch
-from ticking_launches import TickingLaunches
-from tracked_request import TrackedRequest
 
 from megatron_async import SamplingParams
 from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from tests.functional_tests.fuzz.fuzz_requests import (
+    MAX_SEQUENCE,
+    Ask,
+    asks,
+    engine_settings,
+    snapshot_settings,
+)
+from tests.functional_tests.fuzz.serial_answers import SerialAnswers
+from tests.functional_tests.fuzz.tracked_request import TrackedRequest
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.drafters import DRAFTERS
+from tests.support.harness import assert_all_is_back, make_engine
+from tests.support.hybrid_model import HYBRID_MODELS
+from tests.support.late_device import LateDevice
+from tests.support.mtp_model import MTP_MODELS, MtpModel
+from tests.support.mtp_watch import MtpWatch, WholeSequences
+from tests.support.ngram_watch import NgramWatch
+from tests.support.patience import PATIENCE_S
+from tests.support.pieces import Pieces
+from tests.support.poisoned_blocks import poison_blocks
+from tests.support.poisoned_states import poison_states
+from tests.support.shared_checkers import lend_checkers
+from tests.support.state_plans import watch_state_plans
+from tests.support.step_limits import StepLimits
+from tests.support.step_watch import StepWatch
+from tests.support.ticking_launches import TickingLaunches
 
 MAX_STEPS = 1000
 """More than any schedule takes to its end; beyond it an engine is stuck."""
 PREAMBLE = """\
 import asyncio
-from attention_model import VOCABULARY, AttentionModel
-from drafters import DRAFTERS
-from pieces import Pieces
-from harness import make_engine
-from hybrid_model import DeltaAttentionModel, HybridAttentionModel, MixedAttentionModel
-from late_device import LateDevice
-from mtp_model import MtpHybridModel, MtpModel
-from poisoned_blocks import poison_blocks
-from poisoned_states import poison_states
-from small_grid import use_small_grid
-from step_limits import StepLimits
-from ticking_launches import TickingLaunches
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.drafters import DRAFTERS
+from tests.support.pieces import Pieces
+from tests.support.harness import make_engine
+from tests.support.hybrid_model import DeltaAttentionModel, HybridAttentionModel
+from tests.support.hybrid_model import MixedAttentionModel
+from tests.support.late_device import LateDevice
+from tests.support.mtp_model import MtpHybridModel, MtpModel
+from tests.support.poisoned_blocks import poison_blocks
+from tests.support.poisoned_states import poison_states
+from tests.support.small_grid import use_small_grid
+from tests.support.step_limits import StepLimits
+from tests.support.ticking_launches import TickingLaunches
 from megatron_async import SamplingParams
 use_small_grid()
 device, loop = LateDevice(), asyncio.new_event_loop()"""

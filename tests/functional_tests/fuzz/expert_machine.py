@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from beside_others import BesideOthers
-from engine_machine import EngineMachine, needs_a_request, runs
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+
+from tests.functional_tests.fuzz.engine_machine import EngineMachine, needs_a_request, runs
+from tests.support.beside_others import BesideOthers
 
 MOST_STEPS = 5
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from engine_machine import EngineMachine, needs_a_request, runs, some_request
-from fuzz_requests import Ask, asks
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+
+from tests.functional_tests.fuzz.engine_machine import (
+    EngineMachine,
+    needs_a_request,
+    runs,
+    some_request,
+)
+from tests.functional_tests.fuzz.fuzz_requests import Ask, asks
 
 MOST_FAILURES = 4
 

@@ -10,11 +10,11 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from attention_model import VOCABULARY
 from hypothesis import strategies as st
 
 from megatron_async import StructuredOutput
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from tests.support.attention_model import VOCABULARY
 
 MAX_PROMPT, MAX_NEW_TOKENS = 20, 24
 MAX_SEQUENCE = MAX_PROMPT + MAX_NEW_TOKENS

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bytecodes import AtBytecode, ctrl_c, interrupt
-from engine_machine import EngineMachine, runs
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.engines.loop import end_turn
 from megatron_async.observe.listener import EngineListener
+from tests.functional_tests.fuzz.engine_machine import EngineMachine, runs
+from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
 
 MOST_BYTECODES = 3001
 """Few steps have more; one that has fewer is not interrupted."""

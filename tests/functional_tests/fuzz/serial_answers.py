@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from attention_model import AttentionModel
-from fuzz_requests import MAX_DRAFTS, MAX_SEQUENCE, STOPPING, Ask
-from harness import drain, make_engine
-from late_device import LateDevice
-from pieces import Pieces
-from shared_checkers import lend_checkers
-
 from megatron_async import SamplingParams
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from tests.functional_tests.fuzz.fuzz_requests import MAX_DRAFTS, MAX_SEQUENCE, STOPPING, Ask
+from tests.support.attention_model import AttentionModel
+from tests.support.harness import drain, make_engine
+from tests.support.late_device import LateDevice
+from tests.support.pieces import Pieces
+from tests.support.shared_checkers import lend_checkers
 
 
 class SerialAnswers:

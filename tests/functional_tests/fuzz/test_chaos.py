@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from harness import EngineFactory
-from planted_bugs import Plant, no_generations, one_sample_buffer, one_staging_buffer
-from schedules import wrong_results
 
 from megatron_async.devices.cpu import CpuStream
+from tests.support.harness import EngineFactory
+from tests.support.planted_bugs import Plant, no_generations, one_sample_buffer, one_staging_buffer
+from tests.support.schedules import wrong_results
 
 SCHEDULES = 60
 SCHEDULES_A_TEST = 20

@@ -46,22 +46,22 @@ import os
 from collections import Counter
 
 import pytest
-from engine_machine import EngineMachine
-from expert_machine import ExpertMachine
-from failing_machine import FailingMachine
-from fuzz_requests import MAX_SEQUENCE, Ask
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import run_state_machine_as_test
-from interrupted_machine import InterruptedMachine
-from planted_bugs import BUGS, Plant
-from planted_interrupt_bugs import INTERRUPT_BUGS
-from small_grid import use_small_grid
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.engines.pausing import Pausing
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.text import structured_output
+from tests.functional_tests.fuzz.engine_machine import EngineMachine
+from tests.functional_tests.fuzz.expert_machine import ExpertMachine
+from tests.functional_tests.fuzz.failing_machine import FailingMachine
+from tests.functional_tests.fuzz.fuzz_requests import MAX_SEQUENCE, Ask
+from tests.functional_tests.fuzz.interrupted_machine import InterruptedMachine
+from tests.support.planted_bugs import BUGS, Plant
+from tests.support.planted_interrupt_bugs import INTERRUPT_BUGS
+from tests.support.small_grid import use_small_grid
 
 SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "160"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))

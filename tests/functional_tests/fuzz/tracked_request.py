@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from fuzz_requests import COMPARED, CUT_SHORT, Ask, equal
-from serial_answers import SerialAnswers
-
 from megatron_async import DynamicInferenceEngine, Status
 from megatron_async.errors import RequestAborted, RequestError, StepFailed
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.streaming import RequestStream, StreamChunk
+from tests.functional_tests.fuzz.fuzz_requests import COMPARED, CUT_SHORT, Ask, equal
+from tests.functional_tests.fuzz.serial_answers import SerialAnswers
 
 
 class TrackedRequest:

@@ -7,11 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Job, drain, greedy, make_engine, make_model, random_prompts, run_at
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
+from tests.support.harness import (
+    Job,
+    drain,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+    run_at,
+)
 
 pytestmark = pytest.mark.gpu
 

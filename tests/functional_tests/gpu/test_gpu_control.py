@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import (
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.devices import make_device
+from megatron_async.models.architecture import ModelArchitecture
+from tests.support.harness import (
     Job,
     assert_all_is_back,
     drain,
@@ -14,10 +18,6 @@ from harness import (
     random_prompts,
     run_at,
 )
-
-from megatron_async import DynamicInferenceEngine
-from megatron_async.devices import make_device
-from megatron_async.models.architecture import ModelArchitecture
 
 pytestmark = pytest.mark.gpu
 

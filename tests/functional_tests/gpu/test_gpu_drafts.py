@@ -7,14 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from draft_recorder import DraftRecorder
-from harness import Job, assert_all_is_back, greedy, make_engine, make_model, random_prompts, run_at
-from poisoned_states import poison_states
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice, CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from tests.support.draft_recorder import DraftRecorder
+from tests.support.harness import (
+    Job,
+    assert_all_is_back,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+    run_at,
+)
+from tests.support.poisoned_states import poison_states
 
 pytestmark = pytest.mark.gpu
 SHAPES = {

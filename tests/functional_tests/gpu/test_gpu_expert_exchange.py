@@ -8,8 +8,6 @@ import random
 
 import pytest
 import torch
-from cards import on_cards
-from ranks import run_ranks
 from torch import Tensor
 
 from megatron_async.devices import make_device
@@ -22,6 +20,8 @@ from megatron_async.ops.experts.symmetric_exchange import (
     exchange_of,
 )
 from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from tests.support.cards import on_cards
+from tests.support.ranks import run_ranks
 
 HIDDEN, TOPK, EPS, MOST = 512, 3, 1e-5, 256
 TOKENS = (1, 3, 64, 256, 300, 2)

@@ -11,14 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Job, drain, greedy, make_engine, make_model, random_prompts
-from test_structured_output import CHOICE, JOBS, ascii_tokenizer, check_valid
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from tests.functional_tests.features.test_structured_output import (
+    CHOICE,
+    JOBS,
+    ascii_tokenizer,
+    check_valid,
+)
+from tests.support.harness import Job, drain, greedy, make_engine, make_model, random_prompts
 
 __all__ = ["ascii_tokenizer"]
 pytestmark = pytest.mark.gpu

@@ -7,14 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Job, drain, greedy, make_engine, make_model, random_prompts, run_at
-from poisoned_states import poison_states
-from state_plans import watch_state_plans
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from tests.support.harness import (
+    Job,
+    drain,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+    run_at,
+)
+from tests.support.poisoned_states import poison_states
+from tests.support.state_plans import watch_state_plans
 
 pytestmark = pytest.mark.gpu
 MAMBA = replace(DUMMY_SHAPES["tiny-hybrid"], kv_channels=32, mamba_head_dim=32, mamba_state_dim=64)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cards import on_cards
-from gpu_ranks import (
+
+from tests.support.cards import on_cards
+from tests.support.gpu_ranks import (
     CASES,
     DRAFTING,
     JOBS,
@@ -15,8 +16,8 @@ from gpu_ranks import (
     serve_on,
     world_of,
 )
-from lively_models import store_lively
-from ranks import run_ranks
+from tests.support.lively_models import store_lively
+from tests.support.ranks import run_ranks
 
 Stored = dict[str, tuple[str, list[list[int]]]]
 EVERYTHING = tuple(range(len(JOBS)))

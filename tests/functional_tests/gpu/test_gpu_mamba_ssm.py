@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from compat_hybrids import hybrid_model, hybrids_on_a_cpu, hybrids_on_a_gpu
-from compat_models import LENGTH, VOCABULARY, engine_of
-from harness import drain, greedy, random_prompts
 from megatron.core.activations import squared_relu
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_async.devices import make_device
+from tests.support.compat_hybrids import hybrid_model, hybrids_on_a_cpu, hybrids_on_a_gpu
+from tests.support.compat_models import LENGTH, VOCABULARY, engine_of
+from tests.support.harness import drain, greedy, random_prompts
 
 pytestmark = [
     pytest.mark.gpu,

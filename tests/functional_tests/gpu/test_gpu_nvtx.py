@@ -6,7 +6,6 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from harness import greedy
 
 from megatron_async import LLM, DynamicInferenceEngine
 from megatron_async.observe.tracer import PARTS
@@ -15,6 +14,7 @@ from megatron_async.profiling.gpu_profile import (
     device_activities,
     profile_device,
 )
+from tests.support.harness import greedy
 
 pytestmark = pytest.mark.gpu
 MARKERS = [f"{part}_ends" for part in PARTS]

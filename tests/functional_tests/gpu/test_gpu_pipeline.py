@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cards import on_cards
-from harness import Job, drain, greedy, make_engine, random_prompts
-from pipeline_scenarios import JOBS, Result, everything, stage_model
-from ranks import run_ranks
 
 from megatron_async.devices import CpuDevice, Device, make_device
 from megatron_async.models.architecture import ModelArchitecture
+from tests.support.cards import on_cards
+from tests.support.harness import Job, drain, greedy, make_engine, random_prompts
+from tests.support.pipeline_scenarios import JOBS, Result, everything, stage_model
+from tests.support.ranks import run_ranks
 
 # Heads that the kernels serve, and a number of layers that neither two nor four divides.
 SHAPE = ModelArchitecture(

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cards import on_cards
-from harness import Job, greedy, make_model, random_prompts
-from ranks import run_ranks
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints.huggingface import save_huggingface
@@ -22,6 +19,9 @@ from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
 from megatron_async.ops.sampling import triton_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
+from tests.support.cards import on_cards
+from tests.support.harness import Job, greedy, make_model, random_prompts
+from tests.support.ranks import run_ranks
 
 HIDDEN, EPS = 512, 1e-5
 WORLDS = on_cards([2, 4])

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from compat_models import LENGTH, VOCABULARY, config_of, engine_of, fill
-from harness import drain, greedy, random_prompts
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_async.devices import make_device
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from tests.support.compat_models import LENGTH, VOCABULARY, config_of, engine_of, fill
+from tests.support.harness import drain, greedy, random_prompts
 
 pytestmark = pytest.mark.gpu
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import TINY, EngineFactory, drain, greedy, random_prompts
 
 from megatron_async import DynamicInferenceEngine, Status
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.errors import RequestAborted
 from megatron_async.requests.inference_request import DynamicInferenceEventType
+from tests.support.harness import TINY, EngineFactory, drain, greedy, random_prompts
 
 VICTIM, OTHERS = 2, (0, 1)
 TOKENS = 24

@@ -8,16 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import (
-    TINY,
-    EngineFactory,
-    Job,
-    assert_all_is_back,
-    greedy,
-    make_model,
-    random_prompts,
-    run_together,
-)
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -45,6 +35,16 @@ from megatron_async.serving.replica_card import card_of
 from megatron_async.text.conversation import RAW_CHAT
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
+)
+from tests.support.harness import (
+    TINY,
+    EngineFactory,
+    Job,
+    assert_all_is_back,
+    greedy,
+    make_model,
+    random_prompts,
+    run_together,
 )
 
 STATS = {

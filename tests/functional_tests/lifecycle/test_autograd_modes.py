@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from ascii_tokenizer import make_ascii_tokenizer
-from harness import (
+
+from megatron_async import LLM, DynamicInferenceEngine, SamplingParams, StructuredOutput
+from megatron_async.devices import CpuDevice, Device
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.harness import (
     TINY,
     assert_all_is_back,
     drain,
@@ -19,11 +23,7 @@ from harness import (
     make_model,
     random_prompts,
 )
-from late_device import LateDevice
-
-from megatron_async import LLM, DynamicInferenceEngine, SamplingParams, StructuredOutput
-from megatron_async.devices import CpuDevice, Device
-from megatron_async.requests.inference_request import DynamicInferenceRequest
+from tests.support.late_device import LateDevice
 
 Mode = Callable[[], AbstractContextManager[Any]]
 MODES: dict[str, Mode] = {

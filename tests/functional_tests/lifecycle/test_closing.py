@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, Job, greedy, make_engine, random_prompts, run_together
-from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import EngineStopped, RankLost, RequestAborted
+from tests.support.harness import TINY, Job, greedy, make_engine, random_prompts, run_together
+from tests.support.patience import PATIENCE_S
 
 PROMPTS = random_prompts(95, (7, 12, 4, 9), TINY.vocab_size)
 STEPS = 9

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from harness import TINY, EngineFactory, drain, greedy, random_prompts
-from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Event
 from megatron_async.errors import WrongThread
+from tests.support.harness import TINY, EngineFactory, drain, greedy, random_prompts
+from tests.support.patience import PATIENCE_S
 
 PROMPTS = random_prompts(91, (7, 5), TINY.vocab_size)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import drain, greedy, make_engine, make_model, random_prompts
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.observe.timeline import Timeline
+from tests.support.harness import drain, greedy, make_engine, make_model, random_prompts
 
 MEDIUM = ModelArchitecture("llama", 8, 512, 8, 4, 64, 1536, 2048, max_position_embeddings=1024)
 """A step of it takes some 10 ms, twenty times what the CPU needs to prepare one."""

@@ -6,7 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from harness import (
+
+from megatron_async import SamplingParams
+from tests.support.harness import (
     NUM_TOKENS,
     EngineFactory,
     Job,
@@ -16,8 +18,6 @@ from harness import (
     run_at,
     run_together,
 )
-
-from megatron_async import SamplingParams
 
 SMALL_POOL = {"block_size_tokens": 16, "num_kv_blocks": 14}
 """One or two of the eight requests fit at their full lengths."""

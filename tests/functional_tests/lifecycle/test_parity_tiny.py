@@ -7,7 +7,10 @@ from itertools import product
 
 import pytest
 import torch
-from harness import (
+
+from megatron_async import SamplingParams
+from megatron_async.models import linear
+from tests.support.harness import (
     TINY,
     EngineFactory,
     Job,
@@ -18,9 +21,6 @@ from harness import (
     run_alone,
     run_at,
 )
-
-from megatron_async import SamplingParams
-from megatron_async.models import linear
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 100)
 TOKENS = 28

@@ -11,8 +11,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from capturing_cpu import CapturingCpu
-from harness import (
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.contexts.request_slots import SlotState
+from megatron_async.devices import Chaos, CpuDevice
+from megatron_async.engines.pausing import EngineState
+from megatron_async.errors import EngineStopped, OutOfMemoryError, RequestAborted
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.harness import (
     TINY,
     EngineFactory,
     assert_all_is_back,
@@ -22,14 +28,8 @@ from harness import (
     make_model,
     random_prompts,
 )
-from patience import PATIENCE_S
-from ranks import run_ranks
-
-from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts.request_slots import SlotState
-from megatron_async.devices import Chaos, CpuDevice
-from megatron_async.engines.pausing import EngineState
-from megatron_async.errors import EngineStopped, OutOfMemoryError, RequestAborted
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import run_ranks
 
 TOKENS = 40
 PROMPTS = random_prompts(5, (3, 40, 11, 1, 26), TINY.vocab_size)

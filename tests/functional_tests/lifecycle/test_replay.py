@@ -9,17 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ascii_tokenizer import make_ascii_tokenizer
-from harness import (
-    TINY,
-    EngineFactory,
-    drain,
-    greedy,
-    make_engine,
-    make_model,
-    random_prompts,
-)
-from schedules import random_schedule, run_schedule
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
 from megatron_async.contexts import dynamic_context
@@ -34,6 +23,17 @@ from megatron_async.simulation.recording import (
 )
 from megatron_async.simulation.replay import Replay
 from megatron_async.simulation.state_report import describe_state
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.harness import (
+    TINY,
+    EngineFactory,
+    drain,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+)
+from tests.support.schedules import random_schedule, run_schedule
 
 
 class Letters:

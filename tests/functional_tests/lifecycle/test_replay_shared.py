@@ -9,10 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_model import VOCABULARY
-from harness import greedy, make_engine, make_model
-from schedules import run_schedule
-from sharing_schedules import sharing_schedule
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.prefix_cache import NOTHING, PrefixCache
@@ -24,6 +20,10 @@ from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import Launched, RecordingError, load_recording
 from megatron_async.simulation.replay import Replay
+from tests.support.attention_model import VOCABULARY
+from tests.support.harness import greedy, make_engine, make_model
+from tests.support.schedules import run_schedule
+from tests.support.sharing_schedules import sharing_schedule
 
 SCHEDULES = 8
 

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from capturing_cpu import CapturingCpu
-from harness import (
+
+from megatron_async import DynamicInferenceEngine, SamplingParams, Status
+from megatron_async.device_state.shadow import ShadowRing
+from megatron_async.device_state.slot_states import PerSlotState
+from megatron_async.errors import ConfigurationError, StepFailed
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.harness import (
     TINY,
     EngineFactory,
     Job,
@@ -21,13 +26,8 @@ from harness import (
     run_at,
     run_together,
 )
-from patience import PATIENCE_S
-from schedules import wrong_results
-
-from megatron_async import DynamicInferenceEngine, SamplingParams, Status
-from megatron_async.device_state.shadow import ShadowRing
-from megatron_async.device_state.slot_states import PerSlotState
-from megatron_async.errors import ConfigurationError, StepFailed
+from tests.support.patience import PATIENCE_S
+from tests.support.schedules import wrong_results
 
 POLICIES = ("reconcile", "rollback")
 TOKENS = 24

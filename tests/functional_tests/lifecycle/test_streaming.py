@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
-from patience import PATIENCE_S
 
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.errors import RequestAborted
 from megatron_async.requests import stream_wakeups
 from megatron_async.requests.streaming import RequestStream, StreamChunk
+from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
+from tests.support.patience import PATIENCE_S
 
 TOKENS = 30
 PROMPTS = random_prompts(11, (4, 19, 33, 7), TINY.vocab_size)

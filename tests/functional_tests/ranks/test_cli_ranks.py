@@ -9,7 +9,8 @@ import os
 
 import pytest
 import torch.distributed as dist
-from ranks import free_port, run_ranks
+
+from tests.support.ranks import free_port, run_ranks
 
 TINY = ("generate", "--model", "dummy:tiny", "--device", "cpu", "--no-progress")
 PROMPTS = ("--prompt", "1 2 3", "--prompt", "4 5", "--prompt", "999999", "--max-new-tokens", "5")

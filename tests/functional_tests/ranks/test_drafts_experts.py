@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_experts import (
+
+from megatron_async.checkpoints.huggingface import save_huggingface
+from megatron_async.devices import CpuDevice, CudaDevice
+from tests.support.drafting_experts import (
     DRAFTS,
     LOOKAHEADS,
     NUMBERS,
@@ -24,11 +27,8 @@ from drafting_experts import (
     answers,
     drafting,
 )
-from harness import CPU, make_engine, make_model
-from ranks import run_ranks
-
-from megatron_async.checkpoints.huggingface import save_huggingface
-from megatron_async.devices import CpuDevice, CudaDevice
+from tests.support.harness import CPU, make_engine, make_model
+from tests.support.ranks import run_ranks
 
 WIDE = DRAFTS + 1
 Alone = tuple[list[list[int]], list[Any]]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drafting_ranks import ABORTED, RUNS, drafting, plain
-from ranks import run_ranks
+
+from tests.support.drafting_ranks import ABORTED, RUNS, drafting, plain
+from tests.support.ranks import run_ranks
 
 Plain = tuple[list[dict[str, Any]], list[list[int]]]
 COUNTED = ("steps", "rows", "pauses", "evictions", "zombie_rows", "accepted_tokens",

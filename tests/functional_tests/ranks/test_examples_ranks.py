@@ -8,7 +8,7 @@ import os
 import runpy
 from pathlib import Path
 
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 

@@ -8,17 +8,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from capturing_cpu import CapturingCpu
-from harness import TINY, assert_all_is_back, drain, greedy, make_engine, make_model, random_prompts
-from memory_channel import FollowingEngine
-from memory_communicator import MemoryCommunicator
-from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice
 from megatron_async.ranks.actions import Report, Turn
 from megatron_async.ranks.expert_consensus import ExpertConsensus
 from megatron_async.ranks.leader import Leader
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.harness import (
+    TINY,
+    assert_all_is_back,
+    drain,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+)
+from tests.support.memory_channel import FollowingEngine
+from tests.support.memory_communicator import MemoryCommunicator
+from tests.support.patience import PATIENCE_S
 
 MODEL = make_model()
 PROMPTS = random_prompts(5, (3, 40, 11, 1, 26), TINY.vocab_size)

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+
+from tests.support.ranks import run_ranks
 
 PROMPTS = [[1, 2, 3], list(range(40, 90)), [7], list(range(30)), [5, 6], [9] * 17, [4], [8, 1]]
 TOGETHER_S = 0.01
@@ -65,7 +66,7 @@ async def _serve(engine: Any, rank: int) -> dict[int, Any]:
 def _on_a_rank(late: bool) -> tuple[dict[int, Any], int, int, int, int]:
     """Answers, steps, steps without requests of its own, looks at what the other does, and launches
     that waited, if they are `late`."""
-    from ticking_launches import TickingLaunches
+    from tests.support.ticking_launches import TickingLaunches
 
     looks = 0
     with _llm(expert_model_parallel_size=2, late_launch=late) as llm:

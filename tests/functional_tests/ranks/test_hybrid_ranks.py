@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hybrid_ranks import (
+
+from megatron_async.models.parallel_state import ParallelSizes
+from tests.support.hybrid_ranks import (
     CASES,
     JOBS,
     MODELS,
@@ -16,10 +18,8 @@ from hybrid_ranks import (
     serve_all,
     serve_mine,
 )
-from lively_models import store_lively
-from ranks import run_ranks
-
-from megatron_async.models.parallel_state import ParallelSizes
+from tests.support.lively_models import store_lively
+from tests.support.ranks import run_ranks
 
 Stored = dict[str, tuple[str, list[list[int]]]]
 EVERY = (0, 1, 2, 3)

@@ -10,14 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import TINY, assert_all_is_back, drain, greedy, make_engine, make_model, random_prompts
-from memory_channel import FollowingEngine
-from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.engines import arrival
 from megatron_async.errors import JobFailed, RankLost, RanksDisagree, StepFailed
 from megatron_async.ranks import leader, rank_group
+from tests.support.harness import (
+    TINY,
+    assert_all_is_back,
+    drain,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+)
+from tests.support.memory_channel import FollowingEngine
+from tests.support.patience import PATIENCE_S
 
 PROMPTS = random_prompts(5, (3, 40, 11, 1, 26), TINY.vocab_size)
 PARAMS = [

@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+
+from tests.support.ranks import run_ranks
 
 PROMPTS = [[1, 2, 3], list(range(40, 90)), [7], list(range(30))]
 

@@ -13,11 +13,11 @@ import os
 from typing import Any
 
 import pytest
-from draft_recorder import DraftRecorder
-from harness import greedy
-from ranks import run_ranks
 
 from megatron_async import LLM
+from tests.support.draft_recorder import DraftRecorder
+from tests.support.harness import greedy
+from tests.support.ranks import run_ranks
 
 Drafts = dict[tuple[int, ...], list[int]]
 PROMPTS = ([1, 2, 3], [4] * 9, list(range(40, 90)), [7], list(range(30)))

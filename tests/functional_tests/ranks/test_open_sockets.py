@@ -8,16 +8,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from open_sockets import listening, reachable, second_address
-from patience import PATIENCE_S, eventually
-from ranks import run_ranks
-from served import ENGINE, Served
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.communication.own_folder import FOLDER_VARIABLE, OwnFolder
 from megatron_async.errors import ConfigurationError, RankLost
 from megatron_async.models import peer_check
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from tests.support.open_sockets import listening, reachable, second_address
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.ranks import run_ranks
+from tests.support.served import ENGINE, Served
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux's /proc"

@@ -7,13 +7,20 @@ from functools import partial
 from typing import Any
 
 import pytest
-from harness import greedy, make_engine
-from pipeline_scenarios import CASES, PROMPTS, fail_once, run_captured, run_cases, stage_model
-from ranks import RankError, run_ranks
 
 from megatron_async import LLM
 from megatron_async.devices import CpuDevice
 from megatron_async.errors import OutOfMemoryError
+from tests.support.harness import greedy, make_engine
+from tests.support.pipeline_scenarios import (
+    CASES,
+    PROMPTS,
+    fail_once,
+    run_captured,
+    run_cases,
+    stage_model,
+)
+from tests.support.ranks import RankError, run_ranks
 
 RUNS = {
     "all at once": [0, 1, 2, 3],

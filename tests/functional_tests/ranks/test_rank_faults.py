@@ -8,11 +8,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from dying_ranks import LAYOUTS, SETTINGS, end_one, fail_alone
-from patience import PATIENCE_S
-from ranks import RankOutcome, Ranks, run_ranks
 
 from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST
+from tests.support.dying_ranks import LAYOUTS, SETTINGS, end_one, fail_alone
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import RankOutcome, Ranks, run_ranks
 
 PAIRS = [
     pytest.param(layout, rank, id=f"{layout}-{role}")

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from beside_others import BesideOthers
-from harness import TINY, assert_all_is_back, greedy, make_engine, random_prompts
-from late_device import LateDevice
-from patience import PATIENCE_S
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.ranks import finishing
 from megatron_async.ranks.join_group import RankPlace
+from tests.support.beside_others import BesideOthers
+from tests.support.harness import TINY, assert_all_is_back, greedy, make_engine, random_prompts
+from tests.support.late_device import LateDevice
+from tests.support.patience import PATIENCE_S
 
 PROMPTS = random_prompts(5, (3, 40, 11), TINY.vocab_size)
 PARAMS = [greedy(12), greedy(12, temperature=0.8, seed=3), greedy(12)]

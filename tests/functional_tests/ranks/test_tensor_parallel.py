@@ -11,20 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from ascii_tokenizer import make_ascii_tokenizer
-from capturing_cpu import CapturingCpu
-from drafters import DRAFTERS
-from harness import (
-    CPU,
-    Job,
-    greedy,
-    make_engine,
-    make_model,
-    random_prompts,
-    run_at,
-    run_together,
-)
-from ranks import run_ranks
 
 from megatron_async import LLM, SamplingParams, StructuredOutput
 from megatron_async.checkpoints import open_model
@@ -35,6 +21,20 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.text import structured_output
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.drafters import DRAFTERS
+from tests.support.harness import (
+    CPU,
+    Job,
+    greedy,
+    make_engine,
+    make_model,
+    random_prompts,
+    run_at,
+    run_together,
+)
+from tests.support.ranks import run_ranks
 
 ODD = ModelArchitecture(
     "qwen2", 2, 32, 4, 2, 8, 64, 131, add_qkv_bias=True, max_position_embeddings=1024

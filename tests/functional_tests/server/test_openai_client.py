@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from patience import eventually
-from served import KEY, Served
 
 from megatron_async import LLM, SamplingParams
+from tests.support.patience import eventually
+from tests.support.served import KEY, Served
 
 # All tests of this file, so that they stay together (`tests/conftest.py`) and share a service.
 pytestmark = pytest.mark.usefixtures("smollm2_llm")

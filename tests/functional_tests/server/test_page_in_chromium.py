@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_chromium
-from patience import eventually
-from served import ADMIN, KEY, Served
+
+from tests.support.browser import Browser, find_chromium
+from tests.support.patience import eventually
+from tests.support.served import ADMIN, KEY, Served
 
 CHROMIUM = find_chromium()
 pytestmark = [

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import TINY, make_engine, make_model
-from patience import PATIENCE_S, eventually
-from served import ADMIN, Served, completion, token_ids
 
 from megatron_async.server import api_process
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.replica import Replica
+from tests.support.harness import TINY, make_engine, make_model
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.served import ADMIN, Served, completion, token_ids
 
 SECRET = b"a secret of the whole service"
 CONTROL = {"key": ADMIN, "method": "POST"}

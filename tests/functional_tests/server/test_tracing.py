@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import eventually
-from served import Served, completion
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.tracing import check_endpoint, is_there, make_tracer
+from tests.support.patience import eventually
+from tests.support.served import Served, completion
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 needs_extra = pytest.mark.skipif(not is_there(), reason="pip install 'megatron_async[tracing]'")

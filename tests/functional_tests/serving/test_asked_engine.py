@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served_demo import asked_chat, asked_completion, demo
 
 from megatron_async import LLM
 from megatron_async.server.answers.whole import WholeAnswer, whole
 from megatron_async.server.fields.asked import Asked
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from tests.support.served_demo import asked_chat, asked_completion, demo
 
 CLOCK = {
     "type": "function",

@@ -7,14 +7,14 @@ import signal
 import threading
 
 import pytest
-from patience import PATIENCE_S, eventually
-from ranks import Ranks
-from serving_processes import CONFIG, ENGINE
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.replica_process import serve_replica
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.ranks import Ranks
+from tests.support.serving_processes import CONFIG, ENGINE
 
 TOKENS = 60
 

@@ -13,11 +13,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cards import on_cards
-from open_sockets import listening, reachable
-from patience import PATIENCE_S, eventually
-from ranks import Ranks
-from serving_processes import (
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.cli import main as cli
+from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
+from megatron_async.serving.client import CoordinatorClient
+from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.metrics import serve_coordinator_metrics
+from tests.support.cards import on_cards
+from tests.support.open_sockets import listening, reachable
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.ranks import Ranks
+from tests.support.serving_processes import (
     ENGINE,
     LONG,
     Service,
@@ -26,13 +33,6 @@ from serving_processes import (
     long_sampling,
     replica_process,
 )
-
-from megatron_async import LLM, SamplingParams
-from megatron_async.cli import main as cli
-from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
-from megatron_async.serving.client import CoordinatorClient
-from megatron_async.serving.coordinator import Coordinator
-from megatron_async.serving.metrics import serve_coordinator_metrics
 
 
 @pytest.fixture(scope="module")

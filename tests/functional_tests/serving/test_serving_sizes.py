@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import zmq
-from harness import EngineFactory, greedy
-from patience import PATIENCE_S
 
 from megatron_async.errors import RequestError
 from megatron_async.serving import connection, coordinator
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.replica import Replica
+from tests.support.harness import EngineFactory, greedy
+from tests.support.patience import PATIENCE_S
 
 LIMIT = 20_000
 

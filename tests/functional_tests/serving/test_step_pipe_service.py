@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from patience import PATIENCE_S
-from token_reader import TokenReader
 
 from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -27,6 +25,8 @@ from megatron_async.serving.step_pipes import StepPipes
 from megatron_async.serving.token_client import TokenClient
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
+from tests.support.patience import PATIENCE_S
+from tests.support.token_reader import TokenReader
 
 STREAMS, SHORTEST = 40, 60
 

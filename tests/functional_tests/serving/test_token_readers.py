@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ascii_tokenizer import make_ascii_tokenizer
-from harness import EngineFactory, greedy
-from patience import PATIENCE_S
 
 from megatron_async.errors import RequestError
 from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
 from megatron_async.serving.replica import Replica
+from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.harness import EngineFactory, greedy
+from tests.support.patience import PATIENCE_S
 
 
 class Reader:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_models import FAMILIES
 
 from megatron_async.checkpoints import LoadedModel, load_model
+from tests.unit_tests.checkpoints.checkpoint_models import FAMILIES
 
 
 @pytest.fixture(scope="session")

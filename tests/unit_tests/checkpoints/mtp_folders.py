@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hybrid_families import COMMON, HYBRIDS, make_hybrid
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.unit_tests.checkpoints.hybrid_families import COMMON, HYBRIDS, make_hybrid
 
 QWEN_NAMES = {
     "enorm": "mtp.pre_fc_norm_embedding.weight",

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import assert_same_weights
-from hybrid_families import COMMON, HYBRIDS, make_hybrid, their_logits
 from safetensors.torch import load_file, save_file
-from whole_sequence import whole_logits
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface_config import write_config
+from tests.support.whole_sequence import whole_logits
+from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights
+from tests.unit_tests.checkpoints.hybrid_families import COMMON, HYBRIDS, make_hybrid, their_logits
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")

@@ -9,13 +9,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_models import assert_same_weights, huggingface_state
 from safetensors.torch import load_file
 
 from megatron_async.checkpoints import CheckpointError, LoadedModel, load_model, open_model
 from megatron_async.checkpoints.gguf import NAMES, GGUFSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
+from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights, huggingface_state
 
 CPU = torch.device("cpu")
 GGUF_NAMES = {theirs: ours for ours, theirs in NAMES.items()}

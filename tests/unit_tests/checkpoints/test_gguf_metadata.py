@@ -11,12 +11,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_gguf import write_gguf
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.gguf_metadata import HARMLESS, ONLY
 from megatron_async.models.architecture import RopeScaling
+from tests.unit_tests.checkpoints.test_gguf import write_gguf
 
 Make = Callable[..., Path]
 READ = {
@@ -113,7 +113,8 @@ def test_a_factor_without_a_type_computes_what_transformers_computes(
     make: Make, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
-    from whole_sequence import whole_logits
+
+    from tests.support.whole_sequence import whole_logits
 
     loaded = load_model(
         make({"llama.rope.scaling.factor": 4.0}), torch.float32, torch.device("cpu")

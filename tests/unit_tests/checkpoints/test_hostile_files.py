@@ -12,12 +12,8 @@ from typing import Any
 
 import gguf
 import pytest
-from hybrid_families import save_hybrid
-from test_delta_folders import with_vision
-from test_gguf import write_gguf
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import BPE
-from training_checkpoints import parsed_args, save_run, trained_model
 
 from megatron_async.checkpoints import CheckpointError, open_model
 from megatron_async.checkpoints.info import model_info
@@ -26,6 +22,10 @@ from megatron_async.json_objects import LARGEST_JSON, read_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.largest_sizes import size_problem
 from megatron_async.text.tokenizer import Tokenizer, TokenizerError
+from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
+from tests.unit_tests.checkpoints.test_delta_folders import with_vision
+from tests.unit_tests.checkpoints.test_gguf import write_gguf
+from tests.unit_tests.checkpoints.training_checkpoints import parsed_args, save_run, trained_model
 
 HUGE = 10**12
 SIZES = {

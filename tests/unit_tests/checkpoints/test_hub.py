@@ -20,10 +20,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
-from ranks import free_port
 
 from megatron_async.checkpoints import CheckpointError, open_model
 from megatron_async.checkpoints.model_names import is_hub_id
+from tests.support.ranks import free_port
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "nobody/tiny"

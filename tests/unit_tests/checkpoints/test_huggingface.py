@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_models import FAMILIES, assert_same_weights, huggingface_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -19,6 +18,11 @@ from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.rotary import RotaryTable, inverse_frequencies
+from tests.unit_tests.checkpoints.checkpoint_models import (
+    FAMILIES,
+    assert_same_weights,
+    huggingface_state,
+)
 
 CPU = torch.device("cpu")
 MODEL = "model.safetensors"

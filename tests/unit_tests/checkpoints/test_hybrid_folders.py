@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import assert_same_weights
-from hybrid_families import (
+from safetensors.torch import load_file, save_file
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.convert import convert
+from tests.support.whole_sequence import whole_logits
+from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights
+from tests.unit_tests.checkpoints.hybrid_families import (
     ATTENDING,
     HYBRIDS,
     make_hybrid,
@@ -19,12 +25,6 @@ from hybrid_families import (
     their_logits,
     without_least_step,
 )
-from safetensors.torch import load_file, save_file
-from whole_sequence import whole_logits
-
-from megatron_async import LLM, SamplingParams
-from megatron_async.checkpoints import CheckpointError, load_model, open_model
-from megatron_async.checkpoints.convert import convert
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 128, (45,), generator=torch.Generator().manual_seed(4)).tolist()

@@ -11,7 +11,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from test_gguf import write_gguf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +19,7 @@ import megatron_async.checkpoints.gguf as gguf_source
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.models.hybrid import build_model
+from tests.unit_tests.checkpoints.test_gguf import write_gguf
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

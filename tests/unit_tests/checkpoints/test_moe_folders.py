@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_models import assert_same_weights
-from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +22,8 @@ from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
+from tests.support.ranks import run_ranks
+from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights
 
 CPU = torch.device("cpu")
 MOE_FAMILIES = ("mixtral", "qwen3-moe")

@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_families import their_logits
-from mtp_folders import MTP_FAMILIES, make_layers, make_trunk, their_depth, write_folder
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from whole_sequence import WholeSequence, whole_pass
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
@@ -26,6 +23,15 @@ from megatron_async.checkpoints.mapping import mtp_weights
 from megatron_async.cli.main import main
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from tests.support.whole_sequence import WholeSequence, whole_pass
+from tests.unit_tests.checkpoints.hybrid_families import their_logits
+from tests.unit_tests.checkpoints.mtp_folders import (
+    MTP_FAMILIES,
+    make_layers,
+    make_trunk,
+    their_depth,
+    write_folder,
+)
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 128, (13,), generator=torch.Generator().manual_seed(4)).tolist()

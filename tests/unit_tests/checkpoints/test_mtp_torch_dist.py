@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from megatron_mtp import megatron_layer
-from test_torch_dist import ARGS, TRAINED, save_training
 from torch import Tensor, nn
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
@@ -19,6 +17,8 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights, transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
+from tests.support.megatron_mtp import megatron_layer
+from tests.unit_tests.checkpoints.test_torch_dist import ARGS, TRAINED, save_training
 
 CPU = torch.device("cpu")
 DENSE = replace(TRAINED, mtp_pattern="*-", mtp_num_depths=2)

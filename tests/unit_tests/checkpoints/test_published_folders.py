@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hybrid_families import their_logits, without_least_step
-from published_folders import (
+from torch import Tensor
+
+from megatron_async.checkpoints import load_model, open_model
+from megatron_async.checkpoints.mapping import weights
+from megatron_async.checkpoints.source import model_parameters
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.hybrid import build_model
+from tests.support.whole_sequence import whole_logits
+from tests.unit_tests.checkpoints.hybrid_families import their_logits, without_least_step
+from tests.unit_tests.checkpoints.published_folders import (
     GRANITE,
     NANO,
     NEMOTRON_H_8B,
@@ -19,14 +27,6 @@ from published_folders import (
     with_names,
     write_folder,
 )
-from torch import Tensor
-from whole_sequence import whole_logits
-
-from megatron_async.checkpoints import load_model, open_model
-from megatron_async.checkpoints.mapping import weights
-from megatron_async.checkpoints.source import model_parameters
-from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.models.hybrid import build_model
 
 CPU = torch.device("cpu")
 FULL_MODELS = pytest.mark.skipif(

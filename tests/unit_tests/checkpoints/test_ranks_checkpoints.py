@@ -13,13 +13,13 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
-from ranks import run_ranks
-from test_sharded_loading import load, part_of
-from test_training_checkpoints import check_served
-from training_checkpoints import parsed_args, save_run, trained_model
 
 from megatron_async.checkpoints.torch_dist_strategy import SynchronousSaveStrategy
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from tests.support.ranks import run_ranks
+from tests.unit_tests.checkpoints.test_sharded_loading import load, part_of
+from tests.unit_tests.checkpoints.test_training_checkpoints import check_served
+from tests.unit_tests.checkpoints.training_checkpoints import parsed_args, save_run, trained_model
 
 WORLD = 4
 EXPERTS = {"num_experts": 4, "moe_shared_expert_intermediate_size": 40}

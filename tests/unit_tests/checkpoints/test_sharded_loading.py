@@ -7,8 +7,6 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from ranks import run_ranks
-from test_gguf import write_gguf
 from torch import Tensor
 
 from megatron_async.checkpoints import open_model
@@ -19,6 +17,8 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights
 from megatron_async.models.parallel_state import ParallelSizes
+from tests.support.ranks import run_ranks
+from tests.unit_tests.checkpoints.test_gguf import write_gguf
 
 CPU = torch.device("cpu")
 RANKS = 2

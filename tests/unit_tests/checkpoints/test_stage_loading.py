@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from ranks import run_ranks
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
+from tests.support.ranks import run_ranks
 
 Weights = dict[str, torch.Tensor]
 

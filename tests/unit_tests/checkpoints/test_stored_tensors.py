@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_families import make_hybrid, their_logits, without_least_step
 from safetensors.torch import load_file, save_file
-from test_delta_folders import with_vision
 from torch import Tensor
-from whole_sequence import whole_logits
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from tests.support.whole_sequence import whole_logits
+from tests.unit_tests.checkpoints.hybrid_families import (
+    make_hybrid,
+    their_logits,
+    without_least_step,
+)
+from tests.unit_tests.checkpoints.test_delta_folders import with_vision
 
 CPU = torch.device("cpu")
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"

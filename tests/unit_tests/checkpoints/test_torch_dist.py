@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import FAMILIES, assert_same_weights, huggingface_state
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
@@ -21,6 +20,11 @@ from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights, transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
+from tests.unit_tests.checkpoints.checkpoint_models import (
+    FAMILIES,
+    assert_same_weights,
+    huggingface_state,
+)
 
 CPU = torch.device("cpu")
 TRAINED = dataclasses.replace(

@@ -18,14 +18,6 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import add_megatron_arguments
-from training_checkpoints import (
-    LENGTH,
-    VOCABULARY,
-    megatron_log_probs,
-    parsed_args,
-    save_run,
-    trained_model,
-)
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.megatron_args import architecture_from_args
@@ -33,6 +25,14 @@ from megatron_async.checkpoints.megatron_defaults import IS_HARMLESS, ONLY_IN_SO
 from megatron_async.checkpoints.pickled import UnreadObject, load_common_state
 from megatron_async.checkpoints.settings import tell_unknown
 from megatron_async.models.architecture import ModelArchitecture
+from tests.unit_tests.checkpoints.training_checkpoints import (
+    LENGTH,
+    VOCABULARY,
+    megatron_log_probs,
+    parsed_args,
+    save_run,
+    trained_model,
+)
 
 CPU = torch.device("cpu")
 LOST = "lost_training_module"

@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
-from training_checkpoints import megatron_log_probs, parsed_args, save_run, trained_model
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.torch_dist import TorchDistSource
 from megatron_async.checkpoints.torch_dist_reader import TorchDistReader
+from tests.unit_tests.checkpoints.training_checkpoints import (
+    megatron_log_probs,
+    parsed_args,
+    save_run,
+    trained_model,
+)
 
 PROMPT = [3, 17, 42, 5, 88, 61, 9, 33, 70, 2, 54, 21, 90, 7, 12, 66, 38, 81, 29, 44]
 NEW_TOKENS = 6

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import assert_same_weights
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
-from training_checkpoints import parsed_args, save_run, trained_model
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.cli import main as cli
+from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights
+from tests.unit_tests.checkpoints.training_checkpoints import parsed_args, save_run, trained_model
 
 CPU = torch.device("cpu")
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import fails
 
 from megatron_async.cli import main as cli
 from megatron_async.cli.bench import table
+from tests.unit_tests.cli.cli_runs import fails
 
 SMALL = ["dummy:tiny", "--device", "cpu", "--no-progress", "--input-len", "8", "--output-len", "6"]
 

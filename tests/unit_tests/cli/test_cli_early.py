@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import fails
 
 from megatron_async.cli import main as cli
 from megatron_async.cli.output import describe
+from tests.unit_tests.cli.cli_runs import fails
 
 LATE = """
 import contextlib, io, sys

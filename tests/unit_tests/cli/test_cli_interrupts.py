@@ -3,10 +3,9 @@
 import subprocess
 import sys
 
-from cli_runs import TINY
-
 from megatron_async import __main__
 from megatron_async.cli import main as cli
+from tests.unit_tests.cli.cli_runs import TINY
 
 
 def test_interrupt_is_clean(capsys, monkeypatch):

@@ -8,12 +8,12 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cli_runs import TINY, fails
-from patience import PATIENCE_S
 
 from megatron_async.checkpoints.source import byte_bar
 from megatron_async.cli import main as cli
 from megatron_async.observe.generation_bar import line
+from tests.support.patience import PATIENCE_S
+from tests.unit_tests.cli.cli_runs import TINY, fails
 
 
 def test_the_progress_line_says_what_there_is_to_say():

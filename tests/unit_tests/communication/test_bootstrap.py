@@ -9,14 +9,14 @@ import socket
 import threading
 
 import pytest
-from patience import PATIENCE_S
-from ranks import Ranks, free_port, run_ranks
 
 import megatron_async
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.exchange import StoreExchange
 from megatron_async.communication.rendezvous import Launch, open_store
 from megatron_async.errors import CommunicationTimeout, ConfigurationError, RankLost
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import Ranks, free_port, run_ranks
 
 
 def _meet(world):

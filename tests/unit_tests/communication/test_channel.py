@@ -6,12 +6,12 @@ import time
 
 import msgspec
 import pytest
-from patience import PATIENCE_S
-from ranks import run_ranks
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.channel import StepChannel
 from megatron_async.errors import CommunicationTimeout, RankLost
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import run_ranks
 
 
 class Add(msgspec.Struct, tag="add", array_like=True):

@@ -7,12 +7,12 @@ import random
 import time
 
 import pytest
-from patience import PATIENCE_S
-from ranks import run_ranks
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.communicator import AsyncZMQCommunicator
 from megatron_async.errors import CommunicationTimeout, RanksDisagree
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import run_ranks
 
 
 def _values(rank, turn):

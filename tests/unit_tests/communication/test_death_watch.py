@@ -13,14 +13,14 @@ import pytest
 import torch
 import zmq
 from msgspec.msgpack import encode
-from patience import PATIENCE_S, eventually
-from ranks import Ranks, run_ranks
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.channel import StepChannel
 from megatron_async.communication.communicator import AsyncZMQCommunicator
 from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST, DeathWatch
 from megatron_async.errors import ConfigurationError, RankLost
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.ranks import Ranks, run_ranks
 
 SHORT = {"MEGATRON_ASYNC_SILENCE_S": "1"}
 

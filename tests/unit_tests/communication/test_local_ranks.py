@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE_S
 
 from megatron_async.communication.local_ranks import LocalRanks, RankEnd
 from megatron_async.communication.own_folder import FOLDER_VARIABLE
 from megatron_async.errors import ConfigurationError
+from tests.support.patience import PATIENCE_S
 
 SAY = "import json, os; print(json.dumps(dict(os.environ)))"
 FAIL = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(600)"

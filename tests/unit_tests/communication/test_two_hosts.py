@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from patience import PATIENCE_S, eventually
-from ranks import Ranks, run_ranks
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.channel import StepChannel
@@ -22,6 +20,8 @@ from megatron_async.communication.communicator import AsyncZMQCommunicator
 from megatron_async.communication.death_watch import EXIT_CODE_RANK_LOST
 from megatron_async.errors import RankLost
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.ranks import Ranks, run_ranks
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 SETTINGS = {

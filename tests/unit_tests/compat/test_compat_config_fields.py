@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY
 from megatron.core.inference.config import (
     AsyncScheduleMode,
     CudaGraphSizingDistribution,
@@ -25,6 +24,7 @@ from megatron_async.compat.conversions.settings import to_settings
 from megatron_async.compat.inference.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.model_config import transformer_config
+from tests.support.harness import TINY
 
 MODEL = transformer_config(TINY, torch.float32)
 BLOCK = 2 * 2 * 256 * 2 * 8 * 4
@@ -207,7 +207,7 @@ def test_without_limits_there_are_as_many_requests_as_blocks() -> None:
 
 
 def test_recurrent_states_are_taken_from_the_buffer() -> None:
-    from hybrid_model import HYBRID
+    from tests.support.hybrid_model import HYBRID
 
     model = transformer_config(HYBRID, torch.float32)
     states = MambaInferenceStateConfig(

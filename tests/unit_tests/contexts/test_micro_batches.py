@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ready_requests import made_ready
 
 from megatron_async.contexts.micro_batches import MicroBatches
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from tests.support.ready_requests import made_ready
 
 
 def make_slots(count: int, capacity: int = 8) -> RequestSlots:

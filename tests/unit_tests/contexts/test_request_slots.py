@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from ready_requests import made_ready
 
 from megatron_async.contexts.admission import (
     ARRIVALS,
@@ -16,6 +15,7 @@ from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from tests.support.ready_requests import made_ready
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from ready_requests import made_ready
 
 from megatron_async.captured_steps.graph_shapes import (
     GraphShapes,
@@ -24,6 +23,7 @@ from megatron_async.devices import CpuDevice
 from megatron_async.ops.sampling.slot_records import HEADER, Header, RowFeature
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from tests.support.ready_requests import made_ready
 
 DUMMY_SLOT = 4
 SEED = 1 << 40 | 0x8000_0001

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from patience import PATIENCE_S
 
 from megatron_async.devices import Chaos, CpuDevice, CudaDevice, make_device, resolve_device_name
 from megatron_async.devices.cpu import current_stream_name
 from megatron_async.errors import ConfigurationError
+from tests.support.patience import PATIENCE_S
 
 gpu = pytest.param(
     CudaDevice,

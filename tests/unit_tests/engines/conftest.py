@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines_under_test import GREEDY, PROMPTS, engine_around
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model, init_dummy_weights
+from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS, engine_around
 
 
 @pytest.fixture(scope="session")

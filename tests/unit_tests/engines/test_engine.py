@@ -7,10 +7,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from engines_under_test import GREEDY, PROMPTS, engine_around
 
 from megatron_async import SamplingParams, Status
 from megatron_async.errors import RequestAborted, RequestError, StepFailed
+from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS, engine_around
 
 
 def run(engine):

@@ -6,10 +6,10 @@ A chaotic device makes waits long, so that they are met in the middle.
 import asyncio
 
 import pytest
-from engines_under_test import GREEDY, PROMPTS
 
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import EngineStopped
+from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
 
 
 @pytest.fixture(params=[0, 1, 2])

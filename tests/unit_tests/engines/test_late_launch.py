@@ -8,9 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import TINY, drain, greedy, make_engine, make_model, random_prompts
-from patience import PATIENCE_S
-from ticking_launches import TickingLaunches
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.config import InferenceConfig
@@ -31,6 +28,9 @@ from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_t
 from megatron_async.simulation.device_times import MACHINES
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.simulator import Simulated, simulate
+from tests.support.harness import TINY, drain, greedy, make_engine, make_model, random_prompts
+from tests.support.patience import PATIENCE_S
+from tests.support.ticking_launches import TickingLaunches
 
 SHAPE = ModelShape.of_architecture(DUMMY_SHAPES["llama-3.1-8b"], "bfloat16")
 LONG_US = 10_000.0

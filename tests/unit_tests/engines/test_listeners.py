@@ -1,9 +1,9 @@
 """Who listens to an engine is told of each moment, one after the other, in their order."""
 
 import pytest
-from engines_under_test import GREEDY, PROMPTS
 
 from megatron_async.observe.listener import EngineListener
+from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
 
 
 class Notes(EngineListener):

@@ -1,7 +1,8 @@
 """A loop of one's own, of the engine's public parts: `launch_step` and `resolve_step`."""
 
 import pytest
-from engines_under_test import GREEDY, PROMPTS
+
+from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
 
 
 @pytest.fixture(params=[0, 1, 2])

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import TINY, drain, greedy, make_engine, make_model, random_prompts
-from memory_channel import FollowingEngine
 
 from megatron_async.captured_steps.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.config import InferenceConfig
@@ -23,6 +21,8 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import PrefillLimit, load_recording
 from megatron_async.simulation.replay import Replay
 from megatron_async.simulation.simulator import Simulated, simulate
+from tests.support.harness import TINY, drain, greedy, make_engine, make_model, random_prompts
+from tests.support.memory_channel import FollowingEngine
 
 SHAPE = ModelShape.of_architecture(DUMMY_SHAPES["llama-3.1-8b"], "bfloat16")
 CPU = CpuTimes(

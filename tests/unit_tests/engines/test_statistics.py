@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines_under_test import GREEDY, PROMPTS
 
 from megatron_async import SamplingParams
 from megatron_async.contexts.plan_builder import dummy_plan
@@ -13,6 +12,7 @@ from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.observe.stage_times import BOUNDS_NS, TimeHistogram
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
+from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
 
 PLAN = replace(
     dummy_plan(BatchDimensions(decode_rows=1, prefill_lengths=((5, 9),))),

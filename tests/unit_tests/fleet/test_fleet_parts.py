@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from patience import PATIENCE_S
 
 from megatron_async.fleet.channel import FleetChannel
 from megatron_async.fleet.messages import (
@@ -19,6 +18,7 @@ from megatron_async.fleet.request import InOrder
 from megatron_async.fleet.routing import FleetRouting, routing_of
 from megatron_async.serving.messages import Ended, StepTokens
 from megatron_async.serving.routing import LeastLoaded, prompt_hashes
+from tests.support.patience import PATIENCE_S
 
 STATUS = {"unfinished_tokens": 0, "kv_blocks": 100, "unfinished_requests": 0}
 HASHES = tuple(prompt_hashes(list(range(64)), 16))

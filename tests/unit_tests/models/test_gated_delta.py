@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_families import save_hybrid
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from ranks import run_ranks
-from test_torch_dist import save_training
-from whole_sequence import whole_logits
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
@@ -37,6 +33,10 @@ from megatron_async.models.hybrid import (
 from megatron_async.models.norm import make_norm
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
+from tests.support.ranks import run_ranks
+from tests.support.whole_sequence import whole_logits
+from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
+from tests.unit_tests.checkpoints.test_torch_dist import save_training
 
 CPU = torch.device("cpu")
 TINY = DUMMY_SHAPES["tiny-gated-delta"]

@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_families import save_hybrid
 from megatron.core import dist_checkpointing
 from megatron.core.ssm.mamba_mixer import MambaMixer
-from ranks import run_ranks
-from test_torch_dist import save_training
-from whole_sequence import whole_logits
 
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
@@ -27,6 +23,10 @@ from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.partition import check_partition, mamba_sizes, recurrent_layers
 from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_reference
+from tests.support.ranks import run_ranks
+from tests.support.whole_sequence import whole_logits
+from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
+from tests.unit_tests.checkpoints.test_torch_dist import save_training
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 128, (21,), generator=torch.Generator().manual_seed(4)).tolist()

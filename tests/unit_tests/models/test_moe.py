@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron_async import LLM, SamplingParams
@@ -26,6 +25,7 @@ from megatron_async.ops.experts.expert_mlp import expert_mlp_reference
 from megatron_async.ops.experts.expert_plan import FewTokenPlan, plan_few_tokens
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route_reference
 from megatron_async.ops.experts.few_tokens import ExpertLayer
+from tests.support.ranks import run_ranks
 
 ARCHITECTURE = DUMMY_SHAPES["tiny-moe"]
 HIDDEN, EXPERTS, FFN = 64, 8, 64

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_mtp import megatron_layer, megatron_output
-from ranks import run_ranks
 from torch import Tensor
-from whole_sequence import WholeSequence, whole_pass
 
 from megatron_async import DynamicInferenceContext, GPTInferenceWrapper, InferenceConfig
 from megatron_async.checkpoints import open_model
@@ -21,6 +18,9 @@ from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
+from tests.support.megatron_mtp import megatron_layer, megatron_output
+from tests.support.ranks import run_ranks
+from tests.support.whole_sequence import WholeSequence, whole_pass
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 512, (13,), generator=torch.Generator().manual_seed(4)).tolist()

@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, Ranks, run_ranks
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.parallel_state import (
@@ -17,6 +16,7 @@ from megatron_async.models.parallel_state import (
     agree_on_least,
     ensure_process_groups,
 )
+from tests.support.ranks import RankError, Ranks, run_ranks
 
 
 def _sum_over_tensor_parallel_ranks() -> float:

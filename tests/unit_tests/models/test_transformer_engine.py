@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import te_stand_ins
 import torch
-from te_stand_ins import LayerNormColumn, Norm
 from torch.nn import Linear, RMSNorm
 
 from megatron_async import (
@@ -31,6 +29,8 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.transformer_engine_spec import HAVE_TE, require_transformer_engine
 from megatron_async.parity.references import LogitsKeeper
+from tests.support import te_stand_ins
+from tests.support.te_stand_ins import LayerNormColumn, Norm
 
 CPU = torch.device("cpu")
 TINY = DUMMY_SHAPES["tiny"]

@@ -2,9 +2,14 @@
 
 import pytest
 import torch
-from quicker_interpreter import make_quicker
 from triton.runtime import interpreter as runtime
-from triton_interpreter import INTERPRETED, patch_index, patch_language_once_a_launch
+
+from tests.unit_tests.ops.quicker_interpreter import make_quicker
+from tests.unit_tests.ops.triton_interpreter import (
+    INTERPRETED,
+    patch_index,
+    patch_language_once_a_launch,
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

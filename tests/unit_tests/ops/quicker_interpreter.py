@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quicker_operators import TOKENS, make_operators_quicker
-from quicker_semantics import make_semantics_quicker
 from triton.language import core, standard
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.unit_tests.ops.quicker_operators import TOKENS, make_operators_quicker
+from tests.unit_tests.ops.quicker_semantics import make_semantics_quicker
 
 Method = Callable[..., None]
 

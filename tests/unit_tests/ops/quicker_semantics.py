@@ -8,10 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quicker_operators import Recorder, assert_same, attributes_of, key_of, token_of
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.unit_tests.ops.quicker_operators import (
+    Recorder,
+    assert_same,
+    attributes_of,
+    key_of,
+    token_of,
+)
 
 Method = Callable[..., Any]
 

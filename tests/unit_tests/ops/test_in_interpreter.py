@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from triton_interpreter import INTERPRETED, run_in_interpreter
+
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED, run_in_interpreter
 
 
 @pytest.mark.slow

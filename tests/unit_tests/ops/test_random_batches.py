@@ -7,14 +7,13 @@ import subprocess
 import sys
 
 import pytest
-import test_rms_norm
-import test_rope_append
-import test_swiglu
-import test_triton_sampling
 import torch
-from test_unpack_step import CHECK
 
 from megatron_async.ops.sampling.sampling import SamplingMode
+from tests.unit_tests.ops.attention import test_rope_append
+from tests.unit_tests.ops.linear import test_rms_norm, test_swiglu
+from tests.unit_tests.ops.sampling import test_triton_sampling
+from tests.unit_tests.ops.test_unpack_step import CHECK
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,13 +6,13 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from made_timeline import LATE, made_timeline
 
 from megatron_async.observe.timeline import Span
 from megatron_async.profiling import gap_histogram as histogram
 from megatron_async.profiling import lanes_picture as lanes
 from megatron_async.profiling.profile_page import gap_window, profile_page, step_window
 from megatron_async.profiling.step_gaps import step_gaps
+from tests.unit_tests.profiling.made_timeline import LATE, made_timeline
 
 FACTS = {"model": "<m&m>", "workload": "steady", "lookahead": 1}
 

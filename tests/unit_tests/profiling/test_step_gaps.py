@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from made_timeline import LATE, STEPS, made_timeline
 
 from megatron_async.observe.timeline import Span, Timeline
 from megatron_async.profiling.step_gap_files import gap_record, gap_text, time_text
 from megatron_async.profiling.step_gaps import step_gaps
+from tests.unit_tests.profiling.made_timeline import LATE, STEPS, made_timeline
 
 
 def test_gaps_and_who_was_late():

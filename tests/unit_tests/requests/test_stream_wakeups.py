@@ -4,11 +4,11 @@ import asyncio
 
 import numpy as np
 import pytest
-from virtual_loop import TIME, Clock, VirtualLoop, run_virtually
 
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.requests import stream_wakeups as module
 from megatron_async.requests.stream_wakeups import WOKEN_A_TURN, StreamWakeups
+from tests.support.virtual_loop import TIME, Clock, VirtualLoop, run_virtually
 
 EVERY_S = 0.2
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from harness import TINY, greedy, make_engine, make_model
 
 from megatron_async.requests.trace_context import is_sampled, named, read_traceparent, trace_id
 from megatron_async.requests.trace_log import MOST_NAMED
+from tests.support.harness import TINY, greedy, make_engine, make_model
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"

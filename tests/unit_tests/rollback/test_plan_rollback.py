@@ -5,7 +5,6 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 import torch
-from ready_requests import made_ready
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
@@ -16,6 +15,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.sampling_params import SamplingParams
+from tests.support.ready_requests import made_ready
 
 MODEL = transformer_config(DUMMY_SHAPES["tiny"], torch.float32)
 STOP = 0

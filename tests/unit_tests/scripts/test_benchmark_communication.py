@@ -7,7 +7,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/benchmark_communication.py"
 

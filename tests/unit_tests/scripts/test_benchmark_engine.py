@@ -2,12 +2,12 @@
 
 import benchmark_engine
 import pytest
-from benchmark_scripts import run_script
-from capturing_cpu import CapturingCpu
 from engine_loads import mixed
 from engine_loads.features import FEATURES, ONE
 
 from megatron_async import SamplingParams, llm
+from tests.support.benchmark_scripts import run_script
+from tests.support.capturing_cpu import CapturingCpu
 
 
 @pytest.mark.parametrize("load", benchmark_engine.LOADS)

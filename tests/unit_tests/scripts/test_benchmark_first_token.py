@@ -4,8 +4,9 @@ engine's steps take the time that they are told to."""
 from pathlib import Path
 
 import pytest
-from benchmark_scripts import run_script
-from ranks import quick_context
+
+from tests.support.benchmark_scripts import run_script
+from tests.support.ranks import quick_context
 
 STEP_MS = 10
 

@@ -1,7 +1,8 @@
 """The benchmark of the prefix cache runs on a CPU and measures what it says."""
 
 import pytest
-from benchmark_scripts import run_script
+
+from tests.support.benchmark_scripts import run_script
 
 
 def test_a_prefix_cache_is_measured(tmp_path):

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from benchmark_scripts import load_script, run_script
-from ranks import quick_context
 
 from megatron_async.checkpoints import model_names, open_model
 from megatron_async.errors import ConfigurationError
+from tests.support.benchmark_scripts import load_script, run_script
+from tests.support.ranks import quick_context
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import subprocess
 from importlib import import_module
 
 import pytest
-from benchmark_scripts import SCRIPTS, load_script, run_script
 from step_times import time_steps
 
 from megatron_async import LLM
@@ -14,6 +13,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling import benchmark_record
 from megatron_async.profiling.gpu_profile import FIRST_KERNEL
 from megatron_async.profiling.workloads import Churn, start_steady_decode
+from tests.support.benchmark_scripts import SCRIPTS, load_script, run_script
 
 
 def check_times(row):

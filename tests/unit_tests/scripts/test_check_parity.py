@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from capturing_cpu import CapturingCpu
-from ranks import run_ranks
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts import dynamic_context
 from megatron_async.parity import references
 from megatron_async.parity.divergence import find_divergences, tolerance
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "check_parity.py"
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import TINY, make_model
 from safetensors.torch import save_file
 
 from megatron_async import LLM, SamplingParams
@@ -18,6 +17,7 @@ from megatron_async.checkpoints.draft_layer import PATTERN as PATTERN_KEY
 from megatron_async.checkpoints.draft_layer import save_draft_layer
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.checkpoints.registry import open_model
+from tests.support.harness import TINY, make_model
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 PLAIN = {"device": "cpu", "enable_prefix_caching": False, "num_kv_blocks": 64}

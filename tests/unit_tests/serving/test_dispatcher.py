@@ -6,7 +6,6 @@ import math
 
 import msgspec
 import pytest
-from told_service import PARAMS, Service, info, rows_of, status, tokens_of
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.messages import (
@@ -36,6 +35,7 @@ from megatron_async.serving.messages import (
 )
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.routing import prompt_hashes
+from tests.unit_tests.serving.told_service import PARAMS, Service, info, rows_of, status, tokens_of
 
 
 def test_load_decides_and_what_does_not_fit_waits() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from told_service import Service, info, status
 
 from megatron_async.serving.messages import (
     PROTOCOL,
@@ -21,6 +20,7 @@ from megatron_async.serving.messages import (
     SetPaused,
     encode,
 )
+from tests.unit_tests.serving.told_service import Service, info, status
 
 
 def ask(service: Service, number: int, what: str, name: str) -> tuple[str, str] | None:

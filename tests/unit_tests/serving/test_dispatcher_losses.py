@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from told_service import PARAMS, Service, status, tokens_of
-
 from megatron_async.serving.messages import (
     Abort,
     Refused,
     Run,
 )
+from tests.unit_tests.serving.told_service import PARAMS, Service, status, tokens_of
 
 
 def test_a_lost_replicas_requests_are_served_again_with_their_numbers() -> None:

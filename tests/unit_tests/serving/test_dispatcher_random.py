@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from told_service import PARAMS, Service, info, status
 
 from megatron_async.serving.messages import (
     PROTOCOL,
@@ -22,6 +21,7 @@ from megatron_async.serving.messages import (
     StepTokens,
 )
 from megatron_async.serving.records import ReplicaState
+from tests.unit_tests.serving.told_service import PARAMS, Service, info, status
 
 STEPS = 120
 

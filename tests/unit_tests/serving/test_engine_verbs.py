@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE_S
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.serving.engine_verbs import PROFILE_VARIABLE, do_verb
+from tests.support.patience import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0.0, num_tokens_to_generate=6, termination_id=-1)
 

@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from patience import PATIENCE_S
-from test_malformed_messages import Peer, replica
-from told_service import tokens_of
 
 from megatron_async.errors import ReplicaLost, RequestError
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.messages import Abort, Ended, Goodbye, Run
 from megatron_async.serving.records import CoordinatorConfig
+from tests.support.patience import PATIENCE_S
+from tests.unit_tests.serving.test_malformed_messages import Peer, replica
+from tests.unit_tests.serving.told_service import tokens_of
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from told_service import Service, info, status
 
 from megatron_async.errors import CoordinatorLost
 from megatron_async.serving.client import CoordinatorClient
@@ -32,6 +31,7 @@ from megatron_async.serving.messages import (
     decode_for_coordinator,
     encode,
 )
+from tests.unit_tests.serving.told_service import Service, info, status
 
 EXTREMES = (2**64 - 1, 2**63, 2**63 - 1, 2**31, -1, -(2**63), float("nan"), float("inf"), -1e308)
 WHOLE = Ended(

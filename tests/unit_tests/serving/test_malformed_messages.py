@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from patience import PATIENCE_S, eventually
-from told_service import tokens_of
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams
@@ -35,6 +33,8 @@ from megatron_async.serving.messages import (
 )
 from megatron_async.serving.model_card import ModelCard
 from megatron_async.serving.records import CoordinatorConfig
+from tests.support.patience import PATIENCE_S, eventually
+from tests.unit_tests.serving.told_service import tokens_of
 
 PARAMS = msgspec.Raw(msgspec.msgpack.encode({}))
 

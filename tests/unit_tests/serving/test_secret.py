@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from patience import PATIENCE_S
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.messages import PROTOCOL, ClientHello, encode
 from megatron_async.serving.secret import read_secret, secure_peer
+from tests.support.patience import PATIENCE_S
 
 SECRET = b"0123456789abcdef"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from told_service import Service
 
 from megatron_async.serving.messages import (
     Abort,
@@ -17,6 +16,7 @@ from megatron_async.serving.messages import (
     SetPaused,
     StepTokens,
 )
+from tests.unit_tests.serving.told_service import Service
 
 
 def tell(service: Service, number: int, what: str, **fields: Any) -> list[Any]:

@@ -8,12 +8,12 @@ import json
 from typing import Any
 
 import pytest
-from served_demo import demo_tokenizer
 
 from megatron_async.errors import RequestError
 from megatron_async.text.grammar_worker import compile_grammar, make_tokenizer
 from megatron_async.text.schema_numbers import EXACT, exact_numbers
 from megatron_async.text.structured_output import StructuredOutput
+from tests.support.served_demo import demo_tokenizer
 
 BIG, INF = EXACT, float("inf")
 HOLDS = {

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quick_transformers import quick_gguf
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -15,6 +14,7 @@ from tokenizers.models import BPE
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.registry import demo_file
 from megatron_async.text.tokenizer import Tokenizer, TokenizerError
+from tests.support.quick_transformers import quick_gguf
 
 TEXTS = [
     "",

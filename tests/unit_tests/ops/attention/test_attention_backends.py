@@ -6,8 +6,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from decode_batch import processors
-from prefill_batch import PrefillBatch, random_chunks
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.config import ATTENTION_BACKENDS
@@ -21,6 +19,8 @@ from megatron_async.ops.attention.backends.base import (
 from megatron_async.ops.attention.backends.prefill_choice import STEP_CLASSES, PrefillChoice
 from megatron_async.ops.attention.backends.selection import BACKENDS, choose_prefill
 from megatron_async.ops.attention.backends.timing import CALLS, layers_of_step
+from tests.unit_tests.ops.attention.decode_batch import processors
+from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 
 OURS = ("triton", "warpgroup")
 

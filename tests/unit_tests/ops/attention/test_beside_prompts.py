@@ -7,7 +7,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
@@ -18,6 +17,7 @@ from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.skinny_linear import linear
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 INT32 = ("tables", "items", "splits", "arrived")
 FLOAT32 = ("part_output", "part_maximum", "part_total")

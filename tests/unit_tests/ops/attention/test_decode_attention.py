@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from decode_batch import Batch, processors
 
 from megatron_async.ops.attention import decode_schedule
 from megatron_async.ops.attention.decode_attention import (
@@ -13,6 +12,7 @@ from megatron_async.ops.attention.decode_attention import (
 )
 from megatron_async.ops.attention.decode_schedule import schedule_reference
 from megatron_async.ops.attention.join_parts import JOIN_CHUNK
+from tests.unit_tests.ops.attention.decode_batch import Batch, processors
 
 SHAPES = [(3, 3, 64), (8, 4, 128), (2, 8, 64), (1, 1, 128), (4, 7, 80), (2, 5, 112)]
 """(KV heads, query heads of each, dimension)."""

@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from decode_batch import processors
 
 from megatron_async.ops.attention.decode_schedule import FULL, DecodeSchedule, schedule_reference
+from tests.unit_tests.ops.attention.decode_batch import processors
 
 
 @pytest.mark.parametrize(("count", "kv_heads"), [(132, 8), (132, 3), (7, 1), (1, 8)])

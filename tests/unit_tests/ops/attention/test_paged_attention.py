@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from decode_batch import processors
 
 from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.attention.backends.base import AttentionShape
@@ -16,6 +15,7 @@ from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu import host_attention
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.cpu.host_attention import HostPagedAttention, shares_of
+from tests.unit_tests.ops.attention.decode_batch import processors
 
 GUARD = float("nan")
 """Fills the cache where no sequence stands: it must not leak into any output."""

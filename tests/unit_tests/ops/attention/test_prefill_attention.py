@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from prefill_batch import PrefillBatch, random_chunks
 
 from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
 from megatron_async.ops.attention.prefill_tiles import Tile
+from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 
 
 @pytest.mark.parametrize(

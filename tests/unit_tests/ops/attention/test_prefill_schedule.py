@@ -5,14 +5,14 @@ import random
 import pytest
 import torch
 import triton
-from prefill_batch import PrefillBatch, random_chunks
-from schedule_reference import parts_reference, schedule_reference
-from test_resident_kernel import HOPPER, spilled_bytes
 from triton.compiler import ASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.attention.prefill_attention import _prefill_kernel
 from megatron_async.ops.attention.prefill_tiles import queries_of, tile_of
+from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
+from tests.unit_tests.ops.attention.schedule_reference import parts_reference, schedule_reference
+from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, spilled_bytes
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HALF = torch.float16
 

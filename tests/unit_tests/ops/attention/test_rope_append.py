@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 from megatron_async.ops.attention.rope_append import rope_append, rope_append_reference
 from megatron_async.ops.attention.rotary import apply_rotary_reference
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -7,12 +7,7 @@ import subprocess
 import pytest
 import torch
 import triton
-from gluon_emulator import EmulatedKernel
-from prefill_batch import PrefillBatch, random_chunks
-from schedule_reference import ReferenceKernel
-from test_resident_kernel import HOPPER, TOOLS, spilled_bytes
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.attention import prefill_schedule
 from megatron_async.ops.attention import warpgroup_attention as launch_module
@@ -24,6 +19,11 @@ from megatron_async.ops.attention.warpgroup_attention import (
     warpgroup_prefill_attention,
 )
 from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
+from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
+from tests.unit_tests.ops.attention.schedule_reference import ReferenceKernel
+from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
+from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 PARTIAL = (8, 9, 10, 11)
 """Arguments of partial results, which launches share."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import delta_cases
-import mamba_cases
 import pytest
-import recurrent_checks as checks
 import torch
 from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.cpu.recurrent import host_flush, host_recurrent
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
+from tests.unit_tests.ops.recurrent import delta_cases, mamba_cases
+from tests.unit_tests.ops.recurrent import recurrent_checks as checks
 
 pytestmark = pytest.mark.skipif(
     not compiler.compiles(), reason="Numba is not here, or switched off"

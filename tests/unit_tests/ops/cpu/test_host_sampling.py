@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampled_rows import rows_asking
 from torch import Tensor
 
 from megatron_async.device_state.sampling_state import SamplingState
@@ -22,6 +21,7 @@ from megatron_async.ops.sampling.sampling import (
     sample_reference,
 )
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
+from tests.unit_tests.ops.sampled_rows import rows_asking
 
 pytestmark = pytest.mark.skipif(not compiles(), reason="Numba is not here, or switched off")
 RELEVANT = 1e-4

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from patience import PATIENCE_S, eventually
 
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.cpu.products import helpers
+from tests.support.patience import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
 

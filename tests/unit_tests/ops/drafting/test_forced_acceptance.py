@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 import triton
-from attention_model import AttentionModel
-from harness import greedy, make_engine
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.cli.chances import parse_chances
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 from megatron_async.profiling import forced_acceptance
+from tests.support.attention_model import AttentionModel
+from tests.support.harness import greedy, make_engine
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 
 def random_step(rng, rows, width, device):

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 import triton
-from ngram_watch import wanted_drafts
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.drafting import ngram_lookup, store_drafts
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
+from tests.support.ngram_watch import wanted_drafts
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MANY = 99

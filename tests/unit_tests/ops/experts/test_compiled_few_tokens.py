@@ -8,7 +8,6 @@ import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.experts.expert_plan import (
     UP_REGISTERS,
@@ -17,6 +16,7 @@ from megatron_async.ops.experts.expert_plan import (
 )
 from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HOPPER = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

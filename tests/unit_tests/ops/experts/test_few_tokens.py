@@ -6,8 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from test_expert_mlp import make_weights
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.experts.expert_plan import (
     FEW_TOKENS,
@@ -27,6 +25,8 @@ from megatron_async.ops.experts.few_tokens import (
 )
 from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
 from megatron_async.ops.linear.unnormed import Unnormed
+from tests.unit_tests.ops.experts.test_expert_mlp import make_weights
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 NANO = LayerShape(128, 6, 2688, 1856, 3712, False, 2)

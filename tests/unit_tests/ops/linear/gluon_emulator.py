@@ -22,11 +22,12 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_partitions import Partitions
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 from triton.runtime.jit import JITCallable
+
+from tests.unit_tests.ops.linear.gluon_partitions import Partitions
 
 
 @dataclass

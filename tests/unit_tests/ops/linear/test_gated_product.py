@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_skinny_linear import BRAIN, HALF, WHOLE, assert_close, expected_product, random, weight_of
 
 from megatron_async.ops.linear import skinny_linear as ops
 from megatron_async.ops.linear.planned_products import (
@@ -17,6 +16,15 @@ from megatron_async.ops.linear.skinny_plan import (
 )
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WarpgroupPlan
+from tests.unit_tests.ops.linear.test_skinny_linear import (
+    BRAIN,
+    HALF,
+    WHOLE,
+    assert_close,
+    expected_product,
+    random,
+    weight_of,
+)
 
 EPS = 1e-5
 

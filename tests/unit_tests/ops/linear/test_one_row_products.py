@@ -3,11 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_skinny_linear import assert_close, expected_product, random, weight_of
 
 from megatron_async.ops.linear.planned_products import long_row_product, one_row_product
 from megatron_async.ops.linear.skinny_plan import LongRowPlan, OneRowPlan
 from megatron_async.ops.linear.unnormed import Unnormed
+from tests.unit_tests.ops.linear.test_skinny_linear import (
+    assert_close,
+    expected_product,
+    random,
+    weight_of,
+)
 
 
 @pytest.fixture(autouse=True)

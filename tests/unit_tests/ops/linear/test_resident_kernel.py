@@ -9,7 +9,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear.resident_kernel import resident_kernel, segments_of
@@ -18,6 +17,7 @@ from megatron_async.ops.linear.skinny_plan import (
     ResidentPlan,
     choose_plan,
 )
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

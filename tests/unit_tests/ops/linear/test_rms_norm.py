@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 from megatron_async.ops.linear import rms_norm
 from megatron_async.ops.linear.rms_norm import MAX_HIDDEN, add_rms_norm, add_rms_norm_reference
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -4,12 +4,6 @@ import re
 
 import pytest
 import torch
-from gluon_emulator import EmulatedKernel
-from test_resident_kernel import compiled as compiled_resident
-from test_resident_kernel import spilled_bytes
-from test_skinny_linear import BRAIN, assert_close, random, weight_of
-from test_warpgroup_kernel import compiled as compiled_warpgroup
-from triton_interpreter import INTERPRETED
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear import planned_products, skinny_linear
@@ -32,6 +26,12 @@ from megatron_async.ops.linear.skinny_plan import (
 )
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
+from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
+from tests.unit_tests.ops.linear.test_resident_kernel import compiled as compiled_resident
+from tests.unit_tests.ops.linear.test_resident_kernel import spilled_bytes
+from tests.unit_tests.ops.linear.test_skinny_linear import BRAIN, assert_close, random, weight_of
+from tests.unit_tests.ops.linear.test_warpgroup_kernel import compiled as compiled_warpgroup
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HEADS = [(3, 3, 64), (2, 4, 32), (1, 1, 128)]
 """(KV heads, query heads of each, elements of a head)."""

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_skinny_linear import BRAIN, HALF, WHOLE
 
 from megatron_async.ops.linear.skinny_plan import (
     LONG_ROW_PROGRAMS,
@@ -18,6 +17,7 @@ from megatron_async.ops.linear.skinny_plan import (
 )
 from megatron_async.ops.linear.streamed_plan import StreamedPlan
 from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WarpgroupPlan
+from tests.unit_tests.ops.linear.test_skinny_linear import BRAIN, HALF, WHOLE
 
 
 @pytest.mark.parametrize("dtype", [HALF, WHOLE, BRAIN])

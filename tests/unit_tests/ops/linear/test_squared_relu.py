@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_reference
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -5,11 +5,7 @@ import re
 import pytest
 import torch
 import triton
-from gluon_emulator import EmulatedKernel
-from test_resident_kernel import HOPPER, spilled_bytes
-from test_skinny_linear import BRAIN, assert_close, expected_product, random, weight_of
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.linear import streamed_kernel
 from megatron_async.ops.linear.rms_norm import add_rms_norm
@@ -22,6 +18,16 @@ from megatron_async.ops.linear.streamed_kernel import (
     streamed_product,
 )
 from megatron_async.ops.linear.streamed_plan import StreamedPlan
+from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
+from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, spilled_bytes
+from tests.unit_tests.ops.linear.test_skinny_linear import (
+    BRAIN,
+    assert_close,
+    expected_product,
+    random,
+    weight_of,
+)
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 CASES = [
     (16, 64, 256, StreamedPlan((64,), 1, 1, 2, 1, 16)),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -5,11 +5,7 @@ import re
 import pytest
 import torch
 import triton
-from gluon_emulator import EmulatedKernel
-from test_resident_kernel import HOPPER, TYPES, products_of, spilled_bytes
-from test_skinny_linear import BRAIN, HALF, assert_close, expected_product, random, weight_of
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear import planned_products
@@ -24,6 +20,22 @@ from megatron_async.ops.linear.warpgroup_kernel import (
     warpgroup_kernel,
 )
 from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
+from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
+from tests.unit_tests.ops.linear.test_resident_kernel import (
+    HOPPER,
+    TYPES,
+    products_of,
+    spilled_bytes,
+)
+from tests.unit_tests.ops.linear.test_skinny_linear import (
+    BRAIN,
+    HALF,
+    assert_close,
+    expected_product,
+    random,
+    weight_of,
+)
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="compiles")
 

@@ -3,13 +3,13 @@ the all-reduce that adds the residual stream and takes the norm."""
 
 import pytest
 import torch
-from stopped_ranks import run_stopped_ranks
-from triton_interpreter import EXACT_16_BIT
 
 from megatron_async.ops.linear.partial_sums import add_partial_sums, launch_sum
 from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
 from megatron_async.ops.ranks.all_reduce_norm import all_reduce_add_rms_norm
 from megatron_async.ops.ranks.vocab_embedding import vocab_embedding, vocab_embedding_reference
+from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from stopped_ranks import run_stopped_ranks
-from test_triton_sampling import parameters
 
 from megatron_async.models.partition import padded_vocab_size
 from megatron_async.ops.ranks.symmetric_choice import choose_among_ranks
@@ -13,6 +11,8 @@ from megatron_async.ops.sampling.sampling import (
     best_tokens_reference,
     sample_reference,
 )
+from tests.unit_tests.ops.sampling.test_triton_sampling import parameters
+from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

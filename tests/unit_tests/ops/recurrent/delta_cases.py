@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from recurrent_cases import Ops
 
 from megatron_async.ops.recurrent import (
     bases,
@@ -14,6 +13,7 @@ from megatron_async.ops.recurrent import (
     flush,
 )
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
+from tests.unit_tests.ops.recurrent.recurrent_cases import Ops
 
 REFERENCES = Ops(
     bases.next_bases_reference,

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from recurrent_cases import Ops
 
 from megatron_async.ops.recurrent import bases, flush, mamba_decode, mamba_prefill, mamba_reference
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
+from tests.unit_tests.ops.recurrent.recurrent_cases import Ops
 
 REFERENCES = Ops(
     bases.next_bases_reference,

@@ -1,9 +1,15 @@
 """What is asked of recurrent ops, of Mamba-2 or Gated DeltaNet, references or kernels."""
 
 import torch
-from recurrent_cases import Chunk, Decode, Runner, Sequence, poisoned_pools
 
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from tests.unit_tests.ops.recurrent.recurrent_cases import (
+    Chunk,
+    Decode,
+    Runner,
+    Sequence,
+    poisoned_pools,
+)
 
 SPLITS = [
     (1,),

@@ -10,10 +10,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.recurrent.mamba_outputs import WARPS, _products_kernel
 from megatron_async.ops.recurrent.mamba_row import _row_kernel, warps_of
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -5,10 +5,10 @@ import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton_interpreter import INTERPRETED
 
 from megatron_async.device_state import state_table
 from megatron_async.ops.recurrent import delta_scan, flush, mamba_scan
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HOPPER = GPUTarget("cuda", 90, 32)
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")

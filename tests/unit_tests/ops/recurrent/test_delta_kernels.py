@@ -2,14 +2,14 @@
 interpreter."""
 
 import pytest
-import recurrent_checks as checks
 import torch
-from delta_cases import KERNELS, REFERENCES, Layer
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.recurrent import delta_scan
 from megatron_async.ops.recurrent.delta_pools import DeltaShape
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+from tests.unit_tests.ops.recurrent import recurrent_checks as checks
+from tests.unit_tests.ops.recurrent.delta_cases import KERNELS, REFERENCES, Layer
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 from megatron_async.ops.recurrent.gated_head_norm import (
     MAX_HEAD,
     gated_head_norm,
     gated_head_norm_reference,
 )
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -1,15 +1,15 @@
 """The Mamba-2 kernels against a plain recurrence in float64: small layers in the interpreter."""
 
 import pytest
-import recurrent_checks as checks
 import torch
-from mamba_cases import KERNELS, REFERENCES, Layer
-from triton_interpreter import INTERPRETED
 
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_reference
 from megatron_async.ops.recurrent.mamba_pools import MambaShape, check_gating, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+from tests.unit_tests.ops.recurrent import recurrent_checks as checks
+from tests.unit_tests.ops.recurrent.mamba_cases import KERNELS, REFERENCES, Layer
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16

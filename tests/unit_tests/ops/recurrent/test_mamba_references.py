@@ -1,12 +1,12 @@
 """The Mamba-2 references against a plain recurrence in float64."""
 
 import pytest
-import recurrent_checks as checks
 import torch
-from mamba_cases import KERNELS, REFERENCES, Layer
-from recurrent_cases import Runner, Sequence, poisoned_pools
 
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from tests.unit_tests.ops.recurrent import recurrent_checks as checks
+from tests.unit_tests.ops.recurrent.mamba_cases import KERNELS, REFERENCES, Layer
+from tests.unit_tests.ops.recurrent.recurrent_cases import Runner, Sequence, poisoned_pools
 
 LAYERS = {
     "float32": Layer(),

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mamba_cases import KERNELS, REFERENCES
 
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from tests.unit_tests.ops.recurrent.mamba_cases import KERNELS, REFERENCES
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

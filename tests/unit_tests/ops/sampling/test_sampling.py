@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from sampled_rows import rows_asking
 
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.cpu.sampling import host_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits, sample_reference
+from tests.unit_tests.ops.sampled_rows import rows_asking
 
 
 @pytest.fixture(params=["torch", "loops"])

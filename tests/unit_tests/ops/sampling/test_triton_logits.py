@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from triton_interpreter import INTERPRETED
 
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.ops.sampling import log_probs as plain_log_probs
@@ -23,6 +22,7 @@ from megatron_async.ops.sampling.slot_records import (
     RowFeature,
     pack_record,
 )
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CASES = 4 if INTERPRETED else 20

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from sampled_rows import rows_asking
 
 from megatron_async.ops.sampling import triton_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits, sample_reference
 from megatron_async.ops.sampling.slot_records import Header
+from tests.unit_tests.ops.sampled_rows import rows_asking
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from openai.types.responses import Response
-from served_demo import THINKING, demo, end_of, log_probs_of, named_events, tokens_of
 
 from megatron_async.server.answers.forms import stream_form, whole_form
 from megatron_async.server.answers.message_writer import message_error_body
@@ -19,6 +18,7 @@ from megatron_async.server.fields.messages_request import CountTokensRequest, Me
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.responses_request import ResponsesRequest
 from megatron_async.server.fields.served_model import ServedModel
+from tests.support.served_demo import THINKING, demo, end_of, log_probs_of, named_events, tokens_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from served_demo import (
+
+from megatron_async.server.answers.openapi import openapi
+from megatron_async.server.answers.responses import ChatAnswer, CompletionAnswer, ErrorAnswer
+from megatron_async.server.answers.stream import StreamAnswer
+from megatron_async.server.answers.whole import WholeAnswer, whole
+from megatron_async.server.fields.refusal import Refusal, refusal_of
+from tests.support.served_demo import (
     answered,
     asked_chat,
     asked_completion,
@@ -21,12 +27,6 @@ from served_demo import (
     streamed,
     tokens_of,
 )
-
-from megatron_async.server.answers.openapi import openapi
-from megatron_async.server.answers.responses import ChatAnswer, CompletionAnswer, ErrorAnswer
-from megatron_async.server.answers.stream import StreamAnswer
-from megatron_async.server.answers.whole import WholeAnswer, whole
-from megatron_async.server.fields.refusal import Refusal, refusal_of
 
 TEXT = ' Grüße "q" \n\\ 世界 🙂 </s>'
 

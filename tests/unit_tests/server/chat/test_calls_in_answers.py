@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from served_demo import (
+
+from megatron_async.server.fields.refusal import Refusal
+from tests.support.served_demo import (
     CLOCK,
     THINKING,
     WEATHER,
@@ -16,8 +18,6 @@ from served_demo import (
     demo_tokenizer,
     streamed,
 )
-
-from megatron_async.server.fields.refusal import Refusal
 
 
 def test_calls_in_answers() -> None:

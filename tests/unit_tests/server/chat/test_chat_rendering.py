@@ -5,13 +5,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from served_demo import asked_chat, demo, demo_card, demo_tokenizer
 
 from megatron_async.server.chat.template_process import TakesLong
 from megatron_async.server.chat.template_renderer import TemplateRenderer
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.text.tokenizer import Tokenizer
+from tests.support.served_demo import asked_chat, demo, demo_card, demo_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 

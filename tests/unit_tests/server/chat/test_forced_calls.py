@@ -10,7 +10,14 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from served_demo import (
+
+from megatron_async.errors import RequestError
+from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, OfferedTool
+from megatron_async.server.chat.call_formats import FORMATS
+from megatron_async.server.chat.calls_reader import CallsReader
+from megatron_async.text.grammar_worker import compile_grammar, make_tokenizer
+from megatron_async.text.structured_output import StructuredOutput
+from tests.support.served_demo import (
     CLOCK,
     THINKING,
     WEATHER,
@@ -19,13 +26,6 @@ from served_demo import (
     demo,
     demo_tokenizer,
 )
-
-from megatron_async.errors import RequestError
-from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, OfferedTool
-from megatron_async.server.chat.call_formats import FORMATS
-from megatron_async.server.chat.calls_reader import CallsReader
-from megatron_async.text.grammar_worker import compile_grammar, make_tokenizer
-from megatron_async.text.structured_output import StructuredOutput
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served_demo import asked_raw, demo
 
 from megatron_async.server.fields.asked import Asked
 from megatron_async.server.fields.body import decode_body
@@ -18,6 +17,7 @@ from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal
+from tests.support.served_demo import asked_raw, demo
 
 NUMBERS = st.one_of(
     st.integers(-(2**70), 2**70), st.integers(-3, 30), st.floats(width=64),

@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import pytest
-from served_demo import CONTEXT, asked_chat, asked_completion, asked_raw, demo, demo_card
 
 from megatron_async.contexts.admission import MAX_PRIORITY as ENGINES_MAX_PRIORITY
 from megatron_async.requests.sampling_params import SamplingParams
@@ -14,6 +13,14 @@ from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.sampling import MAX_PRIORITY
 from megatron_async.server.fields.served_model import ServedModel
+from tests.support.served_demo import (
+    CONTEXT,
+    asked_chat,
+    asked_completion,
+    asked_raw,
+    demo,
+    demo_card,
+)
 
 
 def params_of(**body: Any) -> SamplingParams:

@@ -10,7 +10,6 @@ import json
 from typing import Any
 
 import pytest
-from served_demo import THINKING, demo
 
 from megatron_async.server.fields.ask import NOBODY
 from megatron_async.server.fields.asked import Asked
@@ -18,6 +17,7 @@ from megatron_async.server.fields.body import decode_body
 from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.generate_routes import ENDPOINTS
+from tests.support.served_demo import THINKING, demo
 
 KEPT = {"cache_control": {"type": "ephemeral"}}
 BASH = {

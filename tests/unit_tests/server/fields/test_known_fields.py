@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from served_demo import CONTEXT, demo, demo_card
 
 from megatron_async.errors import EngineStopped, SequenceTooLong
 from megatron_async.server.fields.ask import NOBODY
@@ -21,6 +20,7 @@ from megatron_async.server.fields.served_model import CPU_ANSWER_TOKENS, ServedM
 from megatron_async.server.http.generate_routes import ENDPOINTS
 from megatron_async.server.http.openapi import openapi
 from megatron_async.serving.replica_status import failed_of
+from tests.support.served_demo import CONTEXT, demo, demo_card
 
 CHAT = [{"role": "user", "content": "Hi"}]
 SMALLEST: dict[str, dict[str, Any]] = {

@@ -4,12 +4,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from patience import PATIENCE_S
 
 from megatron_async.server.answer_stream import AnswerStream
 from megatron_async.server.http.answer_connection import AsgiConnection
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.serving.readers import RequestEnd
+from tests.support.patience import PATIENCE_S
 
 TOKEN = memoryview(np.array([7], np.int32))
 

@@ -4,8 +4,6 @@ import asyncio
 import threading
 from typing import Any
 
-from served_demo import demo_card
-
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.chat.template_process import TakesLong
 from megatron_async.server.fields.chat_request import ChatRequest, Message
@@ -13,6 +11,7 @@ from megatron_async.server.http.beside_loop import read_body
 from megatron_async.server.http.generate_routes import GenerateRoutes
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.serving.model_card import ModelCard
+from tests.support.served_demo import demo_card
 
 
 def test_what_takes_long_goes_on_beside_the_loop():

@@ -8,13 +8,13 @@ import time
 
 import pytest
 import uvicorn
-from patience import PATIENCE_S
 
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.http.access import Access
 from megatron_async.server.http.app import App, Route
 from megatron_async.server.http.protocol import HttpLimits, HttpProtocol
 from megatron_async.server.http.replies import EVENTS, reply_json
+from tests.support.patience import PATIENCE_S
 
 HEAD = b"Host: localhost\r\n"
 

@@ -8,7 +8,6 @@ import json
 from typing import Any
 
 import pytest
-from served_demo import demo
 
 from megatron_async.errors import CoordinatorLost
 from megatron_async.server.api_config import ApiConfig, KeyDigest
@@ -18,6 +17,7 @@ from megatron_async.server.http.app import App
 from megatron_async.server.http.service_routes import ServiceRoutes
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
 from megatron_async.server.metrics import STATES
+from tests.support.served_demo import demo
 
 CONFIG = ApiConfig(coordinator="", admin_key=KeyDigest("", hashlib.sha256(b"boss").hexdigest()))
 

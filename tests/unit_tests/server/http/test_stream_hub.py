@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from virtual_loop import TIME, Clock, run_virtually
 
 from megatron_async.server import stream_hub
 from megatron_async.server.stream_hub import AT_ONCE, EVERY_S, StreamHub
+from tests.support.virtual_loop import TIME, Clock, run_virtually
 
 
 class Stream:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from patience import PATIENCE_S, eventually
 
 from megatron_async.server.supervisor.processes import (
     LONGEST_DELAY_S,
@@ -17,6 +16,7 @@ from megatron_async.server.supervisor.processes import (
     restart_delay_s,
     why_ended,
 )
+from tests.support.patience import PATIENCE_S, eventually
 
 PARENT = """
 import os, time

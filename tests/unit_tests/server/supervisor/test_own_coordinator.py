@@ -7,12 +7,12 @@ import stat
 from pathlib import Path
 
 import pytest
-from patience import eventually
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.supervisor.own_coordinator import OwnCoordinator
 from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.records import CoordinatorConfig
+from tests.support.patience import eventually
 
 CONFIG = CoordinatorConfig(ping_interval_s=0.05)
 

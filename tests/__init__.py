@@ -1,0 +1,1 @@
+"""Tests of the package: unit tests in its rooms, functional tests by theme."""

@@ -1,0 +1,115 @@
+"""Leader and follower in one process: a channel through memory, with messages really encoded."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import msgspec
+
+from megatron_async import DynamicInferenceEngine
+from megatron_async.errors import CommunicationTimeout, RankLost
+from megatron_async.ranks.actions import Report, Turn, to_builtin
+from megatron_async.ranks.expert_consensus import ExpertConsensus
+from megatron_async.ranks.follower import Follower
+from megatron_async.ranks.leader import Leader
+from tests.support.patience import PATIENCE_S
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_builtin)
+
+
+class MemoryChannel:
+    """Both ends of a channel between rank 0, which leads, and rank 1.
+
+    Attributes:
+        sent: bytes of every message of the leader.
+        is_lost: set it, and both ends find that the other has died.
+    """
+
+    members = (0, 1)
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.is_lost = False
+        self._down: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._up: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def send(self, message: Turn) -> None:
+        self.sent.append(_encoder.encode(message))
+        self._down.put(self.sent[-1])
+
+    def receive(self, timeout_s: float | None = None) -> Turn:
+        waited_s = 0.0
+        while True:
+            self.check()
+            try:
+                message = self._down.get(timeout=0.02 if timeout_s is None else timeout_s)
+                return msgspec.msgpack.decode(message, type=Turn)
+            except queue.Empty:
+                waited_s += 0.02
+                if timeout_s is not None:
+                    raise CommunicationTimeout("nothing came") from None
+
+    def report(self, message: Report) -> None:
+        self._up.put(_encoder.encode(message))
+
+    def reports(self) -> list[tuple[int, Report]]:
+        found = []
+        while not self._up.empty():
+            found.append((1, msgspec.msgpack.decode(self._up.get(), type=Report)))
+        return found
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise RankLost("rank 1 died", [1])
+
+    def close(self) -> None:
+        return
+
+
+class FollowingEngine:
+    """A second engine that follows the first, on a thread of its own.
+
+    Args:
+        leader: gets the group's leader; make it with check_ranks_agree.
+        follower: made like it.
+        consensus: of the leader.
+
+    Attributes:
+        engine: the follower.
+        error: what its `follow` raised.
+        ended: its ended requests by id.
+    """
+
+    def __init__(
+        self,
+        leader: DynamicInferenceEngine,
+        follower: DynamicInferenceEngine,
+        consensus: ExpertConsensus | None = None,
+    ) -> None:
+        self.channel = MemoryChannel()
+        self.engine = follower
+        self.error: BaseException | None = None
+        self.ended: dict[int, Any] = {}
+        leader.group = Leader(self.channel, self.channel.check, True, consensus)
+        follower.group = Follower(self.channel, self.channel.check, check_agreement=True)
+        self._end, follower.requests.end = follower.requests.end, self._note_end
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _note_end(self, request: Any, *arguments: Any, **named: Any) -> None:
+        self._end(request, *arguments, **named)
+        self.ended[request.request_id] = request
+
+    def _run(self) -> None:
+        try:
+            while self.engine.follow():
+                pass
+        except BaseException as error:
+            self.error = error
+
+    def join(self) -> None:
+        """Wait for the end of `follow`, which the leader's close brings."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the follower hangs"
