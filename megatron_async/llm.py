@@ -32,7 +32,7 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
-from megatron_async.ops.cpu.compiler import compile_missing
+from megatron_async.ops.cpu.compile_loops import compile_missing
 from megatron_async.other_names import answers_keywords, check_engine_names
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.join_group import join_group

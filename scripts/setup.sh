@@ -134,7 +134,7 @@ fetch $venv/bin/uv pip install --no-deps --no-build-isolation --offline --editab
 
 say "compiling loops for this CPU (once; half a minute to a minute on two cores)"
 "$venv/bin/python" -c \
-    'from megatron_async.ops.cpu.compiler import compile_all; compile_all(progress=True)' \
+    'from megatron_async.ops.cpu.compile_loops import compile_all; compile_all(progress=True)' \
     >>"$log" || say "they are compiled at their first use instead"
 
 rm -f "$unfinished"

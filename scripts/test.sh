@@ -60,7 +60,7 @@ run() {
 }
 # Once for all workers and ranks, which would compile them at the same time; the lints, which need
 # one core, run beside it.
-compile=(python -c 'from megatron_async.ops.cpu.compiler import compile_all; compile_all(has_float64=True)')
+compile=(python -c 'from megatron_async.ops.cpu.compile_loops import compile_all; compile_all(has_float64=True)')
 "${compile[@]}" &
 compiling=$!
 compiled_loops() { wait $compiling; }

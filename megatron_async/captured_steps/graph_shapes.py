@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_async.config import SHORT_PROMPT, InferenceConfig
-from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.ops.batch_dimensions import BatchDimensions
 
 LEAST_PREFILL_TOKENS = 64
 """Smaller chunks are padded to this many tokens: a step of 64 tokens takes as long as one of 16,

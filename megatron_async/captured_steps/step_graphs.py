@@ -15,9 +15,9 @@ from functools import partial
 from tqdm import tqdm
 
 from megatron_async.captured_steps.graph_shapes import FINE_TOKENS, GraphShapes
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import Device, Graph
 from megatron_async.models.parallel_state import agree_on_least
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCESSED)

@@ -26,7 +26,6 @@ from megatron_async.contexts.state_rows import StateRows
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
 from megatron_async.device_state.state_sharing import share_states
@@ -35,6 +34,7 @@ from megatron_async.models.partition import is_recurrent
 from megatron_async.names_of_megatron import NamesOfMegatron
 from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.recurrent.recurrent_pools import GRID
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 

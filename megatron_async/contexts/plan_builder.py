@@ -12,7 +12,7 @@ from megatron_async.contexts.plan_features import NO_FEATURES, plan_features
 from megatron_async.contexts.request_slots import NO_SLOTS, DecodeRows, RequestSlots, SlotState
 from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StatePlan, StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import NO_TOKEN, RowFeature
 

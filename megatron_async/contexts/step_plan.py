@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.contexts.plan_features import PlanFeatures
-from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 IntArray = NDArray[np.integer[Any]]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron_async.captured_steps.graph_shapes import GraphShapes
 from megatron_async.contexts.step_plan import IntArray
-from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.ops.batch_dimensions import BatchDimensions
 
 
 class StepShape(NamedTuple):

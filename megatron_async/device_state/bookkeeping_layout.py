@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async.device_state.batch_dimensions import BatchDimensions
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS
 
 # (field, which count of the batch is its length)

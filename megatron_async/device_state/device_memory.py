@@ -25,7 +25,6 @@ from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.device_state.slot_states import FeedbackState, SlotStates
 from megatron_async.device_state.state_table import StateTable, words_of_states
-from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
@@ -47,6 +46,7 @@ from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
+from megatron_async.ops.step_tensors import StepTensors
 from megatron_async.ops.triton_folder import choose_triton_folder
 
 if TYPE_CHECKING:

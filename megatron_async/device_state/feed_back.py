@@ -23,9 +23,9 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.batch_dimensions import BatchDimensions
     from megatron_async.device_state.device_slots import DeviceSlots
-    from megatron_async.device_state.step_tensors import StepTensors
+    from megatron_async.ops.batch_dimensions import BatchDimensions
+    from megatron_async.ops.step_tensors import StepTensors
 
 TILE = 128
 COUNT, LENGTH, TOKENS = 0, 1, 2

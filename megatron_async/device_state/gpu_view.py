@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_async.config import InferenceConfig
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.feed_back import feed_back_kernel
@@ -20,13 +19,14 @@ from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
 from megatron_async.device_state.step_on_host import feed_back_on_host, unpack_step_on_host
-from megatron_async.device_state.step_tensors import StepTensors
 from megatron_async.device_state.step_view import StepView
 from megatron_async.device_state.unpack_step import unpack_step_kernels
 from megatron_async.models.rotary import RotaryTable
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.step_tensors import StepTensors
 
 
 class ContextGPUView(StepView):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from megatron_async.device_state.slot_states import PerSlotState
 from megatron_async.devices import makes_ordinary_tensors
@@ -15,6 +14,7 @@ from megatron_async.ops.sampling.logits_processing import (
     ChunkTensors,
     DraftTensors,
     ProcessingRows,
+    TokenMemory,
 )
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import PROMPT_TOKEN, WINDOW
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 
 class SamplingState(PerSlotState):
-    """Per-slot arrays for steps with processed logits; one row more than there are slots, as in
-    `DeviceSlots`. Steps update them on the compute stream, so all earlier tokens are counted when a
-    step reads them. Without memory until `allocate`.
+    """Per-slot memory for steps with processed logits. Steps update it on the compute stream, so
+    all earlier tokens are counted when a step reads it. Without arrays until `allocate`.
 
     Args:
         capacity: slots.
@@ -35,29 +34,32 @@ class SamplingState(PerSlotState):
         device: where the arrays live.
 
     Attributes:
-        counts: int32 `[slots + 1, vocabulary]`: see `PROMPT_TOKEN`; kept for rows with penalties.
-        recent: int32 `[slots + 1, WINDOW]`: the generated token at position p is at p % WINDOW;
-            kept for rows with bad words.
+        memory: counts and recent tokens.
     """
 
     def __init__(self, capacity: int, vocab_size: int, device: torch.device) -> None:
-        self._shape = capacity + 1, vocab_size
+        self._slots, self._vocab_size = capacity + 1, vocab_size
         self._device = device
         self.release()
 
     @property
     def bytes_per_slot(self) -> int:
-        return (self._shape[1] + WINDOW) * torch.int32.itemsize
+        return (self._vocab_size + WINDOW) * torch.int32.itemsize
 
     @makes_ordinary_tensors
     def allocate(self) -> None:
-        rows, vocab_size = self._shape
-        self.counts: Tensor = torch.zeros(rows, vocab_size, dtype=torch.int32, device=self._device)
-        self.recent: Tensor = torch.zeros(rows, WINDOW, dtype=torch.int32, device=self._device)
+        self._make(self._slots)
 
     def release(self) -> None:
-        self.counts = torch.empty(0, self._shape[1], dtype=torch.int32, device=self._device)
-        self.recent = torch.empty(0, WINDOW, dtype=torch.int32, device=self._device)
+        self._make(0)
+
+    def _make(self, slots: int) -> None:
+        self.memory = TokenMemory(
+            *(
+                torch.zeros(slots, width, dtype=torch.int32, device=self._device)
+                for width in (self._vocab_size, WINDOW)
+            )
+        )
 
     def rows(self, view: ContextGPUView) -> ProcessingRows:
         """The rows of logits of a step."""
@@ -67,7 +69,7 @@ class SamplingState(PerSlotState):
             positions=step.sample_positions,
             records=view.slots.records,
             features=step.features,
-            state=self,
+            memory=self.memory,
             drafts=None if view.dims.width == 1 else DraftTensors(
                 decode_rows=view.dims.decode_rows,
                 width=view.dims.width,
@@ -92,16 +94,16 @@ class SamplingState(PerSlotState):
                 view.step.block_tables[dims.decode_rows :], block_tokens
             ),
         )  # fmt: skip
-        kernels_for(self.counts).begin_chunks(self.rows(view), chunks)
+        kernels_for(self.memory.counts).begin_chunks(self.rows(view), chunks)
 
     def rebuild(self, known: KnownTokens) -> None:
         """Keep only the known generated tokens of these slots; prompt tokens stay marked,
         because marking them again changes nothing."""
         counted, token_slots, tokens, recent_slots, places, recent = (
-            tensor.to(self.counts.device) for tensor in known
+            tensor.to(self.memory.counts.device) for tensor in known
         )
-        prompts = self.counts.index_select(0, counted) & PROMPT_TOKEN
-        self.counts.index_copy_(0, counted, prompts)
+        prompts = self.memory.counts.index_select(0, counted) & PROMPT_TOKEN
+        self.memory.counts.index_copy_(0, counted, prompts)
         ones = torch.ones_like(tokens, dtype=torch.int32)
-        self.counts.index_put_((token_slots, tokens), ones, accumulate=True)
-        self.recent.index_put_((recent_slots, places), recent.int())
+        self.memory.counts.index_put_((token_slots, tokens), ones, accumulate=True)
+        self.memory.recent.index_put_((recent_slots, places), recent.int())

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.recurrent_pools import GRID
 

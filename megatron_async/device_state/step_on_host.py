@@ -15,9 +15,9 @@ from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.batch_dimensions import BatchDimensions
     from megatron_async.device_state.device_slots import DeviceSlots
-    from megatron_async.device_state.step_tensors import StepTensors
+    from megatron_async.ops.batch_dimensions import BatchDimensions
+    from megatron_async.ops.step_tensors import StepTensors
 
 UNPACKED = np.array(
     [Header.FEATURES, Header.MAX_LENGTH, Header.DRAFTS, RowFeature.PRODUCES], np.int32

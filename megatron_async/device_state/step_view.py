@@ -12,8 +12,8 @@ from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.batch_dimensions import BatchDimensions
     from megatron_async.models.rotary import RotaryTable
+    from megatron_async.ops.batch_dimensions import BatchDimensions
 
 
 class LaidOutTokens(Protocol):

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import UPDATE_FIELDS, BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
-from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.sampling.slot_records import (
     EDIT_WORDS,
@@ -25,6 +24,7 @@ from megatron_async.ops.sampling.slot_records import (
     Header,
     RowFeature,
 )
+from megatron_async.ops.step_tensors import StepTensors
 
 TILE = 128
 PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))

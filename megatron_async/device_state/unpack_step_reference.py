@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
-from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.slot_records import EDIT_WORDS, HEADER, WINDOW, Header, RowFeature
+from megatron_async.ops.step_tensors import StepTensors
 
 
 def unpack_step_reference(

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.devices import Event
 from megatron_async.errors import ConfigurationError, StageFailed
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.pipeline.links import PipelineLinks
 
 if TYPE_CHECKING:

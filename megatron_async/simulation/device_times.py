@@ -16,8 +16,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.errors import ConfigurationError
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.simulation.cpu_times import CpuTimes
 from megatron_async.simulation.reach import Reach
 

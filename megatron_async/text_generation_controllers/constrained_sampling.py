@@ -152,7 +152,7 @@ class ConstrainedSampler:
             positions=words[:, 3].contiguous(),
             records=slots.records,
             features=asked,
-            state=self._sampler.state,
+            memory=self._sampler.state.memory,
         )
         processed = logits.processed.index_select(0, index)
         kernels = kernels_for(processed)

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.step_view import StepView
 from megatron_async.errors import ConfigurationError
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.drafting.draft_tokens import (
+    DraftedStep,
     DraftTokens,
     ends_of_rows,
     lay_out_behind,
@@ -132,47 +133,49 @@ class MtpDrafter:
         if not self._views:
             numbers = range(len(view.draft_attentions))
             self._views = [DraftView(view, depth) for depth in numbers]
-        kernels, size = kernels_for(kept), view.kv_cache.block_size
-        entries = lay_out_entries(view, view.sampled)
+        kernels, cache, slots = kernels_for(kept), view.kv_cache, view.slots
+        size, dims = cache.block_size, view.dims
+        of = DraftedStep(step, dims, slots.records, slots.length, cache.dummy_block, size)
+        entries = lay_out_entries(of, view.sampled)
         # A chunk reads what the one before has kept, perhaps in the block in which it ends itself.
         of_trunk = view.hidden_states if self._decoder is None else view.mtp_hidden
         assert of_trunk is not None, "the step's forward has left it"
         hidden = kernels.gather_hidden(of_trunk, kept[0], entries.source)
-        ends = step.last_token[view.dims.decode_tokens :]
+        ends = step.last_token[dims.decode_tokens :]
         kernels.keep_hidden(of_trunk, step.write_index, ends, size, kept[0])
         depths = len(self._views)
         if depths > 1:
-            behind, ends = lay_out_behind(view, entries), ends_of_rows(view, entries)
+            behind, ends = lay_out_behind(of, entries), ends_of_rows(of, entries)
         # Outputs of a depth at each row's last token and at the drafts that are known then.
         outputs: list[Tensor] = []
         drafts: list[Tensor] = []
         for depth in range(depths):
-            out = self._run(depth, view.dims.entries, entries, hidden)
+            out = self._run(depth, dims.entries, entries, hidden)
             if depth + 1 < depths:
                 hidden = kernels.gather_hidden(out, kept[depth + 1], behind)
                 kernels.keep_hidden(out, entries.write_index, ends, size, kept[depth + 1])
             before, outputs = outputs, [out.index_select(0, entries.last)]
             for number, (draft, output) in enumerate(zip(drafts, before, strict=True), 1):
-                outputs.append(self._run_draft(depth, view, entries, draft, output, number))
+                outputs.append(self._run_draft(depth, of, entries, draft, output, number))
             drafts.append(self._draw(view, outputs[-1], entries, depth))
         out = outputs[-1]
         for number in range(depths, count):
-            out = self._run_draft(depths - 1, view, entries, drafts[-1], out, number)
+            out = self._run_draft(depths - 1, of, entries, drafts[-1], out, number)
             drafts.append(self._draw(view, out, entries, number))
         return torch.stack(drafts, dim=1)
 
     def _run_draft(
         self,
         depth: int,
-        view: ContextGPUView,
+        of: DraftedStep,
         entries: DraftTokens,
         draft: Tensor,
         hidden: Tensor,
         number: int,
     ) -> Tensor:
         """Hidden states `[rows, hidden]` of a depth at each row's draft, the `number`th."""
-        tokens = lay_out_draft(view, entries, draft, number)
-        return self._run(depth, view.dims.draft(number), tokens, hidden)
+        tokens = lay_out_draft(of, entries, draft, number)
+        return self._run(depth, of.dims.draft(number), tokens, hidden)
 
     def _run(
         self, depth: int, dims: BatchDimensions, tokens: DraftTokens, hidden: Tensor

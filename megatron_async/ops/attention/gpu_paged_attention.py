@@ -13,7 +13,7 @@ from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.batch_dimensions import BatchDimensions
+    from megatron_async.ops.batch_dimensions import BatchDimensions
 
 
 class GpuPagedAttention(TorchPagedAttention):

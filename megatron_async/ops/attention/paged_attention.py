@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.batch_dimensions import BatchDimensions
+    from megatron_async.ops.batch_dimensions import BatchDimensions
 
 
 MASK_ALIGNMENT = 16

@@ -14,7 +14,7 @@ from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.cpu.threads import run_shares
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.batch_dimensions import BatchDimensions
+    from megatron_async.ops.batch_dimensions import BatchDimensions
 
 LEAST_SHARED = 2**20
 """Elements of keys that decode rows read, counted for each query head, from which on threads share

@@ -17,8 +17,7 @@ outputs at the token before (`lay_out_behind`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 import triton
@@ -31,63 +30,31 @@ from megatron_async.ops.drafting.draft_token_kernels import (
     rows_kernel,
 )
 from megatron_async.ops.drafting.draft_tokens_reference import (
+    DraftedStep,
+    DraftTokens,
     lay_out_draft_reference,
     lay_out_entries_reference,
 )
 from megatron_async.ops.sampling.slot_records import RowFeature
 
-if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
-
 TILE = 128
 
 
-@dataclass
-class DraftTokens:
-    """Buffers for the largest pass, or views of their beginnings for a smaller one.
-
-    Attributes:
-        token_ids, positions, write_index: int64 `[tokens]`; tokens that make no entry have
-            position 0 and a place in the dummy block.
-        source: int64 `[tokens]`: index of each token's hidden state among those of the step; or, if
-            negative, -1 - the block that keeps it.
-        block_tables: int32 `[rows, blocks]`.
-        kv_lengths: int32 `[rows]`: entries that the row's last token sees.
-        starts: int32 `[chunks + 1]`: where the tokens of each chunk begin among the pass's, and the
-            end of the last chunk's.
-        last: int64 `[rows]`: index of the token from which a row's first draft is made.
-        lengths: int32 `[rows]`: of the sequences after the step.
-        drafts: int32 `[rows]`: 1 if the row has yielded a token, so that its drafts are valid;
-            else 0.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    write_index: Tensor
-    source: Tensor
-    block_tables: Tensor
-    kv_lengths: Tensor
-    starts: Tensor
-    last: Tensor
-    lengths: Tensor
-    drafts: Tensor
-
-
-def lay_out_entries(view: ContextGPUView, sampled: Tensor) -> DraftTokens:
+def lay_out_entries(of: DraftedStep, sampled: Tensor) -> DraftTokens:
     """The tokens of the entries' pass.
 
     Args:
-        view: the step, after its `feed_back`.
+        of: the step, after its `feed_back`.
         sampled: int64 `[sample rows]`, -1 where there is no token.
     """
     if not sampled.is_cuda:
-        return lay_out_entries_reference(view, sampled)
-    return lay_out_entries_kernels(view, sampled)
+        return lay_out_entries_reference(of, sampled)
+    return lay_out_entries_kernels(of, sampled)
 
 
-def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftTokens:
+def lay_out_entries_kernels(of: DraftedStep, sampled: Tensor) -> DraftTokens:
     """`lay_out_entries` by two Triton kernels."""
-    step, dims, slots, cache = view.step, view.dims, view.slots, view.kv_cache
+    step, dims = of.step, of.dims
     rows, chunks, tokens = dims.rows, dims.prefill_rows, dims.tokens + dims.prefill_rows
 
     def empty(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -113,8 +80,8 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
         step.prefill_starts if chunks else step.lengths,
         step.block_tables,
         step.block_tables.stride(0),
-        slots.records,
-        slots.length,
+        of.records,
+        of.slot_lengths,
         found.token_ids,
         found.positions,
         found.write_index,
@@ -125,8 +92,8 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
         found.lengths,
         found.drafts,
         dims.decode_rows,
-        cache.dummy_block,
-        cache.block_size,
+        of.dummy_block,
+        of.block_size,
         dims.width,
         **launch_options(sampled),
     )
@@ -141,7 +108,7 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
             step.token_ids,
             step.block_tables,
             step.block_tables.stride(0),
-            slots.records,
+            of.records,
             found.token_ids,
             found.positions,
             found.write_index,
@@ -151,8 +118,8 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
             chunks,
             dims.tokens,
             tokens,
-            cache.dummy_block,
-            cache.block_size,
+            of.dummy_block,
+            of.block_size,
             max(triton.next_power_of_2(chunks), 16),
             TILE,
             **launch_options(sampled),
@@ -160,25 +127,25 @@ def lay_out_entries_kernels(view: ContextGPUView, sampled: Tensor) -> DraftToken
     return found
 
 
-def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
+def lay_out_behind(of: DraftedStep, entries: DraftTokens) -> Tensor:
     """The sources of the entries of a depth after the first: the previous depth's outputs at the
     token before. For a row's first token, the block of the position before keeps this output.
 
     Args:
-        view: the step.
+        of: the step.
         entries: of `lay_out_entries`.
 
     Returns:
         int64 `[tokens]`, as `DraftTokens.source`; indices among the outputs of the entries' pass.
     """
-    step, dims, cache = view.step, view.dims, view.kv_cache
+    step, dims = of.step, of.dims
     source = torch.arange(-1, len(entries.source) - 1, device=entries.source.device)
     if dims.decode_rows:
         position = entries.positions[: dims.decode_tokens : dims.width]
         tables = step.block_tables[: dims.decode_rows]
-        before = (position - 1).clamp(min=0) // cache.block_size
+        before = (position - 1).clamp(min=0) // of.block_size
         block = tables.gather(1, before[:, None])[:, 0].long()
-        block = block.where(position > 0, cache.dummy_block)
+        block = block.where(position > 0, of.dummy_block)
         source[: dims.decode_tokens : dims.width] = -1 - block
     if dims.prefill_rows:
         first = entries.starts[:-1].long()
@@ -191,40 +158,40 @@ def lay_out_behind(view: ContextGPUView, entries: DraftTokens) -> Tensor:
     return source
 
 
-def ends_of_rows(view: ContextGPUView, entries: DraftTokens) -> Tensor:
+def ends_of_rows(of: DraftedStep, entries: DraftTokens) -> Tensor:
     """Index of the last entry of each row, int64 `[rows]`. In a chunk that is not its prompt's last
     it is the index of the chunk's last token. For a dummy chunk it is meaningless, but valid.
 
     Args:
-        view: the step.
+        of: the step.
         entries: of `lay_out_entries`.
     """
-    decode = view.dims.decode_rows
+    decode = of.dims.decode_rows
     chunks = entries.last[decode:] - 1 + entries.drafts[decode:]
     return torch.cat((entries.last[:decode], chunks.clamp(min=0)))
 
 
 def lay_out_draft(
-    view: ContextGPUView, entries: DraftTokens, tokens: Tensor, number: int
+    of: DraftedStep, entries: DraftTokens, tokens: Tensor, number: int
 ) -> DraftTokens:
     """The tokens of the pass that makes draft `number`, 1 or more, from the draft before it.
 
     Args:
-        view: the step.
+        of: the step.
         entries: of `lay_out_entries`.
         tokens: int64 `[rows]`, drafted by the pass before.
         number: of the draft.
     """
     if not tokens.is_cuda:
-        return lay_out_draft_reference(view, entries, tokens, number)
-    return lay_out_draft_kernel(view, entries, tokens, number)
+        return lay_out_draft_reference(of, entries, tokens, number)
+    return lay_out_draft_kernel(of, entries, tokens, number)
 
 
 def lay_out_draft_kernel(
-    view: ContextGPUView, entries: DraftTokens, tokens: Tensor, number: int
+    of: DraftedStep, entries: DraftTokens, tokens: Tensor, number: int
 ) -> DraftTokens:
     """`lay_out_draft` by a Triton kernel."""
-    step, rows = view.step, len(tokens)
+    step, rows = of.step, len(tokens)
     found = replace(
         entries,
         token_ids=torch.empty_like(tokens),
@@ -240,7 +207,7 @@ def lay_out_draft_kernel(
         step.row_slots,
         step.block_tables,
         step.block_tables.stride(0),
-        view.slots.records,
+        of.records,
         entries.lengths,
         entries.drafts,
         found.token_ids,
@@ -251,8 +218,8 @@ def lay_out_draft_kernel(
         found.last,
         rows,
         number,
-        view.kv_cache.dummy_block,
-        view.kv_cache.block_size,
+        of.dummy_block,
+        of.block_size,
         TILE,
         **launch_options(tokens),
     )

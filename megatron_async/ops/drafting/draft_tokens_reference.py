@@ -3,29 +3,75 @@ against."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
-
-if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
-    from megatron_async.ops.drafting.draft_tokens import DraftTokens
+from megatron_async.ops.step_tensors import StepTensors
 
 
-def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTokens:
+class DraftedStep(NamedTuple):
+    """A step, after its samples are fed back, as drafting reads it.
+
+    Attributes:
+        step, dims: its tensors and its shape.
+        records: int32 `[slots + 1, RECORD_WORDS]`.
+        slot_lengths: int32 `[slots + 1]`: of the sequences after the step.
+        dummy_block: to which tokens of no request are written.
+        block_size: tokens of a block.
+    """
+
+    step: StepTensors
+    dims: BatchDimensions
+    records: Tensor
+    slot_lengths: Tensor
+    dummy_block: int
+    block_size: int
+
+
+@dataclass
+class DraftTokens:
+    """Buffers for the largest pass, or views of their beginnings for a smaller one.
+
+    Attributes:
+        token_ids, positions, write_index: int64 `[tokens]`; tokens that make no entry have
+            position 0 and a place in the dummy block.
+        source: int64 `[tokens]`: index of each token's hidden state among those of the step; or, if
+            negative, -1 - the block that keeps it.
+        block_tables: int32 `[rows, blocks]`.
+        kv_lengths: int32 `[rows]`: entries that the row's last token sees.
+        starts: int32 `[chunks + 1]`: where the tokens of each chunk begin among the pass's, and the
+            end of the last chunk's.
+        last: int64 `[rows]`: index of the token from which a row's first draft is made.
+        lengths: int32 `[rows]`: of the sequences after the step.
+        drafts: int32 `[rows]`: 1 if the row has yielded a token, so that its drafts are valid;
+            else 0.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    write_index: Tensor
+    source: Tensor
+    block_tables: Tensor
+    kv_lengths: Tensor
+    starts: Tensor
+    last: Tensor
+    lengths: Tensor
+    drafts: Tensor
+
+
+def lay_out_entries_reference(of: DraftedStep, sampled: Tensor) -> DraftTokens:
     """`lay_out_entries` in plain torch."""
-    from megatron_async.ops.drafting.draft_tokens import DraftTokens
-
-    step, dims, slots = view.step, view.dims, view.slots
+    step, dims = of.step, of.dims
     rows, decode, width = dims.rows, dims.decode_rows, dims.width
-    device, size = sampled.device, view.kv_cache.block_size
+    device, size = sampled.device, of.block_size
     tokens = dims.tokens + dims.prefill_rows
-    limits = slots.records[:, Header.MAX_LENGTH].index_select(0, step.row_slots)
-    lengths = slots.length.index_select(0, step.row_slots)
+    limits = of.records[:, Header.MAX_LENGTH].index_select(0, step.row_slots)
+    lengths = of.slot_lengths.index_select(0, step.row_slots)
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
     positions, source = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
     is_entry = torch.zeros(tokens, dtype=torch.bool, device=device)
@@ -68,7 +114,7 @@ def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTok
         positions[first:] = position.where(valid, 0)
         tables = step.block_tables[decode:][chunk]
         block = tables.gather(1, ((position - 1).clamp(min=0) // size)[:, None].long())[:, 0]
-        stored = torch.where(position > 0, block, view.kv_cache.dummy_block).long()
+        stored = torch.where(position > 0, block, of.dummy_block).long()
         before = (of_step - 1).clamp(0, dims.tokens - 1)
         source[first:] = torch.where(place > 0, before, -1 - stored).where(inside, 0)
         is_entry[first:] = valid
@@ -78,7 +124,7 @@ def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTok
         kv_lengths[decode:] = ends + 1
     tables = step.block_tables.index_select(0, owner)
     block = tables.gather(1, (positions // size)[:, None])[:, 0].long()
-    block = block.where(is_entry, view.kv_cache.dummy_block)
+    block = block.where(is_entry, of.dummy_block)
     return DraftTokens(
         token_ids,
         positions,
@@ -94,16 +140,16 @@ def lay_out_entries_reference(view: ContextGPUView, sampled: Tensor) -> DraftTok
 
 
 def lay_out_draft_reference(
-    view: ContextGPUView, entries: DraftTokens, tokens: Tensor, number: int
+    of: DraftedStep, entries: DraftTokens, tokens: Tensor, number: int
 ) -> DraftTokens:
     """`lay_out_draft` in plain torch."""
-    step, size = view.step, view.kv_cache.block_size
-    limits = view.slots.records[:, Header.MAX_LENGTH].index_select(0, step.row_slots)
+    step, size = of.step, of.block_size
+    limits = of.records[:, Header.MAX_LENGTH].index_select(0, step.row_slots)
     position = (entries.lengths + number - 1).long()
     valid = (entries.drafts > 0) & (position < limits - 1)
     position = position.where(valid, 0)
     block = step.block_tables.gather(1, (position // size)[:, None])[:, 0].long()
-    block = block.where(valid, view.kv_cache.dummy_block)
+    block = block.where(valid, of.dummy_block)
     return replace(
         entries,
         token_ids=tokens.clamp(min=0),

@@ -9,7 +9,7 @@ only to generated tokens, by their count and by whether they have occurred.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,18 @@ from megatron_async.ops.sampling.slot_records import (
     RowFeature,
 )
 
-if TYPE_CHECKING:
-    from megatron_async.device_state.sampling_state import SamplingState
+
+class TokenMemory(NamedTuple):
+    """Tokens of each slot's request; one row more than there are slots.
+
+    Attributes:
+        counts: int32 `[slots + 1, vocabulary]`: see `PROMPT_TOKEN`; kept for rows with penalties.
+        recent: int32 `[slots + 1, WINDOW]`: the generated token at position p is at p % WINDOW;
+            kept for rows with bad words.
+    """
+
+    counts: Tensor
+    recent: Tensor
 
 
 @dataclass
@@ -70,16 +80,16 @@ class ProcessingRows(SamplingRows):
 
     Attributes:
         features: int32 `[rows]`, bits of `RowFeature`.
-        state: per-slot counts and recent tokens.
+        memory: of the slots.
         drafts: None if no row of logits follows a draft, so that each yields its token.
     """
 
     features: Tensor
-    state: SamplingState
+    memory: TokenMemory
     drafts: DraftTensors | None = None
 
     def drafts_before(self, row: int) -> Tensor:
-        """Drafts between the tokens counted in `state` and a row's token, int64 `[drafts]`."""
+        """Drafts between the tokens counted in `memory` and a row's token, int64 `[drafts]`."""
         return self.slots[:0] if self.drafts is None else self.drafts.before(row)
 
 
@@ -134,14 +144,14 @@ def begin_chunks_reference(rows: ProcessingRows, chunks: ChunkTensors) -> None:
     in the cache already, are read from the blocks and counted with that chunk.
 
     Args:
-        rows: their `state` is changed.
+        rows: their `memory` is changed.
         chunks: the step's prefill chunks, one at least.
     """
     for chunk in range(chunks.count):
         row = chunks.first_row + chunk
         features, slot = int(rows.features[row]), int(rows.slots[row])
         record = rows.records[slot]
-        counts, recent = rows.state.counts[slot], rows.state.recent[slot]
+        counts, recent = rows.memory.counts[slot], rows.memory.recent[slot]
         if features & RowFeature.STARTS and features & RowFeature.PENALTIES:
             counts.zero_()
         start, end = chunks.starts[chunk : chunk + 2].tolist()  # sync-ok: CPU
@@ -185,7 +195,7 @@ def process_logits_reference(
         record, position = rows.records[slot], int(rows.positions[row])
         if features & RowFeature.PENALTIES:
             ones = torch.ones_like(drafts, dtype=torch.int32)
-            counts = rows.state.counts[slot].index_add(0, drafts, ones)
+            counts = rows.memory.counts[slot].index_add(0, drafts, ones)
             _penalise(processed[row], counts, record)
         if features & RowFeature.EDITS:
             count = int(record[Header.NUM_EDITS])
@@ -194,7 +204,7 @@ def process_logits_reference(
             values = due[:, 1].contiguous().view(torch.float32)
             processed[row].index_add_(0, due[:, 0].long(), values)
         if features & RowFeature.BAD_WORDS:
-            banned = _banned(record, rows.state.recent[slot], position, drafts)
+            banned = _banned(record, rows.memory.recent[slot], position, drafts)
             processed[row, banned] = -torch.inf
     return processed
 
@@ -202,17 +212,17 @@ def process_logits_reference(
 def count_tokens_reference(tokens: Tensor, rows: ProcessingRows) -> None:
     """Count the sampled tokens, int64 `[rows]`, of the rows that produce one which their request
     gets; a constrained row's is none yet, and -1 is none."""
-    slots, length = rows.slots, rows.state.recent.size(1)
+    slots, length = rows.slots, rows.memory.recent.size(1)
     is_final = RowFeature.PRODUCES | RowFeature.CONSTRAINED
     produces = ((rows.features & is_final) == RowFeature.PRODUCES) & (tokens >= 0)
     if rows.drafts is not None:
         produces &= rows.drafts.is_yielded()[: len(tokens)]
     counted = produces & ((rows.features & RowFeature.PENALTIES) != 0)
     ones = torch.ones_like(tokens[counted], dtype=torch.int32)
-    rows.state.counts.index_put_((slots[counted], tokens[counted]), ones, accumulate=True)
+    rows.memory.counts.index_put_((slots[counted], tokens[counted]), ones, accumulate=True)
     kept = produces & ((rows.features & RowFeature.BAD_WORDS) != 0)
     place = (rows.positions[kept] % length).long()
-    rows.state.recent[slots[kept], place] = tokens[kept].int()
+    rows.memory.recent[slots[kept], place] = tokens[kept].int()
 
 
 def _penalise(logits: Tensor, counts: Tensor, record: Tensor) -> None:

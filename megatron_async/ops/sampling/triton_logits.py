@@ -51,7 +51,7 @@ NOTHING = tl.constexpr(NO_TOKEN)
 
 def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
     """Count a chunk's tokens, by a Triton kernel; equal to `begin_chunks_reference`."""
-    counts, recent, cached = rows.state.counts, rows.state.recent, chunks.cached
+    counts, recent, cached = rows.memory.counts, rows.memory.recent, chunks.cached
     vocab, programs = counts.size(1), triton.cdiv(chunks.max_query_length, CHUNK_TILE)
     tables = tokens = chunks.starts  # any tensors, where there are none
     if cached is not None:
@@ -78,11 +78,11 @@ def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tens
     drafts = _drafts(rows)
     _process[(triton.cdiv(vocab, TILE), count)](
         logits, logits.stride(0), processed, kept, vocab,
-        rows.features, rows.slots, rows.records, rows.state.counts, *drafts, TILE,
+        rows.features, rows.slots, rows.records, rows.memory.counts, *drafts, TILE,
     )  # fmt: skip
     _edit[(count,)](
         processed, vocab, rows.features, rows.slots, rows.positions,
-        rows.records, rows.state.recent, *drafts, MAX_EDITS, MAX_BAD_WORDS,
+        rows.records, rows.memory.recent, *drafts, MAX_EDITS, MAX_BAD_WORDS,
     )  # fmt: skip
     return processed
 
@@ -93,7 +93,7 @@ def count_tokens(tokens: Tensor, rows: ProcessingRows) -> None:
     ring = rows.slots if drafts is None else drafts.yielded
     _count_tokens[(triton.cdiv(count, ROW_TILE),)](
         tokens, count, rows.features, rows.slots, rows.positions,
-        rows.state.counts, rows.state.counts.size(1), rows.state.recent,
+        rows.memory.counts, rows.memory.counts.size(1), rows.memory.recent,
         ring, ring.stride(0), 1 if drafts is None else ring.size(2),
         ring if drafts is None else drafts.entry,
         0 if drafts is None else drafts.decode_rows, 1 if drafts is None else drafts.width,

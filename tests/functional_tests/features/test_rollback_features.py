@@ -142,14 +142,14 @@ def test_the_longest_bad_word(make_tiny_engine: EngineFactory) -> None:
 def test_state_is_built_anew() -> None:
     state = SamplingState(3, 10, torch.device("cpu"))
     state.allocate()
-    state.counts[1] = torch.tensor([PROMPT_TOKEN, 0, 3, PROMPT_TOKEN + 2, *[0] * 6])
-    state.counts[2, 5] = 7
-    state.recent[1:] = 9
+    state.memory.counts[1] = torch.tensor([PROMPT_TOKEN, 0, 3, PROMPT_TOKEN + 2, *[0] * 6])
+    state.memory.counts[2, 5] = 7
+    state.memory.recent[1:] = 9
     state.rebuild(
         KnownTokens(*map(torch.tensor, ([1], [1, 1, 1], [3, 4, 4], [2, 2], [3, 0], [6, 8])))
     )
-    assert state.counts[1].tolist() == [PROMPT_TOKEN, 0, 0, PROMPT_TOKEN + 1, 2, *[0] * 5]
-    assert state.counts[2].tolist() == [0] * 5 + [7] + [0] * 4
+    assert state.memory.counts[1].tolist() == [PROMPT_TOKEN, 0, 0, PROMPT_TOKEN + 1, 2, *[0] * 5]
+    assert state.memory.counts[2].tolist() == [0] * 5 + [7] + [0] * 4
     rest = WINDOW - 4
     recent = [[0] * WINDOW, [9] * WINDOW, [8, 9, 9, 6, *[9] * rest], [9] * WINDOW]
-    assert state.recent.tolist() == recent
+    assert state.memory.recent.tolist() == recent

@@ -17,8 +17,8 @@ from megatron_async.captured_steps.step_graphs import (
     EagerStep,
     StepGraphs,
 )
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import CpuDevice, cpu
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 
 

@@ -12,9 +12,9 @@ from megatron_async.contexts.draft_books import DraftBooks
 from megatron_async.contexts.plan_builder import dummy_plan
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.width_choice import ONE, ExpectedGain, extra_time, is_wide_worth_it
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.observe.draft_statistics import DraftStatistics
 from megatron_async.observe.verified_drafts import FewerDrafts
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.slot_records import RowFeature
 
 LONG = 10**6

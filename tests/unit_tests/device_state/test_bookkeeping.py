@@ -16,10 +16,10 @@ from megatron_async.captured_steps.graph_shapes import (
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import NO_DECODE, DecodeRows, RequestSlots
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.bookkeeping_layout import FIELDS, BookkeepingLayout
 from megatron_async.devices import CpuDevice
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.slot_records import HEADER, Header, RowFeature
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams

@@ -137,11 +137,11 @@ def test_snapshots_that_do_not_fit_are_refused() -> None:
 
 def test_a_released_state_has_no_memory_and_comes_back_zeroed() -> None:
     state = SamplingState(3, 1000, torch.device("cpu"))
-    assert state.counts.nbytes == 0
+    assert state.memory.counts.nbytes == 0
     state.allocate()
-    assert 4 * state.bytes_per_slot == state.counts.nbytes + state.recent.nbytes
-    state.counts.fill_(7)
+    assert 4 * state.bytes_per_slot == state.memory.counts.nbytes + state.memory.recent.nbytes
+    state.memory.counts.fill_(7)
     state.release()
-    assert state.counts.nbytes == state.recent.nbytes == 0
+    assert state.memory.counts.nbytes == state.memory.recent.nbytes == 0
     state.allocate()
-    assert not state.counts.any()
+    assert not state.memory.counts.any()

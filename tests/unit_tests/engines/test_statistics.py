@@ -8,10 +8,10 @@ import pytest
 
 from megatron_async import SamplingParams
 from megatron_async.contexts.plan_builder import dummy_plan
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.observe.stage_times import BOUNDS_NS, TimeHistogram
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
 
 PLAN = replace(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.errors import ConfigurationError
 from megatron_async.models import moe
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
@@ -21,6 +20,7 @@ from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.experts.expert_mlp import expert_mlp_reference
 from megatron_async.ops.experts.expert_plan import FewTokenPlan, plan_few_tokens
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route_reference

@@ -13,6 +13,7 @@ from megatron_async.ops.attention.backends.base import (
     PrefillRows,
 )
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.batch_dimensions import BatchDimensions
 
 
 class TorchPrefill(PrefillBackend):
@@ -33,9 +34,6 @@ class TorchPrefill(PrefillBackend):
     @override
     def begin_step(self, rows: PrefillRows) -> None:
         super().begin_step(rows)
-        # Here, because the package `contexts` imports the backends.
-        from megatron_async.device_state.batch_dimensions import BatchDimensions
-
         dims = BatchDimensions(decode_rows=0, prefill_lengths=rows.lengths)
         self._attention.begin_step(dims, rows.block_tables, rows.kv_lengths)
 

@@ -8,13 +8,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
 from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
 from megatron_async.ops.attention.backends.selection import BACKENDS
 from megatron_async.ops.attention.decode_attention import _parts_kernel
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.rope_append import rope_append
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.skinny_linear import linear
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED

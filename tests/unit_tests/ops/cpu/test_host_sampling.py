@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.cpu.sampling import host_sampling
 from megatron_async.ops.sampling.log_probs import log_probs_reference
-from megatron_async.ops.sampling.logits_processing import ProcessingRows
+from megatron_async.ops.sampling.logits_processing import ProcessingRows, TokenMemory
 from megatron_async.ops.sampling.philox import gumbel_noise
 from megatron_async.ops.sampling.sampling import (
     SamplingMode,
@@ -20,7 +19,13 @@ from megatron_async.ops.sampling.sampling import (
     filter_logits,
     sample_reference,
 )
-from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
+from megatron_async.ops.sampling.slot_records import (
+    MAX_TOP_N,
+    OUT_WORDS,
+    WINDOW,
+    Header,
+    RowFeature,
+)
 from tests.unit_tests.ops.sampled_rows import rows_asking
 
 pytestmark = pytest.mark.skipif(not compiles(), reason="Numba is not here, or switched off")
@@ -165,8 +170,10 @@ def processing_rows(rng: np.random.Generator, count: int, vocabulary: int) -> Pr
         RowFeature.LOG_PROBS | RowFeature.CONSTRAINED,
     )  # fmt: skip
     features = torch.from_numpy(rng.choice([int(kind) for kind in kinds], count)).int()
-    state = SamplingState(len(rows.records) - 1, vocabulary, torch.device("cpu"))
-    return ProcessingRows(rows.slots, rows.positions, rows.records, features, state)
+    memory = TokenMemory(
+        *(rows.records.new_zeros(len(rows.records), n) for n in (vocabulary, WINDOW))
+    )
+    return ProcessingRows(rows.slots, rows.positions, rows.records, features, memory)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 300, 3001])

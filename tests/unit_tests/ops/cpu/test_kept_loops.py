@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from megatron_async.ops.cpu import compiler, kept_loops
+from megatron_async.ops.cpu import compile_loops, kept_loops
 
 
 def double(number):
@@ -63,9 +63,9 @@ def test_a_loop_is_kept_where_the_disk_takes_it(tmp_path, caplog):
 
 def test_a_replica_compiles_only_what_does_not_lie_on_the_disk(monkeypatch):
     compiled = []
-    monkeypatch.setattr(compiler, "compiles", lambda: True)
-    monkeypatch.setattr(compiler, "compile_all", lambda progress: compiled.append(progress))
+    monkeypatch.setattr(compile_loops, "compiles", lambda: True)
+    monkeypatch.setattr(compile_loops, "compile_all", lambda progress: compiled.append(progress))
     for is_kept, times in ((True, 0), (False, 1)):
         monkeypatch.setattr(kept_loops, "is_kept", lambda loop, answer=is_kept: answer)
-        compiler.compile_missing()
+        compile_loops.compile_missing()
         assert len(compiled) == times

@@ -2,18 +2,17 @@
 
 import dataclasses
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_async.device_state.batch_dimensions import BatchDimensions
-from megatron_async.device_state.step_tensors import StepTensors
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.drafting.draft_tokens import (
     lay_out_draft_kernel,
     lay_out_entries_kernels,
 )
 from megatron_async.ops.drafting.draft_tokens_reference import (
+    DraftedStep,
     lay_out_draft_reference,
     lay_out_entries_reference,
 )
@@ -24,6 +23,7 @@ from megatron_async.ops.drafting.hidden_states import (
     keep_hidden_reference,
 )
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFeature
+from megatron_async.ops.step_tensors import StepTensors
 
 SLOTS, BLOCKS_A_ROW = 12, 9
 """Slots, the last of which is the dummy slot."""
@@ -79,12 +79,7 @@ def random_view(chooser, width, block_size, device):
     step.token_ids.random_(1000)
     step.write_index.random_(SLOTS * BLOCKS_A_ROW * block_size)
     step.last_token.random_(dims.tokens)
-    return SimpleNamespace(
-        step=step,
-        dims=dims,
-        slots=SimpleNamespace(records=records.to(device), length=lengths.to(device)),
-        kv_cache=SimpleNamespace(dummy_block=dummy_block, block_size=block_size),
-    )
+    return DraftedStep(step, dims, records.to(device), lengths.to(device), dummy_block, block_size)
 
 
 def assert_same(found, expected):

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from megatron_async.contexts.step_plan import StatePlan
-from megatron_async.device_state.batch_dimensions import BatchDimensions
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.state_table import (
     StateTable,
@@ -15,6 +14,7 @@ from megatron_async.device_state.state_table import (
     unpack_states_reference,
     words_of_states,
 )
+from megatron_async.ops.batch_dimensions import BatchDimensions
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DUMMY_SLOT, DUMMY_ROW = 300, 400

@@ -5,11 +5,15 @@ import random
 import pytest
 import torch
 
-from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.ops.sampling import log_probs as plain_log_probs
 from megatron_async.ops.sampling import logits_processing as plain
 from megatron_async.ops.sampling import token_mask, triton_log_probs, triton_logits, triton_sampling
-from megatron_async.ops.sampling.logits_processing import CachedTokens, ChunkTensors, ProcessingRows
+from megatron_async.ops.sampling.logits_processing import (
+    CachedTokens,
+    ChunkTensors,
+    ProcessingRows,
+    TokenMemory,
+)
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import (
     FOREVER,
@@ -72,11 +76,9 @@ def random_record(rng, vocab, top_n):
 def random_rows(rng, vocab, count, device):
     """Every kind of row; the last one a dummy row."""
     slots = count + 3
-    state = SamplingState(slots, vocab, device)
-    state.allocate()
-    state.counts.copy_(torch.randint(3, (slots + 1, vocab)))
-    state.counts.bitwise_or_(PROMPT_TOKEN * torch.randint(2, (slots + 1, vocab), device=device))
-    state.recent.copy_(torch.randint(min(vocab, 3), (slots + 1, WINDOW)))
+    counts = torch.randint(3, (slots + 1, vocab), dtype=torch.int32).to(device)
+    counts.bitwise_or_(PROMPT_TOKEN * torch.randint(2, (slots + 1, vocab), device=device))
+    recent = torch.randint(min(vocab, 3), (slots + 1, WINDOW), dtype=torch.int32).to(device)
     features = torch.tensor([rng.randrange(64) | RowFeature.PRODUCES for _ in range(count)])
     order = torch.randperm(slots)[:count]
     records = torch.full((slots + 1, RECORD_WORDS), -7, dtype=torch.int32)
@@ -90,33 +92,26 @@ def random_rows(rng, vocab, count, device):
         positions=torch.randint(1, 40, (count,), dtype=torch.int32).to(device),
         records=records.to(device),
         features=features.to(torch.int32).to(device),
-        state=state,
+        memory=TokenMemory(counts, recent),
     )
 
 
 def copy_of(rows):
-    counts = rows.state.counts
-    state = SamplingState(len(counts) - 1, counts.size(1), rows.slots.device)
-    state.allocate()
-    state.counts.copy_(rows.state.counts)
-    state.recent.copy_(rows.state.recent)
-    return ProcessingRows(rows.slots, rows.positions, rows.records.clone(), rows.features, state)
+    memory = TokenMemory(*(tensor.clone() for tensor in rows.memory))
+    return ProcessingRows(rows.slots, rows.positions, rows.records.clone(), rows.features, memory)
 
 
-def same_state(rows, other):
-    for name in ("counts", "recent"):
-        assert torch.equal(getattr(rows.state, name), getattr(other.state, name)), name
+def same_memory(rows, other):
+    for name in TokenMemory._fields:
+        assert torch.equal(getattr(rows.memory, name), getattr(other.memory, name)), name
 
 
 def on_cpu(rows):
     """The references read numbers back, so they get their own copies."""
     moved = copy_of(rows)
-    state = SamplingState(len(moved.records) - 1, moved.state.counts.size(1), "cpu")
-    state.allocate()
-    state.counts.copy_(moved.state.counts)
-    state.recent.copy_(moved.state.recent)
     fields = (moved.slots, moved.positions, moved.records, moved.features)
-    return ProcessingRows(*(field.cpu() for field in fields), state)
+    memory = TokenMemory(*(tensor.cpu() for tensor in moved.memory))
+    return ProcessingRows(*(field.cpu() for field in fields), memory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -157,7 +152,7 @@ def test_samples_are_counted(rng, device):
     tokens[torch.rand(count, device=device) < 0.1] = -1  # no token could be chosen
     triton_logits.count_tokens(tokens, rows)
     plain.count_tokens_reference(tokens.cpu(), expected)
-    same_state(on_cpu(rows), expected)
+    same_memory(on_cpu(rows), expected)
 
 
 @pytest.mark.parametrize("has_cached", [False, True])
@@ -196,9 +191,9 @@ def test_chunks_are_counted(rng, device, has_cached):
     triton_logits.begin_chunks(rows, ChunkTensors(**moved, max_query_length=longest, cached=cached))
     found = on_cpu(rows)
     # The dummy slot's state is nobody's.
-    for state in (found.state, expected.state):
-        state.counts[-1], state.recent[-1] = 0, 0
-    same_state(found, expected)
+    for memory in (found.memory, expected.memory):
+        memory.counts[-1], memory.recent[-1] = 0, 0
+    same_memory(found, expected)
 
 
 def random_blocks(rng, lengths, vocab):
@@ -238,8 +233,8 @@ def test_counted_from_blocks_as_from_the_start(rng, device):
         triton_logits.begin_chunks(rows, chunks)
         states.append(on_cpu(rows))
     for other in states[1:]:
-        same_state(states[0], other)
-    counts = states[0].state.counts[states[0].slots[0]]
+        same_memory(states[0], other)
+    counts = states[0].memory.counts[states[0].slots[0]]
     generated = torch.bincount(sequence[length // 3 :], minlength=vocab)
     assert torch.equal(counts & (PROMPT_TOKEN - 1), generated.int())
     marked = torch.bincount(sequence[: length // 3], minlength=vocab) > 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.batch_dimensions import BatchDimensions
+    from megatron_async.ops.batch_dimensions import BatchDimensions
 
 
 @dataclass
