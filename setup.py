@@ -55,7 +55,6 @@ EXTRAS = {
         "transformers>=5.17,<6",
         "accelerate",
         "hypothesis",
-        "matplotlib",  # scripts/benchmarks/plot_performance.py
         "mypy",
         "openai",  # the client that the server's tests speak with
         "pre-commit",

@@ -14,7 +14,6 @@ LOADS = {
     "steady": "every request decodes: step time by shape, batch and lookahead",
     "churn": "requests end and arrive in every step",
     "events": "arrivals, aborts, stop words, pauses and evictions at once",
-    "ends": "requests end unforeseen, by policy",
     "streams": "an event loop and a stream for each request",
     "ranks": "steady decode over several ranks (torchrun)",
     "arrivals": "requests arrive at several replicas, launches at once or late (torchrun)",

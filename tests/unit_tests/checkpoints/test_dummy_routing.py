@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from expert_spread import ExpertSpread
 from model_options import routed
 
 from megatron_async import LLM
@@ -14,7 +13,9 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.registry import load_model
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.moe import MoELayer
 from megatron_async.models.pipeline import EMBEDDING
+from megatron_async.ops.experts.expert_routing import NO_EXPERT
 from megatron_async.profiling.workloads import start_steady_decode
 
 CPU = torch.device("cpu")
@@ -34,6 +35,43 @@ QWEN = dataclasses.replace(
     DUMMY_SHAPES["tiny-moe"], num_layers=6, pattern="*E*E*E", hidden_size=128, num_moe_experts=128,
     moe_router_topk=6, vocab_size=8192,
 )  # fmt: skip
+
+
+class ExpertSpread:
+    """Watches which experts a model's layers choose: int32 `[tokens, topk]` of each step, a list a
+    layer. Tokens that choose k of E experts evenly hit E (1 - (1 - k/E)^n) of them with n tokens.
+    """
+
+    def __init__(self, model):
+        self.layers = []
+        for module in model.modules():
+            if isinstance(module, MoELayer):
+                self.layers.append([])
+                module.on_routing = self._note(self.layers[-1])
+
+    def _note(self, seen):
+        return lambda routing: seen.append(routing.experts.clone())
+
+    def take(self, experts):
+        """Means over the steps since the last call and over layers; "least" is the layer with the
+        fewest hit, "busiest" the largest load of an expert over its layer's mean load."""
+        rows = []
+        for seen in self.layers:
+            real = [each[each[:, 0] != NO_EXPERT] for each in seen]
+            real = [each for each in real if len(each)]
+            seen.clear()
+            loads = sum(each.flatten().long().bincount(minlength=experts) for each in real)
+            even = [experts * (1 - (1 - each.size(1) / experts) ** len(each)) for each in real]
+            hit = [each.unique().numel() for each in real]
+            busiest = (loads.max() / loads.float().mean()).item()
+            sums = sum(map(len, real)), sum(even), sum(hit)
+            rows.append([*(each / len(real) for each in sums), busiest])
+        tokens, expected, hits, busiest = zip(*rows)
+        means = [sum(each) / len(rows) for each in (tokens, expected, hits)]
+        return dict(zip(("tokens", "expected", "hit"), means)) | {
+            "least": min(hits),
+            "busiest": max(busiest),
+        }
 
 
 def spread(monkeypatch, architecture, batch, name):

@@ -208,44 +208,6 @@ def test_throughput(tmp_path):
     assert len({(row["tokens_in"], row["tokens_out"]) for row in rows}) == 1
 
 
-@pytest.mark.parametrize("every", [0, 2])
-def test_trace(tmp_path, capsys, every):
-    record = run_script(
-        "benchmark_trace",
-        tmp_path,
-        *("--models", "dummy:tiny-hybrid", "--device", "cpu", "--lookahead", 0, 1),
-        *("--requests", 5, "--prompt-tokens", 40, "--output-tokens", 40, "--max-tokens", 32),
-        *("--routing", "uniform", "--arrive-every", every),
-    )
-    for lookahead, row in enumerate(record["figures"]):
-        assert row["model"] == "dummy:tiny-hybrid:uniform"
-        prefill, decode = row["prefill"], row["decode"]
-        assert prefill["overlap_ratio"] == decode["overlap_ratio"] == lookahead
-        assert prefill["no_overlap"] == {"after_idle": 1} | (
-            {} if lookahead else {"serial": prefill["steps"] - 1}
-        )
-        # 200 tokens in steps of 32, which decode rows share.
-        assert prefill["steps"] >= 7
-        assert prefill["tokens_per_second"] * prefill["seconds"] == pytest.approx(200)
-        assert prefill["seconds"] < row["total_s"] == pytest.approx(200 / row["tokens_per_second"])
-        assert row["ttft_ms"]["p99"] <= 1e3 * prefill["seconds"]
-        assert decode["rows"] == 5
-        assert 8 < decode["steps"] < 40 - 8
-        assert decode["tokens_per_second"] == pytest.approx(5e3 / decode["step_ms"])
-    assert capsys.readouterr().out.count("ms/step") == 2
-
-
-def test_trace_without_steps_in_which_all_decode(tmp_path, capsys):
-    record = run_script(
-        "benchmark_trace",
-        tmp_path,
-        *("--models", "dummy:tiny", "--device", "cpu", "--lookahead", 1, "--arrive-every", 3),
-        *("--requests", 4, "--prompt-tokens", 8, "--output-tokens", 3),
-    )
-    assert record["figures"][0]["decode"] is None
-    assert "no step had a row of every request: raise --output-tokens" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
