@@ -7,6 +7,8 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.version import __version__ as __version__
+
 # Megatron-Core says at import, a dozen times, that TransformerEngine and Apex are missing, and
 # torch that a CUDA toolkit lies on a machine without a GPU. Neither matters here. (The pattern's
 # first part is for warnings of the compiler, which knows a module by its path.)
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_async.text_generation_controllers.text_generation_controller import (
         TextGenerationController,
     )
-
-__version__ = "0.1.0"
 
 # Imported on first use: `--help` and `--version` need neither torch nor Megatron.
 _EXPORTS = {

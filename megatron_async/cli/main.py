@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_async import __version__
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
 from megatron_async.cli.bench import add_bench
@@ -79,6 +78,7 @@ from megatron_async.cli.simulate_fleet import add_simulate_fleet
 from megatron_async.cli.terminal import STARTING, said_meanwhile
 from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.other_names import budgets_named_by_options
+from megatron_async.version import __version__
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""

@@ -26,6 +26,7 @@ from megatron_async.communication.record import RankRecord, decode_record, encod
 from megatron_async.communication.rendezvous import Launch, open_store
 from megatron_async.communication.waiting import Wait
 from megatron_async.errors import ConfigurationError
+from megatron_async.version import __version__
 
 JOIN_TIMEOUT_VARIABLE = "MEGATRON_ASYNC_JOIN_TIMEOUT_S"
 """Environment: seconds that ranks wait for each other at the start (default 120)."""
@@ -178,8 +179,6 @@ def _address(launch: Launch | None) -> str:
 
 
 def _record(rank: int, world: int, address: str) -> RankRecord:
-    from megatron_async import __version__
-
     return RankRecord(
         rank=rank,
         world_size=world,

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from megatron_async import __version__
 from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.messages_request import CountTokensRequest, MessagesRequest
 from megatron_async.server.fields.not_served import KnownFields, not_served_by
 from megatron_async.server.fields.responses_request import ResponsesRequest
+from megatron_async.version import __version__
 
 BODIES: dict[str, type[KnownFields]] = {
     "/v1/completions": CompletionRequest,

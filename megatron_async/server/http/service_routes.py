@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from megatron_async import __version__
 from megatron_async.errors import CoordinatorLost
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.fields.body import decode_body
@@ -20,6 +19,7 @@ from megatron_async.server.http.replies import reply, reply_json
 from megatron_async.server.metrics import CONTENT_TYPE, metrics_text
 from megatron_async.serving.failures import RemoteError
 from megatron_async.serving.request_client import RequestClient
+from megatron_async.version import __version__
 
 STATE_S = 2.0
 """Seconds: a question for the state waits for a coordinator that is gone: probes wait little."""

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-import megatron_async
+from megatron_async.communication import bootstrap
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.exchange import StoreExchange
 from megatron_async.communication.rendezvous import Launch, open_store
@@ -84,7 +84,7 @@ def test_a_config_that_differs():
 
 def _other_version():
     if os.environ["RANK"] == "1":
-        megatron_async.__version__ = "9.9"
+        bootstrap.__version__ = "9.9"
     return _join_as({})
 
 
