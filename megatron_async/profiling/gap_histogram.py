@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_async.profiling.benchmark_record import distribution
-from megatron_async.profiling.lanes_picture import round_step
 from megatron_async.profiling.step_gap_files import time_text
 from megatron_async.profiling.step_gaps import StepGap
 
@@ -47,7 +46,7 @@ class _Histogram:
             number = min(int(decades * BINS_PER_DECADE), bins - 1)
             (self._ahead if gap.is_launched_ahead else self._late)[number] += 1
         highest = max(a + b for a, b in zip(self._ahead, self._late, strict=True))
-        self._tick = max(round_step(highest / 4), 1.0)
+        self._tick = max(_round_step(highest / 4), 1.0)
         self._top = math.ceil(highest / self._tick) * self._tick
 
     def elements(self) -> Iterator[str]:
@@ -120,6 +119,12 @@ class _Histogram:
             yield f'<path class="mark" d="M{x:.1f} {y - 9}V{HEIGHT - BOTTOM}"/>'
             label = f"{name} {time_text(time, 'µs')}"
             yield f'<text class="mark-name {side}" x="{x + shift:.1f}" y="{y}">{label}</text>'
+
+
+def _round_step(length: float) -> float:
+    """The next larger of 1, 2, 5, 10, 20, ... (times a power of ten)."""
+    power = 10.0 ** math.floor(math.log10(length))
+    return next(f * power for f in (1.0, 2.0, 5.0, 10.0) if f * power >= length * (1 - 1e-9))
 
 
 def _edge_text(decades: float) -> str:

@@ -1,8 +1,12 @@
-"""One self-contained HTML page about a run's steps: pictures, tables, no script, no network."""
+"""One self-contained HTML page about a run's steps: pictures, tables, no network.
+
+The lanes are drawn in the browser by the page of the server (`server/page/lanes.js`, copied in).
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -11,8 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from megatron_async.observe.timeline import Timeline
-from megatron_async.profiling.gap_histogram import gap_histogram
-from megatron_async.profiling.lanes_picture import lanes_picture
+from megatron_async.profiling.gap_histogram import WIDTH, gap_histogram
 from megatron_async.profiling.step_gap_files import (
     PERCENTILES,
     device_text,
@@ -37,7 +40,8 @@ def profile_page(timeline: Timeline, report: GapReport, facts: Mapping[str, Any]
         report: its gaps.
         facts: what was run; "model" and "workload" among them.
     """
-    template = files("megatron_async.profiling").joinpath("profile_page.html").read_text("utf-8")
+    package = files("megatron_async")
+    template = package.joinpath("profiling/profile_page.html").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     worst, typical = report.worst[0], report.typical
     return environment.from_string(template).render(
@@ -48,18 +52,20 @@ def profile_page(timeline: Timeline, report: GapReport, facts: Mapping[str, Any]
             "step": worst.step,
             "length": _time(worst.gap_us),
             "cause": _cause(worst),
-            "picture": Markup(lanes_picture(timeline, *gap_window(timeline, worst))),
+            "window": _spans(timeline, *gap_window(timeline, worst)),
         },
         typical={
             "step": typical.step,
             "length": _time(typical.gap_us),
-            "picture": Markup(lanes_picture(timeline, *step_window(report, typical))),
+            "window": _spans(timeline, *step_window(report, typical)),
         },
         gaps=len(report.gaps),
         not_counted=[*idle_text(report), *device_text(facts)],
         histogram=Markup(gap_histogram(report.gaps)),
         times=_times(report),
         rows=[_row(gap) for gap in report.worst],
+        lanes=Markup(package.joinpath("server/page/lanes.js").read_text("utf-8")),
+        width=WIDTH,
     )
 
 
@@ -80,6 +86,23 @@ def step_window(report: GapReport, gap: StepGap) -> tuple[float, float]:
     last = min((g.start_us for g in report.after_idle if g.step > gap.step), default=math.inf)
     near = [other for other in near if first < other.start_us < last]
     return near[0].start_us - near[0].gap_us, near[-1].start_us + near[-1].device_us
+
+
+def _spans(timeline: Timeline, start_us: float, end_us: float) -> dict[str, Any]:
+    """What `windowPicture` draws: spans that reach into the window, and the device's next ones."""
+    device = sorted(timeline.select("device", "device_step").values(), key=lambda s: s.start_us)
+    first = bisect(device, start_us, key=lambda span: span.end_us)
+    last = bisect(device, end_us, key=lambda span: span.start_us)
+    shown = device[max(first - 1, 0) : last + 1]
+    shown += [
+        span
+        for span in timeline.spans
+        if span.lane == "cpu" and span.start_us < end_us and span.end_us > start_us
+    ]
+    spans = [
+        (int(s.lane == "device"), s.name, s.step, s.start_us, s.end_us - s.start_us) for s in shown
+    ]
+    return {"spans": spans, "start": start_us, "end": end_us}
 
 
 def _time(microseconds: float) -> str:

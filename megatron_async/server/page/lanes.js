@@ -1,5 +1,6 @@
-// The newest steps as a picture: a CPU lane over a device lane, and the gaps between the device's
-// steps, in the manner and the colours of the profile page (megatron_async/profiling).
+// Steps as a picture: a CPU lane over a device lane, and the gaps between the device's steps. The
+// profile page (megatron_async/profiling) holds a copy of this file. A span is
+// [lane (0: CPU, 1: device), name, step, start, length], microseconds.
 
 const SPACE = "http://www.w3.org/2000/svg";
 const STAGES = {
@@ -7,7 +8,7 @@ const STAGES = {
   resolve: "wait", update_requests: "book", emit: "emit",
 };
 const HEIGHT = 156, LEFT = 52, RIGHT = 8;
-const CPU_Y = 10, DEVICE_Y = 62, LANE = 36, AXIS_Y = 130;
+const CALL_Y = 2, CPU_Y = 10, DEVICE_Y = 62, LANE = 36, AXIS_Y = 130;
 const LETTER = 6.2; // width of a letter, roughly
 const STEPS = 6; // shown, of those that were told
 const FEW = 3; // a picture of fewer steps does not take the place of another
@@ -33,7 +34,14 @@ export function lanesPicture({ spans, reasons }, width, isFirst) {
   return draw(cpu, device, new Map(reasons), start, Math.max(end, start + 1), width);
 }
 
-function draw(cpu, device, reasons, start, end, width) {
+// A picture of a window, with the gaps' lengths, and calls of `step` as thin bars above the lanes.
+export function windowPicture({ spans, start, end }, width) {
+  const device = spans.filter((span) => span[0] === 1), own = spans.filter((span) => span[0] === 0);
+  const calls = own.filter((span) => span[1] === "step");
+  return draw(own.filter((span) => STAGES[span[1]]), device, new Map(), start, end, width, calls);
+}
+
+function draw(cpu, device, reasons, start, end, width, calls) {
   const scale = (width - LEFT - RIGHT) / (end - start);
   const x = (at) => LEFT + (Math.min(Math.max(at, start), end) - start) * scale;
   const root = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `CPU and device over ${duration(end - start)}` });
@@ -41,24 +49,25 @@ function draw(cpu, device, reasons, start, end, width) {
     root.append(svg("rect", { class: "lane", x: LEFT, y, width: width - LEFT - RIGHT, height: LANE, rx: 3 }));
     root.append(svg("text", { class: "lane-name", x: 0, y: y + LANE / 2 + 4 }, name));
   }
-  const bar = (span, y, kind, names, onBar) => {
+  const bar = (span, y, kind, names, onBar, height = LANE) => {
     const left = x(span[3]), right = x(span[3] + span[4]);
     if (span[3] + span[4] <= start || span[3] >= end) return;
-    const box = svg("rect", { class: `bar fill-${kind}`, x: left, y, width: Math.max(right - left, 1), height: LANE });
-    box.append(svg("title", {}, `${names[0]}: ${duration(span[4])}`));
+    const box = svg("rect", { class: `bar fill-${kind}`, x: left, y, width: Math.max(right - left, 1), height });
+    box.append(svg("title", {}, `${names[0]}: ${duration(span[4])}, from ${duration(Math.max(span[3] - start, 0))}`));
     root.append(box);
     const name = names.find((one) => one.length * LETTER + 6 <= right - left);
-    if (name) root.append(svg("text", { class: onBar, x: (left + right) / 2, y: y + LANE / 2 + 4 }, name));
+    if (name && onBar) root.append(svg("text", { class: onBar, x: (left + right) / 2, y: y + LANE / 2 + 4 }, name));
   };
   device.forEach((span, place) => {
     const before = device[place - 1];
-    if (before) gap(root, x, before[3] + before[4], span[3]);
+    if (before) gap(root, x, before[3] + before[4], span[3], calls);
     if (reasons.has(span[2])) {
       const at = Math.max(x(span[3]), LEFT + 4);
       root.append(svg("text", { class: "why", x: at, y: DEVICE_Y + LANE + 16 }, `\u25b4 not launched ahead: ${reasons.get(span[2]).replaceAll("_", " ")}`));
     }
     bar(span, DEVICE_Y, `device-${span[2] % 2}`, [`step ${span[2]}`, String(span[2])], "on-bar");
   });
+  for (const span of calls ?? []) bar(span, CALL_Y, "call", [`step ${span[2]}`], null, CPU_Y - CALL_Y - 3);
   for (const span of cpu) {
     const stage = STAGES[span[1]];
     bar(span, CPU_Y, stage, [`${stage} ${span[2]}`, stage], stage === "wait" ? "on-wait" : "on-bar");
@@ -72,13 +81,17 @@ function draw(cpu, device, reasons, start, end, width) {
   return root;
 }
 
-function gap(root, x, from, to) {
+function gap(root, x, from, to, isNamed) {
   const left = x(from), right = x(to);
   if (to <= from || right - left < 0.5) return;
   const box = svg("rect", { class: "fill-gap", x: left, y: CPU_Y, width: right - left, height: DEVICE_Y + LANE - CPU_Y });
   box.append(svg("title", {}, `device idle for ${duration(to - from)}`));
   root.append(box);
   root.append(svg("path", { class: "gap-edge", d: `M${left} ${DEVICE_Y + LANE + 4}H${right}` }));
+  if (!isNamed || right - left < 24) return;
+  const name = `idle ${duration(to - from)}`, end = root.viewBox.baseVal.width;
+  const middle = Math.min(Math.max((left + right) / 2, LEFT), end - name.length * LETTER / 2);
+  root.append(svg("text", { class: "gap-length", x: middle, y: DEVICE_Y + LANE + 17 }, name));
 }
 
 // Share of the time between the first and the last told step in which the device had none.
@@ -94,7 +107,7 @@ export function idleShare(spans) {
 }
 
 export function duration(us) {
-  if (us < 1000) return `${us.toFixed(0)} \u00b5s`;
+  if (us < 1000) return `${us.toFixed(us < 10 ? 1 : 0)} \u00b5s`;
   const ms = us / 1000;
   return ms < 1000 ? `${ms.toFixed(ms < 10 ? 2 : 1)} ms` : `${(ms / 1000).toFixed(2)} s`;
 }

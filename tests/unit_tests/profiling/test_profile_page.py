@@ -9,11 +9,15 @@ import pytest
 
 from megatron_async.observe.timeline import Span
 from megatron_async.profiling import gap_histogram as histogram
-from megatron_async.profiling import lanes_picture as lanes
-from megatron_async.profiling.profile_page import gap_window, profile_page, step_window
-from megatron_async.profiling.step_gaps import step_gaps
+from megatron_async.profiling import profile_page
+from megatron_async.profiling.gap_histogram import WIDTH
+from megatron_async.profiling.profile_page import gap_window, step_window
+from megatron_async.profiling.step_gaps import STAGES, step_gaps
+from tests.support.browser import Browser, find_chromium
 from tests.unit_tests.profiling.made_timeline import LATE, made_timeline
 
+LEFT, RIGHT = 52, 8
+"""Of server/page/lanes.js."""
 FACTS = {"model": "<m&m>", "workload": "steady", "lookahead": 1}
 
 
@@ -25,51 +29,75 @@ def box(element):
     return tuple(float(element.get(key)) for key in ("x", "y", "width", "height"))
 
 
-def test_bars_stand_where_their_spans_are():
-    svg = lanes.lanes_picture(made_timeline(), 3000, 6000)
-    scale = (lanes.WIDTH - lanes.LEFT - lanes.RIGHT) / 3000
+@pytest.fixture(scope="module")
+def lanes(tmp_path_factory):
+    """Draws a window in a browser: elements of a class, and the picture's viewBox."""
+    program = find_chromium()
+    if program is None:
+        pytest.skip("there is no Chromium: apt install chromium, or set CHROMIUM")
+    folder = tmp_path_factory.mktemp("page")
+    with Browser(program, folder / "profile") as browser, pytest.MonkeyPatch.context() as patch:
+
+        def draw(timeline, start_us, end_us):
+            patch.setattr(profile_page, "gap_window", lambda *_: (start_us, end_us))
+            html = profile_page.profile_page(timeline, step_gaps(made_timeline()), FACTS)
+            (folder / "index.html").write_text(html, "utf-8")
+            browser.open(f"file://{folder}/index.html")
+            picture = "document.querySelector('[data-window] svg').outerHTML"
+            assert browser.complaints == []
+            return browser.until(picture).replace("xmlns=", "about=")
+
+        yield draw
+
+
+def test_bars_stand_where_their_spans_are(lanes):
+    svg = lanes(made_timeline(), 3000, 6000)
+    scale = (WIDTH - LEFT - RIGHT) / 3000
     bars = {bar[0].text.split(":")[0]: box(bar) for bar in by_class(svg, "bar")}
-    # Step 4: device from 4300 to 5200, prepared from 4050 to 4250.
-    assert bars["device_step 4"] == pytest.approx(
-        (lanes.LEFT + 1300 * scale, lanes.DEVICE_Y, 900 * scale, lanes.LANE_HEIGHT), abs=0.01
-    )
-    assert bars["prepare_step 4"] == pytest.approx(
-        (lanes.LEFT + 1050 * scale, lanes.CPU_Y, 200 * scale, lanes.LANE_HEIGHT), abs=0.01
-    )
+    # Step 4: device from 4300 to 5200, prepared from 4050 to 4250, called from 4050 to 4600.
+    for name, start, length in (("step 4", 1050, 550), ("prepare 4", 1050, 200)):
+        assert bars[name][::2] == pytest.approx((LEFT + start * scale, length * scale), abs=0.01)
+    device = {bar[0].text: box(bar) for bar in by_class(svg, "fill-device-0")}
+    (x, y, width, height) = device["step 4: 900 µs, from 1.30 ms"]
+    assert (x, width) == pytest.approx((LEFT + 1300 * scale, 900 * scale), abs=0.01)
+    (cpu, lane) = (bars["prepare 4"], by_class(svg, "lane"))
+    assert [box(each)[1::2] for each in lane] == [cpu[1::2], (y, height)]
+    assert bars["step 4"][1] < cpu[1]  # the call stands above
     # Cut at the window's begin, and absent outside it; nested ranges are no bars of their own.
-    assert bars["device_step 3"][0] == lanes.LEFT
-    assert "device_step 2" not in bars
-    assert not any(name.startswith("schedule") for name in bars)
-    texts = [text.text for text in by_class(svg, "on-device-0")]
-    assert texts == ["step 4"]
+    (third,) = by_class(svg, "fill-device-1")[:1]
+    assert third[0].text.startswith("step 3: ")
+    assert box(third)[0] == LEFT
+    assert not any(name.startswith(("step 2", "schedule")) for name in bars)
+    texts = [text.text for text in by_class(svg, "on-bar")]
+    assert "step 4" in texts
 
 
-def test_gaps_are_named_with_their_length():
-    svg = lanes.lanes_picture(made_timeline(), 3000, 6000)
-    lengths = [gap[0].text for gap in by_class(svg, "gap")]
+def test_gaps_are_named_with_their_length(lanes):
+    svg = lanes(made_timeline(), 3000, 6000)
+    lengths = [gap[0].text for gap in by_class(svg, "fill-gap")]
     assert lengths == ["device idle for 400 µs", "device idle for 100 µs"]
     assert [text.text for text in by_class(svg, "gap-length")] == ["idle 400 µs", "idle 100 µs"]
 
 
-@pytest.mark.parametrize("length", [0.7, 35, 999, 2500, 123456, 5e6])
-def test_nothing_leaves_the_picture(length):
-    svg = lanes.lanes_picture(made_timeline(), 4000, 4000 + length)
+@pytest.mark.parametrize("length", [60, 999, 2500, 123456, 5e6])
+def test_nothing_leaves_the_picture(lanes, length):
+    svg = lanes(made_timeline(), 4000, 4000 + length)
+    _, _, _, total = map(float, ElementTree.fromstring(svg).get("viewBox").split())
     for rectangle in ElementTree.fromstring(svg).iter("rect"):
         x, y, width, height = box(rectangle)
-        assert x >= lanes.LEFT
-        assert x + width <= lanes.WIDTH - lanes.RIGHT + lanes.LEAST_WIDTH + 0.02
-        assert 0 <= y <= y + height <= lanes.HEIGHT
-    ticks = [text.text for text in by_class(svg, "tick")]
-    assert 4 <= len(ticks) <= lanes.TICKS + 2
-    assert len(set(ticks)) == len(ticks)
+        assert x >= LEFT
+        assert x + width <= WIDTH - RIGHT + 1.02  # the least width of a bar
+        assert 0 <= y <= y + height <= total
+    ticks = [text.text for kind in ("tick", "tick-end") for text in by_class(svg, kind)]
+    assert len(ticks) == len(set(ticks)) == 5
 
 
-def test_a_name_that_does_not_fit_is_left_out():
+def test_a_name_that_does_not_fit_is_left_out(lanes):
     timeline = made_timeline()
     timeline.add(Span("cpu", "emit", 4, 4260, 4262))
-    svg = lanes.lanes_picture(timeline, 3000, 6000)
-    assert len(by_class(svg, "stage-emit")) == 1
-    assert by_class(svg, "on-stage-emit") == []
+    svg = lanes(timeline, 3000, 6000)
+    assert len(by_class(svg, "fill-emit")) == 1
+    assert not any("emit" in (text.text or "") for text in by_class(svg, "on-bar"))
 
 
 def test_the_histogram_counts_every_step():
@@ -114,20 +142,23 @@ class Tags(HTMLParser):
 
 def test_the_page_is_whole_and_needs_nothing_else():
     timeline = made_timeline()
-    page = profile_page(timeline, step_gaps(timeline), FACTS)
+    page = profile_page.profile_page(timeline, step_gaps(timeline), FACTS)
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
     assert tags.sources == []
-    assert "<script" not in page
-    assert "http" not in page
+    assert "import" not in page.split("<script")[1]
+    assert re.findall(r"https?:[^\"]*", page) == ["http://www.w3.org/2000/svg"]  # a name
     assert "&lt;m&amp;m&gt;" in page
     assert "<m&m>" not in page
     assert f"400 µs before step {LATE}" in page
     assert "The CPU was late" in page
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 1
+    assert page.count("data-window=") == 2
     # Every class of the pictures has its colour.
-    for name in set(re.findall(r'class="((?:stage|device|column|gap|mark|bar|lane)[\w-]*)', page)):
+    names = {f"fill-{kind}" for kind in (*STAGES.values(), "call", "gap", "device-0", "device-1")}
+    names |= {"gap-length", "gap-edge", "lane", "bar"}
+    for name in names | set(re.findall(r'class="((?:column|mark)[\w-]*)', page)):
         assert f".{name}" in page.split("</style>")[0], name
 
 
