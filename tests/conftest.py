@@ -102,9 +102,8 @@ def _wants_demo_model(item: pytest.Item) -> bool:
 def _starts_ranks(item: pytest.Item) -> bool:
     if not isinstance(item, pytest.Function) or item.get_closest_marker("gpu"):
         return False
-    return any(
-        getattr(v, "__module__", "").endswith("support.ranks") for v in vars(item.module).values()
-    )
+    values = vars(item.module).values()
+    return any(getattr(value, "__module__", None) == "tests.support.ranks" for value in values)
 
 
 def pytest_collection_finish() -> None:
