@@ -263,11 +263,11 @@ def _state_bytes(architecture: ModelArchitecture, dtype: torch.dtype) -> int:
         return 0
     # Imported here because the engine's memory takes seconds to import.
     from megatron_async.config import InferenceConfig
-    from megatron_async.device_state.device_memory import recurrent_state
+    from megatron_async.device_state.recurrent_state import make_recurrent_state
     from megatron_async.models.partition import recurrent_sizes
 
     sizes, nowhere = recurrent_sizes(architecture, layers), torch.device("meta")
-    return recurrent_state(sizes, InferenceConfig(), dtype, nowhere).bytes_per_slot
+    return make_recurrent_state(sizes, InferenceConfig(), dtype, nowhere).bytes_per_slot
 
 
 def _expert_rows(a: ModelArchitecture) -> dict[str, str]:

@@ -15,6 +15,7 @@ from megatron_async.captured_steps.graph_shapes import make_graph_shapes
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.admission import AdmissionQueue, WaitingRequest, rank_of
 from megatron_async.contexts.draft_books import DraftBooks
+from megatron_async.contexts.host_staging import HostStaging
 from megatron_async.contexts.integrity import check_integrity
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.micro_batches import MicroBatches
@@ -26,7 +27,6 @@ from megatron_async.contexts.state_rows import StateRows
 from megatron_async.contexts.step_output import StepOutput, book_samples
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
 from megatron_async.device_state.state_sharing import share_states
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
@@ -248,20 +248,9 @@ class DynamicInferenceContext(NamesOfMegatron):
         if self.prefix_cache is not None:
             self.prefix_cache.failed(plan)
 
-    def take_back(self, plans: list[StepPlan]) -> None:
-        """Undo `plans`, the last ones built, whose steps are over and will not be resolved."""
-        from megatron_async.rollback.plan_rollback import take_back
-
-        for plan in reversed(plans):
-            take_back(
-                plan,
-                self.slots,
-                self.blocks,
-                self.scheduler.prefilling,
-                self.scheduler.requeue,
-                repeats_chunks=not self._is_recurrent,
-            )
-        self._plan_builder.next_step = plans[0].step
+    def plan_again(self, step: int) -> None:
+        """Number the next plan `step`: the plans from that number on are taken back."""
+        self._plan_builder.next_step = step
         self.expect_step()
 
     # ---- To the device and back --------------------------------------------------------------

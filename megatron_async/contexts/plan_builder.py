@@ -8,10 +8,16 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_async.captured_steps.graph_shapes import GraphShapes
-from megatron_async.contexts.plan_features import NO_FEATURES, plan_features
 from megatron_async.contexts.request_slots import NO_SLOTS, DecodeRows, RequestSlots, SlotState
-from megatron_async.contexts.step_plan import BlockUpdates, IntArray, StatePlan, StepPlan
+from megatron_async.contexts.step_plan import (
+    NO_FEATURES,
+    BlockUpdates,
+    IntArray,
+    PlanFeatures,
+    StepPlan,
+)
 from megatron_async.contexts.step_shape import StepShape
+from megatron_async.device_state.state_table import StatePlan
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import NO_TOKEN, RowFeature
@@ -159,7 +165,7 @@ class PlanBuilder:
             prefill_token_ids=token_ids,
             prefill_features=step_features,
             prefill_following=following,
-            features=plan_features(slots, rows, produces, chunks, mode),
+            features=_features_of(slots, rows, produces, chunks, mode),
             states=states,
             short_of_blocks=short_of_blocks,
         )
@@ -193,4 +199,35 @@ def dummy_plan(dims: BatchDimensions) -> StepPlan:
         prefill_features=_NONE,
         prefill_following=_NONE,
         features=NO_FEATURES,
+    )
+
+
+def _features_of(
+    slots: RequestSlots,
+    rows: IntArray,
+    produces: np.ndarray,
+    chunks: list[PrefillChunk],
+    mode: SamplingMode,
+) -> PlanFeatures:
+    """What the requests of a step's rows ask for.
+
+    Args:
+        slots: per-request state.
+        rows: `[rows]` slots, those of the chunks last.
+        produces: bool `[rows]`: whether the row's sample is a token of its request.
+        chunks: prefill chunks.
+        mode: the highest among the rows.
+    """
+    if mode != SamplingMode.PROCESSED:
+        return NO_FEATURES
+    features = slots.features[rows]
+    wanted = slots.prompt_log_probs
+    prompts = tuple(i for i, (slot, start, _) in enumerate(chunks) if start < wanted[slot])
+    params = [slots.request_at(chunks[chunk][0]).sampling_params for chunk in prompts]
+    return PlanFeatures(
+        wants_log_probs=bool(np.any(features & RowFeature.LOG_PROBS)),
+        prompt_log_prob_chunks=prompts,
+        num_prompt_log_probs=sum(chunks[chunk][2] - chunks[chunk][1] for chunk in prompts),
+        prompt_top_n=max((each.top_n_logprobs for each in params), default=0),
+        constrained_rows=np.flatnonzero(((features & RowFeature.CONSTRAINED) != 0) & produces),
     )

@@ -29,7 +29,8 @@ from megatron_async.contexts.request_slots import (
     SlotState,
 )
 from megatron_async.contexts.state_rows import NO_ROW, StateRows
-from megatron_async.contexts.step_plan import IntArray, StatePlan, StepPlan
+from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.device_state.state_table import StatePlan
 from megatron_async.ops.sampling.slot_records import RowFeature
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.contexts.step_plan import IntArray, StatePlan
+from megatron_async.contexts.step_plan import IntArray
+from megatron_async.device_state.state_table import StatePlan
 
 NO_ROW = -1
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.contexts.plan_features import PlanFeatures
+from megatron_async.device_state.state_table import StatePlan
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 
@@ -25,21 +25,32 @@ class BlockUpdates:
     blocks: IntArray
 
 
-@dataclass(frozen=True)
-class StatePlan:
-    """Rows of the state pools that a step reads and writes, where recurrent states may be shared.
-    All int32."""
+@dataclass(frozen=True, eq=False)
+class PlanFeatures:
+    """The work of the host for the rows of a step, beside booking their tokens."""
 
-    write_rows: IntArray
-    """`[prefill chunks]`: the row of each chunk's request."""
-    read_rows: IntArray
-    """`[prefill chunks]`: where the state before each chunk is: in that row, or in a snapshot's."""
-    chunk_dest: IntArray
-    """`[scan chunks]`: rows that get the state behind each, -1 for none (`mamba_prefill`)."""
-    save_slots: IntArray
-    """`[saves]`: slots of decode rows whose state, as it is before their token, is kept."""
-    save_rows: IntArray
-    """`[saves]`: where."""
+    wants_log_probs: bool = False
+    """Whether a row asks for log probs of its sample."""
+    prompt_log_prob_chunks: tuple[int, ...] = ()
+    """Prefill chunks whose tokens' log probs are wanted."""
+    num_prompt_log_probs: int = 0
+    """Tokens of those chunks."""
+    prompt_top_n: int = 0
+    """Most alternatives that their requests want at each token."""
+    constrained_rows: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Rows that produce a token with a grammar: they are sampled separately."""
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether a copy brings something of the step to the host that the step does not write
+        there itself: log probs, and what is sampled behind it."""
+        return (
+            self.wants_log_probs or self.num_prompt_log_probs > 0 or len(self.constrained_rows) > 0
+        )
+
+
+NO_FEATURES = PlanFeatures()
+"""What every plan below the mode PROCESSED shares."""
 
 
 @dataclass(frozen=True)

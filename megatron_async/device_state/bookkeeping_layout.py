@@ -40,6 +40,15 @@ FIELDS: tuple[tuple[str, str], ...] = (
 knows the rows' lengths."""
 UPDATE_FIELDS = tuple(name for name, count in FIELDS if count == "block_updates")
 """The arrays of the list of block-table updates, which lie end to end."""
+COUNT, LENGTH, TOKENS = 0, 1, 2
+"""Words of a row in the sample ring: the number of tokens that it yields, the length of its
+sequence after them, and the first token. The row's next drafts follow the space for the most tokens
+that a row may yield."""
+
+
+def ring_words(max_width: int) -> int:
+    """Words of a row in the sample ring, where a row yields up to `max_width` tokens."""
+    return TOKENS + max_width + max_width - 1
 
 
 @dataclass(frozen=True)

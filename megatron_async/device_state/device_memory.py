@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_async.config import InferenceConfig
-from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout, ring_words
 from megatron_async.device_state.device_slots import DeviceSlots
-from megatron_async.device_state.feed_back import ring_words
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.kv_cache import (
     GIB,
@@ -20,14 +18,12 @@ from megatron_async.device_state.kv_cache import (
     PagedKVCache,
     blocks_that_fit,
 )
-from megatron_async.device_state.recurrences import recurrence_of
-from megatron_async.device_state.recurrent_state import RecurrentState
+from megatron_async.device_state.recurrent_state import make_recurrent_state
 from megatron_async.device_state.sampling_state import SamplingState
-from megatron_async.device_state.slot_states import FeedbackState, SlotStates
-from megatron_async.device_state.state_table import StateTable, words_of_states
+from megatron_async.device_state.slot_states import SlotStates
+from megatron_async.device_state.state_table import StateSharing, words_of_states
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
-from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
 from megatron_async.models.partition import (
     local_heads,
     mtp_kv_layers,
@@ -45,12 +41,8 @@ from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.cpu.host_attention import HostPagedAttention
-from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH
 from megatron_async.ops.step_tensors import StepTensors
 from megatron_async.ops.triton_folder import choose_triton_folder
-
-if TYPE_CHECKING:
-    from megatron_async.device_state.state_sharing import StateSharing
 
 
 def make_gpu_view(
@@ -73,11 +65,10 @@ def make_gpu_view(
     vocab_size = getattr(model, "vocab_size", None)
     if vocab_size is not None and stage_of(model).is_last:
         states.append(SamplingState(config.max_requests, vocab_size, device.torch_device))
-    takes_back = config.invalidation == "rollback"
     if layers := recurrent_layers(model):
         sizes = recurrent_sizes(model, layers)
         states.append(
-            recurrent_state(sizes, config, model.params_dtype, device.torch_device, sharing)
+            make_recurrent_state(sizes, config, model.params_dtype, device.torch_device, sharing)
         )
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
@@ -90,7 +81,6 @@ def make_gpu_view(
         device.torch_device,
         config.num_speculative_tokens,
     )
-    states.append(FeedbackState(slots, config.steps_in_flight if takes_back else 0))
     samples = config.steps_in_flight, config.max_rows, ring_words(config.decode_width)
     view = ContextGPUView(
         config,
@@ -230,50 +220,6 @@ def attention_layers(model: Any) -> int:
 def blocks_for_all(config: InferenceConfig) -> int:
     """KV blocks of `max_requests` sequences that are as long as can be."""
     return config.max_requests * -(-config.max_sequence_length // config.block_size_tokens)
-
-
-def recurrent_state(
-    layers: Sequence[MambaSizes | DeltaSizes],
-    config: InferenceConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    sharing: StateSharing | None = None,
-) -> RecurrentState:
-    """State of an engine's recurrent layers, with no memory allocated yet.
-
-    Args:
-        layers: sizes of the recurrent layers of this rank's pipeline stage, on this rank.
-        config: settings of the engine.
-        dtype: of activations.
-        device: where it goes; "meta" to learn how large it is.
-        sharing: of states; None: each request has its slot's row.
-
-    Raises:
-        ConfigurationError: sizes or settings that the ops of these layers do not serve.
-    """
-    kinds = [recurrence_of(sizes) for sizes in layers]
-    if config.decode_width > MAX_WIDTH:
-        raise ConfigurationError(
-            f"num_speculative_tokens={config.num_speculative_tokens} is not served with "
-            f"{kinds[0].name} layers: use at most {MAX_WIDTH - 1}."
-        )
-    for kind in kinds:
-        kind.check()
-    table = None
-    if sharing is not None:
-        slots, rows = config.max_requests, config.max_requests + sharing.snapshots
-        table = StateTable(slots, rows, config.max_rows, config.max_tokens, device)
-    return RecurrentState(
-        kinds,
-        config.max_requests,
-        dtype,
-        getattr(torch, config.mamba_ssm_states_dtype),
-        config.decode_width,
-        config.steps_in_flight if config.invalidation == "rollback" else 0,
-        device,
-        sharing.snapshots if sharing else 0,
-        table,
-    )
 
 
 def _make_attention(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.device_state.feed_back import COUNT, LENGTH, TOKENS
+from megatron_async.device_state.bookkeeping_layout import COUNT, LENGTH, TOKENS
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.device_state.bookkeeping_layout import COUNT, LENGTH, TOKENS, BookkeepingLayout
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
@@ -28,19 +28,10 @@ if TYPE_CHECKING:
     from megatron_async.ops.step_tensors import StepTensors
 
 TILE = 128
-COUNT, LENGTH, TOKENS = 0, 1, 2
-"""Words of a row in the sample ring: the number of tokens that it yields, the length of its
-sequence after them, and the first token. The row's next drafts follow the space for the most tokens
-that a row may yield."""
 WORDS = tl.constexpr(RECORD_WORDS)
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
 DRAFTS = tl.constexpr(int(Header.DRAFTS))
 COUNT_WORD, LENGTH_WORD, TOKENS_WORD = map(tl.constexpr, (COUNT, LENGTH, TOKENS))
-
-
-def ring_words(max_width: int) -> int:
-    """Words of a row in the sample ring, where a row yields up to `max_width` tokens."""
-    return TOKENS + max_width + max_width - 1
 
 
 def feed_back_kernel(

@@ -122,17 +122,6 @@ class ContextGPUView(StepView):
         ends."""
         self._next_entry.fill_(step % len(self.bookkeeping))
 
-    def save_shadows(self, step: int) -> None:
-        """Keep per-slot state as it is before `step`."""
-        for state in self.states:
-            state.save(step % len(self.bookkeeping))
-
-    def restore_shadows(self, step: int, slots: Tensor) -> None:
-        """Make the state of `slots`, int64 `[rows]`, host memory, what it was before `step`, one of
-        the last of a ring's length."""
-        for state in self.states:
-            state.restore(step % len(self.bookkeeping), slots)
-
     def begin_step(
         self, dims: BatchDimensions, mode: SamplingMode, lengths: Tensor | None = None
     ) -> None:

@@ -11,27 +11,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_async.device_state.recurrences import MambaRecurrence, Recurrence
-from megatron_async.device_state.slot_states import PerSlotState
-from megatron_async.device_state.state_table import StateTable
+from megatron_async.config import InferenceConfig
+from megatron_async.device_state.recurrences import MambaRecurrence, Recurrence, recurrence_of
+from megatron_async.device_state.slot_states import PerSlotState, StateStep
+from megatron_async.device_state.state_table import StateSharing, StateTable
 from megatron_async.devices import makes_ordinary_tensors
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import (
+    MAX_WIDTH,
     FlushRule,
     PrefillRows,
     RecurrentPools,
     wide_dtype,
 )
 from megatron_async.ops.sampling.slot_records import RowFeature
-
-if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
 
 
 class RecurrentState(PerSlotState):
@@ -126,7 +127,7 @@ class RecurrentState(PerSlotState):
     def release(self) -> None:
         self._by_kind, self._layers = [], []
 
-    def begin_step(self, view: ContextGPUView) -> None:
+    def begin_step(self, view: StateStep) -> None:
         """Move inputs into the states of the step's decode rows, where this is due."""
         step, dims = view.step, view.dims
         decode = dims.decode_rows
@@ -150,7 +151,7 @@ class RecurrentState(PerSlotState):
         for pools in self._by_kind:
             ops.flush(pools, self._decode_rows, before, self._after, self.rule, saves)
 
-    def run(self, view: ContextGPUView, layer: int, projected: Tensor, params: Any) -> Tensor:
+    def run(self, view: StateStep, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.
 
         Args:
@@ -185,7 +186,7 @@ class RecurrentState(PerSlotState):
 
     def run_gated(
         self,
-        view: ContextGPUView,
+        view: StateStep,
         layer: int,
         projected: Tensor,
         params: MambaParams,
@@ -215,7 +216,7 @@ class RecurrentState(PerSlotState):
 
     def _decode(
         self,
-        view: ContextGPUView,
+        view: StateStep,
         layer: int,
         projected: Tensor,
         params: Any,
@@ -234,3 +235,47 @@ class RecurrentState(PerSlotState):
             out,
             *gating,
         )
+
+
+def make_recurrent_state(
+    layers: Sequence[MambaSizes | DeltaSizes],
+    config: InferenceConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    sharing: StateSharing | None = None,
+) -> RecurrentState:
+    """State of an engine's recurrent layers, with no memory allocated yet.
+
+    Args:
+        layers: sizes of the recurrent layers of this rank's pipeline stage, on this rank.
+        config: settings of the engine.
+        dtype: of activations.
+        device: where it goes; "meta" to learn how large it is.
+        sharing: of states; None: each request has its slot's row.
+
+    Raises:
+        ConfigurationError: sizes or settings that the ops of these layers do not serve.
+    """
+    kinds = [recurrence_of(sizes) for sizes in layers]
+    if config.decode_width > MAX_WIDTH:
+        raise ConfigurationError(
+            f"num_speculative_tokens={config.num_speculative_tokens} is not served with "
+            f"{kinds[0].name} layers: use at most {MAX_WIDTH - 1}."
+        )
+    for kind in kinds:
+        kind.check()
+    table = None
+    if sharing is not None:
+        slots, rows = config.max_requests, config.max_requests + sharing.snapshots
+        table = StateTable(slots, rows, config.max_rows, config.max_tokens, device)
+    return RecurrentState(
+        kinds,
+        config.max_requests,
+        dtype,
+        getattr(torch, config.mamba_ssm_states_dtype),
+        config.decode_width,
+        config.steps_in_flight if config.invalidation == "rollback" else 0,
+        device,
+        sharing.snapshots if sharing else 0,
+        table,
+    )

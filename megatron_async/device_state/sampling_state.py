@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from megatron_async.device_state.slot_states import PerSlotState
+from megatron_async.device_state.slot_states import PerSlotState, StateStep
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling.logits_processing import (
@@ -17,11 +15,7 @@ from megatron_async.ops.sampling.logits_processing import (
     TokenMemory,
 )
 from megatron_async.ops.sampling.sampling import SamplingMode
-from megatron_async.ops.sampling.slot_records import PROMPT_TOKEN, WINDOW
-
-if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
-    from megatron_async.rollback.known_tokens import KnownTokens
+from megatron_async.ops.sampling.slot_records import WINDOW
 
 
 class SamplingState(PerSlotState):
@@ -61,7 +55,7 @@ class SamplingState(PerSlotState):
             )
         )
 
-    def rows(self, view: ContextGPUView) -> ProcessingRows:
+    def rows(self, view: StateStep) -> ProcessingRows:
         """The rows of logits of a step."""
         step = view.step
         return ProcessingRows(
@@ -79,7 +73,7 @@ class SamplingState(PerSlotState):
             ),
         )  # fmt: skip
 
-    def begin_chunks(self, view: ContextGPUView, mode: SamplingMode) -> None:
+    def begin_chunks(self, view: StateStep, mode: SamplingMode) -> None:
         """Count the tokens of prefill chunks. Counts of requests that start are reset first; if a
         request begins after cached tokens, these are counted too."""
         if mode != SamplingMode.PROCESSED:
@@ -95,15 +89,3 @@ class SamplingState(PerSlotState):
             ),
         )  # fmt: skip
         kernels_for(self.memory.counts).begin_chunks(self.rows(view), chunks)
-
-    def rebuild(self, known: KnownTokens) -> None:
-        """Keep only the known generated tokens of these slots; prompt tokens stay marked,
-        because marking them again changes nothing."""
-        counted, token_slots, tokens, recent_slots, places, recent = (
-            tensor.to(self.memory.counts.device) for tensor in known
-        )
-        prompts = self.memory.counts.index_select(0, counted) & PROMPT_TOKEN
-        self.memory.counts.index_copy_(0, counted, prompts)
-        ones = torch.ones_like(tokens, dtype=torch.int32)
-        self.memory.counts.index_put_((token_slots, tokens), ones, accumulate=True)
-        self.memory.recent.index_put_((recent_slots, places), recent.int())

@@ -3,18 +3,15 @@ interval between them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_async.config import InferenceConfig
-from megatron_async.device_state.device_memory import (
-    agree_on_least,
-    block_shape,
-    recurrent_state,
-)
+from megatron_async.device_state.device_memory import agree_on_least, block_shape
 from megatron_async.device_state.kv_cache import GIB
+from megatron_async.device_state.recurrent_state import make_recurrent_state
+from megatron_async.device_state.state_table import StateSharing
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.partition import is_recurrent, recurrent_layers, recurrent_sizes
@@ -22,27 +19,6 @@ from megatron_async.models.partition import is_recurrent, recurrent_layers, recu
 MOST_INTERVAL = 8192
 """Most tokens between snapshots of a prompt; a model without keys and values has no other
 measure."""
-
-
-@dataclass(frozen=True)
-class StateSharing:
-    """Settings of shared recurrent states; the same on all ranks of a model."""
-
-    snapshots: int
-    """Rows for snapshots, beside the rows of the slots."""
-    limit: int
-    """Most snapshots at once."""
-    interval: int
-    """Tokens between snapshots inside a prompt; 0: none."""
-
-    def settings(self, config: InferenceConfig) -> dict[str, int | None]:
-        """Fields of `InferenceConfig` that give the same whatever the memory of a rank."""
-        has_budget = (config.num_state_snapshots, config.prefix_caching_mamba_gb) != (None, None)
-        return {
-            "num_state_snapshots": self.snapshots if has_budget else None,
-            "prefix_caching_mamba_gb": None,
-            "prefix_caching_mamba_interval": self.interval,
-        }
 
 
 def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSharing | None:
@@ -66,7 +42,7 @@ def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSh
     most, spacing = 2**31 - 1, MOST_INTERVAL
     if layers := recurrent_layers(model):
         sizes, nowhere = recurrent_sizes(model, layers), torch.device("meta")
-        each = recurrent_state(sizes, config, model.params_dtype, nowhere).bytes_per_slot
+        each = make_recurrent_state(sizes, config, model.params_dtype, nowhere).bytes_per_slot
         most = int((budget or 0) * GIB) // each
         if block := block_shape(model, config).num_bytes:
             spacing = min(spacing, -(-each * config.block_size_tokens // block))

@@ -9,7 +9,6 @@ bookkeeping, because a captured step's addresses are fixed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,17 +16,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.config import InferenceConfig
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.recurrent_pools import GRID
 
-if TYPE_CHECKING:
-    from megatron_async.contexts.step_plan import StatePlan
-
 COUNTS = 3
 """Words at the start of a step's section: numbers of saves, prefill chunks, scan chunks."""
 TILE = 128
+
+
+@dataclass(frozen=True)
+class StateSharing:
+    """Settings of shared recurrent states; the same on all ranks of a model."""
+
+    snapshots: int
+    """Rows for snapshots, beside the rows of the slots."""
+    limit: int
+    """Most snapshots at once."""
+    interval: int
+    """Tokens between snapshots inside a prompt; 0: none."""
+
+    def settings(self, config: InferenceConfig) -> dict[str, int | None]:
+        """Fields of `InferenceConfig` that give the same whatever the memory of a rank."""
+        has_budget = (config.num_state_snapshots, config.prefix_caching_mamba_gb) != (None, None)
+        return {
+            "num_state_snapshots": self.snapshots if has_budget else None,
+            "prefix_caching_mamba_gb": None,
+            "prefix_caching_mamba_interval": self.interval,
+        }
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Rows of the state pools that a step reads and writes, where recurrent states may be shared.
+    All int32."""
+
+    write_rows: np.ndarray
+    """`[prefill chunks]`: the row of each chunk's request."""
+    read_rows: np.ndarray
+    """`[prefill chunks]`: where the state before each chunk is: in that row, or in a snapshot's."""
+    chunk_dest: np.ndarray
+    """`[scan chunks]`: rows that get the state behind each, -1 for none (`mamba_prefill`)."""
+    save_slots: np.ndarray
+    """`[saves]`: slots of decode rows whose state, as it is before their token, is kept."""
+    save_rows: np.ndarray
+    """`[saves]`: where."""
 
 
 @dataclass

@@ -18,7 +18,6 @@ from megatron_async.engines.admission import POLL_S, Admission
 from megatron_async.engines.arrival import arrival
 from megatron_async.engines.engine_thread import EngineThread
 from megatron_async.engines.generation import run_to_end
-from megatron_async.engines.invalidation import make_invalidation
 from megatron_async.engines.job_loss import JobLoss
 from megatron_async.engines.loop import end_turn, num_due, run
 from megatron_async.engines.mending import turn_of
@@ -36,6 +35,7 @@ from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.streaming import RequestStream
+from megatron_async.rollback.policy import make_invalidation
 from megatron_async.text.grammar_compiler import GrammarCompiler
 from megatron_async.text.token_watch import TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import (

@@ -11,7 +11,6 @@ import numpy as np
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_plan import IntArray
-from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.errors import NoTokenToChoose, StepFailed
@@ -20,6 +19,7 @@ from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.request_registry import RequestRegistry
+from megatron_async.rollback.invalidation import Invalidation
 from megatron_async.text.token_watch import TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 

@@ -8,7 +8,6 @@ from functools import partial
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
-from megatron_async.engines.invalidation import Invalidation
 from megatron_async.engines.late_launch import LateLaunch, launches_late
 from megatron_async.engines.prefill_pace import PrefillPace
 from megatron_async.engines.prompt_share import PromptShare
@@ -17,6 +16,7 @@ from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.observe.tracer import Tracer
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.request_registry import RequestRegistry
+from megatron_async.rollback.invalidation import Invalidation
 from megatron_async.text_generation_controllers.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,

@@ -1,5 +1,5 @@
-"""The policy "rollback": steps in flight are taken back when a request ends unexpectedly.
+"""What becomes of the steps in flight when a request that they serve ends.
 
-The default policy, "reconcile", is in `engines/invalidation.py`. The two are compared in
-docs/ends_and_stops.md.
+`invalidation.py` has the default policy, "reconcile", and `policy.py` the other one, "rollback",
+under which the steps are taken back. The two are compared in docs/ends_and_stops.md.
 """

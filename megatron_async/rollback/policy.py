@@ -2,9 +2,10 @@
 
 The design of Megatron-LM pull request 4558, kept beside the policy "reconcile" to compare the two
 in one engine. When a request ends unexpectedly, the engine waits for the first step in flight that
-serves it and for all later steps, and discards them. It restores the device's per-slot state and
-the bookkeeping from before that step, and plans and launches the step again without the request.
-Samples depend only on seed and position, so the other requests get the same tokens again.
+serves it and for all later steps, and discards them. It restores the device's small per-slot state
+and the bookkeeping from before that step, and plans and launches the step again without the
+request. Requests with larger state are prefilled again. Samples depend only on seed and position,
+so the other requests get the same tokens again.
 
 An eviction discards nothing. It is decided when a step is planned, so the rows in flight of an
 evicted request are zombies here too.
@@ -20,9 +21,10 @@ import torch
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.invalidation import Invalidation
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
-from megatron_async.rollback.known_tokens import known_tokens
+from megatron_async.rollback.invalidation import Invalidation
+from megatron_async.rollback.plan_rollback import take_back
+from megatron_async.rollback.slot_shadows import SlotShadows
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
@@ -42,6 +44,7 @@ class Rollback(Invalidation):
         statistics: EngineStatistics,
     ) -> None:
         self._context = context
+        self._shadows = SlotShadows(context.gpu_view, context.config.steps_in_flight)
         self._in_flight = in_flight
         self._statistics = statistics
         self._first: int | None = None
@@ -53,10 +56,9 @@ class Rollback(Invalidation):
         return self._first is not None
 
     def before_launch(self, plan: StepPlan) -> None:
-        """Keep the device's state as it is before the step: one small copy on the compute
+        """Keep the device's small state as it is before the step, by copies on the compute
         stream."""
-        save = partial(self._context.gpu_view.save_shadows, plan.step)
-        self._context.device.compute.launch(save)
+        self._context.device.compute.launch(partial(self._shadows.save, plan.step))
 
     def before_release(self, slot: int) -> None:
         """Find the first step in flight that serves the request in `slot`."""
@@ -86,19 +88,28 @@ class Rollback(Invalidation):
     def _take_back(self) -> None:
         assert self._first is not None
         context, plans = self._context, [step.plan for step in self._discarded]
-        view, compute, books = context.gpu_view, context.device.compute, context.slots
+        compute, books, shadows = context.device.compute, context.slots, self._shadows
         for plan in reversed(plans):  # so that each slot's earliest shadow is the last word
             live = plan.slots[books.generation[plan.slots] == plan.generations]
             slots = torch.from_numpy(live.astype(np.int64))
-            compute.launch(partial(view.restore_shadows, plan.step, slots))
-        context.take_back(plans)
+            compute.launch(partial(shadows.restore, plan.step, slots))
+        take_back(context, plans, shadows.repeats_chunks)
         served = np.unique(np.concatenate([plan.slots for plan in plans]))
-        if (known := known_tokens(books, served)) is not None:
-            for state in view.states:
-                compute.launch(partial(state.rebuild, known))
+        for slot in shadows.lost(books, served):
+            context.scheduler.requeue(int(slot))
         if any(step.error is not None for step in self._discarded):
             # One that failed before it had updated the block tables lets the steps after it write
             # into blocks of others: prefill all again.
             context.evict_all()
         self._first, self._discarded = None, []
         self._statistics.note_no_overlap(NoOverlapReason.ROLLED_BACK)
+
+
+def make_invalidation(
+    context: DynamicInferenceContext, in_flight: deque[LaunchedStep], statistics: EngineStatistics
+) -> Invalidation:
+    """The policy that `InferenceConfig.invalidation` names; the arguments are those of
+    `Rollback`."""
+    if context.config.invalidation == "rollback":
+        return Rollback(context, in_flight, statistics)
+    return Invalidation()

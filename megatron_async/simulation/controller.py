@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_async.captured_steps.step_graphs import CaptureReport
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.device_state.feed_back import COUNT, TOKENS
+from megatron_async.device_state.bookkeeping_layout import COUNT, TOKENS
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.simulation.device_times import Machine
 from megatron_async.simulation.reach import Work, work_of

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async.contexts.step_plan import IntArray
-from megatron_async.device_state.feed_back import TOKENS
+from megatron_async.device_state.bookkeeping_layout import TOKENS
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.devices import Device, makes_ordinary_tensors
 from megatron_async.ops.kernels import kernels_for

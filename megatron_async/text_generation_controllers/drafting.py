@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from megatron_async.config import InferenceConfig
-from megatron_async.device_state.feed_back import TOKENS
+from megatron_async.device_state.bookkeeping_layout import TOKENS
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.kernels import kernels_for

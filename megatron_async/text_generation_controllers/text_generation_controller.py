@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_async.captured_steps.step_graphs import CaptureReport, StepGraphs
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.device_state.feed_back import COUNT, TOKENS
+from megatron_async.device_state.bookkeeping_layout import COUNT, TOKENS
 from megatron_async.devices import Event, makes_ordinary_tensors
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.pipeline import stage_of

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine
+from megatron_async.contexts import host_staging
+from megatron_async.contexts.host_staging import HostStaging
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.device_state import bookkeeping_buffer, gpu_view, unpack_step_reference
-from megatron_async.device_state.bookkeeping_buffer import HostStaging
-from megatron_async.device_state.feed_back import COUNT
+from megatron_async.device_state import gpu_view, unpack_step_reference
+from megatron_async.device_state.bookkeeping_layout import COUNT
 from megatron_async.ops import kernels
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
 from megatron_async.requests.streaming import RequestStream
@@ -141,7 +142,7 @@ def pending_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stale_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The record of a slot's last owner stays."""
-    pack_records = bookkeeping_buffer._pack_records
+    pack_records = host_staging._pack_records
 
     def pack_for_the_first_owner(
         words: Any, end: int, fields: Any, plan: StepPlan, slots: RequestSlots
@@ -152,7 +153,7 @@ def stale_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
         fields["prefill_record"][:chunks][had_owner] = -1
         return end
 
-    monkeypatch.setattr(bookkeeping_buffer, "_pack_records", pack_for_the_first_owner)
+    monkeypatch.setattr(host_staging, "_pack_records", pack_for_the_first_owner)
 
 
 def a_reader_misses_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

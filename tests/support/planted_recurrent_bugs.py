@@ -14,7 +14,7 @@ from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.contexts.state_rows import StateRows
 from megatron_async.device_state import recurrent_state
 from megatron_async.ops.kernels import kernels_for
-from megatron_async.rollback import plan_rollback
+from megatron_async.rollback.slot_shadows import SlotShadows
 
 PREFILLS = ("mamba_prefill", "delta_prefill")
 OPS = kernels_for(torch.empty(0))
@@ -81,12 +81,7 @@ def states_do_not_lag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chunks_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that was taken back is run on the state after it."""
-    take_back = plan_rollback.take_back
-
-    def repeat(*arguments: Any, repeats_chunks: bool) -> None:
-        take_back(*arguments, repeats_chunks=True)
-
-    monkeypatch.setattr(plan_rollback, "take_back", repeat)
+    monkeypatch.setattr(SlotShadows, "repeats_chunks", True)
 
 
 def snapshot_of_the_wrong_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

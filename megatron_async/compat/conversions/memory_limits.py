@@ -13,8 +13,9 @@ import torch
 from megatron.core.inference.config import InferenceConfig as MegatronConfig
 
 from megatron_async.config import InferenceConfig
-from megatron_async.device_state.device_memory import block_shape, recurrent_state
+from megatron_async.device_state.device_memory import block_shape
 from megatron_async.device_state.kv_cache import DEFAULT_CPU_POOL_GB, GIB
+from megatron_async.device_state.recurrent_state import make_recurrent_state
 from megatron_async.devices import resolve_device_name
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.parallel_state import agree_on_least
@@ -83,4 +84,4 @@ def _state_bytes(model_config: Any, settings: InferenceConfig) -> int:
     if not kinds:
         return 0
     sizes, dtype = recurrent_sizes(model_config, kinds), model_config.params_dtype
-    return recurrent_state(sizes, settings, dtype, torch.device("meta")).bytes_per_slot
+    return make_recurrent_state(sizes, settings, dtype, torch.device("meta")).bytes_per_slot

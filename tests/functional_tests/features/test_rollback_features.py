@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.device_state.sampling_state import SamplingState
-from megatron_async.ops.sampling.slot_records import PROMPT_TOKEN, WINDOW
+from megatron_async.ops.sampling.slot_records import WINDOW
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.rollback.known_tokens import KnownTokens
 from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 TOKENS = 30
@@ -137,19 +135,3 @@ def test_the_longest_bad_word(make_tiny_engine: EngineFactory) -> None:
         drain(engine)
         discarded += int(engine.stats()["discarded_steps"])
     assert discarded >= 6
-
-
-def test_state_is_built_anew() -> None:
-    state = SamplingState(3, 10, torch.device("cpu"))
-    state.allocate()
-    state.memory.counts[1] = torch.tensor([PROMPT_TOKEN, 0, 3, PROMPT_TOKEN + 2, *[0] * 6])
-    state.memory.counts[2, 5] = 7
-    state.memory.recent[1:] = 9
-    state.rebuild(
-        KnownTokens(*map(torch.tensor, ([1], [1, 1, 1], [3, 4, 4], [2, 2], [3, 0], [6, 8])))
-    )
-    assert state.memory.counts[1].tolist() == [PROMPT_TOKEN, 0, 0, PROMPT_TOKEN + 1, 2, *[0] * 5]
-    assert state.memory.counts[2].tolist() == [0] * 5 + [7] + [0] * 4
-    rest = WINDOW - 4
-    recent = [[0] * WINDOW, [9] * WINDOW, [8, 9, 9, 6, *[9] * rest], [9] * WINDOW]
-    assert state.memory.recent.tolist() == recent

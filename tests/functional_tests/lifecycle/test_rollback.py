@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, Status
-from megatron_async.device_state.shadow import ShadowRing
-from megatron_async.device_state.slot_states import PerSlotState
+from megatron_async.device_state.slot_states import PerSlotState, StateStep
 from megatron_async.errors import ConfigurationError, StepFailed
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import RowFeature
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.harness import (
     TINY,
@@ -289,46 +290,45 @@ def test_captured_steps(
     assert (engine.stats()["discarded_steps"] > 0) == (lookahead > 0)
 
 
-class StepCounts(PerSlotState):
-    """A count of steps by slot, put back with its shadow."""
+class FedTokens(PerSlotState):
+    """The number of a sequence's tokens that have passed, by slot: of so many words."""
 
-    def __init__(self, counts: torch.Tensor, entries: int) -> None:
-        self._ring = ShadowRing([counts], entries)
+    def __init__(self, slots: int, words: int) -> None:
+        self.count = torch.zeros(slots + 1, words, dtype=torch.int64)
+        self.wrong = 0
 
-    def save(self, entry: int) -> None:
-        self._ring.save(entry)
+    def begin_chunks(self, view: StateStep, mode: SamplingMode) -> None:
+        slots = view.step.row_slots[view.dims.decode_rows :]
+        starts = (view.step.features[view.dims.decode_tokens :] & RowFeature.STARTS) != 0
+        self.count[slots[starts]] = 0
+        self.count[slots] += view.step.prefill_starts.diff()[:, None]
 
-    def restore(self, entry: int, slots: torch.Tensor) -> None:
-        self._ring.restore(entry, slots)
+    def begin_step(self, view: StateStep) -> None:
+        slots = view.step.row_slots[: view.dims.decode_rows]
+        self.count[slots] += 1
+        self.wrong += int((self.count[slots, -1] != view.step.lengths[: len(slots)]).sum())
 
 
-def test_other_state_joins(make_tiny_engine: EngineFactory, whole: list[list[int]]) -> None:
-    """A count of steps by slot, as a recurrent state would be: with its shadow it forgets the
-    discarded steps, for those who go on."""
+@pytest.mark.parametrize("words", [1, 33], ids=["small", "large"])
+def test_other_state_joins(
+    make_tiny_engine: EngineFactory, whole: list[list[int]], words: int
+) -> None:
+    """A state without a method for the policy: a small one forgets the discarded steps, for the
+    requests that go on; requests with a large one are prefilled again.
+
+    Break it: in `SlotShadows`, save no state; or lose no request."""
     params, cut = stopped(whole, "stop tokens")
     params[1], cut[1] = greedy(TOKENS), whole[1]
-    counts = {}
-    for has_shadow in (False, True):
-        engine = make_tiny_engine(lookahead=2, invalidation="rollback")
-        view = engine.context.gpu_view
-        state = torch.zeros(engine.context.max_requests + 1, dtype=torch.int64)
-        if has_shadow:
-            view.states.append(StepCounts(state, engine.context.config.steps_in_flight))
-        wrapped: Any = engine.controller.inference_wrapped_model
-        forward = wrapped.forward
-
-        def counted(view: Any, forward: Any = forward, state: Any = state) -> Any:
-            state[view.step.slots] += 1
-            return forward(view)
-
-        wrapped.forward = counted
-        jobs = [Job(*pair) for pair in zip(PROMPTS, params, strict=True)]
-        assert run_together(engine, jobs) == cut
-        restored = engine.context.device.event()
-        engine.context.device.compute.record(restored)
-        restored.wait()
-        counts[has_shadow] = int(state[1])  # the slot of the one that is never stopped
-    assert counts[True] == TOKENS < counts[False]
+    engine = make_tiny_engine(lookahead=2, invalidation="rollback", max_tokens=16)
+    state = FedTokens(engine.context.max_requests, words)
+    engine.context.gpu_view.states.append(state)
+    jobs = [Job(*pair) for pair in zip(PROMPTS, params, strict=True)]
+    assert run_together(engine, jobs) == cut
+    drain(engine)
+    assert state.wrong == 0
+    stats = engine.stats()
+    assert stats["discarded_steps"] > 0
+    assert (stats["recomputed_tokens"] > 0) == (words > 1)
 
 
 def test_an_unknown_policy(make_tiny_engine: EngineFactory) -> None:

@@ -14,9 +14,9 @@ from megatron_async.captured_steps.graph_shapes import (
     packed_graph_sizes,
 )
 from megatron_async.config import InferenceConfig
+from megatron_async.contexts.host_staging import HostStaging
 from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.contexts.request_slots import NO_DECODE, DecodeRows, RequestSlots
-from megatron_async.device_state.bookkeeping_buffer import HostStaging
 from megatron_async.device_state.bookkeeping_layout import FIELDS, BookkeepingLayout
 from megatron_async.devices import CpuDevice
 from megatron_async.ops.batch_dimensions import BatchDimensions

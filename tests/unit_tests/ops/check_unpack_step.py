@@ -10,9 +10,8 @@ import torch
 
 from megatron_async.device_state import feed_back as feed_back_ops
 from megatron_async.device_state import unpack_step as ops
-from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout, ring_words
 from megatron_async.device_state.device_slots import DeviceSlots
-from megatron_async.device_state.feed_back import ring_words
 from megatron_async.device_state.step_on_host import feed_back_on_host, unpack_step_on_host
 from megatron_async.device_state.unpack_step_reference import unpack_step_reference
 from megatron_async.ops.batch_dimensions import BatchDimensions

@@ -1,6 +1,7 @@
 """Plans that are taken back leave the books as they were; no model, made-up samples."""
 
 from collections import Counter, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,14 @@ import torch
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.request_slots import SlotState
-from megatron_async.device_state.shadow import ShadowRing
+from megatron_async.device_state.slot_states import PerSlotState, SlotStates
 from megatron_async.devices import CpuDevice
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.rollback.plan_rollback import take_back
+from megatron_async.rollback.slot_shadows import SlotShadows, tensors_in
 from tests.support.ready_requests import made_ready
 
 MODEL = transformer_config(DUMMY_SHAPES["tiny"], torch.float32)
@@ -106,7 +109,7 @@ def test_books_are_as_before_and_the_same_steps_follow(device, count):
             seen["admitted"] += len(before[1]) - len(context.waiting)
             seen["chunks"] += sum(int((~plan.produces).sum()) for plan in plans)
             seen["blocks"] += sum(len(plan.block_updates.slots) for plan in plans)
-            context.take_back(plans)
+            take_back(context, plans, repeats_chunks=True)
             context.check_integrity()
             assert books(context) == before, seed
             again = [context.prepare_step() for _ in plans]
@@ -140,7 +143,8 @@ def test_random_lives_with_plans_taken_back(device):
                 in_flight.append(plan)
             if in_flight and rng.random() < 0.15:
                 first = int(rng.integers(len(in_flight)))
-                context.take_back([in_flight.pop() for _ in range(len(in_flight) - first)][::-1])
+                plans = [in_flight.pop() for _ in range(len(in_flight) - first)][::-1]
+                take_back(context, plans, repeats_chunks=True)
                 seen["taken back"] += 1
             elif in_flight and (plan is None or len(in_flight) > lookahead):
                 resolve(context, in_flight.popleft())
@@ -156,16 +160,45 @@ def test_random_lives_with_plans_taken_back(device):
     assert min(seen[name] for name in ("taken back", "pauses", "evictions")) > 30, seen
 
 
-def test_a_ring_of_shadows():
-    tensors = torch.arange(4), torch.zeros(2, 3)
-    ring = ShadowRing(tensors, entries=3)
-    ring.save(0)
-    for tensor in tensors:
-        tensor += 1
-    ring.save(2)
-    for tensor in tensors:
+def test_shadows_of_small_states():
+    """A state renews its tensors; another joins between steps; a third is too large."""
+    states = SlotStates()
+    slots = SimpleNamespace(last_token=torch.arange(4), length=torch.ones(4, dtype=torch.int32))
+    shadows = SlotShadows(SimpleNamespace(slots=slots, states=states), entries=3)
+    shadows.save(3)
+    small, large = PerSlotState(), PerSlotState()
+    small.tensors = {"a": [torch.zeros(4, 2)]}
+    large.tensor = torch.zeros(4, 65)
+    states += [small, large]
+    slots.last_token += 1
+    small.tensors["a"][0] += 1
+    shadows.save(5)
+    for tensor in (slots.last_token, slots.length, *tensors_in(vars(small)), large.tensor):
         tensor.fill_(9)
-    ring.restore(2, torch.tensor([0, 1]))
-    assert [tensor.tolist() for tensor in tensors] == [[1, 2, 9, 9], [[1.0] * 3] * 2]
-    ring.restore(0, torch.tensor([1]))
-    assert [tensor.tolist() for tensor in tensors] == [[1, 1, 9, 9], [[1.0] * 3, [0.0] * 3]]
+    shadows.restore(5, torch.tensor([0, 1]))
+    assert slots.last_token.tolist() == [1, 2, 9, 9]
+    assert slots.length.tolist() == [1, 1, 9, 9]
+    assert small.tensors["a"][0].tolist() == [[1.0] * 2] * 2 + [[9.0] * 2] * 2
+    shadows.restore(3, torch.tensor([1]))
+    assert slots.last_token.tolist() == [1, 1, 9, 9]
+    assert small.tensors["a"][0][1].tolist() == [1.0, 1.0]
+    assert (large.tensor == 9).all()
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(4, 65), torch.zeros(2, 4), torch.zeros(())])
+def test_requests_whose_state_is_not_put_back_are_lost(device, tensor):
+    """Whatever is not `[slots + 1, ...]`, or has more than 256 bytes a slot; a free slot has lost
+    nothing."""
+    context = make_context(device, max_requests=3)
+    add(context, 0, 3, 9)
+    plan = context.prepare_step()
+    shadows = SlotShadows(context.gpu_view, entries=1)
+    slots = np.arange(3)
+    assert not len(shadows.lost(context.slots, slots))
+    other = PerSlotState()
+    other.nested = (tensor[:, :64].contiguous() if tensor.shape == (4, 65) else tensor,)
+    context.gpu_view.states.append(other)
+    is_small = tensor.shape == (4, 65)
+    assert shadows.lost(context.slots, slots).tolist() == ([] if is_small else plan.slots.tolist())
+    other.nested = tensor
+    assert shadows.lost(context.slots, slots).tolist() == plan.slots.tolist()

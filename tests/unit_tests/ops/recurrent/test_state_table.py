@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.contexts.step_plan import StatePlan
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.state_table import (
+    StatePlan,
     StateTable,
     StepStates,
     pack_states,

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.state_table import pack_states
 from megatron_async.devices import Device
 from megatron_async.ops.sampling.slot_records import NO_TOKEN, RowFeature
-
-if TYPE_CHECKING:
-    from megatron_async.contexts.request_slots import RequestSlots
-    from megatron_async.contexts.step_plan import StepPlan
 
 
 class HostStaging:

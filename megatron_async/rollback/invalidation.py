@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
@@ -38,15 +34,3 @@ class Invalidation:
         """Whether `step`, just removed from the steps in flight, must not be booked; its work is
         done."""
         return False
-
-
-def make_invalidation(
-    context: DynamicInferenceContext, in_flight: deque[LaunchedStep], statistics: EngineStatistics
-) -> Invalidation:
-    """The policy that `InferenceConfig.invalidation` names; the arguments are those of
-    `Rollback`."""
-    if context.config.invalidation == "rollback":
-        from megatron_async.rollback.policy import Rollback
-
-        return Rollback(context, in_flight, statistics)
-    return Invalidation()
