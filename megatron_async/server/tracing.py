@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal, refusal_of
-from megatron_async.server.http.exchange import ClientGone
+from megatron_async.server.http.replies import ClientGone
 
 if TYPE_CHECKING:
     from megatron_async.server.choice_feed import ChoiceFeed

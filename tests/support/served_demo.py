@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_async.checkpoints import open_model
-from megatron_async.server.answers.stream import StreamAnswer
-from megatron_async.server.answers.whole import WholeAnswer, whole
-from megatron_async.server.fields.ask import ask
+from megatron_async.server.answers.answer import Answer
+from megatron_async.server.endpoints import ENDPOINTS, Endpoint
 from megatron_async.server.fields.asked import Asked, Caller
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.chat_request import ChatRequest
-from megatron_async.server.fields.completion_request import CompletionRequest
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits, decode_body
+from megatron_async.server.fields.request_bodies import ChatRequest, CompletionRequest
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.serving.model_card import ModelCard
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
@@ -90,6 +88,7 @@ def asked_raw(
     kind: type, body: bytes, served: ServedModel | None = None, caller: Caller | None = None
 ) -> Asked:
     served = served or demo()
+    (ask,) = (endpoint.ask for endpoint in ENDPOINTS.values() if endpoint.kind is kind)
     return ask(decode_body(body, kind, served.limits), served, caller or Caller())
 
 
@@ -113,6 +112,26 @@ def end_of(asked: Asked, reason: str = "termination_id", **fields: Any) -> Reque
     return RequestEnd(reason, num_prompt_tokens=len(prompt), num_cached_tokens=1, **fields)
 
 
+def endpoint_of(asked: Asked) -> Endpoint:
+    """The endpoint whose answers have ids as this one."""
+    begin, _, _ = asked.style.id.replace("_", "-").partition("-")
+    paths = {"cmpl": "completions", "chatcmpl": "chat/completions", "resp": "responses"}
+    return ENDPOINTS["/v1/" + paths.get(begin, "messages")]
+
+
+def answer_of(
+    asked: Asked,
+    served: ServedModel | None = None,
+    is_stream: bool | None = None,
+    one_event_a_token: bool = False,
+) -> Answer:
+    """An answer to be filled; streamed as it was asked, or as is said."""
+    if is_stream is not None:
+        style = msgspec.structs.replace(asked.style, is_stream=is_stream)
+        asked = msgspec.structs.replace(asked, style=style)
+    return Answer(endpoint_of(asked).writer, asked, served or demo(), one_event_a_token)
+
+
 def streamed(
     asked: Asked,
     text: str,
@@ -121,16 +140,16 @@ def streamed(
     reason: str = "termination_id",
 ) -> list[dict[str, Any]]:
     """The events of an answer whose choices all have this text; `[DONE]` is checked."""
-    answer = StreamAnswer(asked, served or demo())
+    answer = answer_of(asked, served, is_stream=True)
     data = answer.begin()
     tokens = tokens_of(text, reason == "termination_id")
     wants = asked.choices[0].params.return_log_probs
     found = log_probs_of(tokens) if wants else None
-    for formatter in answer.formatters:
+    for choice in answer.choices:
         for i in range(0, len(tokens), each):
             part = found[i : i + each] if found is not None else None
-            data += formatter.push(tokens[i : i + each], part)
-        data += formatter.end(end_of(asked, reason))
+            data += choice.push(tokens[i : i + each], part)
+        data += choice.end(end_of(asked, reason))
     return events_of(data)
 
 
@@ -145,14 +164,13 @@ def events_of(data: bytes) -> list[dict[str, Any]]:
 def answered(
     asked: Asked, text: str, served: ServedModel | None = None, reason: str = "termination_id"
 ) -> dict[str, Any]:
-    answer = WholeAnswer(asked, served or demo())
+    answer = answer_of(asked, served, is_stream=False)
     tokens = tokens_of(text, reason == "termination_id")
     wants = asked.choices[0].params.return_log_probs
-    for collector in answer.collectors:
-        collector.push(tokens, log_probs_of(tokens) if wants else None)
-        collector.end(end_of(asked, reason))
-    assert answer.is_over
-    found: dict[str, Any] = json.loads(whole(answer))
+    for choice in answer.choices:
+        choice.push(tokens, log_probs_of(tokens) if wants else None)
+        choice.end(end_of(asked, reason))
+    found: dict[str, Any] = json.loads(answer.body())
     return found
 
 

@@ -1,33 +1,24 @@
-"""`ItemAnswer`: an answer as a row of items (thoughts, texts, calls), for the protocols that tell
-it so: OpenAI's Responses and Anthropic's Messages.
+"""`ItemWriter`: writes a choice of an answer as the events or the JSON object of a protocol.
 
-An item opens, grows and is closed; a `ItemWriter` puts that into its protocol's events. A whole
-answer is made by the same steps, and its events are not sent.
+A choice is a row of items: thoughts, texts, calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
-from megatron_async.server.answers.choice_text import (
-    ChoiceText,
-    End,
-    finish_reason,
-    piece_reader,
-    pieces_of,
-)
-from megatron_async.server.answers.log_prob_json import LogProbs, of_chat, places
-from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, Piece, Thought
-from megatron_async.server.fields.asked import Asked
+from megatron_async.server.answers.choice_text import End
+from megatron_async.server.answers.log_prob_json import LogProbs
+from megatron_async.server.answers.usage import Usage
+from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
 
 Kind = Literal["thought", "text", "call"]
-ABORTED = "the request was aborted by an administrator, or the service ended."
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +30,7 @@ class Item:
         place: in the answer, from 0.
         id: of the item; a call's result refers to it.
         name: of the function.
-        texts: parts of the text, or of the JSON text of the arguments.
+        texts: parts of the text, or of the JSON text of the arguments, if the writer keeps them.
         log_probs: of a text's tokens, as `of_chat` writes them.
     """
 
@@ -58,190 +49,100 @@ class Item:
 
 @dataclass(slots=True)
 class ItemResult:
-    """An answer that has ended.
+    """A choice that has ended.
 
     Attributes:
         items: in their order.
-        reason: OpenAI's word for how it ended: "stop", "length" or "tool_calls".
+        end: as the engine told it.
+        reason: OpenAI's word for how it ended: "stop", "length", "tool_calls" or "abort".
         stop_word: that ended it, or None.
-        prompt_tokens, cached_tokens: of the prompt, and those of them that a cache had.
+        stop_reason: vLLM's word for what ended it (`ChoiceText.stop_reason`).
         generated_tokens, thought_tokens: of the answer, and those of them that were thoughts.
     """
 
     items: list[Item]
+    end: End
     reason: str
     stop_word: str | None
-    prompt_tokens: int
-    cached_tokens: int
+    stop_reason: int | str | None
     generated_tokens: int
     thought_tokens: int
 
 
-class ItemWriter(Protocol):
-    """Writes an answer in one protocol.
+class ItemWriter:
+    """Writes one choice of an answer in one protocol. What a protocol has no event for is b"".
+
+    Args:
+        asked: the request.
+        choice: of it.
+        served: the model.
 
     Attributes:
         tells_empty: an answer without any token has an empty text.
+        tells_aborts: there is a word for an answer that was aborted; else it has failed.
+        is_by_token: thoughts and log probs are told of single tokens.
+        splice: what stands before and behind each text of a stream that tells nothing else.
     """
 
-    tells_empty: bool
+    tells_empty = False
+    tells_aborts = False
+    is_by_token = True
+    splice: tuple[bytes, bytes] | None = None
+
+    def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
+        self.asked, self.choice, self.served, self.style = asked, choice, served, asked.style
 
     def new_id(self, kind: Kind) -> str:
         """An id for an item."""
+        raise NotImplementedError
 
-    def begun(self, prompt_tokens: int) -> bytes:
+    def begun(self) -> bytes:
         """Events before any token."""
+        return b""
+
+    def took(self, tokens: list[int], log_probs: LogProbs | None) -> None:
+        """Tokens whose text, if it is settled, comes next."""
 
     def opened(self, item: Item) -> bytes:
         """Events of a new item."""
+        return b""
 
-    def more(self, item: Item, text: str, log_probs: list[dict[str, Any]]) -> bytes:
+    def more(self, item: Item, text: str) -> bytes:
         """Events of more text of it."""
+        raise NotImplementedError
 
     def closed(self, item: Item) -> bytes:
         """Events of an item's end."""
+        return b""
+
+    def rest(self) -> bytes:
+        """Events of tokens that came with no text."""
+        return b""
 
     def finished(self, result: ItemResult) -> bytes:
-        """The last events."""
+        """The last events of the choice."""
+        raise NotImplementedError
 
     def failed(self, refusal: Refusal) -> bytes:
-        """The last events of an answer that has failed."""
+        """The last events of a choice that has failed."""
+        raise NotImplementedError
 
-    def body(self, result: ItemResult) -> dict[str, Any]:
-        """The whole answer, as JSON values."""
+    def last(self, usage: Usage) -> bytes:
+        """Events behind the last choice."""
+        return b""
 
+    def whole(self, result: ItemResult) -> dict[str, Any]:
+        """The whole choice, as JSON values."""
+        raise NotImplementedError
 
-class ItemAnswer:
-    """The one choice of an answer; a `ChoiceFormatter`.
+    def body(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        """The whole answer, as JSON values.
 
-    Args:
-        asked: the request, of one choice.
-        served: the model.
-        writer: of its protocol.
-        one_event_a_token: tokens that come together are told one by one.
-
-    Attributes:
-        result: how it ended; None before, and of an answer that has failed.
-        failure: why it has failed, or None.
-    """
-
-    def __init__(
-        self, asked: Asked, served: ServedModel, writer: ItemWriter, one_event_a_token: bool = False
-    ) -> None:
-        self._asked, self._served, self._writer = asked, served, writer
-        self._text = ChoiceText(asked, asked.choices[0], served)
-        self._chat = asked.style.chat
-        self._pieces = piece_reader(self._chat)
-        # Whose log probs, and whether a thought's, is known only of tokens taken one by one.
-        self._by_token = one_event_a_token or self._chat.thoughts or asked.style.top_n is not None
-        self._items: list[Item] = []
-        self._open: Item | None = None
-        self._log_probs: list[dict[str, Any]] = []
-        self._num_calls = self._num_tokens = self._num_thought_tokens = 0
-        self.result: ItemResult | None = None
-        self.failure: Refusal | None = None
-
-    def begin(self) -> bytes:
-        """The events before any token."""
-        return self._writer.begun(len(self._asked.prompts[0]))
-
-    def push(
-        self, tokens: Sequence[int], log_probs: LogProbs | None = None, text: str | None = None
-    ) -> bytes:
-        """Events of new tokens; the arguments are those of `StreamFormatter.push`."""
-        ids = list(tokens)
-        if not self._by_token or len(ids) < 2:
-            return self._push(ids, log_probs, text)
-        events = [
-            self._push([token], None if log_probs is None else log_probs[i : i + 1], None)
-            for i, token in enumerate(ids)
-        ]
-        return b"".join(events) + (self._push([], None, text) if text else b"")
-
-    def end(self, end: End) -> bytes:
-        """The last events."""
-        failure = end.failure
-        if failure is None and end.finish_reason == "aborted":
-            failure = ("RequestAborted", ABORTED)
-        if failure is not None:
-            self.failure = self._asked.style.refusal(*failure)
-            return self._writer.failed(self.failure)
-        events = self._take(self._text.end(end), is_end=True)
-        if not self._items and self._writer.tells_empty:
-            events += self._begin_item("text")
-        events += self._close()
-        self.result = ItemResult(
-            self._items,
-            finish_reason(end, self._chat, self._num_calls > 0),
-            self._text.stop_word(end),
-            end.num_prompt_tokens,
-            end.num_cached_tokens or 0,
-            self._num_tokens,
-            self._num_thought_tokens,
-        )
-        return events + self._writer.finished(self.result)
-
-    def body(self) -> bytes:
-        """The whole answer as JSON text; it must have ended.
-
-        Raises:
-            Refusal: it has failed.
+        Args:
+            choices: as `whole` has made them, of this one and those behind it.
+            usage: numbers of tokens.
         """
-        if self.failure is not None:
-            raise self.failure
-        assert self.result is not None, "the answer has ended"
-        return msgspec.json.encode(self._writer.body(self.result))
-
-    def _push(self, ids: list[int], log_probs: LogProbs | None, text: str | None) -> bytes:
-        self._num_tokens += len(ids)
-        top_n = self._asked.style.top_n
-        if log_probs is not None and top_n is not None:
-            found = places(ids, log_probs, top_n)
-            self._log_probs += of_chat(found, self._served.names_of_tokens, False)
-        events = self._take(self._text.push(ids, text), is_end=False)
-        if self._open is not None and self._open.kind == "thought":
-            self._num_thought_tokens += len(ids)
-        return events
-
-    def _take(self, text: str, is_end: bool) -> bytes:
-        return b"".join(map(self._piece, pieces_of(self._pieces, text, is_end)))
-
-    def _piece(self, piece: Piece) -> bytes:
-        if isinstance(piece, CallBegin):
-            self._num_calls += 1
-        if isinstance(piece, CallBegin | CallArguments):
-            if self._num_calls > 1 and not self._chat.many_calls:
-                return b""
-            if isinstance(piece, CallBegin):
-                return self._begin_item("call", piece.name)
-            return self._more(piece.text)
-        kind: Kind = "thought" if isinstance(piece, Thought) else "text"
-        events = b""
-        if self._open is None or self._open.kind != kind:
-            events = self._begin_item(kind)
-        return events + self._more(piece.text)
-
-    def _begin_item(self, kind: Kind, name: str = "") -> bytes:
-        events = self._close()
-        self._open = Item(kind, len(self._items), self._writer.new_id(kind), name)
-        self._items.append(self._open)
-        return events + self._writer.opened(self._open)
-
-    def _more(self, text: str) -> bytes:
-        item = self._open
-        assert item is not None, "text belongs to an item"
-        log_probs, self._log_probs = self._log_probs, []
-        if item.kind == "text":
-            item.log_probs += log_probs
-        item.texts.append(text)
-        return self._writer.more(item, text, log_probs if item.kind == "text" else [])
-
-    def _close(self) -> bytes:
-        item, self._open = self._open, None
-        return b"" if item is None else self._writer.closed(item)
-
-
-_encode = msgspec.json.Encoder().encode
+        return choices[0]
 
 
 def named_event(name: str, fields: dict[str, Any]) -> bytes:

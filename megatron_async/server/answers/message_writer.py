@@ -7,12 +7,11 @@ types/raw_message_stream_event.py).
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, override
 
 import msgspec
 
-from megatron_async.server.answers.items import Item, ItemResult, Kind, named_event
-from megatron_async.server.fields.asked import Asked
+from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind, named_event
 from megatron_async.server.fields.refusal import Refusal
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -35,45 +34,42 @@ def message_error_body(refusal: Refusal) -> bytes:
     return msgspec.json.encode({"type": "error", **message_error(refusal)})
 
 
-class MessageWriter:
-    """Writes one message; an `ItemWriter`.
+class MessageWriter(ItemWriter):
+    """Writes one message; an `ItemWriter`."""
 
-    Args:
-        asked: the request.
-    """
-
-    tells_empty = False
-
-    def __init__(self, asked: Asked) -> None:
-        self._style = asked.style
-
+    @override
     def new_id(self, kind: Kind) -> str:
         """An id of a call; other blocks have none."""
         return "toolu_" + secrets.token_hex(12) if kind == "call" else ""
 
-    def begun(self, prompt_tokens: int) -> bytes:
+    @override
+    def begun(self) -> bytes:
         """`message_start`, with the tokens of the prompt."""
         usage = {
-            "input_tokens": prompt_tokens,
+            "input_tokens": len(self.asked.prompts[0]),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
         }
         return named_event("message_start", {"message": self._message([], None, None, usage)})
 
+    @override
     def opened(self, item: Item) -> bytes:
         """`content_block_start`, with an empty block."""
         block = {"index": item.place, "content_block": _block(item)}
         return named_event("content_block_start", block)
 
-    def more(self, item: Item, text: str, log_probs: list[dict[str, Any]]) -> bytes:
+    @override
+    def more(self, item: Item, text: str) -> bytes:
         """`content_block_delta`."""
+        item.texts.append(text)
         if item.kind == "call":
             return _delta(item, "input_json_delta", "partial_json", text)
         if item.kind == "thought":
             return _delta(item, "thinking_delta", "thinking", text)
         return _delta(item, "text_delta", "text", text)
 
+    @override
     def closed(self, item: Item) -> bytes:
         """`content_block_stop`; of a thought, the signature that clients keep comes before."""
         signed = b""
@@ -81,6 +77,7 @@ class MessageWriter:
             signed = _delta(item, "signature_delta", "signature", "")
         return signed + named_event("content_block_stop", {"index": item.place})
 
+    @override
     def finished(self, result: ItemResult) -> bytes:
         """`message_delta`, which says why the message stopped, and `message_stop`."""
         delta = {"stop_reason": _stop_reason(result), "stop_sequence": result.stop_word}
@@ -88,11 +85,13 @@ class MessageWriter:
             "message_delta", {"delta": delta, "usage": _usage(result)}
         ) + named_event("message_stop", {})
 
+    @override
     def failed(self, refusal: Refusal) -> bytes:
         """`error`."""
         return named_event("error", message_error(refusal))
 
-    def body(self, result: ItemResult) -> dict[str, Any]:
+    @override
+    def whole(self, result: ItemResult) -> dict[str, Any]:
         """The message object."""
         blocks = [_block(item) for item in result.items]
         return self._message(blocks, _stop_reason(result), result.stop_word, _usage(result))
@@ -105,10 +104,10 @@ class MessageWriter:
         usage: dict[str, Any],
     ) -> dict[str, Any]:
         return {
-            "id": self._style.id,
+            "id": self.style.id,
             "type": "message",
             "role": "assistant",
-            "model": self._style.model,
+            "model": self.style.model,
             "content": content,
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
@@ -143,9 +142,10 @@ def _stop_reason(result: ItemResult) -> str:
 
 def _usage(result: ItemResult) -> dict[str, Any]:
     """Anthropic counts tokens that a cache had apart from the others of the prompt."""
+    cached = result.end.num_cached_tokens or 0
     return {
-        "input_tokens": result.prompt_tokens - result.cached_tokens,
+        "input_tokens": result.end.num_prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": result.cached_tokens,
+        "cache_read_input_tokens": cached,
         "output_tokens": result.generated_tokens,
     }

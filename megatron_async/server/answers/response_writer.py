@@ -8,48 +8,58 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from typing import Any, override
 
-from megatron_async.server.answers.items import Item, ItemResult, Kind, named_event
-from megatron_async.server.fields.asked import Asked
+from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind, named_event
+from megatron_async.server.answers.log_prob_json import LogProbs, of_chat, places
+from megatron_async.server.fields.ask_responses import full_name
+from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.fields.responses_input import full_name
+from megatron_async.server.fields.served_model import ServedModel
 
 PREFIXES: dict[Kind, str] = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 CALL_PREFIX = "call_"
 
 
-class ResponseWriter:
-    """Writes one response; an `ItemWriter`.
-
-    Args:
-        asked: the request.
-    """
+class ResponseWriter(ItemWriter):
+    """Writes one response; an `ItemWriter`."""
 
     tells_empty = True
 
-    def __init__(self, asked: Asked) -> None:
-        self._style = asked.style
+    def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
+        super().__init__(asked, choice, served)
         self._sequence = 0
+        self._log_probs: list[dict[str, Any]] = []
+        """Of tokens whose text has not come."""
         self._items: list[Item] = []
         # Functions of groups by their full names, which the model calls them by.
         self._grouped: dict[str, tuple[str, str]] = {
             full_name(group["name"], tool["name"] or ""): (group["name"], tool["name"])
-            for group in self._style.repeated.get("tools", ())
+            for group in self.style.repeated.get("tools", ())
             for tool in group.get("tools") or ()
         }
 
+    @override
     def new_id(self, kind: Kind) -> str:
         """An id with the prefix that OpenAI gives items of this kind."""
         return PREFIXES[kind] + secrets.token_hex(12)
 
-    def begun(self, prompt_tokens: int) -> bytes:
+    @override
+    def begun(self) -> bytes:
         """`response.created` and `response.in_progress`, both with the empty response."""
         response = self._response("in_progress", [])
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
+    @override
+    def took(self, tokens: list[int], log_probs: LogProbs | None) -> None:
+        top_n = self.style.top_n
+        if log_probs is not None and top_n is not None:
+            found = places(tokens, log_probs, top_n)
+            self._log_probs += of_chat(found, self.served.names_of_tokens, False)
+
+    @override
     def opened(self, item: Item) -> bytes:
         """`response.output_item.added` and, but for calls, `response.content_part.added`."""
         self._items.append(item)
@@ -59,15 +69,20 @@ class ResponseWriter:
             events += self._of_part(item, "response.content_part.added", part=_part(item))
         return events
 
-    def more(self, item: Item, text: str, log_probs: list[dict[str, Any]]) -> bytes:
+    @override
+    def more(self, item: Item, text: str) -> bytes:
         """The `delta` event of the kind: of text, of reasoning, of arguments."""
+        log_probs, self._log_probs = self._log_probs, []
+        item.texts.append(text)
         if item.kind == "call":
             name = "response.function_call_arguments.delta"
             return self._of_item(item, name, delta=text)
         if item.kind == "thought":
             return self._of_part(item, "response.reasoning_text.delta", delta=text)
+        item.log_probs += log_probs
         return self._of_part(item, "response.output_text.delta", delta=text, logprobs=log_probs)
 
+    @override
     def closed(self, item: Item) -> bytes:
         """The `done` events: of the text, of its part, of the item."""
         text = item.text
@@ -86,11 +101,13 @@ class ResponseWriter:
         done = self._item(item, "completed")
         return events + self._event("response.output_item.done", output_index=item.place, item=done)
 
+    @override
     def finished(self, result: ItemResult) -> bytes:
         """`response.completed`, or `response.incomplete` at the limit of tokens."""
-        body = self.body(result)
+        body = self.whole(result)
         return self._event(f"response.{body['status']}", response=body)
 
+    @override
     def failed(self, refusal: Refusal) -> bytes:
         """`response.failed`, with what had come."""
         error = {"code": "server_error", "message": refusal.message}
@@ -98,7 +115,8 @@ class ResponseWriter:
         response = self._response("failed", output) | {"error": error}
         return self._event("response.failed", response=response)
 
-    def body(self, result: ItemResult) -> dict[str, Any]:
+    @override
+    def whole(self, result: ItemResult) -> dict[str, Any]:
         """The response object; its last item is "incomplete" where the limit of tokens cut it."""
         is_cut = result.reason == "length"
         last = len(result.items) - 1
@@ -111,20 +129,21 @@ class ResponseWriter:
             found["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             found["completed_at"] = int(time.time())
+        prompt_tokens = result.end.num_prompt_tokens
         found["usage"] = {
-            "input_tokens": result.prompt_tokens,
+            "input_tokens": prompt_tokens,
             "input_tokens_details": {
-                "cached_tokens": result.cached_tokens,
+                "cached_tokens": result.end.num_cached_tokens or 0,
                 "cache_write_tokens": 0,
             },
             "output_tokens": result.generated_tokens,
             "output_tokens_details": {"reasoning_tokens": result.thought_tokens},
-            "total_tokens": result.prompt_tokens + result.generated_tokens,
+            "total_tokens": prompt_tokens + result.generated_tokens,
         }
         return found
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        style = self._style
+        style = self.style
         return {
             "id": style.id,
             "object": "response",

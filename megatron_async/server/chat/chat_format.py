@@ -23,8 +23,8 @@ from megatron_async.server.chat.messages import (
 )
 from megatron_async.server.chat.template_renderer import TemplateRenderer
 from megatron_async.server.chat.thoughts import CLOSE, OPEN, grammar_behind_thought
-from megatron_async.server.fields.chat_request import ChatRequest
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.request_bodies import ChatRequest
 from megatron_async.serving.model_card import ModelCard
 from megatron_async.text.structured_output import StructuredOutput
 from megatron_async.text.tokenizer import Tokenizer

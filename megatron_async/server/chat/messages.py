@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 
-from megatron_async.server.fields.body import check_shape
-from megatron_async.server.fields.chat_request import ChatRequest, Message
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits, check_shape
 from megatron_async.server.fields.refusal import Refusal, not_allowed
+from megatron_async.server.fields.request_bodies import ChatRequest, Message
 
 _NO_LETTER = re.compile(r"[^A-Za-z0-9]")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")

@@ -1,4 +1,5 @@
-"""`ask`: a request as the engine is asked it. Pure: no socket, no clock but the date of the answer.
+"""`ask_completion`, `ask_chat`: a request as the engine is asked it. Pure: no socket, no
+clock but the date of the answer.
 
 A long prompt takes a while to tokenize, and a long chat to render: the caller does that beside the
 event loop (`is_quick`).
@@ -11,13 +12,11 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.chat.tool_choice import tool_plan
-from megatron_async.server.fields.answer_length import check_room, checked_limit
 from megatron_async.server.fields.asked import (
     PLAIN,
     AnswerStyle,
@@ -26,13 +25,18 @@ from megatron_async.server.fields.asked import (
     Caller,
     ChatStyle,
 )
-from megatron_async.server.fields.chat_request import ChatRequest
-from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.formats import format_field, structured_output
 from megatron_async.server.fields.not_served import refuse_what_is_not_served
-from megatron_async.server.fields.prompts import check_prompt, completion_prompts, cut
+from megatron_async.server.fields.prompts import (
+    check_prompt,
+    check_room,
+    checked_limit,
+    completion_prompts,
+    cut,
+)
 from megatron_async.server.fields.refusal import Refusal, not_allowed
-from megatron_async.server.fields.sampling import (
+from megatron_async.server.fields.request_bodies import ChatRequest, CompletionRequest, SharedFields
+from megatron_async.server.fields.sampling_fields import (
     check,
     log_prob_count,
     priority_of,
@@ -40,7 +44,6 @@ from megatron_async.server.fields.sampling import (
     seed_of,
 )
 from megatron_async.server.fields.served_model import ServedModel
-from megatron_async.server.fields.shared_fields import SharedFields
 from megatron_async.text.structured_output import StructuredOutput
 
 COMPLETION_TOKENS = 16
@@ -54,31 +57,22 @@ NOBODY = Caller()
 
 
 def is_quick(body: bytes) -> bool:
-    """Whether `ask` takes no more than a few milliseconds, so that it may hold an event loop up.
+    """Whether asking takes no more than a few milliseconds, so that it may hold an event loop up.
     Others belong on a thread."""
     return len(body) <= QUICK_BYTES
 
 
-def ask(request: SharedFields, served: ServedModel, caller: Caller = NOBODY) -> Asked:
-    """What the engine is asked.
+def ask_completion(request: CompletionRequest, served: ServedModel, caller: Caller) -> Asked:
+    """What the engine is asked for a completion.
 
     Args:
-        request: a `CompletionRequest` or `ChatRequest`.
+        request: as it came.
         served: the model.
         caller: who sent it.
 
     Raises:
         Refusal: naming the field, its value and what is allowed.
     """
-    if isinstance(request, CompletionRequest):
-        return ask_completion(request, served, caller)
-    if isinstance(request, ChatRequest):
-        return ask_chat(request, served, caller)
-    raise TypeError(f"{type(request).__name__} is no request that can be asked.")
-
-
-def ask_completion(request: CompletionRequest, served: ServedModel, caller: Caller) -> Asked:
-    """What the engine is asked for a completion; as `ask`."""
     model, prompt_top_n = _check_style(request, served)
     top_n = log_prob_count("logprobs", request.logprobs)
     echo = bool(request.echo)
@@ -91,7 +85,7 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
     params = sampling_params(request, served, caller, most, structured_output(request))
     params.echo = echo
     style = _style(
-        request, "completions", model, prompt_top_n, top_n, echo, is_scoring,
+        request, "cmpl-", model, prompt_top_n, top_n, echo, is_scoring,
         format_field=format_field(request),
     )  # fmt: skip
     return _asked(request, served, caller, params, prompts, style)
@@ -100,7 +94,7 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
 def ask_chat(
     request: ChatRequest, served: ServedModel, caller: Caller, limit_name: str = ""
 ) -> Asked:
-    """What the engine is asked for a chat; as `ask`.
+    """What the engine is asked for a chat; as `ask_completion`.
 
     Args:
         request: of the endpoint for chats, or translated from another's.
@@ -150,7 +144,7 @@ def ask_chat(
     field = format_field(request)
     if plan.grammar is not None:
         field = "tools" if wanted is None else f"{field} or tools"
-    style = _style(request, "chat", model, prompt_top_n, top_n, chat=chat, format_field=field)
+    style = _style(request, "chatcmpl-", model, prompt_top_n, top_n, chat=chat, format_field=field)
     return _asked(request, served, caller, params, [ids_cut], style)
 
 
@@ -193,7 +187,7 @@ def _check_style(request: SharedFields, served: ServedModel) -> tuple[str, int |
 
 def _style(
     request: SharedFields,
-    endpoint: Literal["completions", "chat"],
+    prefix: str,
     model: str,
     prompt_top_n: int | None,
     top_n: int | None,
@@ -202,13 +196,11 @@ def _style(
     chat: ChatStyle = PLAIN,
     format_field: str = "",
 ) -> AnswerStyle:
-    prefix = "cmpl-" if endpoint == "completions" else "chatcmpl-"
     own = request.request_id or os.urandom(ID_BYTES).hex()
     if request.request_id is not None and not REQUEST_ID.fullmatch(own):
         raise not_allowed("request_id", own, "1 to 64 letters, digits, or any of ._-")
     options = request.stream_options
     return AnswerStyle(
-        endpoint=endpoint,
         id=prefix + own,
         created=int(time.time()),
         model=model,

@@ -3,33 +3,228 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from megatron_async.server.fields.answer_length import checked_limit
+from megatron_async.server.chat.messages import ROLE, arguments_of, text_of
 from megatron_async.server.fields.ask import ID_BYTES, ask_chat
 from megatron_async.server.fields.asked import Asked, Caller
-from megatron_async.server.fields.chat_request import (
+from megatron_async.server.fields.not_served import REMEDIES, refuse_what_is_not_served
+from megatron_async.server.fields.prompts import checked_limit
+from megatron_async.server.fields.refusal import Refusal, not_allowed, told_at
+from megatron_async.server.fields.request_bodies import (
     ChatRequest,
+    ExtraFields,
+    FunctionCall,
     FunctionTool,
+    JsonSchemaFormat,
+    Message,
+    MessageToolCall,
     NamedFunction,
     NamedTool,
+    ResponseFormat,
     Tool,
-)
-from megatron_async.server.fields.extra_fields import extra_fields
-from megatron_async.server.fields.not_served import REMEDIES, refuse_what_is_not_served
-from megatron_async.server.fields.refusal import Refusal, not_allowed, told_at
-from megatron_async.server.fields.responses_input import full_name, input_messages
-from megatron_async.server.fields.responses_request import (
-    ResponsesRequest,
-    ResponseText,
-    ResponseTool,
+    extra_fields,
 )
 from megatron_async.server.fields.served_model import ServedModel
-from megatron_async.server.fields.shared_fields import JsonSchemaFormat, ResponseFormat
 
+
+class ResponseTextFormat(msgspec.Struct, kw_only=True):
+    """The form of the text: "text", "json_object", or "json_schema" with its schema."""
+
+    type: str = "text"
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseText(msgspec.Struct, kw_only=True):
+    """Options of the text."""
+
+    format: ResponseTextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseReasoning(msgspec.Struct, kw_only=True):
+    """Options of reasoning. Thoughts are told as they are, never as a summary."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    """A tool. Served are those of type "function", also in a group of type "namespace"."""
+
+    type: str = "function"
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    tools: list[ResponseTool] | None = None
+
+
+class ResponseToolChoice(msgspec.Struct, kw_only=True):
+    """A `tool_choice` that names a function."""
+
+    type: str = "function"
+    name: str | None = None
+
+
+class ResponsesRequest(ExtraFields, kw_only=True):
+    """A request for a response.
+
+    Attributes:
+        input: a text of the user, or items: messages, calls and their outputs, reasoning.
+        instructions: a system message before all others.
+        max_output_tokens: thoughts included; None: as many as fit.
+        include: "message.output_text.logprobs" asks for log probs; other names add nothing here.
+        top_logprobs: how many of the likeliest tokens beside each.
+        metadata: repeated in the answer.
+        stop: texts that end the answer; vLLM's, not OpenAI's.
+        truncation: only "disabled" is served.
+    """
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    stop: str | list[str] | None = None
+    text: ResponseText | None = None
+    reasoning: ResponseReasoning | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None
+    truncation: str | None = None
+
+
+def input_messages(
+    given: str | Sequence[dict[str, Any]], instructions: str | None
+) -> list[Message]:
+    """The chat that a request describes.
+
+    Items of the assistant that stand together (reasoning, text, calls) are one message, as chat
+    templates write them.
+
+    Args:
+        given: the request's `input`.
+        instructions: become, or come before, the system message.
+
+    Raises:
+        Refusal: an item is of a kind that is not served, or lacks a field.
+    """
+    found: list[Message] = []
+    if isinstance(given, str):
+        found.append(Message(role="user", content=given))
+    else:
+        for place, item in enumerate(given):
+            _add(found, item, f"input[{place}]")
+    if instructions:
+        if found and found[0].role in ("system", "developer"):
+            instructions += f"\n\n{found.pop(0).content}"
+        found.insert(0, Message(role="system", content=instructions))
+    return found
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """What the model calls a function: its own name, behind that of its group if it is in one."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _add(found: list[Message], item: dict[str, Any], param: str) -> None:
+    match item.get("type", "message"):
+        case "message":
+            _add_message(found, item, param)
+        case "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            if not isinstance(parts, list):
+                raise Refusal(f"{param}.content must be a list of parts.", param=param)
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
+            thought = "\n".join(text for text in texts if isinstance(text, str))
+            assistant = _assistant(found, begins=True)
+            assistant.reasoning_content = (assistant.reasoning_content or "") + thought
+        case "function_call":
+            namespace = item.get("namespace")
+            call = FunctionCall(
+                name=full_name(
+                    namespace if isinstance(namespace, str) else None, _text(item, "name", param)
+                ),
+                arguments=arguments_of(_text(item, "arguments", param), param),
+            )
+            assistant = _assistant(found)
+            calls = assistant.tool_calls or []
+            calls.append(MessageToolCall(function=call, id=_text(item, "call_id", param)))
+            assistant.tool_calls = calls
+        case "function_call_output":
+            output = item.get("output")
+            if not isinstance(output, str | list):
+                raise Refusal(f"{param}.output must be a text or a list of parts.", param=param)
+            text, call_id = text_of(output, f"{param}.output"), _text(item, "call_id", param)
+            found.append(Message(role="tool", content=text, tool_call_id=call_id))
+        case "additional_tools":
+            pass  # `ask_responses` has read them
+        case other:
+            raise Refusal(
+                f"{param} is of type {str(other)[:60]!r}, which is not served: send messages, "
+                "reasoning, function calls and their outputs.", param=param,
+            )  # fmt: skip
+
+
+def _add_message(found: list[Message], item: dict[str, Any], param: str) -> None:
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(role, str) or not ROLE.fullmatch(role):
+        raise Refusal(
+            f"{param} has no role: give user, assistant, system or developer.", param=param
+        )
+    if not isinstance(content, str | list):
+        raise Refusal(f"{param}.content must be a text or a list of parts.", param=param)
+    text = text_of(content, f"{param}.content")
+    if role != "assistant":
+        found.append(Message(role=role, content=text))
+        return
+    assistant = _assistant(found)
+    assistant.content = f"{assistant.content}\n{text}" if assistant.content else text
+
+
+def _assistant(found: list[Message], begins: bool = False) -> Message:
+    """The message of the assistant that is being put together; a new one where the last message
+    is another's or, for what `begins` a turn, has calls or text already."""
+    last = found[-1] if found else None
+    is_done = last is None or last.role != "assistant"
+    if last is not None and begins:
+        is_done = is_done or bool(last.content or last.tool_calls)
+    if is_done or last is None:
+        last = Message(role="assistant")
+        found.append(last)
+    return last
+
+
+def _text(item: dict[str, Any], name: str, param: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise Refusal(f"{param}.{name} is missing or no text: give it.", param=param)
+    return value
+
+
+FIELD_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "json_schema.schema": "schema",
+    "reasoning_effort": "reasoning.effort",
+    "function.parameters": "parameters",
+    "function.name": "name",
+}
+"""Fields of chats -> of responses."""
 LOG_PROBS = "message.output_text.logprobs"
 """The name in `include` that asks for log probs."""
 
@@ -72,11 +267,11 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **extra_fields(request),
     )
-    with told_at("responses", [place for place, _, _ in _functions(tools)]):
+    with told_at(FIELD_NAMES, [place for place, _, _ in _functions(tools)]):
         asked = ask_chat(chat, served, caller, "max_output_tokens")
     style = msgspec.structs.replace(
         asked.style,
-        endpoint="responses",
+        field_names=FIELD_NAMES,
         id="resp_" + secrets.token_hex(ID_BYTES),
         repeated=_repeated(request, tools, asked),
     )

@@ -6,7 +6,7 @@ Structs and not dataclasses: a frozen dataclass takes a call for each field of a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -65,7 +65,6 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     """How an answer is written.
 
     Attributes:
-        endpoint: "messages" is of Anthropic's API, the others of OpenAI's.
         id: of the answer: "cmpl-...", "chatcmpl-...", "resp_..." or "msg_...".
         created: seconds since 1970.
         model: as the request called it.
@@ -81,10 +80,10 @@ class AnswerStyle(msgspec.Struct, frozen=True):
         keeps_special_tokens: in the text.
         chat: of a chat's answer.
         format_field: the field of a chat or completion that its text's format is of.
+        field_names: of chats -> of the request, where it was translated to a chat.
         repeated: fields of the request that the answer repeats, by name.
     """
 
-    endpoint: Literal["completions", "chat", "responses", "messages"]
     id: str
     created: int
     model: str
@@ -100,11 +99,12 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     keeps_special_tokens: bool = False
     chat: ChatStyle = PLAIN
     format_field: str = "response_format"
+    field_names: Mapping[str, str] = msgspec.field(default_factory=dict)
     repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     def refusal(self, kind: str, message: str) -> Refusal:
         """`refusal_of` an answer that failed, in the fields of its request."""
-        return refusal_of(kind, message, self.format_field).at(self.endpoint)
+        return refusal_of(kind, message, self.format_field).at(self.field_names)
 
 
 class AskedChoice(msgspec.Struct, frozen=True):

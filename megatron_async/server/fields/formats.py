@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.server.fields.refusal import Refusal, not_allowed
-from megatron_async.server.fields.shared_fields import (
+from megatron_async.server.fields.request_bodies import (
     ResponseFormat,
     SharedFields,
     StructuredOutputs,

@@ -39,27 +39,6 @@ OF_ENGINE = {
     "structured_output": "response_format",
 }
 """Words of the engine's errors -> fields of chats and completions."""
-OF_CHATS = {
-    "messages": {
-        "stop": "stop_sequences",
-        "max_completion_tokens": "max_tokens",
-        "response_format": "output_config.format",
-        "json_schema.schema": "schema",
-        "reasoning_effort": "output_config.effort",
-        "function.parameters": "input_schema",
-        "function.name": "name",
-    },
-    "responses": {
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "json_schema.schema": "schema",
-        "reasoning_effort": "reasoning.effort",
-        "function.parameters": "parameters",
-        "function.name": "name",
-    },
-}
-"""Endpoint that is translated to a chat -> fields of chats -> its own."""
 
 
 class Refusal(Exception):
@@ -92,14 +71,14 @@ class Refusal(Exception):
         self.kind = kind
         self.retry_after_s = RETRY_AFTER_S if status == 503 else None
 
-    def at(self, endpoint: str, places: Sequence[str] = ()) -> Refusal:
+    def at(self, field_names: Mapping[str, str], places: Sequence[str] = ()) -> Refusal:
         """Tell it in the fields of an endpoint whose requests are translated to chats.
 
         Args:
-            endpoint: its name in `OF_CHATS`.
+            field_names: fields of chats -> the endpoint's own.
             places: of the chat's tools in the request, where these are others.
         """
-        names = dict(OF_CHATS.get(endpoint, {}))
+        names = dict(field_names)
         tool = re.match(r"tools\[(\d+)\]", self.param or "")
         if tool is not None and places:
             names = {tool[0]: places[int(tool[1])], **names}
@@ -147,12 +126,12 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def told_at(endpoint: str, places: Sequence[str] = ()) -> Iterator[None]:
-    """What is refused inside, is refused `Refusal.at` the endpoint."""
+def told_at(field_names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[None]:
+    """What is refused inside, is told as `Refusal.at` does."""
     try:
         yield
     except Refusal as refusal:
-        raise refusal.at(endpoint, places) from refusal
+        raise refusal.at(field_names, places) from refusal
 
 
 def refusal_of(kind: str, message: str, format_field: str = "response_format") -> Refusal:

@@ -11,7 +11,7 @@ from megatron_async.requests.defaults import GenerationDefaults, generation_defa
 from megatron_async.server.answers.token_names import SpecialTokensView, TokenNames
 from megatron_async.server.chat.chat_format import ChatFormat
 from megatron_async.server.chat.thoughts import CLOSE, OPEN
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.serving.model_card import ModelCard
 from megatron_async.text.tokenizer import Tokenizer

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from megatron_async.errors import CoordinatorLost, ReplicaLost
 from megatron_async.server.fields.refusal import Refusal, refusal_of
 from megatron_async.server.http.access import REQUEST_ID, Access, request_id
-from megatron_async.server.http.exchange import ClientGone, Exchange
-from megatron_async.server.http.replies import Send, refuse
+from megatron_async.server.http.exchange import Exchange
+from megatron_async.server.http.replies import ClientGone, Send, refuse
 from megatron_async.server.http.request_log import RequestNote
 
 logger = logging.getLogger("megatron_async")
@@ -140,10 +140,3 @@ class App:
                 code="method_not_allowed",
             )  # fmt: skip
         return route, rest
-
-
-def query_of(scope: Mapping[str, Any]) -> dict[str, str]:
-    """Fields of the query, of equal names the last one."""
-    from urllib.parse import parse_qsl
-
-    return dict(parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=100))

@@ -9,18 +9,13 @@ from megatron_async.requests.trace_context import read_traceparent
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.answer_connection import AnswerConnection
-from megatron_async.server.http.replies import EVENTS, Headers, Send
+from megatron_async.server.http.replies import EVENTS, JSON, ClientGone, Headers, Send
 
 if TYPE_CHECKING:
     from megatron_async.server.http.request_log import RequestNote
     from megatron_async.server.tracing import RequestTrace
 
-JSON = b"application/json"
 NOBODY = Caller()
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class Exchange:

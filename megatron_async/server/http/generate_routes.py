@@ -6,33 +6,28 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost, ReplicaLost, RequestError
 from megatron_async.server.answer_stream import AnswerStream
-from megatron_async.server.answers.forms import stream_form, whole_form
+from megatron_async.server.answers.answer import Answer
 from megatron_async.server.answers.message_writer import message_error_body
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.choice_feed import ChoiceFeed
-from megatron_async.server.fields.ask import ask_chat, ask_completion
-from megatron_async.server.fields.ask_messages import ask_messages, count_tokens
-from megatron_async.server.fields.ask_responses import ask_responses
+from megatron_async.server.endpoints import ENDPOINTS, Endpoint
+from megatron_async.server.fields.ask_messages import (
+    CountTokensRequest,
+    count_tokens,
+)
 from megatron_async.server.fields.asked import Asked, Caller
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.chat_request import ChatRequest
-from megatron_async.server.fields.completion_request import CompletionRequest
-from megatron_async.server.fields.limits import Limits
-from megatron_async.server.fields.messages_request import CountTokensRequest, MessagesRequest
+from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.fields.responses_request import ResponsesRequest
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
 from megatron_async.server.http.beside_loop import read_body
-from megatron_async.server.http.exchange import ClientGone, Exchange
+from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.openapi import openapi
-from megatron_async.server.http.replies import reply, reply_json
+from megatron_async.server.http.replies import ClientGone, reply, reply_json
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import RequestTracer
@@ -40,28 +35,6 @@ from megatron_async.serving.request_client import RequestClient
 
 LOADED_EVERY_S = 1.0
 """Between two looks whether a first replica has its model."""
-
-
-class Endpoint(NamedTuple):
-    """The endpoint of one path.
-
-    Attributes:
-        kind: the body that a request has.
-        ask: says what the engine is asked.
-        error_body: writes errors.
-    """
-
-    kind: type[msgspec.Struct]
-    ask: Callable[[Any, ServedModel, Caller], Asked]
-    error_body: Callable[[Refusal], bytes] = Refusal.body
-
-
-ENDPOINTS = {
-    "/v1/completions": Endpoint(CompletionRequest, ask_completion),
-    "/v1/chat/completions": Endpoint(ChatRequest, ask_chat),
-    "/v1/responses": Endpoint(ResponsesRequest, ask_responses),
-    "/v1/messages": Endpoint(MessagesRequest, ask_messages, message_error_body),
-}
 
 
 class _Collected:
@@ -187,15 +160,18 @@ class GenerateRoutes:
         body = await exchange.body(self._limits.body_bytes)
         served = await self._model_now()
         asked = await read_body(body, lambda: self._asked(body, endpoint, served, exchange.caller))
+        answer = partial(Answer, endpoint.writer, asked, served)
         if asked.style.is_stream:
-            await self._stream(exchange, asked, served)
+            await self._stream(exchange, asked, answer)
         else:
-            await self._whole(exchange, asked, served)
+            await self._whole(exchange, asked, answer)
 
     def _asked(self, body: bytes, endpoint: Endpoint, served: ServedModel, caller: Caller) -> Asked:
         return endpoint.ask(decode_body(body, endpoint.kind, self._limits), served, caller)
 
-    async def _whole(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
+    async def _whole(
+        self, exchange: Exchange, asked: Asked, make_answer: Callable[..., Answer]
+    ) -> None:
         collected = _Collected(len(asked.choices))
         numbers: list[int] = []
 
@@ -211,14 +187,16 @@ class GenerateRoutes:
         finally:
             exchange.connection.tell_when_lost(None)
             self._abort(numbers)  # those that have ended stay as they are
-        answer = whole_form(asked, served)
-        for feed, collector in zip(collected.feeds, answer.collectors, strict=True):
-            collector.push(*feed.take())
+        answer = make_answer()
+        for feed, choice in zip(collected.feeds, answer.choices, strict=True):
+            choice.push(*feed.take())
             if feed.end is not None:
-                collector.end(feed.end)
+                choice.end(feed.end)
         await reply(exchange.send, answer.body())
 
-    async def _stream(self, exchange: Exchange, asked: Asked, served: ServedModel) -> None:
+    async def _stream(
+        self, exchange: Exchange, asked: Asked, make_answer: Callable[..., Answer]
+    ) -> None:
         numbers: list[int] = []
         connection = exchange.connection
         stream = AnswerStream(self._hub, len(asked.choices), lambda: self._abort(numbers))
@@ -226,8 +204,8 @@ class GenerateRoutes:
         try:
             self._send(asked, stream.feeds, exchange, numbers)
             # What writes the answer is made while the engine works for it.
-            form = stream_form(asked, served, self._config.one_event_a_token)
-            stream.open(connection, exchange.begin_events, form.formatters, form.begin)
+            answer = make_answer(self._config.one_event_a_token)
+            stream.open(connection, exchange.begin_events, answer.choices, answer.begin)
             await stream.done
             if not stream.has_begun and not connection.is_gone:
                 self._check_ends(asked, stream.feeds)

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from megatron_async.server.api_config import ApiConfig
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply_json

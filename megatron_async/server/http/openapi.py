@@ -7,18 +7,13 @@ from typing import Any
 
 import msgspec
 
-from megatron_async.server.fields.chat_request import ChatRequest
-from megatron_async.server.fields.completion_request import CompletionRequest
-from megatron_async.server.fields.messages_request import CountTokensRequest, MessagesRequest
+from megatron_async.server.endpoints import ENDPOINTS
+from megatron_async.server.fields.ask_messages import CountTokensRequest
 from megatron_async.server.fields.not_served import KnownFields, not_served_by
-from megatron_async.server.fields.responses_request import ResponsesRequest
 from megatron_async.version import __version__
 
 BODIES: dict[str, type[KnownFields]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
+    **{path: endpoint.kind for path, endpoint in ENDPOINTS.items()},
     "/v1/messages/count_tokens": CountTokensRequest,
 }
 READ = ("/v1/models", "/health", "/ready", "/version", "/metrics")

@@ -20,6 +20,10 @@ EVENTS: Headers = (
 """Headers of a stream."""
 
 
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
 async def reply(
     send: Send, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers = ()
 ) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from megatron_async.errors import CoordinatorLost
 from megatron_async.server.api_config import ApiConfig
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.http.app import Route, query_of
+from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply, reply_json
 from megatron_async.server.metrics import CONTENT_TYPE, metrics_text
@@ -119,7 +119,9 @@ class ServiceRoutes:
         body = await exchange.body(ADMIN_LIMITS.body_bytes)
         given = decode_body(body or b"{}", dict[str, Any], ADMIN_LIMITS)
         try:
-            found = msgspec.convert(query_of(exchange.scope) | given, kind, strict=False)
+            query = exchange.scope["query_string"].decode("latin-1")
+            of_query = dict(parse_qsl(query, max_num_fields=100))
+            found = msgspec.convert(of_query | given, kind, strict=False)
         except (msgspec.ValidationError, ValueError) as error:
             takes = ", ".join(kind.__struct_fields__) or "no fields"
             raise Refusal(f"{error}: /{verb} takes {takes}.") from error

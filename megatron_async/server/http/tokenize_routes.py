@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from megatron_async.server.chat.tool_choice import tool_plan
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.chat_request import ChatRequest, Message, NamedTool, Tool
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_not_served
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.request_bodies import ChatRequest, Message, NamedTool, Tool
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
 from megatron_async.server.http.beside_loop import read_body

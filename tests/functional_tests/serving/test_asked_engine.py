@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_async import LLM
-from megatron_async.server.answers.whole import WholeAnswer, whole
 from megatron_async.server.fields.asked import Asked
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
-from tests.support.served_demo import asked_chat, asked_completion, demo
+from tests.support.served_demo import answer_of, asked_chat, asked_completion, demo
 
 CLOCK = {
     "type": "function",
@@ -34,18 +33,18 @@ def llm() -> LLM:
 
 
 def served(llm: LLM, asked: Asked) -> dict[str, Any]:
-    answer = WholeAnswer(asked, demo())
-    prompts = [asked.prompts[choice.prompt] for choice in asked.choices]
-    results = llm.generate(prompts, [choice.params for choice in asked.choices])
-    for collector, result in zip(answer.collectors, results):
+    answer = answer_of(asked, is_stream=False)
+    prompts = [asked.prompts[one.prompt] for one in asked.choices]
+    results = llm.generate(prompts, [one.params for one in asked.choices])
+    for choice, result in zip(answer.choices, results):
         log_probs = prompt_log_probs = None
         if result.log_probs is not None:
             log_probs = TokenLogProbs(np.array(result.log_probs.generated(), np.float32))
             prompt = result.log_probs.prompt()
             if prompt is not None:
                 prompt_log_probs = TokenLogProbs(np.array(prompt, np.float32))
-        collector.push(result.generated_tokens, log_probs)
-        collector.end(
+        choice.push(result.generated_tokens, log_probs)
+        choice.end(
             RequestEnd(
                 result.finish_reason,
                 num_prompt_tokens=len(result.prompt_tokens),
@@ -53,10 +52,10 @@ def served(llm: LLM, asked: Asked) -> dict[str, Any]:
                 prompt_log_probs=prompt_log_probs,
             )
         )
-        if not asked.style.is_scoring and asked.style.endpoint == "completions":
-            found = collector.choice_object()["text"]
+        if not asked.style.is_scoring and asked.style.id.startswith("cmpl-"):
+            found = choice.whole()["text"]
             assert found == result.generated_text
-    found = json.loads(whole(answer))
+    found = json.loads(answer.body())
     assert isinstance(found, dict)
     return found
 

@@ -8,17 +8,27 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from megatron_async.server.answers.forms import stream_form, whole_form
 from megatron_async.server.answers.message_writer import message_error_body
-from megatron_async.server.fields.ask_messages import ask_messages, count_tokens
-from megatron_async.server.fields.ask_responses import ask_responses
+from megatron_async.server.fields.ask_messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    ask_messages,
+    count_tokens,
+)
+from megatron_async.server.fields.ask_responses import ResponsesRequest, ask_responses
 from megatron_async.server.fields.asked import Asked, Caller
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.messages_request import CountTokensRequest, MessagesRequest
+from megatron_async.server.fields.json_body import decode_body
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.fields.responses_request import ResponsesRequest
 from megatron_async.server.fields.served_model import ServedModel
-from tests.support.served_demo import THINKING, demo, end_of, log_probs_of, named_events, tokens_of
+from tests.support.served_demo import (
+    THINKING,
+    answer_of,
+    demo,
+    end_of,
+    log_probs_of,
+    named_events,
+    tokens_of,
+)
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -46,15 +56,15 @@ def both(
     served = served or demo()
     tokens = tokens_of(text, reason == "termination_id")
     found = log_probs_of(tokens) if asked.choices[0].params.return_log_probs else None
-    stream = stream_form(asked, served, False)
+    stream = answer_of(asked, served, is_stream=True)
     data = stream.begin()
     for i in range(len(tokens)):
         part = None if found is None else found[i : i + 1]
-        data += stream.formatters[0].push(tokens[i : i + 1], part, None)
-    data += stream.formatters[0].end(end_of(asked, reason))
-    form = whole_form(asked, served)
-    form.collectors[0].push(tokens, found)
-    form.collectors[0].end(end_of(asked, reason))
+        data += stream.choices[0].push(tokens[i : i + 1], part, None)
+    data += stream.choices[0].end(end_of(asked, reason))
+    form = answer_of(asked, served, is_stream=False)
+    form.choices[0].push(tokens, found)
+    form.choices[0].end(end_of(asked, reason))
     return named_events(data), json.loads(form.body())
 
 
@@ -314,9 +324,9 @@ def test_max_tokens_must_be_given() -> None:
 
 @pytest.mark.parametrize("asked", [response, message])
 def test_who_fails_late_says_so_in_the_stream(asked: Any) -> None:
-    stream = stream_form(asked(), demo(), False)
-    data = stream.begin() + stream.formatters[0].push(tokens_of("a b", ends=False), None, None)
-    data += stream.formatters[0].end(end_of(asked(), "aborted"))
+    stream = answer_of(asked(), is_stream=True)
+    data = stream.begin() + stream.choices[0].push(tokens_of("a b", ends=False), None, None)
+    data += stream.choices[0].end(end_of(asked(), "aborted"))
     last = named_events(data)[-1]
     error = last["error"] if last["type"] == "error" else last["response"]["error"]
     assert "aborted" in error["message"]

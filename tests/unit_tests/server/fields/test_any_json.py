@@ -12,11 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_async.server.fields.asked import Asked
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.chat_request import ChatRequest
-from megatron_async.server.fields.completion_request import CompletionRequest
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.request_bodies import ChatRequest, CompletionRequest
 from tests.support.served_demo import asked_raw, demo
 
 NUMBERS = st.one_of(

@@ -9,9 +9,9 @@ import pytest
 from megatron_async.contexts.admission import MAX_PRIORITY as ENGINES_MAX_PRIORITY
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.fields.asked import Caller
-from megatron_async.server.fields.completion_request import CompletionRequest
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.fields.sampling import MAX_PRIORITY
+from megatron_async.server.fields.request_bodies import CompletionRequest
+from megatron_async.server.fields.sampling_fields import MAX_PRIORITY
 from megatron_async.server.fields.served_model import ServedModel
 from tests.support.served_demo import (
     CONTEXT,

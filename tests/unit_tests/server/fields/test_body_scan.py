@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_async.server.fields import body as body_module
-from megatron_async.server.fields.body import check_shape, decode_body
-from megatron_async.server.fields.chat_request import ChatRequest
-from megatron_async.server.fields.completion_request import CompletionRequest
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields import json_body as body_module
+from megatron_async.server.fields.json_body import Limits, check_shape, decode_body
 from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.request_bodies import ChatRequest, CompletionRequest
 
 ENDLESS = 10**9
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
+from megatron_async.server.endpoints import ENDPOINTS
 from megatron_async.server.fields.ask import NOBODY
 from megatron_async.server.fields.asked import Asked
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.http.generate_routes import ENDPOINTS
 from tests.support.served_demo import THINKING, demo
 
 KEPT = {"cache_control": {"type": "ephemeral"}}

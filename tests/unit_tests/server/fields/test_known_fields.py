@@ -10,14 +10,13 @@ import msgspec
 import pytest
 
 from megatron_async.errors import EngineStopped, SequenceTooLong
+from megatron_async.server.endpoints import ENDPOINTS
 from megatron_async.server.fields.ask import NOBODY
-from megatron_async.server.fields.body import decode_body
-from megatron_async.server.fields.limits import Limits
-from megatron_async.server.fields.messages_request import CountTokensRequest
+from megatron_async.server.fields.ask_messages import CountTokensRequest
+from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.not_served import NEUTRAL, REMEDIES, not_served_by
 from megatron_async.server.fields.refusal import OF_ENGINE, Refusal, refusal_of
 from megatron_async.server.fields.served_model import CPU_ANSWER_TOKENS, ServedModel
-from megatron_async.server.http.generate_routes import ENDPOINTS
 from megatron_async.server.http.openapi import openapi
 from megatron_async.serving.replica_status import failed_of
 from tests.support.served_demo import CONTEXT, demo, demo_card

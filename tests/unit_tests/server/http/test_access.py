@@ -104,7 +104,7 @@ def test_ids_that_may_be_repeated():
 
 def test_the_line_of_a_client_that_went_has_its_prompt():
     params = SamplingParams()
-    style = AnswerStyle("completions", "cmpl-1", 0, "m")
+    style = AnswerStyle("cmpl-1", 0, "m")
     choices = [AskedChoice(place, place, params) for place in (0, 1)]
     note = RequestNote("/v1/completions", b"own")
     note.sent(Asked([[1, 2, 3], "a text"], choices, 0, style), [ChoiceFeed(print)] * 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.chat.template_process import TakesLong
-from megatron_async.server.fields.chat_request import ChatRequest, Message
+from megatron_async.server.fields.request_bodies import ChatRequest, Message
 from megatron_async.server.http.beside_loop import read_body
 from megatron_async.server.http.generate_routes import GenerateRoutes
 from megatron_async.server.stream_hub import StreamHub

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_async.errors import CoordinatorLost
 from megatron_async.server.api_config import ApiConfig, KeyDigest
-from megatron_async.server.fields.limits import Limits
+from megatron_async.server.fields.json_body import Limits
 from megatron_async.server.http.access import Access
 from megatron_async.server.http.app import App
 from megatron_async.server.http.service_routes import ServiceRoutes

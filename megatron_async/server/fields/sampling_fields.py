@@ -16,8 +16,8 @@ from megatron_async.requests.defaults import LIMITS
 from megatron_async.requests.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal, not_allowed, refusal_of
+from megatron_async.server.fields.request_bodies import SharedFields
 from megatron_async.server.fields.served_model import ServedModel
-from megatron_async.server.fields.shared_fields import SharedFields
 from megatron_async.text.structured_output import StructuredOutput
 
 SEED_MASK = 2**63 - 1

@@ -1,4 +1,5 @@
-"""JSON bodies of strangers: size, depth and types are checked before anything else is done."""
+"""JSON bodies of strangers: size, depth and types are checked before anything else is done; and the
+`Limits` of one HTTP request."""
 
 from __future__ import annotations
 
@@ -8,8 +9,40 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.server.fields.limits import Limits
 from megatron_async.server.fields.refusal import Refusal
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one HTTP request. What is beyond them gets 400 (a body: 413).
+
+    Attributes:
+        body_bytes: of the JSON text.
+        json_depth: objects and lists inside one another.
+        json_parts: objects, lists and members of objects.
+        choices: answers, which is n times the prompts.
+        prompts: in one request for completions.
+        messages: of a chat; and entries of any other list that is looked at one by one.
+        tools: that a chat may offer.
+        log_prob_values: prompt tokens times log probs at each, of all choices; they make an answer
+            of about 50 bytes each.
+        priority: most by which a request without the admin key may be served later or earlier.
+        template_bytes: JSON of a small chat; a larger one is rendered in a process for such, where
+            it may take its time.
+        answer_tokens: of an answer whose request gives no limit (`ServedModel.answer_tokens`).
+    """
+
+    body_bytes: int = 32 << 20
+    json_depth: int = 128
+    json_parts: int = 2**18
+    choices: int = 128
+    prompts: int = 128
+    messages: int = 4096
+    tools: int = 128
+    log_prob_values: int = 2_000_000
+    priority: int = 0
+    template_bytes: int = 64 << 10
+    answer_tokens: int | None = None
+
 
 _FIELD = re.compile(r" - at `\$\.?([A-Za-z_]\w*)")
 _DEPTH_OF = np.zeros(256, np.int8)
