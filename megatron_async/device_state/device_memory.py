@@ -32,6 +32,7 @@ from megatron_async.models.partition import (
 )
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
+from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.backends.base import AttentionShape
 from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
 from megatron_async.ops.attention.backends.selection import choose_prefill
@@ -100,6 +101,7 @@ def make_gpu_view(
         _make_attention(model, config, device, max_blocks),
         states,
         device.host_buffer(math.prod(samples), torch.int32).view(samples),
+        Ops(device.torch_device),
         # Of each depth of an MTP drafter, whose first entry is at the place of the depth's number.
         tuple(
             _make_attention(model, config, device, max_blocks, first_key=1 + depth)

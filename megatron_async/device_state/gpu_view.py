@@ -22,6 +22,7 @@ from megatron_async.device_state.step_on_host import feed_back_on_host, unpack_s
 from megatron_async.device_state.step_view import StepView
 from megatron_async.device_state.unpack_step import unpack_step_kernels
 from megatron_async.models.rotary import RotaryTable
+from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
@@ -43,6 +44,7 @@ class ContextGPUView(StepView):
         attention: the attention backend.
         states: slot states: data that steps leave for later steps, by slot.
         host_samples: as `sample_ring`, host memory.
+        ops: bound for the device.
         draft_attentions: the attention backend of each depth of an MTP drafter; empty without one.
 
     Attributes:
@@ -74,9 +76,10 @@ class ContextGPUView(StepView):
         attention: TorchPagedAttention,
         states: SlotStates,
         host_samples: Tensor,
+        ops: Ops,
         draft_attentions: tuple[TorchPagedAttention, ...] = (),
     ) -> None:
-        super().__init__(kv_cache, norm_eps, attention)
+        super().__init__(kv_cache, norm_eps, attention, ops)
         device, ring = slots.last_token.device, config.steps_in_flight
         self.config = config
         self.max_sequence_length = config.max_sequence_length

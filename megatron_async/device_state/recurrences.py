@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
-from megatron_async.ops.kernels import Kernels
+from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.recurrent import delta_pools, mamba_pools
 
 
@@ -65,11 +65,11 @@ class MambaRecurrence:
                 f"{mamba_pools.LEAST_STATE} on."
             )
 
-    def decode(self, ops: Kernels) -> Callable[..., Tensor]:
+    def decode(self, ops: Ops) -> Callable[..., Tensor]:
         """The op of decode rows."""
         return ops.mamba_decode
 
-    def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
+    def prefill(self, ops: Ops) -> Callable[..., Tensor]:
         """The op of prefill chunks."""
         return ops.mamba_prefill
 
@@ -108,11 +108,11 @@ class DeltaRecurrence:
                 f"{error}"
             ) from error
 
-    def decode(self, ops: Kernels) -> Callable[..., Tensor]:
+    def decode(self, ops: Ops) -> Callable[..., Tensor]:
         """The op of decode rows."""
         return ops.delta_decode
 
-    def prefill(self, ops: Kernels) -> Callable[..., Tensor]:
+    def prefill(self, ops: Ops) -> Callable[..., Tensor]:
         """The op of prefill chunks."""
         return ops.delta_prefill
 

@@ -23,7 +23,6 @@ from megatron_async.device_state.state_table import StateSharing, StateTable
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,
@@ -144,7 +143,7 @@ class RecurrentState(PerSlotState):
             is_last = (step.features[dims.decode_tokens :] & int(RowFeature.PRODUCES)) != 0
             first = step.lengths[decode:] - starts.diff()
             self._prefill = PrefillRows(starts, first, reads, rows[decode:], is_last)
-        ops, self._decode_rows = kernels_for(self.base), rows[:decode]
+        ops, self._decode_rows = view.ops, rows[:decode]
         before, self._after = ops.next_bases(
             self.base, self._decode_rows, step.positions, dims.width, self._prefill, self.rule
         )
@@ -165,7 +164,7 @@ class RecurrentState(PerSlotState):
         """
         kind, pools = self._kinds[layer], self._layers[layer]
         assert self._after is not None, "a layer before its step has begun"
-        dims, ops = view.dims, kernels_for(projected)
+        dims, ops = view.dims, view.ops
         shape = (len(projected), kind.channels)
         out = torch.empty(shape, dtype=projected.dtype, device=projected.device)
         tokens = dims.decode_tokens
@@ -223,7 +222,7 @@ class RecurrentState(PerSlotState):
         out: Tensor,
         *gating: Gating,
     ) -> None:
-        self._kinds[layer].decode(kernels_for(projected))(
+        self._kinds[layer].decode(view.ops)(
             projected,
             params,
             self._layers[layer],

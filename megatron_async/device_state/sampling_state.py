@@ -6,7 +6,6 @@ import torch
 
 from megatron_async.device_state.slot_states import PerSlotState, StateStep
 from megatron_async.devices import makes_ordinary_tensors
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling.logits_processing import (
     CachedTokens,
     ChunkTensors,
@@ -88,4 +87,4 @@ class SamplingState(PerSlotState):
                 view.step.block_tables[dims.decode_rows :], block_tokens
             ),
         )  # fmt: skip
-        kernels_for(self.memory.counts).begin_chunks(self.rows(view), chunks)
+        view.ops.begin_chunks(self.rows(view), chunks)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.kv_cache import PagedKVCache
+from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.step_tensors import StepTensors
@@ -23,6 +24,7 @@ class StateStep(Protocol):
 
     Attributes:
         step, dims: tensors and shape of the step.
+        ops: of the engine.
         slots: arrays by slot.
         kv_cache: the paged cache.
         bookkeeping: int32 `[steps in flight, words]`: what the host has sent.
@@ -31,6 +33,7 @@ class StateStep(Protocol):
 
     step: StepTensors
     dims: BatchDimensions
+    ops: Ops
     slots: DeviceSlots
     kv_cache: PagedKVCache
     bookkeeping: Tensor

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from megatron_async.device_state.kv_cache import PagedKVCache
+from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 
 if TYPE_CHECKING:
@@ -37,9 +37,10 @@ class StepView:
         kv_cache: the paged cache.
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
+        ops: of the engine.
 
     Attributes:
-        kv_cache, norm_eps: as given.
+        kv_cache, norm_eps, ops: as given.
         rotary: table of the rotary embedding; set by a subclass.
 
     Attributes (valid while a pass runs):
@@ -58,11 +59,16 @@ class StepView:
     mtp_hidden: Tensor | None = None
 
     def __init__(
-        self, kv_cache: PagedKVCache, norm_eps: float, attention: TorchPagedAttention
+        self,
+        kv_cache: PagedKVCache,
+        norm_eps: float,
+        attention: TorchPagedAttention,
+        ops: Ops,
     ) -> None:
         self.kv_cache = kv_cache
         self.norm_eps = norm_eps
         self._attention = attention
+        self.ops = ops
 
     @property
     def backend(self) -> TorchPagedAttention:
@@ -99,7 +105,7 @@ class StepView:
             `[tokens, heads, dim]`.
         """
         key_cache, value_cache = self.kv_cache.layer(layer)
-        query = kernels_for(mixed_qkv).rope_append(
+        query = self.ops.rope_append(
             mixed_qkv,
             self.rotary.cos,
             self.rotary.sin,
@@ -115,7 +121,7 @@ class StepView:
         attended = self.attend(layer, query, scale)
         if not has_gate:
             return attended
-        return kernels_for(attended).output_gate(attended, mixed_qkv, key_cache.size(-2))
+        return self.ops.output_gate(attended, mixed_qkv, key_cache.size(-2))
 
     def qkv_places(self, layer: int) -> QkvPlaces | None:
         """Where a product by the layer's qkv weight may put its outputs itself, if the layer has

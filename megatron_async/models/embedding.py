@@ -13,8 +13,8 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import InferenceColumnParallelLinear
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.skinny_plan import plan_product
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
@@ -23,6 +23,8 @@ from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
 
 class InferenceEmbedding(LanguageModelEmbedding):
     """Megatron's `LanguageModelEmbedding` without position embeddings."""
+
+    ops = LayerOps()
 
     @property
     def collectives(self) -> TensorCollectives:
@@ -43,7 +45,7 @@ class InferenceEmbedding(LanguageModelEmbedding):
             `[tokens, 1, hidden]`; with sequence parallelism this rank's rows of it.
         """
         words, collectives = self.word_embeddings, self.collectives
-        lookup = kernels_for(words.weight).vocab_embedding
+        lookup = self.ops.vocab_embedding
         scale = self.config.mup_embedding_mult if self.config.use_mup else 1.0
         rows = lookup(input_ids.flatten(), words.weight, words.vocab_start_index, scale)[:, None]
         if collectives.size == 1:

@@ -21,6 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
@@ -30,7 +31,6 @@ from megatron_async.models.mixer_checkpoint import delta_sharded_state_dict
 from megatron_async.models.norm import InferenceRMSNorm
 from megatron_async.models.partition import delta_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 
@@ -45,11 +45,13 @@ class GatedHeadNorm(InferenceRMSNorm):
     has few bits of a small factor in bfloat16.
     """
 
+    ops = LayerOps()
     float32_parameters = ("weight",)
 
     def gated(self, o: Tensor, z: Tensor) -> Tensor:
         """`[tokens, value heads * value_dim]` each -> the same; z may have strided rows."""
-        return kernels_for(o).gated_head_norm(o, z, self.factors, self.eps)
+        assert self.eps is not None, "an argument of its class"
+        return self.ops.gated_head_norm(o, z, self.factors, self.eps)
 
 
 class GatedDeltaMixer(RecurrentMixer):

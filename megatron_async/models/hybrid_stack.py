@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.compiled_layers import CompiledLayers
 from megatron_async.models.layer_kinds import LAYER_KINDS
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.norm import factors_of, make_norm
 from megatron_async.models.recurrent_layers import stamp_state_layers
-from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
 
@@ -34,6 +35,7 @@ class PagedHybridStack(HybridStack):
 
     gives_mtp_hidden = True
     compiled: CompiledLayers | None = None
+    ops = LayerOps()
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
@@ -121,7 +123,7 @@ class PagedHybridStack(HybridStack):
                 assert unnormed.total is not None
                 residual = unnormed.total[:, None]
             else:
-                output, residual = add_norm(output, residual, norm)
+                output, residual = add_norm(self.ops, output, residual, norm)
                 adds = self._adds(last, residual.flatten(0, 1))
                 output, bias = block(output, inference_context=inference_context)
             if bias is not None:
@@ -131,7 +133,7 @@ class PagedHybridStack(HybridStack):
 
     def finish(self, output: Tensor | Unreduced, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """What `run` returned, normalised by the final norm, and without it."""
-        return add_norm(output, residual, self.final_norm)
+        return add_norm(self.ops, output, residual, self.final_norm)
 
     @staticmethod
     def _adds(last: Any, stream: Tensor | None) -> bool:
@@ -143,15 +145,15 @@ class PagedHybridStack(HybridStack):
 
 
 def add_norm(
-    x: Tensor | Unreduced, residual: Tensor | None, norm: nn.RMSNorm
+    ops: Ops, x: Tensor | Unreduced, residual: Tensor | None, norm: nn.RMSNorm
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` on Megatron's `[tokens, 1, hidden]`, or on parts of a sum over ranks."""
     flat = None if residual is None else residual.flatten(0, 1)
+    assert norm.eps is not None, "make_norm sets it"
     if isinstance(x, Unreduced):
         assert flat is not None, "the embedding is reduced"
-        assert norm.eps is not None, "make_norm sets it"
         normed, total = x.add_rms_norm(x.product, flat, factors_of(norm), norm.eps)
         return normed[:, None], total[:, None]
     factors = factors_of(norm)
-    normed, total = kernels_for(x).add_rms_norm(x.flatten(-3, -2), flat, factors, norm.eps)
+    normed, total = ops.add_rms_norm(x.flatten(-3, -2), flat, factors, norm.eps)
     return normed[:, None], total[:, None]

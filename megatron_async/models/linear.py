@@ -24,9 +24,10 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from megatron_async.errors import OutOfMemoryError
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.step_state import OfThread
+from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.cpu.compiler import multiplies_integers
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.eight_bit import EightBitWeight, is_available
 from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.linear.qkv_places import QkvPlaces
@@ -49,6 +50,7 @@ PackedWeight = Tensor | EightBitWeight
 
 
 def linear(
+    ops: Ops,
     x: Tensor | Unnormed,
     weight: Tensor,
     bias: Tensor | None,
@@ -59,6 +61,7 @@ def linear(
     """`x @ weight.T + bias`.
 
     Args:
+        ops: of the layer.
         x: `[tokens, 1, in]`, or `[..., in]` on a CPU; or, on a GPU, a row whose norm must be
             computed first.
         weight: `[out, in]`.
@@ -76,14 +79,14 @@ def linear(
     if packed is not None:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     if isinstance(x, Unnormed):
-        output = kernels_for(x.x).linear(x, weight, bias, may_split, added)
+        output = ops.linear(x, weight, bias, may_split, added)
         return output.unsqueeze(-2)
     if x.is_cuda:
         rows = x.flatten(0, -2)
-        output = kernels_for(x).linear(rows, weight, bias, may_split, added)
+        output = ops.linear(rows, weight, bias, may_split, added)
         shape = (*output.shape[:-2], *x.shape[:-1], output.size(-1))
         return output.view(shape)
-    return kernels_for(x).linear(x, weight, bias)
+    return ops.linear(x, weight, bias)
 
 
 class InferenceColumnParallelLinear(ColumnParallelLinear):
@@ -94,6 +97,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
     """
 
     packed_weight: PackedWeight | None = None
+    ops = LayerOps()
 
     @property
     def collectives(self) -> TensorCollectives:
@@ -112,7 +116,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         """
         bias = None if self.skip_bias_add else self.bias
         weight = self.weight if weight is None else weight
-        output = linear(self._all_rows(input_), weight, bias, self.packed_weight)
+        output = linear(self.ops, self._all_rows(input_), weight, bias, self.packed_weight)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             output = self.collectives.all_gather_columns(output, self.output_size)
@@ -126,8 +130,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
             return None
         input_ = self._all_rows(input_)
         rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
-        ops = kernels_for(row)
-        product = ops.linear_swiglu if gated else ops.linear_squared_relu
+        product = self.ops.linear_swiglu if gated else self.ops.linear_squared_relu
         return product(rows, self.weight)[:, None]
 
     @property
@@ -147,7 +150,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         """Rotated queries `[tokens, heads, dim]`, with keys and values appended; of a qkv layer, if
         it `rotates` such an input."""
         rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
-        return kernels_for(self.weight).linear_rope_append(rows, self.weight, self.bias, places)
+        return self.ops.linear_rope_append(rows, self.weight, self.bias, places)
 
     def takes_unnormed(self, hidden_states: Tensor) -> bool:
         """Whether `forward` should be given the arguments of the norm before it."""
@@ -176,6 +179,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
     packed_weight: PackedWeight | None = None
     may_split: bool = False
     residual = OfThread()
+    ops = LayerOps()
 
     @property
     def collectives(self) -> TensorCollectives:
@@ -207,7 +211,8 @@ class InferenceRowParallelLinear(RowParallelLinear):
         may_split = may_split or not alone
         residual, self.residual = self.residual, None
         output: Tensor | Unreduced
-        output = linear(input_, self.weight, bias, self.packed_weight, may_split, residual)
+        packed = self.packed_weight
+        output = linear(self.ops, input_, self.weight, bias, packed, may_split, residual)
         if not alone:
             assert isinstance(input_, Tensor), "see takes_squares"
             output = self._reduced(output, input_.dtype)

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
@@ -28,7 +29,6 @@ from megatron_async.models.linear import (
 from megatron_async.models.mixer_checkpoint import mamba_sharded_state_dict
 from megatron_async.models.partition import mamba_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 
@@ -50,6 +50,8 @@ class GatedRMSNorm(nn.Module):
         weight: `[elements]`.
     """
 
+    ops = LayerOps()
+
     def __init__(
         self,
         elements: int,
@@ -67,7 +69,7 @@ class GatedRMSNorm(nn.Module):
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """`[tokens, elements]` -> the same; z may have strided rows."""
         if self.tp_group is None:
-            return kernels_for(y).gated_rms_norm(y, z, self.weight, self.groups, self.eps)
+            return self.ops.gated_rms_norm(y, z, self.weight, self.groups, self.eps)
         gated = y.float() * F.silu(z.float())
         squares = gated.square().sum(1, keepdim=True)
         dist.all_reduce(squares, group=self.tp_group)

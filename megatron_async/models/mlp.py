@@ -15,11 +15,11 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.unnormed import Unnormed
 
 UNGATED = squared_relu
@@ -29,6 +29,8 @@ UNGATED = squared_relu
 class InferenceMLP(MLP):
     """Megatron's `MLP` with SwiGLU (Shazeer 2020) or, without a gate, squared ReLU (So et al. 2021)
     as one op; other activations are not served."""
+
+    ops = LayerOps()
 
     def forward(
         self,
@@ -44,8 +46,7 @@ class InferenceMLP(MLP):
         if activated is None:
             product, _unused = self.linear_fc1(hidden_states)
             tokens, _one, width = product.shape
-            kernels = kernels_for(product)
-            activation = kernels.swiglu if gated else kernels.squared_relu
+            activation = self.ops.swiglu if gated else self.ops.squared_relu
             activated = activation(product.view(tokens, width))[:, None]
         return self.linear_fc2(activated)
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.mlp import SharedExpertMLP
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.moe_experts import Experts
@@ -24,7 +25,6 @@ from megatron_async.models.step_state import OfThread
 from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.linear.skinny_plan import NORM_WIDTH
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
@@ -42,6 +42,7 @@ class TopKRouter(MegatronModule):
         expert_bias: float32 `[experts]`, added to the scores for the choice alone; or None.
     """
 
+    ops = LayerOps()
     float32_parameters = ("expert_bias",)
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -65,7 +66,7 @@ class TopKRouter(MegatronModule):
     def forward(self, hidden_states: Tensor, view: ContextGPUView | None) -> Routing:
         """Experts of `[tokens, hidden]`; tokens that belong to no request of `view` get none."""
         places, dummy_place = real_tokens(view)
-        return kernels_for(hidden_states).route(
+        return self.ops.route(
             hidden_states,
             self.weight,
             self.topk,
@@ -105,6 +106,7 @@ class MoELayer(MegatronModule):
             have been launched; or None.
     """
 
+    ops = LayerOps()
     may_split: bool = False
     residual = OfThread()
     on_routing: Callable[[Routing], None] | None = None
@@ -203,9 +205,8 @@ class MoELayer(MegatronModule):
         planned = self._planned(rows)
         if planned is None:
             return None
-        op = kernels_for(rows).few_token_experts
         residual, self.residual = self.residual, None
-        output, routing = op(x, *planned, *real_tokens(view), residual)
+        output, routing = self.ops.few_token_experts(x, *planned, *real_tokens(view), residual)
         if self.on_routing is not None:
             self.on_routing(routing)
         return output[:, None]
@@ -235,5 +236,5 @@ class MoELayer(MegatronModule):
         shared, gate = self.shared_experts(x[:, None])[0], self.shared_experts.gate_weight
         if gate is None:
             return output + shared
-        add = kernels_for(x).add_shared_expert
+        add = self.ops.add_shared_expert
         return add(output.flatten(0, 1), shared.flatten(0, 1), x, gate)[:, None]

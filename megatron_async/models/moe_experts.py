@@ -13,8 +13,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.ops.experts.expert_routing import Routing
-from megatron_async.ops.kernels import kernels_for
 
 
 class StackedLinear(nn.Module):
@@ -44,6 +44,8 @@ class Experts(MegatronModule):
         linear_fc2: `[local experts, hidden, ffn]`.
     """
 
+    ops = LayerOps()
+
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.tp
@@ -58,7 +60,7 @@ class Experts(MegatronModule):
 
     def forward(self, hidden_states: Tensor, routing: Routing) -> Tensor:
         """Sum of this rank's experts for each token: `[tokens, hidden]` -> the same."""
-        return kernels_for(hidden_states).expert_mlp(
+        return self.ops.expert_mlp(
             hidden_states,
             routing,
             self.linear_fc1.weight,

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import KINDS, MTP_KINDS, ModelArchitecture
 from megatron_async.models.hybrid_stack import add_norm
+from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.models.model_config import ModelConfig
 from megatron_async.models.norm import factors_of, make_norm
 from megatron_async.models.parallel_state import ParallelSizes
-from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops.all_ops import Ops
 
 if TYPE_CHECKING:
     from megatron_async.device_state.gpu_view import ContextGPUView
@@ -49,6 +50,8 @@ class MultiTokenPredictionLayer(MegatronModule):
         mtp_model_layer: the stack, without a final norm of its own.
         final_layernorm: the norm after the stack.
     """
+
+    ops = LayerOps()
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         # The residual stream begins here.
         projected, _ = self.eh_proj(self.join(embedded, hidden)[:, None])
         output, residual = self.mtp_model_layer.run(projected, view)
-        normed, _ = add_norm(output, residual, self.final_layernorm)
+        normed, _ = add_norm(self.ops, output, residual, self.final_layernorm)
         return normed
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -110,7 +113,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             `[tokens, 2 hidden]`: each normed, the embedding first.
         """
         parts = ((embedded.flatten(0, 1), self.enorm), (hidden, self.hnorm))
-        return torch.cat([_normed(rows, norm) for rows, norm in parts], dim=-1)
+        return torch.cat([_normed(self.ops, rows, norm) for rows, norm in parts], dim=-1)
 
 
 class MultiTokenPrediction(MegatronModule):
@@ -184,6 +187,6 @@ def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes) -> None:
             )
 
 
-def _normed(rows: Tensor, norm: nn.RMSNorm) -> Tensor:
+def _normed(ops: Ops, rows: Tensor, norm: nn.RMSNorm) -> Tensor:
     assert norm.eps is not None, "make_norm sets it"
-    return kernels_for(rows).add_rms_norm(rows, None, factors_of(norm), norm.eps)[0]
+    return ops.add_rms_norm(rows, None, factors_of(norm), norm.eps)[0]

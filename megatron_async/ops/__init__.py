@@ -1,5 +1,6 @@
-"""Ops of the hot path: for each a Triton kernel and its plain-torch reference, side by side.
+"""Ops of the hot path, each one object (`op.py`): its reference in plain torch, which documents it,
+and implementations for a GPU and, of some, for a CPU.
 
-`kernels.py` chooses between the two by device. No op waits for the device or reads a plan: what
+`all_ops.py` binds them once for an engine. No op waits for the device or reads a plan: what
 shapes a tensor comes from `BatchDimensions`. docs/captured_steps.md has a table of ops.
 """

@@ -19,7 +19,6 @@ from megatron_async.contexts.step_plan import IntArray
 from megatron_async.device_state.bookkeeping_layout import TOKENS
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.devices import Device, makes_ordinary_tensors
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling.log_probs import empty_log_probs
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
 from megatron_async.ops.sampling.sampling import SamplingMode
@@ -155,14 +154,14 @@ class ConstrainedSampler:
             memory=self._sampler.state.memory,
         )
         processed = logits.processed.index_select(0, index)
-        kernels = kernels_for(processed)
-        kernels.apply_token_mask(processed, words[:, HEAD_WORDS:])
-        tokens, cuts = kernels.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
+        ops = view.ops
+        ops.apply_token_mask(processed, words[:, HEAD_WORDS:])
+        tokens, cuts = ops.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
         found = empty_log_probs(1, count, processed.device)
         entry = torch.zeros(1, dtype=torch.int32, device=processed.device)
         raw = logits.raw.index_select(0, index)
-        kernels.log_probs(raw, processed, tokens, cuts, rows, found, entry)
-        kernels.count_tokens(tokens, rows)
+        ops.log_probs(raw, processed, tokens, cuts, rows, found, entry)
+        ops.count_tokens(tokens, rows)
         self._sampler.log_probs[step % len(self.ring)].index_copy_(0, index, found[0])
         slots.last_token.index_copy_(0, slot, tokens.clamp(min=0))
         samples = view.sample_ring[step % len(self.ring), :, TOKENS]

@@ -10,7 +10,6 @@ from megatron_async.config import InferenceConfig
 from megatron_async.device_state.bookkeeping_layout import TOKENS
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.text_generation_controllers.mtp_drafter import MtpDrafter
 from megatron_async.text_generation_controllers.ngram_drafter import NgramDrafter
 
@@ -60,7 +59,7 @@ class Drafting:
         pipeline stages."""
         step = view.step
         drafts = self.drafter.propose(view, self._count)
-        kernels_for(drafts).store_drafts(
+        view.ops.store_drafts(
             drafts,
             step.row_slots,
             step.entry,

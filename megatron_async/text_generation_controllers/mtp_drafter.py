@@ -31,7 +31,6 @@ from megatron_async.ops.drafting.draft_tokens import (
     lay_out_draft,
     lay_out_entries,
 )
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class DraftView(StepView):
     """
 
     def __init__(self, view: ContextGPUView, depth: int) -> None:
-        super().__init__(view.kv_cache, view.norm_eps, view.draft_attentions[depth])
+        super().__init__(view.kv_cache, view.norm_eps, view.draft_attentions[depth], view.ops)
         self._view = view
 
     @property
@@ -133,16 +132,16 @@ class MtpDrafter:
         if not self._views:
             numbers = range(len(view.draft_attentions))
             self._views = [DraftView(view, depth) for depth in numbers]
-        kernels, cache, slots = kernels_for(kept), view.kv_cache, view.slots
+        ops, cache, slots = view.ops, view.kv_cache, view.slots
         size, dims = cache.block_size, view.dims
         of = DraftedStep(step, dims, slots.records, slots.length, cache.dummy_block, size)
         entries = lay_out_entries(of, view.sampled)
         # A chunk reads what the one before has kept, perhaps in the block in which it ends itself.
         of_trunk = view.hidden_states if self._decoder is None else view.mtp_hidden
         assert of_trunk is not None, "the step's forward has left it"
-        hidden = kernels.gather_hidden(of_trunk, kept[0], entries.source)
+        hidden = ops.gather_hidden(of_trunk, kept[0], entries.source)
         ends = step.last_token[dims.decode_tokens :]
-        kernels.keep_hidden(of_trunk, step.write_index, ends, size, kept[0])
+        ops.keep_hidden(of_trunk, step.write_index, ends, size, kept[0])
         depths = len(self._views)
         if depths > 1:
             behind, ends = lay_out_behind(of, entries), ends_of_rows(of, entries)
@@ -152,8 +151,8 @@ class MtpDrafter:
         for depth in range(depths):
             out = self._run(depth, dims.entries, entries, hidden)
             if depth + 1 < depths:
-                hidden = kernels.gather_hidden(out, kept[depth + 1], behind)
-                kernels.keep_hidden(out, entries.write_index, ends, size, kept[depth + 1])
+                hidden = ops.gather_hidden(out, kept[depth + 1], behind)
+                ops.keep_hidden(out, entries.write_index, ends, size, kept[depth + 1])
             before, outputs = outputs, [out.index_select(0, entries.last)]
             for number, (draft, output) in enumerate(zip(drafts, before, strict=True), 1):
                 outputs.append(self._run_draft(depth, of, entries, draft, output, number))

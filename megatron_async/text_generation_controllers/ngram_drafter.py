@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_async.device_state.gpu_view import ContextGPUView
-from megatron_async.ops.kernels import kernels_for
 
 
 class NgramDrafter:
@@ -18,7 +17,7 @@ class NgramDrafter:
         prompt's last are meaningless."""
         tokens, slots, step = view.kv_cache.block_tokens, view.slots, view.step
         assert tokens is not None, "the cache keeps tokens where this drafter is chosen"
-        return kernels_for(tokens).ngram_drafts(
+        return view.ops.ngram_drafts(
             tokens,
             step.block_tables,
             step.row_slots,

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.sampling_state import SamplingState
-from megatron_async.ops.kernels import kernels_for
 from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
 from megatron_async.ops.sampling.log_probs import empty_log_probs
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
@@ -78,27 +77,27 @@ class TokenSampler:
         Returns:
             int64 `[rows]`.
         """
-        kernels, shard = kernels_for(logits), self._shard
+        ops, shard = self._view.ops, self._shard
         if shard is not None:
             if mode <= SamplingMode.SOFTMAX:
-                best = kernels.best_tokens(logits, rows, mode, shard.first, shard.columns)
+                best = ops.best_tokens(logits, rows, mode, shard.first, shard.columns)
                 return shard.choose(*best)
             logits = shard.gather(logits)
-        return kernels.sample(logits, rows, mode)
+        return ops.sample(logits, rows, mode)
 
     def _sample_processed(self, logits: Tensor, rows: ProcessingRows) -> Tensor:
-        kernels = kernels_for(logits)
-        processed = kernels.process_logits(logits, rows, self.processed, self.kept)
-        tokens, cuts = kernels.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
+        ops = self._view.ops
+        processed = ops.process_logits(logits, rows, self.processed, self.kept)
+        tokens, cuts = ops.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
         entry = self._view.step.entry
-        kernels.log_probs(logits, processed, tokens, cuts, rows, self.log_probs, entry)
+        ops.log_probs(logits, processed, tokens, cuts, rows, self.log_probs, entry)
         return tokens
 
     def remember(self, tokens: Tensor, mode: SamplingMode) -> None:
         """After the view's `feed_back`: count the sampled tokens, int64 `[sample rows]`, that their
         rows yield."""
         if mode == SamplingMode.PROCESSED:
-            kernels_for(tokens).count_tokens(tokens, self.state.rows(self._view))
+            self._view.ops.count_tokens(tokens, self.state.rows(self._view))
 
 
 def _state_of(view: ContextGPUView, vocab_size: int) -> SamplingState:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample_reference
+from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
 from tests.support.draft_watch import DraftWatch
 from tests.support.harness import greedy, make_engine
 from tests.support.mtp_model import MtpModel
@@ -90,7 +90,7 @@ class WholeSequences:
             logits = self._model.output_layer(outputs[-1:])[0][:, : self.draft_vocab_size]
             place = torch.tensor([len(known)], dtype=torch.int32)
             rows = SamplingRows(torch.tensor([slot]), place, records)
-            found.append(int(sample_reference(logits, rows, SamplingMode.FILTERED)))
+            found.append(int(sample.reference(logits, rows, SamplingMode.FILTERED)))
             known.append(found[-1])
         return found
 

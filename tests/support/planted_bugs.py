@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.device_state import gpu_view, unpack_step_reference
 from megatron_async.device_state.bookkeeping_layout import COUNT
-from megatron_async.ops import kernels
+from megatron_async.ops.drafting.ngram_lookup import ngram_drafts
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
 from megatron_async.requests.streaming import RequestStream
 from megatron_async.text_generation_controllers.ngram_drafter import NgramDrafter
@@ -352,7 +351,7 @@ def drafts_of_the_last_owner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_match_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tokens match themselves."""
-    look_up = kernels.TORCH_KERNELS.ngram_drafts
+    look_up = ngram_drafts.reference
 
     def look_up_one_further(
         block_tokens: Any, tables: Any, slots: Any, lengths: Any, *rest: Any
@@ -362,9 +361,7 @@ def a_match_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         is_long = (lengths[slots] > 2)[:, None] & (drafts >= 0)
         return last.where(is_long, drafts)
 
-    for table in ("TORCH_KERNELS", "CPU_KERNELS"):
-        changed = replace(getattr(kernels, table), ngram_drafts=look_up_one_further)
-        monkeypatch.setattr(kernels, table, changed)
+    monkeypatch.setattr(ngram_drafts, "on", lambda *_: look_up_one_further)
 
 
 def one_token_less_at_a_border(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.ops import kernels
+from megatron_async.ops.drafting.hidden_states import keep_hidden
 from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.text_generation_controllers import mtp_drafter
 
 
 def hidden_states_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk begins from the hidden state that somebody else has left in its block."""
-    changed = replace(kernels.TORCH_KERNELS, keep_hidden=lambda *_: None)
-    monkeypatch.setattr(mtp_drafter, "kernels_for", lambda _: changed)
+    monkeypatch.setattr(keep_hidden, "on", lambda *_: lambda *_: None)
 
 
 def drafts_have_no_places(monkeypatch: pytest.MonkeyPatch) -> None:

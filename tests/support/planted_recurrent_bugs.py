@@ -13,19 +13,20 @@ import torch
 from megatron_async.contexts.prefix_cache import PrefixCache
 from megatron_async.contexts.state_rows import StateRows
 from megatron_async.device_state import recurrent_state
-from megatron_async.ops.kernels import kernels_for
+from megatron_async.ops import all_ops
 from megatron_async.rollback.slot_shadows import SlotShadows
 
 PREFILLS = ("mamba_prefill", "delta_prefill")
-OPS = kernels_for(torch.empty(0))
+OPS = all_ops.Ops(torch.device("cpu"))
 """What runs on a CPU: loops, or the references where Numba is not."""
 Change = Callable[..., tuple[Any, ...]]
 """From arguments of a prefill to those of a wrong one."""
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, **ops: Callable[..., Any]) -> None:
-    kernels = replace(OPS, **ops)
-    monkeypatch.setattr(recurrent_state, "kernels_for", lambda tensor: kernels)
+    """Engines that are made from now on bind these instead."""
+    for name, changed in ops.items():
+        monkeypatch.setattr(getattr(all_ops, name), "on", lambda *_, to=changed: to)
 
 
 def _plant_in_prefill(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:

@@ -17,6 +17,7 @@ from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.compiled_layers import compile_layers
 from megatron_async.models.embedding import InferenceOutputLayer
 from megatron_async.models.fitness import check_model
+from megatron_async.models.layer_ops import bind_ops
 from megatron_async.models.linear import linear, pack_weights
 from megatron_async.models.norm import fold_norms
 from megatron_async.models.parallel_state import ensure_process_groups
@@ -85,6 +86,7 @@ class GPTInferenceWrapper(NamesOfMegatron):
         take_over_positions(model, inference_context)
         self._is_last_stage = stage_of(inference_context.model_config).is_last
         fold_norms(model)
+        bind_ops(model, inference_context.gpu_view.ops)
         keep_packed_weights(model, inference_context)
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
         groups = getattr(model, "pg_collection", None) or ensure_process_groups()
@@ -166,7 +168,8 @@ class GPTInferenceWrapper(NamesOfMegatron):
                 return scaled
         if tokens is not None:
             weight = model.output_layer.weight if weight is None else weight
-            logits = linear(hidden_states[:, None], weight[:tokens], None, None)
+            ops = self.inference_context.gpu_view.ops
+            logits = linear(ops, hidden_states[:, None], weight[:tokens], None, None)
         else:
             with inference_mode_active():
                 logits, _ = model.output_layer(

@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 
 
+@op
 def output_gate(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
     """`attended * sigmoid(gate)`.
 
@@ -32,6 +34,16 @@ def output_gate(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
     Raises:
         ValueError: shapes do not match, or elements are strided.
     """
+    group = _group(attended, mixed_qkv, kv_heads)
+    grouped = mixed_qkv.unflatten(1, (kv_heads, -1, attended.size(2)))
+    gate = grouped[:, :, group : 2 * group].flatten(1, 2)
+    wide = torch.promote_types(attended.dtype, torch.float32)
+    return (attended.to(wide) * gate.to(wide).sigmoid()).to(attended.dtype)
+
+
+@output_gate.gpu
+def output_gate_gpu(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
+    """`output_gate` by a Triton kernel."""
     group = _group(attended, mixed_qkv, kv_heads)
     tokens, heads, dim = attended.shape
     out = torch.empty((tokens, heads, dim), dtype=attended.dtype, device=attended.device)
@@ -51,15 +63,6 @@ def output_gate(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
             **launch_options(attended),
         )
     return out
-
-
-def output_gate_reference(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
-    """`output_gate` in plain torch."""
-    group = _group(attended, mixed_qkv, kv_heads)
-    grouped = mixed_qkv.unflatten(1, (kv_heads, -1, attended.size(2)))
-    gate = grouped[:, :, group : 2 * group].flatten(1, 2)
-    wide = torch.promote_types(attended.dtype, torch.float32)
-    return (attended.to(wide) * gate.to(wide).sigmoid()).to(attended.dtype)
 
 
 def _group(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> int:

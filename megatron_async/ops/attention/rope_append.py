@@ -19,8 +19,10 @@ from torch import Tensor
 
 from megatron_async.ops.attention.rotary import apply_rotary_reference
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 
 
+@op(cpu="cpu.rows")
 def rope_append(
     mixed_qkv: Tensor,
     cos: Tensor,
@@ -58,6 +60,37 @@ def rope_append(
         ValueError: shapes do not match or a tensor that must be contiguous is not.
     """
     kv_heads, dim = key_cache.shape[-2:]
+    heads = mixed_qkv.unflatten(1, (kv_heads, -1, dim))
+    value = heads[:, :, -1]
+    group = (heads.size(2) - 2) // (2 if has_gate else 1)
+    query = heads[:, :, :group].flatten(1, 2).to(torch.float32)
+    key = heads[:, :, -2].to(torch.float32)
+    if q_weight is not None and k_weight is not None:
+        query = torch.rms_norm(query, (dim,), q_weight.to(torch.float32), eps)
+        key = torch.rms_norm(key, (dim,), k_weight.to(torch.float32), eps)
+    cos, sin = cos[position_ids][:, None], sin[position_ids][:, None]
+    query, key = apply_rotary_reference(query, key, cos, sin)
+    key_cache.flatten(0, 1).index_copy_(0, write_index, key.to(key_cache.dtype))
+    value_cache.flatten(0, 1).index_copy_(0, write_index, value.to(value_cache.dtype))
+    return query.to(mixed_qkv.dtype)
+
+
+@rope_append.gpu
+def rope_append_gpu(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    write_index: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    has_gate: bool = False,
+) -> Tensor:
+    """`rope_append` by a Triton kernel."""
+    kv_heads, dim = key_cache.shape[-2:]
     tokens, width = mixed_qkv.shape
     group = (width // (kv_heads * dim) - 2) // (2 if has_gate else 1)
     gates = group if has_gate else 0
@@ -94,36 +127,6 @@ def rope_append(
             **launch_options(mixed_qkv),
         )
     return query
-
-
-def rope_append_reference(
-    mixed_qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    write_index: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-    has_gate: bool = False,
-) -> Tensor:
-    """`rope_append` in plain torch."""
-    kv_heads, dim = key_cache.shape[-2:]
-    heads = mixed_qkv.unflatten(1, (kv_heads, -1, dim))
-    value = heads[:, :, -1]
-    group = (heads.size(2) - 2) // (2 if has_gate else 1)
-    query = heads[:, :, :group].flatten(1, 2).to(torch.float32)
-    key = heads[:, :, -2].to(torch.float32)
-    if q_weight is not None and k_weight is not None:
-        query = torch.rms_norm(query, (dim,), q_weight.to(torch.float32), eps)
-        key = torch.rms_norm(key, (dim,), k_weight.to(torch.float32), eps)
-    cos, sin = cos[position_ids][:, None], sin[position_ids][:, None]
-    query, key = apply_rotary_reference(query, key, cos, sin)
-    key_cache.flatten(0, 1).index_copy_(0, write_index, key.to(key_cache.dtype))
-    value_cache.flatten(0, 1).index_copy_(0, write_index, value.to(value_cache.dtype))
-    return query.to(mixed_qkv.dtype)
 
 
 def _check(

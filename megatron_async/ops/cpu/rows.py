@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.attention import rope_append as rotary
+from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.linear import rms_norm
 from megatron_async.ops.linear import swiglu as gated
-from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm_reference
-from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm
+from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
 
 
 def serves(*tensors: Tensor | None) -> bool:
@@ -25,7 +28,8 @@ def serves(*tensors: Tensor | None) -> bool:
     )
 
 
-def add_rms_norm(
+@add_rms_norm.cpu
+def add_rms_norm_cpu(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`ops/linear/rms_norm.py`: the sum of a block's output and the residual stream, and its norm.
@@ -40,7 +44,7 @@ def add_rms_norm(
         normed, and the new residual.
     """
     if x.dim() != 2 or not serves(x, residual, weight):
-        return rms_norm.add_rms_norm_reference(x, residual, weight, eps)
+        return rms_norm.add_rms_norm.reference(x, residual, weight, eps)
     from megatron_async.ops.cpu import row_kernels
 
     normed, (rows, hidden) = torch.empty_like(x), x.shape
@@ -57,11 +61,12 @@ def add_rms_norm(
     return normed, total
 
 
-def swiglu(x: Tensor) -> Tensor:
+@swiglu.cpu
+def swiglu_cpu(x: Tensor) -> Tensor:
     """`ops/linear/swiglu.py`: `silu(first half) * second half` of rows, float32 `[tokens, 2 * ffn]`
     -> `[tokens, ffn]`."""
     if not serves(x):
-        return gated.swiglu_reference(x)
+        return gated.swiglu.reference(x)
     from megatron_async.ops.cpu import row_kernels
 
     rows, width = x.size(0), x.size(1) // 2
@@ -70,7 +75,8 @@ def swiglu(x: Tensor) -> Tensor:
     return out
 
 
-def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+@gated_rms_norm.cpu
+def gated_rms_norm_cpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """`ops/recurrent/gated_rms_norm.py`: RMSNorm of groups of channels, behind a gate.
 
     Args:
@@ -82,7 +88,7 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
     """
     fits = y.dim() == 2 and groups > 0 and y.size(1) % groups == 0 and weight.shape == y.shape[1:]
     if not (fits and _gates(y, z, weight)):
-        return gated_rms_norm_reference(y, z, weight, groups, eps)
+        return gated_rms_norm.reference(y, z, weight, groups, eps)
     from megatron_async.ops.cpu import row_kernels
 
     (rows, channels), out = y.shape, torch.empty(y.shape, dtype=torch.float32)
@@ -93,7 +99,8 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
     return out
 
 
-def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+@gated_head_norm.cpu
+def gated_head_norm_cpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`ops/recurrent/gated_head_norm.py`: RMSNorm of each head, then a gate.
 
     Args:
@@ -105,7 +112,7 @@ def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     size = weight.numel()
     fits = o.dim() == 2 and weight.dim() == 1 and size > 0 and o.size(1) % size == 0
     if not (fits and _gates(o, z, weight)):
-        return gated_head_norm_reference(o, z, weight, eps)
+        return gated_head_norm.reference(o, z, weight, eps)
     from megatron_async.ops.cpu import row_kernels
 
     (rows, channels), out = o.shape, torch.empty(o.shape, dtype=torch.float32)
@@ -126,7 +133,8 @@ def _gates(y: Tensor, z: Tensor, weight: Tensor) -> bool:
     )
 
 
-def rope_append(
+@rope_append.cpu
+def rope_append_cpu(
     mixed_qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -143,7 +151,7 @@ def rope_append(
     to the cache."""
     whole = serves(mixed_qkv, cos, sin, key_cache, value_cache, q_weight, k_weight)
     if not whole or (q_weight is None) != (k_weight is None):
-        return rotary.rope_append_reference(
+        return rotary.rope_append.reference(
             mixed_qkv, cos, sin, position_ids, write_index, key_cache, value_cache, q_weight,
             k_weight, eps, has_gate,
         )  # fmt: skip

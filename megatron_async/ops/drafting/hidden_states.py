@@ -8,11 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 
 BLOCK = 2048
 """Elements that a program copies."""
 
 
+@op
 def keep_hidden(
     hidden: Tensor, write_index: Tensor, ends: Tensor, block_size: int, kept: Tensor
 ) -> None:
@@ -26,17 +28,6 @@ def keep_hidden(
         kept: `[blocks + 1, hidden]`, contiguous, changed at the blocks of these tokens; the last
             block's row, that of tokens without a request, stays.
     """
-    tokens, size = hidden.shape
-    _keep_hidden_kernel[(tokens + len(ends), triton.cdiv(size, BLOCK))](
-        hidden, write_index, ends, kept, tokens, len(kept) - 1, block_size, size, BLOCK,
-        **launch_options(hidden),
-    )  # fmt: skip
-
-
-def keep_hidden_reference(
-    hidden: Tensor, write_index: Tensor, ends: Tensor, block_size: int, kept: Tensor
-) -> None:
-    """`keep_hidden` in plain torch; it reads numbers back, so it is for the CPU and for tests."""
     chosen = write_index % block_size == block_size - 1
     if (ends < 0).any():  # which torch takes for the last ones, and the kernel for any memory
         raise IndexError(f"keep_hidden: ends of chunks are {ends.tolist()}.")  # sync-ok: an error
@@ -46,6 +37,19 @@ def keep_hidden_reference(
     kept[write_index[token] // block_size] = hidden[token]
 
 
+@keep_hidden.gpu
+def keep_hidden_gpu(
+    hidden: Tensor, write_index: Tensor, ends: Tensor, block_size: int, kept: Tensor
+) -> None:
+    """`keep_hidden` by a Triton kernel."""
+    tokens, size = hidden.shape
+    _keep_hidden_kernel[(tokens + len(ends), triton.cdiv(size, BLOCK))](
+        hidden, write_index, ends, kept, tokens, len(kept) - 1, block_size, size, BLOCK,
+        **launch_options(hidden),
+    )  # fmt: skip
+
+
+@op
 def gather_hidden(hidden: Tensor, kept: Tensor, source: Tensor) -> Tensor:
     """States of a draft model's tokens.
 
@@ -57,18 +61,19 @@ def gather_hidden(hidden: Tensor, kept: Tensor, source: Tensor) -> Tensor:
     Returns:
         `[tokens, hidden]`.
     """
+    found = hidden.index_select(0, source.clamp(min=0))
+    return found.where(source[:, None] >= 0, kept.index_select(0, (-1 - source).clamp(min=0)))
+
+
+@gather_hidden.gpu
+def gather_hidden_gpu(hidden: Tensor, kept: Tensor, source: Tensor) -> Tensor:
+    """`gather_hidden` by a Triton kernel."""
     size = hidden.size(1)
     out = hidden.new_empty(len(source), size)
     _gather_hidden_kernel[(len(source), triton.cdiv(size, BLOCK))](
         hidden, kept, source, out, size, BLOCK, **launch_options(hidden)
     )
     return out
-
-
-def gather_hidden_reference(hidden: Tensor, kept: Tensor, source: Tensor) -> Tensor:
-    """`gather_hidden` in plain torch."""
-    found = hidden.index_select(0, source.clamp(min=0))
-    return found.where(source[:, None] >= 0, kept.index_select(0, (-1 - source).clamp(min=0)))
 
 
 @triton.jit(do_not_specialize=["tokens", "dummy_block"])

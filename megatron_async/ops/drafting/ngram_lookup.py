@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
 LONGEST = 4
@@ -34,6 +35,7 @@ PLACES = 1 << 27
 position."""
 
 
+@op
 def ngram_drafts(
     block_tokens: Tensor,
     block_tables: Tensor,
@@ -66,36 +68,6 @@ def ngram_drafts(
         int64 `[rows, count]`; -1 where nothing was found, and beyond the drafts that a row may
             have.
     """
-    rows, blocks = block_tables.shape
-    block_size = block_tokens.size(1)
-    parts = max(triton.cdiv(min(searched, blocks * block_size), TILE), 1)
-    best = torch.empty(rows, parts, dtype=torch.int32, device=block_tokens.device)
-    drafts = torch.empty(rows, count, dtype=torch.int64, device=block_tokens.device)
-    sequence = (block_tokens, block_tables, row_slots, lengths, last_token, records)
-    options = launch_options(block_tokens)
-    _match_kernel[(rows, parts)](
-        *sequence, best, blocks, parts, searched, block_size, LONGEST, SHORTEST, PLACES, TILE,
-        **options,
-    )  # fmt: skip
-    _copy_kernel[(rows,)](
-        *sequence, best, drafts, blocks, parts, count, block_size, PLACES,
-        triton.next_power_of_2(parts), triton.next_power_of_2(count), **options,
-    )  # fmt: skip
-    return drafts
-
-
-def ngram_drafts_reference(
-    block_tokens: Tensor,
-    block_tables: Tensor,
-    row_slots: Tensor,
-    lengths: Tensor,
-    last_token: Tensor,
-    records: Tensor,
-    count: int,
-    searched: int = SEARCHED,
-) -> Tensor:
-    """`ngram_drafts` in plain torch. It reads the longest length back, so it is for the CPU and for
-    tests."""
     block_size, rows = block_tokens.size(1), len(row_slots)
     last = lengths[row_slots].long() - 1
     places = torch.arange(int(last.max()) + 1 if rows else 1, device=last.device)
@@ -118,6 +90,36 @@ def ngram_drafts_reference(
     found = tokens.gather(1, (start + draft % period).clamp(max=len(places) - 1))
     allowed = records[:, Header.DRAFTS].index_select(0, row_slots)[:, None]
     return torch.where((best[:, None] >= 0) & (draft < allowed), found, -1)
+
+
+@ngram_drafts.gpu
+def ngram_drafts_gpu(
+    block_tokens: Tensor,
+    block_tables: Tensor,
+    row_slots: Tensor,
+    lengths: Tensor,
+    last_token: Tensor,
+    records: Tensor,
+    count: int,
+    searched: int = SEARCHED,
+) -> Tensor:
+    """`ngram_drafts` by a Triton kernel."""
+    rows, blocks = block_tables.shape
+    block_size = block_tokens.size(1)
+    parts = max(triton.cdiv(min(searched, blocks * block_size), TILE), 1)
+    best = torch.empty(rows, parts, dtype=torch.int32, device=block_tokens.device)
+    drafts = torch.empty(rows, count, dtype=torch.int64, device=block_tokens.device)
+    sequence = (block_tokens, block_tables, row_slots, lengths, last_token, records)
+    options = launch_options(block_tokens)
+    _match_kernel[(rows, parts)](
+        *sequence, best, blocks, parts, searched, block_size, LONGEST, SHORTEST, PLACES, TILE,
+        **options,
+    )  # fmt: skip
+    _copy_kernel[(rows,)](
+        *sequence, best, drafts, blocks, parts, count, block_size, PLACES,
+        triton.next_power_of_2(parts), triton.next_power_of_2(count), **options,
+    )  # fmt: skip
+    return drafts
 
 
 @triton.jit

@@ -8,10 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 
 TILE = 128
 
 
+@op
 def store_drafts(
     drafts: Tensor,
     row_slots: Tensor,
@@ -33,13 +35,14 @@ def store_drafts(
         first: word of a row of the ring that its first draft goes to.
     """
     rows, count = drafts.shape
-    _store_drafts_kernel[(triton.cdiv(rows * count, TILE),)](
-        drafts, row_slots, entry, by_slot, ring, host, ring.stride(0), ring.size(2), first, rows,
-        count, TILE, **launch_options(drafts),
-    )  # fmt: skip
+    by_slot.index_copy_(0, row_slots, drafts)
+    for samples in (ring, host):
+        found = samples[:, :rows, first : first + count]
+        found.index_copy_(0, entry.long(), drafts.int()[None])
 
 
-def store_drafts_reference(
+@store_drafts.gpu
+def store_drafts_gpu(
     drafts: Tensor,
     row_slots: Tensor,
     entry: Tensor,
@@ -48,12 +51,12 @@ def store_drafts_reference(
     host: Tensor,
     first: int,
 ) -> None:
-    """`store_drafts` in plain torch."""
+    """`store_drafts` by a Triton kernel."""
     rows, count = drafts.shape
-    by_slot.index_copy_(0, row_slots, drafts)
-    for samples in (ring, host):
-        found = samples[:, :rows, first : first + count]
-        found.index_copy_(0, entry.long(), drafts.int()[None])
+    _store_drafts_kernel[(triton.cdiv(rows * count, TILE),)](
+        drafts, row_slots, entry, by_slot, ring, host, ring.stride(0), ring.size(2), first, rows,
+        count, TILE, **launch_options(drafts),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["ring_stride", "first", "rows"])

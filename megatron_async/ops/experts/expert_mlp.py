@@ -18,12 +18,14 @@ from megatron_async.ops.experts.expert_kernels import combine_kernel, grouped_pr
 from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
-from megatron_async.ops.linear.squared_relu import squared_relu_reference
-from megatron_async.ops.linear.swiglu import swiglu_reference
+from megatron_async.ops.linear.squared_relu import squared_relu
+from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.op import op
 
 COMBINE_BLOCK = 1024
 
 
+@op
 def expert_mlp(
     x: Tensor,
     routing: Routing,
@@ -49,6 +51,36 @@ def expert_mlp(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
+    _check(x, routing, fc1, fc2)
+    tokens, topk = routing.experts.shape
+    local = fc1.size(0)
+    activation = squared_relu.reference if fc1.size(1) == fc2.size(2) else swiglu.reference
+    expert = routing.experts.flatten() - first_expert
+    expert = expert.where((expert >= 0) & (expert < local), local)
+    order = expert.argsort(stable=True)
+    counts = expert.bincount(minlength=local + 1).tolist()  # sync-ok: on the CPU
+    outputs = torch.zeros((tokens * topk, x.size(1)), dtype=torch.float32, device=x.device)
+    weights = routing.weights.reshape(-1, 1)
+    start = 0
+    for number, count in enumerate(counts[:local]):
+        if count:
+            pairs = order[start : start + count]
+            activated = activation(F.linear(x[pairs // topk], fc1[number]))
+            outputs[pairs] = F.linear(activated, fc2[number]).float() * weights[pairs]
+        start += count
+    return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
+
+
+@expert_mlp.gpu
+def expert_mlp_gpu(
+    x: Tensor,
+    routing: Routing,
+    fc1: Tensor,
+    fc2: Tensor,
+    first_expert: int,
+    num_experts: int,
+) -> Tensor:
+    """`expert_mlp` by a Triton kernel."""
     gated = fc1.size(1) != fc2.size(2)
     plan = plan_experts(routing.experts.numel(), num_experts, x.element_size(), gated)
     return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan)
@@ -91,35 +123,6 @@ def expert_mlp_by_plan(
         **launch_options(x),
     )
     return out
-
-
-def expert_mlp_reference(
-    x: Tensor,
-    routing: Routing,
-    fc1: Tensor,
-    fc2: Tensor,
-    first_expert: int,
-    num_experts: int,
-) -> Tensor:
-    """`expert_mlp` in plain torch, for the CPU and for tests: on a GPU reading sizes back waits."""
-    _check(x, routing, fc1, fc2)
-    tokens, topk = routing.experts.shape
-    local = fc1.size(0)
-    activation = squared_relu_reference if fc1.size(1) == fc2.size(2) else swiglu_reference
-    expert = routing.experts.flatten() - first_expert
-    expert = expert.where((expert >= 0) & (expert < local), local)
-    order = expert.argsort(stable=True)
-    counts = expert.bincount(minlength=local + 1).tolist()  # sync-ok: on the CPU
-    outputs = torch.zeros((tokens * topk, x.size(1)), dtype=torch.float32, device=x.device)
-    weights = routing.weights.reshape(-1, 1)
-    start = 0
-    for number, count in enumerate(counts[:local]):
-        if count:
-            pairs = order[start : start + count]
-            activated = activation(F.linear(x[pairs // topk], fc1[number]))
-            outputs[pairs] = F.linear(activated, fc2[number]).float() * weights[pairs]
-        start += count
-    return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
 
 
 def _product(

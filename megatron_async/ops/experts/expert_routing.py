@@ -24,6 +24,7 @@ from megatron_async.ops.dependent_launch import (
     let_next_start,
     wait_for_previous,
 )
+from megatron_async.ops.op import op
 
 NO_EXPERT = -1
 """Expert of a token that goes nowhere."""
@@ -51,6 +52,7 @@ class Routing:
     weights: Tensor
 
 
+@op
 def route(
     x: Tensor,
     weight: Tensor,
@@ -81,6 +83,38 @@ def route(
     Raises:
         ValueError: shapes, dtypes or strides do not fit; a bias of softmax scores.
     """
+    _check(x, weight, topk, sigmoid, bias)
+    logits = x.float() @ weight.float().t()
+    scores = logits.sigmoid() if sigmoid else logits
+    preferred = scores if bias is None else scores + bias
+    experts = preferred.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+    if not sigmoid:
+        chosen = logits.softmax(1).gather(1, experts) if pre_softmax else logits.gather(1, experts)
+        weights = chosen if pre_softmax else chosen.softmax(1)
+    else:
+        weights = scores.gather(1, experts)
+        weights = weights / (weights.sum(1, keepdim=True) + LEAST_SUM) if topk > 1 else weights
+    weights, experts = weights * scale, experts.to(torch.int32)
+    if places is not None:
+        real = torch.zeros((x.size(0), 1), dtype=torch.bool, device=x.device)
+        real[: len(places), 0] = places != dummy_place
+        experts, weights = experts.where(real, NO_EXPERT), weights.where(real, 0.0)
+    return Routing(experts.contiguous(), weights.contiguous())
+
+
+@route.gpu
+def route_gpu(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    pre_softmax: bool,
+    places: Tensor | None = None,
+    dummy_place: int = 0,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> Routing:
+    """`route` by a Triton kernel."""
     tokens, hidden = x.shape
     experts = weight.size(0)
     _check(x, weight, topk, sigmoid, bias)
@@ -135,37 +169,6 @@ def route(
         **launch_options(x),
     )
     return out
-
-
-def route_reference(
-    x: Tensor,
-    weight: Tensor,
-    topk: int,
-    pre_softmax: bool,
-    places: Tensor | None = None,
-    dummy_place: int = 0,
-    sigmoid: bool = False,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-) -> Routing:
-    """`route` in plain torch."""
-    _check(x, weight, topk, sigmoid, bias)
-    logits = x.float() @ weight.float().t()
-    scores = logits.sigmoid() if sigmoid else logits
-    preferred = scores if bias is None else scores + bias
-    experts = preferred.sort(dim=1, descending=True, stable=True).indices[:, :topk]
-    if not sigmoid:
-        chosen = logits.softmax(1).gather(1, experts) if pre_softmax else logits.gather(1, experts)
-        weights = chosen if pre_softmax else chosen.softmax(1)
-    else:
-        weights = scores.gather(1, experts)
-        weights = weights / (weights.sum(1, keepdim=True) + LEAST_SUM) if topk > 1 else weights
-    weights, experts = weights * scale, experts.to(torch.int32)
-    if places is not None:
-        real = torch.zeros((x.size(0), 1), dtype=torch.bool, device=x.device)
-        real[: len(places), 0] = places != dummy_place
-        experts, weights = experts.where(real, NO_EXPERT), weights.where(real, 0.0)
-    return Routing(experts.contiguous(), weights.contiguous())
 
 
 def _check(x: Tensor, weight: Tensor, topk: int, sigmoid: bool, bias: Tensor | None) -> None:

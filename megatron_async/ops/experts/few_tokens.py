@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options
-from megatron_async.ops.experts.expert_mlp import expert_mlp_reference
+from megatron_async.ops.experts.expert_mlp import expert_mlp
 from megatron_async.ops.experts.expert_plan import (
     FEW_TOKENS_MAJOR,
     MOST_FEW_TOKENS,
@@ -34,14 +34,15 @@ from megatron_async.ops.experts.expert_plan import (
     LayerShape,
     plan_few_tokens,
 )
-from megatron_async.ops.experts.expert_routing import Routing, route_reference
+from megatron_async.ops.experts.expert_routing import Routing, route
 from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
 from megatron_async.ops.experts.few_token_routing import norm_logits_kernel
-from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
-from megatron_async.ops.linear.squared_relu import squared_relu_reference
-from megatron_async.ops.linear.swiglu import swiglu_reference
+from megatron_async.ops.linear.squared_relu import squared_relu
+from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.op import op
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,11 @@ def _is_measured(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] == FEW_TOKENS_MAJOR
 
 
+@op
 def few_token_experts(
     x: Tensor | Unnormed,
     layer: ExpertLayer,
-    plan: FewTokenPlan,
+    plan: FewTokenPlan | None,
     places: Tensor | None = None,
     dummy_place: int = 0,
     added: Tensor | None = None,
@@ -120,7 +122,7 @@ def few_token_experts(
         x: `[tokens, hidden]` on a GPU; rows may be strided, elements not. Or tokens whose residual
             add and norm are to be done first; their `x` may be partial sums, as for `add_rms_norm`.
         layer: weights, and how experts are chosen.
-        plan: from `find_plan`.
+        plan: from `find_plan`; the reference reads none.
         places, dummy_place: which tokens go to no expert, as for `route`. The shared expert meets
             all.
         added: `[tokens, hidden]`, elements of a row adjacent: added to the rounded result.
@@ -131,6 +133,36 @@ def few_token_experts(
     Raises:
         ValueError: shapes, dtypes or strides do not fit, or there are too many tokens.
     """
+    if added is not None:
+        out, routing = few_token_experts.reference(x, layer, plan, places, dummy_place)
+        return out + added, routing
+    _check(x, layer)
+    if isinstance(x, Unnormed):
+        normed, x.total = add_rms_norm.reference(x.x, x.residual, x.weight, x.eps)
+        x = normed
+    rule = layer.pre_softmax, places, dummy_place, layer.sigmoid, layer.bias, layer.scale
+    routing = route.reference(x, layer.router, layer.topk, *rule)
+    out = expert_mlp.reference(x, routing, layer.fc1, layer.fc2, 0, layer.fc1.size(0))
+    if layer.shared_fc1 is None or layer.shared_fc2 is None:
+        return out, routing
+    activation = swiglu.reference if layer.shape.gated else squared_relu.reference
+    shared = F.linear(activation(F.linear(x, layer.shared_fc1)), layer.shared_fc2).float()
+    if layer.shared_gate is not None:
+        shared = (x.float() @ layer.shared_gate.float().t()).sigmoid() * shared
+    return (out.float() + shared).to(out.dtype), routing
+
+
+@few_token_experts.gpu
+def few_token_experts_gpu(
+    x: Tensor | Unnormed,
+    layer: ExpertLayer,
+    plan: FewTokenPlan | None,
+    places: Tensor | None = None,
+    dummy_place: int = 0,
+    added: Tensor | None = None,
+) -> tuple[Tensor, Routing]:
+    """`few_token_experts` by Triton kernels."""
+    assert plan is not None, "the caller asked find_plan"
     rows = x.x if isinstance(x, Unnormed) else x
     _check(x, layer, added)
     shape = layer.shape
@@ -214,34 +246,6 @@ def few_token_experts(
         **launch_options(rows),
     )
     return out, routing
-
-
-def few_token_experts_reference(
-    x: Tensor | Unnormed,
-    layer: ExpertLayer,
-    plan: FewTokenPlan | None,
-    places: Tensor | None = None,
-    dummy_place: int = 0,
-    added: Tensor | None = None,
-) -> tuple[Tensor, Routing]:
-    """`few_token_experts` in plain torch; the plan is not read."""
-    if added is not None:
-        out, routing = few_token_experts_reference(x, layer, plan, places, dummy_place)
-        return out + added, routing
-    _check(x, layer)
-    if isinstance(x, Unnormed):
-        normed, x.total = add_rms_norm_reference(x.x, x.residual, x.weight, x.eps)
-        x = normed
-    rule = layer.pre_softmax, places, dummy_place, layer.sigmoid, layer.bias, layer.scale
-    routing = route_reference(x, layer.router, layer.topk, *rule)
-    out = expert_mlp_reference(x, routing, layer.fc1, layer.fc2, 0, layer.fc1.size(0))
-    if layer.shared_fc1 is None or layer.shared_fc2 is None:
-        return out, routing
-    activation = swiglu_reference if layer.shape.gated else squared_relu_reference
-    shared = F.linear(activation(F.linear(x, layer.shared_fc1)), layer.shared_fc2).float()
-    if layer.shared_gate is not None:
-        shared = (x.float() @ layer.shared_gate.float().t()).sigmoid() * shared
-    return (out.float() + shared).to(out.dtype), routing
 
 
 def _norm_and_logits(

@@ -13,11 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 
 MAX_HIDDEN = 16384
 """A row is held in the registers of one program."""
 
 
+@op
 def add_shared_expert(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """`sums + sigmoid(x @ weight.T) * shared`.
 
@@ -34,12 +36,21 @@ def add_shared_expert(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -
     Raises:
         ValueError: shapes do not match, a tensor is not contiguous, or rows are too long.
     """
+    _check(sums, shared, x, weight)
+    wide = torch.promote_types(sums.dtype, torch.float32)
+    gate = (x.to(wide) @ weight.to(wide).t()).sigmoid()
+    return (sums.to(wide) + gate * shared.to(wide)).to(sums.dtype)
+
+
+@add_shared_expert.gpu
+def add_shared_expert_gpu(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """`add_shared_expert` by a Triton kernel."""
     tokens, hidden = sums.shape
     _check(sums, shared, x, weight)
     if hidden > MAX_HIDDEN:
         raise ValueError(
             f"add_shared_expert: hidden size {hidden} is over {MAX_HIDDEN}, what one program "
-            "holds: use add_shared_expert_reference."
+            "holds: use add_shared_expert.reference."
         )
     out = torch.empty_like(sums)
     if tokens:
@@ -56,14 +67,6 @@ def add_shared_expert(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -
             **launch_options(sums),
         )
     return out
-
-
-def add_shared_expert_reference(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """`add_shared_expert` in plain torch."""
-    _check(sums, shared, x, weight)
-    wide = torch.promote_types(sums.dtype, torch.float32)
-    gate = (x.to(wide) @ weight.to(wide).t()).sigmoid()
-    return (sums.to(wide) + gate * shared.to(wide)).to(sums.dtype)
 
 
 def _check(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> None:

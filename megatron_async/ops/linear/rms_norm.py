@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.linear.streamed_plan import ONE_WARPGROUP, STREAMED_FROM, STREAMED_INPUTS
+from megatron_async.ops.op import op
 
 MAX_HIDDEN = 16384
 """A row is held in the registers of one program."""
@@ -28,6 +29,7 @@ of Granite-4.0-H-350M 1.18 instead of 1.22, of Llama-3.1-8B 4.649 instead of 4.6
 Llama-3.2-1B would take 1.092 instead of 1.082 (docs/records/products.md, 2026-11-25 and 27)."""
 
 
+@op(cpu="cpu.rows")
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -48,6 +50,19 @@ def add_rms_norm(
     Raises:
         ValueError: shapes do not match, elements are strided or the row is too long.
     """
+    if x.dim() == 3:
+        x = x.sum(0) if residual is None else x.sum(0).to(residual.dtype)
+    total = x if residual is None else residual + x
+    if weight.dtype == total.dtype:
+        return F.rms_norm(total, weight.shape, weight, eps), total
+    return F.rms_norm(total.to(weight.dtype), weight.shape, weight, eps).to(total.dtype), total
+
+
+@add_rms_norm.gpu
+def add_rms_norm_gpu(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` by a Triton kernel."""
     parts = x.size(0) if x.dim() == 3 else 1
     if parts > 1 and (residual is None or x.dtype != torch.float32 or not x.is_contiguous()):
         raise ValueError(
@@ -61,7 +76,7 @@ def add_rms_norm(
     if hidden > MAX_HIDDEN:
         raise ValueError(
             f"add_rms_norm: hidden size {hidden} is over {MAX_HIDDEN}, what one program holds: "
-            "use add_rms_norm_reference."
+            "use add_rms_norm.reference."
         )
     if weight.shape != (hidden,) or (residual is not None and residual.shape != x.shape):
         found = None if residual is None else tuple(residual.shape)
@@ -94,18 +109,6 @@ def add_rms_norm(
             **launch_options(x),
         )
     return normed, total
-
-
-def add_rms_norm_reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` in plain torch."""
-    if x.dim() == 3:
-        x = x.sum(0) if residual is None else x.sum(0).to(residual.dtype)
-    total = x if residual is None else residual + x
-    if weight.dtype == total.dtype:
-        return F.rms_norm(total, weight.shape, weight, eps), total
-    return F.rms_norm(total.to(weight.dtype), weight.shape, weight, eps).to(total.dtype), total
 
 
 def _is_streamed(tokens: int, hidden: int) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.ops.attention.rope_append import rope_append_reference
+from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.linear.planned_products import (
     Activation,
     long_row_product,
@@ -26,7 +26,7 @@ from megatron_async.ops.linear.planned_products import (
     warpgroup_product,
 )
 from megatron_async.ops.linear.qkv_places import QkvPlaces
-from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
 from megatron_async.ops.linear.skinny_plan import (
     LongRowPlan,
     OneRowPlan,
@@ -34,14 +34,16 @@ from megatron_async.ops.linear.skinny_plan import (
     TilePlan,
     plan_product,
 )
-from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_reference
+from megatron_async.ops.linear.squared_relu import squared_relu, squared_relu_gpu
 from megatron_async.ops.linear.streamed_kernel import streamed_product
 from megatron_async.ops.linear.streamed_plan import StreamedPlan
-from megatron_async.ops.linear.swiglu import swiglu, swiglu_reference
+from megatron_async.ops.linear.swiglu import swiglu, swiglu_gpu
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
+from megatron_async.ops.op import op
 
 
+@op
 def linear(
     x: Tensor | Unnormed,
     weight: Tensor,
@@ -63,9 +65,29 @@ def linear(
     Returns:
         `[rows, n]`; or partial sums `[splits, rows, n]`, float32, to be added in order.
     """
+    if added is not None:
+        return linear.reference(x, weight, bias) + added
+    if not isinstance(x, Unnormed):
+        return F.linear(x, weight, bias)
+    if x.squares is not None:
+        return F.linear(x.divided(), weight, bias)
+    normed, x.total = add_rms_norm.reference(x.x, x.residual, x.weight, x.eps)
+    return F.linear(normed, weight, bias)
+
+
+@linear.gpu
+def linear_gpu(
+    x: Tensor | Unnormed,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    may_split: bool = False,
+    added: Tensor | None = None,
+) -> Tensor:
+    """`linear` by a Triton kernel."""
     return _product(x, weight, bias, "", may_split, added)
 
 
+@op
 def linear_swiglu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
     """`silu(gate) * up` where `[gate; up] = x @ weight.T`: the gated MLP's first half.
 
@@ -78,9 +100,16 @@ def linear_swiglu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
     Returns:
         `[rows, ffn]`.
     """
+    return swiglu.reference(linear.reference(x, weight))
+
+
+@linear_swiglu.gpu
+def linear_swiglu_gpu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
+    """`linear_swiglu` by a Triton kernel."""
     return _product(x, weight, None, "swiglu", False)
 
 
+@op
 def linear_squared_relu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
     """`relu(x @ weight.T) ** 2`: the first half of an MLP without a gate (So et al. 2021).
 
@@ -93,9 +122,16 @@ def linear_squared_relu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
     Returns:
         `[rows, ffn]`.
     """
+    return squared_relu.reference(linear.reference(x, weight))
+
+
+@linear_squared_relu.gpu
+def linear_squared_relu_gpu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
+    """`linear_squared_relu` by a Triton kernel."""
     return _product(x, weight, None, "squared_relu", False)
 
 
+@op
 def linear_rope_append(
     x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, places: QkvPlaces
 ) -> Tensor:
@@ -112,17 +148,10 @@ def linear_rope_append(
     Returns:
         queries `[rows, kv_heads * group, dim]`, contiguous.
     """
-    return _product(x, weight, bias, "", False, places=places)
-
-
-def linear_rope_append_reference(
-    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, places: QkvPlaces
-) -> Tensor:
-    """`linear_rope_append` in plain torch."""
     places.group(weight.size(0))
-    mixed_qkv = linear_reference(x, weight, bias)
+    mixed_qkv = linear.reference(x, weight, bias)
     rows = len(mixed_qkv)
-    return rope_append_reference(
+    return rope_append.reference(
         mixed_qkv,
         places.cos,
         places.sin,
@@ -133,32 +162,12 @@ def linear_rope_append_reference(
     )
 
 
-def linear_reference(
-    x: Tensor | Unnormed,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    may_split: bool = False,
-    added: Tensor | None = None,
+@linear_rope_append.gpu
+def linear_rope_append_gpu(
+    x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, places: QkvPlaces
 ) -> Tensor:
-    """`linear` in plain torch, unsplit."""
-    if added is not None:
-        return linear_reference(x, weight, bias) + added
-    if not isinstance(x, Unnormed):
-        return F.linear(x, weight, bias)
-    if x.squares is not None:
-        return F.linear(x.divided(), weight, bias)
-    normed, x.total = add_rms_norm_reference(x.x, x.residual, x.weight, x.eps)
-    return F.linear(normed, weight, bias)
-
-
-def linear_swiglu_reference(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
-    """`linear_swiglu` in plain torch."""
-    return swiglu_reference(linear_reference(x, weight))
-
-
-def linear_squared_relu_reference(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
-    """`linear_squared_relu` in plain torch."""
-    return squared_relu_reference(linear_reference(x, weight))
+    """`linear_rope_append` by a Triton kernel."""
+    return _product(x, weight, bias, "", False, places=places)
 
 
 def _product(
@@ -183,7 +192,7 @@ def _product(
         )
     if isinstance(plan, LongRowPlan):
         if isinstance(x, Unnormed):
-            inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
+            inputs, x.total = add_rms_norm_gpu(x.x, x.residual, x.weight, x.eps)
         return long_row_product(inputs, weight, bias, activation, plan, added)
     if added is not None:
         raise ValueError(
@@ -200,7 +209,7 @@ def _product(
                 f"skinny_linear: a product of {tuple(inputs.shape)} by {tuple(weight.shape)} does "
                 "not take squares: ask takes_squares first."
             )
-        inputs, x.total = add_rms_norm(x.x, x.residual, x.weight, x.eps)
+        inputs, x.total = add_rms_norm_gpu(x.x, x.residual, x.weight, x.eps)
     if isinstance(plan, WarpgroupPlan):
         return warpgroup_product(inputs, weight, bias, activation, plan, places)
     if isinstance(plan, StreamedPlan):
@@ -210,4 +219,4 @@ def _product(
     product = F.linear(inputs, weight, bias)
     if not activation:
         return product
-    return swiglu(product) if gated else squared_relu(product)
+    return swiglu_gpu(product) if gated else squared_relu_gpu(product)

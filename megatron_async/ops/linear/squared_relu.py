@@ -11,11 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 
 BLOCK = 1024
 WARPS = 4
 
 
+@op
 def squared_relu(x: Tensor) -> Tensor:
     """`max(x, 0) ** 2`.
 
@@ -29,6 +31,12 @@ def squared_relu(x: Tensor) -> Tensor:
     Raises:
         ValueError: strided elements.
     """
+    return x.to(torch.float32).relu().square().to(x.dtype)
+
+
+@squared_relu.gpu
+def squared_relu_gpu(x: Tensor) -> Tensor:
+    """`squared_relu` by a Triton kernel."""
     tokens, ffn = x.shape
     if x.stride(1) != 1:
         raise ValueError(
@@ -42,11 +50,6 @@ def squared_relu(x: Tensor) -> Tensor:
             x, out, x.stride(0), ffn=ffn, block=BLOCK, num_warps=WARPS, **launch_options(x)
         )
     return out
-
-
-def squared_relu_reference(x: Tensor) -> Tensor:
-    """`squared_relu` in plain torch."""
-    return x.to(torch.float32).relu().square().to(x.dtype)
 
 
 @triton.jit

@@ -14,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 
 BLOCK = 1024
 WARPS = 4
 
 
+@op(cpu="cpu.rows")
 def swiglu(x: Tensor) -> Tensor:
     """`silu(first half) * second half` of every row.
 
@@ -32,6 +34,13 @@ def swiglu(x: Tensor) -> Tensor:
     Raises:
         ValueError: the rows have an odd length or strided elements.
     """
+    gate, up = x.to(torch.float32).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+@swiglu.gpu
+def swiglu_gpu(x: Tensor) -> Tensor:
+    """`swiglu` by a Triton kernel."""
     tokens, width = x.shape
     if width % 2 or x.stride(1) != 1:
         raise ValueError(
@@ -46,12 +55,6 @@ def swiglu(x: Tensor) -> Tensor:
             x, out, x.stride(0), ffn=ffn, block=BLOCK, num_warps=WARPS, **launch_options(x)
         )
     return out
-
-
-def swiglu_reference(x: Tensor) -> Tensor:
-    """`swiglu` in plain torch."""
-    gate, up = x.to(torch.float32).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
 
 
 @triton.jit

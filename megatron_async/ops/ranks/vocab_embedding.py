@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 
 BLOCK = 1024
 
 
+@op
 def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int, scale: float = 1.0) -> Tensor:
     """Look tokens up.
 
@@ -32,6 +34,18 @@ def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int, scale: float 
     Raises:
         ValueError: the weight is not contiguous.
     """
+    row = token_ids - first
+    elsewhere = (row < 0) | (row >= len(weight))
+    found = F.embedding(row.masked_fill(elsewhere, 0), weight)
+    found = found.masked_fill_(elsewhere[:, None], 0.0)
+    return found if scale == 1 else found * scale
+
+
+@vocab_embedding.gpu
+def vocab_embedding_gpu(
+    token_ids: Tensor, weight: Tensor, first: int, scale: float = 1.0
+) -> Tensor:
+    """`vocab_embedding` by a Triton kernel."""
     if not weight.is_contiguous():
         raise ValueError("vocab_embedding: the weight must be contiguous: call .contiguous().")
     tokens, (rows, hidden) = token_ids.numel(), weight.shape
@@ -50,17 +64,6 @@ def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int, scale: float 
             **launch_options(out),
         )
     return out
-
-
-def vocab_embedding_reference(
-    token_ids: Tensor, weight: Tensor, first: int, scale: float = 1.0
-) -> Tensor:
-    """`vocab_embedding` in plain torch."""
-    row = token_ids - first
-    elsewhere = (row < 0) | (row >= len(weight))
-    found = F.embedding(row.masked_fill(elsewhere, 0), weight)
-    found = found.masked_fill_(elsewhere[:, None], 0.0)
-    return found if scale == 1 else found * scale
 
 
 @triton.jit

@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 
 TILE = 128
 
 
+@op(cpu="cpu.recurrent.host_flush")
 def next_bases(
     base: Tensor,
     row_index: Tensor,
@@ -45,6 +47,36 @@ def next_bases(
     Raises:
         ValueError: sizes do not match.
     """
+    decode_rows, _chunks = _sizes(row_index, positions, width, prefill, rule)
+
+    def flushed(end: Tensor) -> Tensor:
+        return (end - rule.lag).clamp(min=0) // rule.period * rule.period
+
+    first = positions[: decode_rows * width : width].to(torch.int32)
+    before = base[row_index]
+    after = torch.where(first > 0, torch.maximum(before, flushed(first)), before)
+    base[row_index] = after
+    if prefill is None:
+        return before, after
+    first = prefill.first_positions.to(torch.int32)
+    lengths = prefill.starts.diff().to(torch.int32)
+    end = first + lengths
+    is_last = prefill.is_last.to(torch.bool)
+    behind = torch.where(is_last, torch.maximum(first, flushed(end)), end)
+    base[prefill.write_rows] = torch.where(lengths > 0, behind, base[prefill.write_rows])
+    return torch.cat((before, first)), torch.cat((after, behind))
+
+
+@next_bases.gpu
+def next_bases_gpu(
+    base: Tensor,
+    row_index: Tensor,
+    positions: Tensor,
+    width: int,
+    prefill: PrefillRows | None,
+    rule: FlushRule,
+) -> tuple[Tensor, Tensor]:
+    """`next_bases` by a Triton kernel."""
     decode_rows, chunks = _sizes(row_index, positions, width, prefill, rule)
     total = decode_rows + chunks
     before, after = torch.empty((2, total), dtype=torch.int32, device=base.device)
@@ -69,35 +101,6 @@ def next_bases(
             **launch_options(base),
         )
     return before, after
-
-
-def next_bases_reference(
-    base: Tensor,
-    row_index: Tensor,
-    positions: Tensor,
-    width: int,
-    prefill: PrefillRows | None,
-    rule: FlushRule,
-) -> tuple[Tensor, Tensor]:
-    """`next_bases` in plain torch."""
-    decode_rows, _chunks = _sizes(row_index, positions, width, prefill, rule)
-
-    def flushed(end: Tensor) -> Tensor:
-        return (end - rule.lag).clamp(min=0) // rule.period * rule.period
-
-    first = positions[: decode_rows * width : width].to(torch.int32)
-    before = base[row_index]
-    after = torch.where(first > 0, torch.maximum(before, flushed(first)), before)
-    base[row_index] = after
-    if prefill is None:
-        return before, after
-    first = prefill.first_positions.to(torch.int32)
-    lengths = prefill.starts.diff().to(torch.int32)
-    end = first + lengths
-    is_last = prefill.is_last.to(torch.bool)
-    behind = torch.where(is_last, torch.maximum(first, flushed(end)), end)
-    base[prefill.write_rows] = torch.where(lengths > 0, behind, base[prefill.write_rows])
-    return torch.cat((before, first)), torch.cat((after, behind))
 
 
 def _sizes(

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.recurrent.delta_decode_kernels import inputs_kernel, outputs_kernel
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, shape_of
+from megatron_async.ops.recurrent.delta_reference import delta_decode
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
 
@@ -26,7 +27,8 @@ LANES = 8
 WARPS = 1
 
 
-def delta_decode(
+@delta_decode.gpu
+def delta_decode_gpu(
     qkvzba: Tensor,
     params: DeltaParams,
     pools: RecurrentPools,

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.delta_factors import tile_factors
 from megatron_async.ops.recurrent.delta_pools import NORM_EPS, DeltaParams, DeltaShape, shape_of
+from megatron_async.ops.recurrent.delta_reference import delta_prefill
 from megatron_async.ops.recurrent.delta_scan import scan_chunks, scan_tile
 from megatron_async.ops.recurrent.recurrent_math import silu, softplus
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
@@ -27,7 +28,8 @@ TOKENS = 16
 EPS = tl.constexpr(NORM_EPS)
 
 
-def delta_prefill(
+@delta_prefill.gpu
+def delta_prefill_gpu(
     qkvzba: Tensor,
     params: DeltaParams,
     pools: RecurrentPools,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.delta_pools import NORM_EPS, DeltaParams, DeltaShape, shape_of
 from megatron_async.ops.recurrent.recurrent_pools import (
     CONV_WIDTH,
@@ -24,7 +25,8 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs, with_history
 
 
-def delta_decode_reference(
+@op(gpu="recurrent.delta_decode", cpu="cpu.recurrent.host_recurrent")
+def delta_decode(
     qkvzba: Tensor,
     params: DeltaParams,
     pools: RecurrentPools,
@@ -85,7 +87,8 @@ def delta_decode_reference(
     return y if out is None else out.copy_(y)
 
 
-def delta_prefill_reference(
+@op(gpu="recurrent.delta_prefill")
+def delta_prefill(
     qkvzba: Tensor,
     params: DeltaParams,
     pools: RecurrentPools,

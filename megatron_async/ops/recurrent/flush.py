@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import await_previous, launch_options
+from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.recurrent_math import add_products
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,
@@ -41,6 +42,7 @@ Granite-4.0-H-350M's 1.36 ms; with 16 rows a program, 256 rows that are due at o
 (Nemotron-H-8B's step 14.8 ms, with 4 14.4; an H200, 2026-11-24)."""
 
 
+@op(cpu="cpu.recurrent.host_flush")
 def flush(
     pools: RecurrentPools,
     row_index: Tensor,
@@ -63,6 +65,29 @@ def flush(
             new base, and of the inputs of its convolution; -1: none does. They are no decode row's.
             A copy is of use where the row's first query token stands at the new base.
     """
+    rows = row_index.numel()
+    before, after = base_before[:rows], base_after[:rows]
+    due = after > before
+    if due.any():
+        row = row_index[due].to(torch.int64)
+        _flush_rows(pools, row, before[due, None], after[due, None])
+    if saves is not None:
+        kept = saves[:rows] >= 0
+        source, target = row_index[kept].to(torch.int64), saves[:rows][kept].to(torch.int64)
+        for pool in (pools.state, pools.conv):
+            pool[:, target] = pool[:, source]
+
+
+@flush.gpu
+def flush_gpu(
+    pools: RecurrentPools,
+    row_index: Tensor,
+    base_before: Tensor,
+    base_after: Tensor,
+    rule: FlushRule,
+    saves: Tensor | None = None,
+) -> None:
+    """`flush` by a Triton kernel."""
     rows, (layers, _rows, heads, size, columns) = row_index.numel(), pools.state.shape
     if not rows:
         return
@@ -100,28 +125,6 @@ def flush(
         num_warps=4,
         **launch_options(row_index),
     )
-
-
-def flush_reference(
-    pools: RecurrentPools,
-    row_index: Tensor,
-    base_before: Tensor,
-    base_after: Tensor,
-    rule: FlushRule,
-    saves: Tensor | None = None,
-) -> None:
-    """`flush` in plain torch: layer by layer, for the rows that are due."""
-    rows = row_index.numel()
-    before, after = base_before[:rows], base_after[:rows]
-    due = after > before
-    if due.any():
-        row = row_index[due].to(torch.int64)
-        _flush_rows(pools, row, before[due, None], after[due, None])
-    if saves is not None:
-        kept = saves[:rows] >= 0
-        source, target = row_index[kept].to(torch.int64), saves[:rows][kept].to(torch.int64)
-        for pool in (pools.state, pools.conv):
-            pool[:, target] = pool[:, source]
 
 
 def _flush_rows(pools: RecurrentPools, row: Tensor, before: Tensor, after: Tensor) -> None:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.recurrent_math import silu
 
 ELEMENTS = 2048
@@ -22,6 +23,7 @@ MAX_HEAD = 16384
 """A head is held in the registers of one program."""
 
 
+@op(cpu="cpu.rows")
 def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise each head of `o`, then gate it with silu(z).
 
@@ -38,12 +40,21 @@ def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: shapes do not match, elements are strided or a head is too long.
     """
+    heads, size = _heads(o, z, weight), weight.numel()
+    wide = torch.promote_types(o.dtype, torch.float32)
+    normed = F.rms_norm(o.to(wide).unflatten(1, (heads, size)), (size,), weight.to(wide), eps)
+    return (normed.flatten(1) * F.silu(z.to(wide))).to(o.dtype)
+
+
+@gated_head_norm.gpu
+def gated_head_norm_gpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`gated_head_norm` by a Triton kernel."""
     heads = _heads(o, z, weight)
     tokens, size = o.size(0), weight.numel()
     if size > MAX_HEAD:
         raise ValueError(
             f"gated_head_norm: a head of {size} channels is over {MAX_HEAD}, what one program "
-            "holds: use gated_head_norm_reference."
+            "holds: use gated_head_norm.reference."
         )
     if o.stride(1) != 1 or z.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("gated_head_norm: elements of a row must be adjacent: call .contiguous().")
@@ -67,14 +78,6 @@ def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
             **launch_options(o),
         )
     return out
-
-
-def gated_head_norm_reference(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`gated_head_norm` in plain torch; float64 is float64 throughout."""
-    heads, size = _heads(o, z, weight), weight.numel()
-    wide = torch.promote_types(o.dtype, torch.float32)
-    normed = F.rms_norm(o.to(wide).unflatten(1, (heads, size)), (size,), weight.to(wide), eps)
-    return (normed.flatten(1) * F.silu(z.to(wide))).to(o.dtype)
 
 
 def _heads(o: Tensor, z: Tensor, weight: Tensor) -> int:

@@ -14,12 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.recurrent_math import silu
 
 MAX_GROUP = 16384
 """A group is held in the registers of one program."""
 
 
+@op(cpu="cpu.rows")
 def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """Gate `y` with silu(z), then normalise each group of channels.
 
@@ -37,6 +39,14 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
     Raises:
         ValueError: shapes do not match, elements are strided or a group is too long.
     """
+    gated = y.to(torch.float32) * F.silu(z.to(torch.float32))
+    normed = F.rms_norm(gated.unflatten(1, (groups, -1)), (gated.size(1) // groups,), eps=eps)
+    return (normed.flatten(1) * weight.to(torch.float32)).to(y.dtype)
+
+
+@gated_rms_norm.gpu
+def gated_rms_norm_gpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """`gated_rms_norm` by a Triton kernel."""
     tokens, channels = y.shape
     if z.shape != y.shape or weight.shape != (channels,) or groups < 1 or channels % groups:
         raise ValueError(
@@ -47,7 +57,7 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
     if size > MAX_GROUP:
         raise ValueError(
             f"gated_rms_norm: a group of {size} channels is over {MAX_GROUP}, what one program "
-            "holds: use gated_rms_norm_reference."
+            "holds: use gated_rms_norm.reference."
         )
     if y.stride(1) != 1 or z.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError("gated_rms_norm: elements of a row must be adjacent: call .contiguous().")
@@ -70,15 +80,6 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
             **launch_options(y),
         )
     return out
-
-
-def gated_rms_norm_reference(
-    y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
-) -> Tensor:
-    """`gated_rms_norm` in plain torch."""
-    gated = y.to(torch.float32) * F.silu(z.to(torch.float32))
-    normed = F.rms_norm(gated.unflatten(1, (groups, -1)), (gated.size(1) // groups,), eps=eps)
-    return (normed.flatten(1) * weight.to(torch.float32)).to(y.dtype)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
     check_gating,
     shape_of,
 )
+from megatron_async.ops.recurrent.mamba_reference import mamba_decode
 from megatron_async.ops.recurrent.mamba_row import MOST_ROWS, decode_row
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
@@ -35,7 +36,8 @@ from megatron_async.ops.recurrent.step_arguments import check_decode_rows, outpu
 WARPS = 2
 
 
-def mamba_decode(
+@mamba_decode.gpu
+def mamba_decode_gpu(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape, shape_of
+from megatron_async.ops.recurrent.mamba_reference import mamba_prefill
 from megatron_async.ops.recurrent.mamba_scan import scan_chunks
 from megatron_async.ops.recurrent.recurrent_math import silu, softplus
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
@@ -25,7 +26,8 @@ CHANNELS = 128
 """Channels that a program of the convolution processes."""
 
 
-def mamba_prefill(
+@mamba_prefill.gpu
+def mamba_prefill_gpu(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.mamba_pools import (
     LANES,
     Gating,
@@ -31,7 +32,8 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs, with_history
 
 
-def mamba_decode_reference(
+@op(gpu="recurrent.mamba_decode", cpu="cpu.recurrent.host_recurrent")
+def mamba_decode(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,
@@ -96,7 +98,8 @@ def _gate(y: Tensor, gate: Tensor, gating: Gating, shape: MambaShape) -> Tensor:
     return y * gating.weight.to(y.dtype)
 
 
-def mamba_prefill_reference(
+@op(gpu="recurrent.mamba_prefill")
+def mamba_prefill(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,

@@ -6,16 +6,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_async.ops.op import op
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
-from megatron_async.ops.sampling.sampling import SamplingRows, filter_logits
+from megatron_async.ops.sampling.sampling import FilterCuts, SamplingRows, filter_logits
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
 
 
-def log_probs_reference(
+@op(gpu="sampling.triton_log_probs", cpu="cpu.sampling.host_sampling")
+def log_probs(
     logits: Tensor,
     processed: Tensor,
     tokens: Tensor,
-    cuts: None,
+    cuts: FilterCuts | None,
     rows: ProcessingRows,
     ring: Tensor,
     entry: Tensor,
@@ -30,7 +32,8 @@ def log_probs_reference(
         logits: `[rows, vocabulary]`, the model's.
         processed: float32, the same after `process_logits`.
         tokens: int64 `[rows]`, sampled.
-        cuts: not used here; see `triton_log_probs`.
+        cuts: where the filters cut, from `sample_with_cuts` of `processed`; the reference and the
+            CPU find this anew.
         rows: what each row asks for.
         ring: int32 `[entries, max rows, OUT_WORDS]`, written for rows that ask: float32 log prob of
             the token, int32 ids of the likeliest tokens (equal ones by id), their float32 log
@@ -50,7 +53,7 @@ def log_probs_reference(
 
 
 def write_log_probs(log_probs: Tensor, token: Tensor, top_n: int, out: Tensor) -> None:
-    """One row of `log_probs_reference`'s output.
+    """One row of `log_probs.reference`'s output.
 
     Args:
         log_probs: float32 `[vocabulary]`.

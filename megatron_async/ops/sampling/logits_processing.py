@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_async.ops.op import op
 from megatron_async.ops.sampling.sampling import SamplingRows
 from megatron_async.ops.sampling.slot_records import (
     EDIT_WORDS,
@@ -136,7 +137,8 @@ class ChunkTensors:
         return len(self.starts) - 1
 
 
-def begin_chunks_reference(rows: ProcessingRows, chunks: ChunkTensors) -> None:
+@op(gpu="sampling.triton_logits")
+def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
     """Count the chunks' tokens; the counts of requests that start are reset to zero first.
 
     Every known token of a request is counted once since it got its slot, also those that it
@@ -171,9 +173,8 @@ def begin_chunks_reference(rows: ProcessingRows, chunks: ChunkTensors) -> None:
             recent[positions % WINDOW] = last.int()
 
 
-def process_logits_reference(
-    logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor
-) -> Tensor:
+@op(gpu="sampling.triton_logits")
+def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor) -> Tensor:
     """Penalise, bias and ban.
 
     Args:
@@ -209,7 +210,8 @@ def process_logits_reference(
     return processed
 
 
-def count_tokens_reference(tokens: Tensor, rows: ProcessingRows) -> None:
+@op(gpu="sampling.triton_logits")
+def count_tokens(tokens: Tensor, rows: ProcessingRows) -> None:
     """Count the sampled tokens, int64 `[rows]`, of the rows that produce one which their request
     gets; a constrained row's is none yet, and -1 is none."""
     slots, length = rows.slots, rows.memory.recent.size(1)

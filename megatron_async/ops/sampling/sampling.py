@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_async.ops.op import op
 from megatron_async.ops.sampling.philox import MASK, gumbel_noise
 from megatron_async.ops.sampling.slot_records import FLOAT_WORDS, NO_TOKEN, Header
 
@@ -65,7 +67,22 @@ class SamplingRows:
         return SamplingRows(self.slots[part], self.positions[part], self.records)
 
 
-def sample_reference(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
+class FilterCuts(NamedTuple):
+    """Limits of the filters of a batch.
+
+    Attributes:
+        cut, last: float32 and int32 `[rows]`: top_k and top_p keep the tokens with a logit over
+            `cut`, and those with exactly `cut` up to token id `last`.
+        top: float32 `[rows]`: the largest logit.
+    """
+
+    cut: Tensor
+    last: Tensor
+    top: Tensor
+
+
+@op(gpu="sampling.triton_sampling", cpu="cpu.sampling.host_sampling")
+def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
     """Sample one token a row, where its logits leave one.
 
     A row has no token if one of its logits is NaN or plus infinity (the model is broken then), or
@@ -92,27 +109,29 @@ def sample_reference(logits: Tensor, rows: SamplingRows | None, mode: SamplingMo
     return torch.where((heats > 0) & is_sound, sampled, greedy)
 
 
-def sample_with_cuts_reference(
+@op(gpu="sampling.triton_sampling", cpu="cpu.sampling.host_sampling")
+def sample_with_cuts(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
-) -> tuple[Tensor, None]:
-    """`sample_reference`, in the form of `triton_sampling.sample_with_cuts`."""
-    return sample_reference(logits, rows, mode), None
+) -> tuple[Tensor, FilterCuts | None]:
+    """`sample.reference`, in the form of `triton_sampling.sample_with_cuts`."""
+    return sample.reference(logits, rows, mode), None
 
 
-def best_tokens_reference(
+@op(gpu="sampling.triton_sampling", cpu="cpu.sampling.host_sampling")
+def best_tokens(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     """The best token of every row among a tensor-parallel rank's, and its score.
 
     Args:
         logits: `[rows, local columns]`, any float dtype.
-        rows: as for `sample_reference`.
+        rows: as for `sample.reference`.
         mode: `GREEDY` or `SOFTMAX`.
         first: token id of the first column.
         columns: how many of the columns are tokens, the others being padding.
 
     Returns:
-        float32 `[rows, 1]`, what `sample_reference` takes the largest of, infinity for NaN; and
+        float32 `[rows, 1]`, what `sample.reference` takes the largest of, infinity for NaN; and
         int32 `[rows, 1]` token ids.
     """
     scores = logits.to(torch.float32)

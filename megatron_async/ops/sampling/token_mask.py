@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.op import op
+
 TILE = 2048
 BITS = 32
 
@@ -16,7 +18,8 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // BITS)
 
 
-def apply_token_mask_reference(logits: Tensor, masks: Tensor) -> None:
+@op
+def apply_token_mask(logits: Tensor, masks: Tensor) -> None:
     """Set the logits of tokens that are not allowed to minus infinity. NaN stays, to be found when
     the row is sampled.
 
@@ -29,8 +32,9 @@ def apply_token_mask_reference(logits: Tensor, masks: Tensor) -> None:
     logits.masked_fill_(banned & ~logits.isnan(), -torch.inf)
 
 
-def apply_token_mask(logits: Tensor, masks: Tensor) -> None:
-    """`apply_token_mask_reference` by a Triton kernel; both must be contiguous."""
+@apply_token_mask.gpu
+def apply_token_mask_gpu(logits: Tensor, masks: Tensor) -> None:
+    """`apply_token_mask.reference` by a Triton kernel; both must be contiguous."""
     rows, vocab = logits.shape
     grid = (triton.cdiv(vocab, TILE), rows)
     _apply_token_mask[grid](logits, masks, vocab, masks.stride(0), TILE)

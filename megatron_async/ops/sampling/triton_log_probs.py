@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.sampling.log_probs import log_probs
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
+from megatron_async.ops.sampling.sampling import FilterCuts
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
 from megatron_async.ops.sampling.tile_scores import heat_of, is_filtered, keeps, record_of
-from megatron_async.ops.sampling.triton_sampling import FilterCuts
 from megatron_async.ops.sampling.triton_search import load_tile
 
 TILE = 2048
@@ -29,16 +30,17 @@ MOST = tl.constexpr(MAX_TOP_N)
 WORDS = tl.constexpr(OUT_WORDS)
 
 
-def log_probs(
+@log_probs.gpu
+def log_probs_gpu(
     logits: Tensor,
     processed: Tensor,
     tokens: Tensor,
-    cuts: FilterCuts,
+    cuts: FilterCuts | None,
     rows: ProcessingRows,
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    """Log probs and likeliest tokens of a step, by Triton kernels; equal to `log_probs_reference`.
+    """Log probs and likeliest tokens of a step, by Triton kernels; equal to `log_probs.reference`.
 
     Args:
         logits: elements of a row must be adjacent.
@@ -49,6 +51,7 @@ def log_probs(
         ring: contiguous; written.
         entry: which entry of it.
     """
+    assert cuts is not None, "of a step with filters"
     count, vocab = logits.shape
     splits = triton.cdiv(vocab, TILE)
     device = logits.device

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.sampling.logits_processing import ChunkTensors, ProcessingRows
+from megatron_async.ops.sampling.logits_processing import (
+    ChunkTensors,
+    ProcessingRows,
+    begin_chunks,
+    count_tokens,
+    process_logits,
+)
 from megatron_async.ops.sampling.slot_records import (
     EDIT_WORDS,
     HEADER,
@@ -49,8 +55,9 @@ LONGEST = tl.constexpr(WINDOW)
 NOTHING = tl.constexpr(NO_TOKEN)
 
 
-def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
-    """Count a chunk's tokens, by a Triton kernel; equal to `begin_chunks_reference`."""
+@begin_chunks.gpu
+def begin_chunks_gpu(rows: ProcessingRows, chunks: ChunkTensors) -> None:
+    """Count a chunk's tokens, by a Triton kernel; equal to `begin_chunks.reference`."""
     counts, recent, cached = rows.memory.counts, rows.memory.recent, chunks.cached
     vocab, programs = counts.size(1), triton.cdiv(chunks.max_query_length, CHUNK_TILE)
     tables = tokens = chunks.starts  # any tensors, where there are none
@@ -68,8 +75,9 @@ def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
     )  # fmt: skip
 
 
-def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor) -> Tensor:
-    """Edit logits as requests ask, by a Triton kernel; equal to `process_logits_reference`.
+@process_logits.gpu
+def process_logits_gpu(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor) -> Tensor:
+    """Edit logits as requests ask, by a Triton kernel; equal to `process_logits.reference`.
 
     Elements of a row of `logits` must be adjacent, `out`, `kept` and `rows.records` contiguous.
     """
@@ -87,8 +95,9 @@ def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tens
     return processed
 
 
-def count_tokens(tokens: Tensor, rows: ProcessingRows) -> None:
-    """Count sampled tokens, by a Triton kernel; equal to `count_tokens_reference`."""
+@count_tokens.gpu
+def count_tokens_gpu(tokens: Tensor, rows: ProcessingRows) -> None:
+    """Count sampled tokens, by a Triton kernel; equal to `count_tokens.reference`."""
     count, drafts = tokens.numel(), rows.drafts
     ring = rows.slots if drafts is None else drafts.yielded
     _count_tokens[(triton.cdiv(count, ROW_TILE),)](

@@ -1,4 +1,4 @@
-"""The sampler as kernels: computes `sample_reference` without a sort, for a captured step.
+"""The sampler as kernels: computes `sample.reference` without a sort, for a captured step.
 
 Every row's parameters are read on the device, from its request's record. So one captured graph
 serves every mixture of greedy, sampled and filtered rows, and a row costs only its own work:
@@ -19,14 +19,21 @@ A tensor-parallel rank runs the first kernel for its own columns, and
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
+from megatron_async.ops.sampling.sampling import (
+    FilterCuts,
+    SamplingMode,
+    SamplingRows,
+    best_tokens,
+    sample,
+    sample_with_cuts,
+)
 from megatron_async.ops.sampling.slot_records import NO_TOKEN, RECORD_WORDS
 from megatron_async.ops.sampling.tile_scores import (
     LOG2_E,
@@ -69,16 +76,9 @@ SPAN = tl.constexpr(40.0)
 than the rounding of the sum: whether the filters keep these tokens changes nothing."""
 
 
-class FilterCuts(NamedTuple):
-    """Limits of the filters of a batch: the results of `bounds`."""
-
-    cut: Tensor
-    last: Tensor
-    top: Tensor
-
-
-def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
-    """Sample one token a row; as `sample_reference`, with tensors on a GPU.
+@sample.gpu
+def sample_gpu(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
+    """Sample one token a row; as `sample.reference`, with tensors on a GPU.
 
     The tokens are the reference's, except where two scores, or a filter and its limit, are equal
     up to float32 rounding. top_p of 1 or more is off. A row's token depends on that row alone.
@@ -95,10 +95,11 @@ def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Ten
         ValueError: the logits' rows are strided or of another dtype, or `rows` is missing or does
             not fit.
     """
-    return sample_with_cuts(logits, rows, mode)[0]
+    return sample_with_cuts_gpu(logits, rows, mode)[0]
 
 
-def sample_with_cuts(
+@sample_with_cuts.gpu
+def sample_with_cuts_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
     """`sample`, and where its filters cut; None where the mode has none."""
@@ -117,10 +118,11 @@ def sample_with_cuts(
     return tokens, cuts
 
 
-def best_tokens(
+@best_tokens.gpu
+def best_tokens_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """The best tokens of every row among a tensor-parallel rank's; as `best_tokens_reference`, with
+    """The best tokens of every row among a tensor-parallel rank's; as `best_tokens.reference`, with
     tensors on a GPU.
 
     Args:

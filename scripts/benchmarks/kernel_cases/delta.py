@@ -8,11 +8,11 @@ from kernel_cases.case import OURS, Chain
 from kernel_cases.hardware import Need
 from kernel_cases.recurrent_rows import DecodeRows, prefill_rows
 from kernel_cases.tensors import layers_that_fit, random
-from megatron_async.ops.recurrent.delta_decode import delta_decode
+from megatron_async.ops.recurrent.delta_decode import delta_decode_gpu
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
-from megatron_async.ops.recurrent.delta_prefill import delta_prefill
-from megatron_async.ops.recurrent.flush import flush
-from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm
+from megatron_async.ops.recurrent.delta_prefill import delta_prefill_gpu
+from megatron_async.ops.recurrent.flush import flush_gpu
+from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm_gpu
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 
 SHAPES = {
@@ -66,16 +66,18 @@ def decode_chains(shape: DeltaShape, rows: int, width: int) -> dict[str, Chain]:
     z = qkvzba[:, shape.conv_dim : shape.conv_dim + shape.value_inner]
 
     def ours() -> None:
-        flush(every, at.index, at.before, at.after, rule)
+        flush_gpu(every, at.index, at.before, at.after, rule)
         for pool in pools:
-            delta_decode(qkvzba, params, pool, at.index, at.positions, at.after, width, rule, out=o)
+            delta_decode_gpu(
+                qkvzba, params, pool, at.index, at.positions, at.after, width, rule, out=o
+            )
 
     def only_flush() -> None:
-        flush(every, at.index, at.before, at.after, rule)
+        flush_gpu(every, at.index, at.before, at.after, rule)
 
     def norm() -> None:
         for _ in pools:
-            gated_head_norm(o, z, weight, 1e-6)
+            gated_head_norm_gpu(o, z, weight, 1e-6)
 
     runs = {OURS: ours, "flush": only_flush, "norm": norm}
     return {name: Chain(run, len(pools)) for name, run in runs.items()}
@@ -104,6 +106,6 @@ def prefill_chains(shape: DeltaShape, lengths: list[int]) -> dict[str, Chain]:
 
     def ours() -> None:
         for pool in pools:
-            delta_prefill(qkvzba, params, pool, rows, base, rule, out=o)
+            delta_prefill_gpu(qkvzba, params, pool, rows, base, rule, out=o)
 
     return {OURS: Chain(ours, len(pools))}

@@ -13,14 +13,14 @@ from kernel_cases.tensors import random
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.ops.experts.expert_mlp import expert_mlp_by_plan
 from megatron_async.ops.experts.expert_plan import ExpertPlan, FewTokenPlan
-from megatron_async.ops.experts.expert_routing import Routing, route
-from megatron_async.ops.experts.few_tokens import ExpertLayer, few_token_experts
-from megatron_async.ops.experts.shared_gate import add_shared_expert
-from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.experts.expert_routing import Routing, route_gpu
+from megatron_async.ops.experts.few_tokens import ExpertLayer, few_token_experts_gpu
+from megatron_async.ops.experts.shared_gate import add_shared_expert_gpu
+from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
 from megatron_async.ops.linear.skinny_linear import (
-    linear,
-    linear_squared_relu,
-    linear_swiglu,
+    linear_gpu,
+    linear_squared_relu_gpu,
+    linear_swiglu_gpu,
 )
 from megatron_async.ops.linear.unnormed import Unnormed
 
@@ -140,7 +140,7 @@ class Layers:
 
     def _routed(self, x: Tensor, layer: ExpertLayer) -> Routing:
         rule = layer.pre_softmax, None, 0, layer.sigmoid, layer.bias, layer.scale
-        return route(x, layer.router, layer.topk, *rule)
+        return route_gpu(x, layer.router, layer.topk, *rule)
 
     def _experts(self, x: Tensor, routings: list[Routing], plan: ExpertPlan) -> None:
         for routing, layer in zip(routings, self.layers, strict=True):
@@ -149,22 +149,22 @@ class Layers:
     def _grouped(self, x: Tensor, plan: ExpertPlan) -> None:
         output, residual = x, torch.zeros_like(x)
         for layer in self.layers:
-            normed, residual = add_rms_norm(output, residual, self.norm, EPS)
+            normed, residual = add_rms_norm_gpu(output, residual, self.norm, EPS)
             routing = self._routed(normed, layer)
             output = expert_mlp_by_plan(normed, routing, layer.fc1, layer.fc2, 0, plan)
             if layer.shared_fc1 is None or layer.shared_fc2 is None:
                 continue
-            first = linear_swiglu if self.sizes.gated else linear_squared_relu
-            shared = linear(first(normed, layer.shared_fc1), layer.shared_fc2)
+            first = linear_swiglu_gpu if self.sizes.gated else linear_squared_relu_gpu
+            shared = linear_gpu(first(normed, layer.shared_fc1), layer.shared_fc2)
             if layer.shared_gate is None:
                 output = output + shared
             else:
-                output = add_shared_expert(output, shared, normed, layer.shared_gate)
+                output = add_shared_expert_gpu(output, shared, normed, layer.shared_gate)
 
     def _few(self, x: Tensor, plan: FewTokenPlan) -> None:
         output, residual = x, torch.zeros_like(x)
         for layer in self.layers:
             given = Unnormed(output, residual, self.norm, EPS)
-            output, _routing = few_token_experts(given, layer, plan)
+            output, _routing = few_token_experts_gpu(given, layer, plan)
             assert given.total is not None
             residual = given.total

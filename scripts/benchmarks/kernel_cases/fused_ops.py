@@ -20,16 +20,16 @@ from kernel_cases.case import OURS, Case, Family, Work
 from kernel_cases.hardware import Hardware, Need
 from kernel_cases.tensors import DTYPE, random
 from kernel_cases.timing import repeated
-from megatron_async.ops.attention.rope_append import rope_append
+from megatron_async.ops.attention.rope_append import rope_append_gpu
 from megatron_async.ops.attention.rotary import apply_rotary_reference
 from megatron_async.ops.linear.qkv_places import QkvPlaces
-from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
-from megatron_async.ops.linear.skinny_linear import linear, linear_rope_append
+from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
+from megatron_async.ops.linear.skinny_linear import linear_gpu, linear_rope_append_gpu
 from megatron_async.ops.linear.skinny_plan import rotates_heads
-from megatron_async.ops.linear.swiglu import swiglu
-from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample_reference
+from megatron_async.ops.linear.swiglu import swiglu_gpu
+from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
 from megatron_async.ops.sampling.slot_records import HEADER, RECORD_WORDS, Header, pack_record
-from megatron_async.ops.sampling.triton_sampling import sample
+from megatron_async.ops.sampling.triton_sampling import sample_gpu
 
 ROWS = (1, 16, 64, 256)
 POSITIONS = 4096
@@ -68,8 +68,8 @@ def norm_pair(shape: Shape, rows: int) -> Pair:
     x, residual, weight = random(rows, shape.hidden), random(rows, shape.hidden), random(1)
     weight = weight.expand(shape.hidden).contiguous()
     return (
-        lambda: add_rms_norm(x, residual, weight, 1e-5),
-        lambda: add_rms_norm_reference(x, residual, weight, 1e-5),
+        lambda: add_rms_norm_gpu(x, residual, weight, 1e-5),
+        lambda: add_rms_norm.reference(x, residual, weight, 1e-5),
     )
 
 
@@ -87,8 +87,8 @@ def qkv_pair(shape: Shape, rows: int) -> Pair:
 
     def ours() -> Tensor:
         if rotates_heads(x, weight, shape.dim, False):
-            return linear_rope_append(x, weight, None, fused.places)
-        return fused(linear(x, weight))
+            return linear_rope_append_gpu(x, weight, None, fused.places)
+        return fused(linear_gpu(x, weight))
 
     return ours, lambda: unfused(F.linear(x, weight))
 
@@ -102,7 +102,7 @@ class RopeAppend:
     def __call__(self, qkv: Tensor) -> Tensor:
         """Queries; keys and values are appended."""
         at = self.places
-        return rope_append(
+        return rope_append_gpu(
             qkv, at.cos, at.sin, at.position_ids, at.write_index, at.key_cache, at.value_cache
         )
 
@@ -135,7 +135,7 @@ def swiglu_pair(shape: Shape, rows: int) -> Pair:
         gate, up = gates.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    return lambda: swiglu(gates), unfused
+    return lambda: swiglu_gpu(gates), unfused
 
 
 BLOCK_OPS = {
@@ -193,8 +193,8 @@ def sampling_pair(shape: Shape, rows: int, spread: float, rule: Rule) -> Pair:
     records[:, Header.SEED_LOW] = row.int()
     params = SamplingRows(row, row.int(), records)
     return (
-        lambda: sample(logits, params, rule.mode),
-        lambda: sample_reference(logits, params, rule.mode),
+        lambda: sample_gpu(logits, params, rule.mode),
+        lambda: sample.reference(logits, params, rule.mode),
     )
 
 

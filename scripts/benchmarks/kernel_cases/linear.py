@@ -21,10 +21,10 @@ from kernel_cases.hardware import CACHE_BYTES, Hardware, Need
 from kernel_cases.tensors import random
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.linear.skinny_linear import linear, linear_swiglu
+from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
+from megatron_async.ops.linear.skinny_linear import linear_gpu, linear_swiglu_gpu
 from megatron_async.ops.linear.skinny_plan import takes_unnormed
-from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.linear.swiglu import swiglu_gpu
 from megatron_async.ops.linear.unnormed import Unnormed
 
 EPS = 1e-5
@@ -83,9 +83,9 @@ class Layers:
     def _product(self, name: str, x: Tensor, ours: bool) -> None:
         for weight in self.weights[name]:
             if name == "fc1":
-                linear_swiglu(x, weight) if ours else swiglu(F.linear(x, weight))
+                linear_swiglu_gpu(x, weight) if ours else swiglu_gpu(F.linear(x, weight))
             elif ours:
-                linear(x, weight, may_split=name in ("proj", "fc2"))
+                linear_gpu(x, weight, may_split=name in ("proj", "fc2"))
             else:
                 F.linear(x, weight)
 
@@ -104,10 +104,10 @@ class Layers:
         fc1: Tensor,
         fc2: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self._behind_norm(linear, x, residual, qkv)
-        x = linear(x[:, : self.heads], proj, may_split=True)
-        x, residual = self._behind_norm(linear_swiglu, x, residual, fc1)
-        return linear(x, fc2, may_split=True), residual
+        x, residual = self._behind_norm(linear_gpu, x, residual, qkv)
+        x = linear_gpu(x[:, : self.heads], proj, may_split=True)
+        x, residual = self._behind_norm(linear_swiglu_gpu, x, residual, fc1)
+        return linear_gpu(x, fc2, may_split=True), residual
 
     def _behind_norm(
         self,
@@ -121,7 +121,7 @@ class Layers:
             y = product(unnormed, weight)
             assert unnormed.total is not None
             return y, unnormed.total
-        x, total = add_rms_norm(x, residual, self.norm, EPS)
+        x, total = add_rms_norm_gpu(x, residual, self.norm, EPS)
         return product(x, weight), total
 
     def _cublas_layer(
@@ -133,10 +133,10 @@ class Layers:
         fc1: Tensor,
         fc2: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = add_rms_norm(x, residual, self.norm, EPS)
+        x, residual = add_rms_norm_gpu(x, residual, self.norm, EPS)
         x = F.linear(F.linear(x, qkv)[:, : self.heads], proj)
-        x, residual = add_rms_norm(x, residual, self.norm, EPS)
-        return F.linear(swiglu(F.linear(x, fc1)), fc2), residual
+        x, residual = add_rms_norm_gpu(x, residual, self.norm, EPS)
+        return F.linear(swiglu_gpu(F.linear(x, fc1)), fc2), residual
 
 
 def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -> Iterator[Case]:

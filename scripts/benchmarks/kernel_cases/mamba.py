@@ -10,11 +10,11 @@ from kernel_cases.hardware import Need
 from kernel_cases.mamba_megatron import megatron_decode, megatron_prefill
 from kernel_cases.recurrent_rows import DecodeRows, prefill_rows
 from kernel_cases.tensors import layers_that_fit, random
-from megatron_async.ops.recurrent.flush import flush
-from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
-from megatron_async.ops.recurrent.mamba_decode import mamba_decode
+from megatron_async.ops.recurrent.flush import flush_gpu
+from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_gpu
+from megatron_async.ops.recurrent.mamba_decode import mamba_decode_gpu
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
-from megatron_async.ops.recurrent.mamba_prefill import mamba_prefill
+from megatron_async.ops.recurrent.mamba_prefill import mamba_prefill_gpu
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 
 SHAPES = {
@@ -82,16 +82,18 @@ def decode_chains(
     y, weight = random(rows * width, shape.d_inner), random(shape.d_inner)
 
     def ours() -> None:
-        flush(every, at.index, at.before, at.after, rule)
+        flush_gpu(every, at.index, at.before, at.after, rule)
         for pool in pools:
-            mamba_decode(zxbcdt, params, pool, at.index, at.positions, at.after, width, rule, out=y)
+            mamba_decode_gpu(
+                zxbcdt, params, pool, at.index, at.positions, at.after, width, rule, out=y
+            )
 
     def only_flush() -> None:
-        flush(every, at.index, at.before, at.after, rule)
+        flush_gpu(every, at.index, at.before, at.after, rule)
 
     def norm() -> None:
         for _ in pools:
-            gated_rms_norm(y, zxbcdt[:, : shape.d_inner], weight, shape.groups, 1e-5)
+            gated_rms_norm_gpu(y, zxbcdt[:, : shape.d_inner], weight, shape.groups, 1e-5)
 
     runs = {OURS: ours, "flush": only_flush, "norm": norm}
     if with_megatron:
@@ -119,7 +121,7 @@ def prefill_chains(shape: MambaShape, lengths: list[int], with_megatron: bool) -
 
     def ours() -> None:
         for pool in pools:
-            mamba_prefill(zxbcdt, params, pool, rows, base, rule, out=y)
+            mamba_prefill_gpu(zxbcdt, params, pool, rows, base, rule, out=y)
 
     runs = {OURS: ours}
     if with_megatron:

@@ -186,9 +186,9 @@ def test_what_requests_ask_of_sampling(
 
     Break one of these, and it fails:
 
-    - `process_logits_reference`: do not count the drafts before
+    - `process_logits.reference`: do not count the drafts before
     - `_banned`: do not look at the drafts before
-    - `count_tokens_reference`: count all samples (no `is_yielded`)
+    - `count_tokens.reference`: count all samples (no `is_yielded`)
     - `LaunchedStep.log_probs`: the first sample's for all of a row
     """
     base = {"num_tokens_to_generate": 24, "termination_id": -1, "temperature": 0.0}

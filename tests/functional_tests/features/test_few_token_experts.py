@@ -4,6 +4,7 @@ products: the same tokens."""
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 from megatron_async import LLM, SamplingParams
 from megatron_async.models import moe
 from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan, plan_few_tokens
-from megatron_async.ops.experts.few_tokens import ExpertLayer
+from megatron_async.ops.experts.few_tokens import ExpertLayer, few_token_experts
+from megatron_async.ops.linear.unnormed import Unnormed
 
 MODELS = ["tiny-moe", "tiny-hybrid", "tiny-gated-delta"]
 """Softmax; sigmoids with a bias and a shared expert without a gate; a shared expert behind one."""
@@ -35,28 +37,19 @@ def test_same_tokens(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(model, "cpu")
     tokens: Counter[int] = Counter()
     normed: Counter[bool] = Counter()
-    op = moe.kernels_for(torch.empty(0)).few_token_experts
+    op = few_token_experts.on("torch")
 
     def planned(x: torch.Tensor, layer: ExpertLayer) -> FewTokenPlan | None:
         return plan_few_tokens(x.size(-2), layer.shape)
 
-    class Kernels:
-        """The CPU's, which tell what they were given."""
+    def watched(x: torch.Tensor | Unnormed, *rest: Any) -> object:
+        rows = x.x if isinstance(x, Unnormed) else x
+        tokens[rows.size(-2)] += 1
+        normed[isinstance(x, Unnormed)] += 1
+        return op(x, *rest)
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(kernels, name) if name != "few_token_experts" else self.watched
-
-        @staticmethod
-        def watched(x: object, *rest: object) -> object:
-            rows = x.x if isinstance(x, moe.Unnormed) else x
-            assert isinstance(rows, torch.Tensor)
-            tokens[rows.size(-2)] += 1
-            normed[isinstance(x, moe.Unnormed)] += 1
-            return op(x, *rest)
-
-    kernels, watching = moe.kernels_for(torch.empty(0)), Kernels()
     monkeypatch.setattr(moe, "find_plan", planned)
-    monkeypatch.setattr(moe, "kernels_for", lambda _: watching)
+    monkeypatch.setattr(few_token_experts, "on", lambda *_: watched)
     assert generate(model, "cpu") == expected
     assert set(tokens) <= set(range(1, FEW_TOKENS + 1))
     assert tokens[1] > 0

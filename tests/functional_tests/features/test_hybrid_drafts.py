@@ -95,7 +95,7 @@ def test_tokens_are_those_of_serial_plain_decoding(
 
     Break one of these, and it fails:
 
-    - `flush_kernels.next_bases` and `next_bases_reference`: flush up to a row's last query token
+    - `flush_kernels.next_bases` and `next_bases.reference`: flush up to a row's last query token
       (`first + width - 1`)
     - `FlushRule.ring_length`: leave the widths out
     """

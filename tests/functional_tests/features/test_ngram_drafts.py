@@ -57,7 +57,7 @@ def test_tokens_are_those_of_plain_decoding(part: int) -> None:
 
     Break one of these, and it fails:
 
-    - `ngram_drafts_reference`: `places <= last`; `best % PLACES` without the 1; no `scatter_` of
+    - `ngram_drafts.reference`: `places <= last`; `best % PLACES` without the 1; no `scatter_` of
       the last token
     - `unpack_step_reference`: do not store tokens of chunks
     - `unpack_rows`: `brought` without the request's own number
@@ -99,7 +99,7 @@ def replayed(answer: list[int], prompt: int, count: int) -> int:
 def test_a_text_that_repeats_itself(kind: type[AttentionModel], lookahead: int, count: int) -> None:
     """It takes about the steps that its drafts allow: a stale read would show here.
 
-    Break one of these, and it fails: `DraftBooks.width_for` always 1; `store_drafts_reference`
+    Break one of these, and it fails: `DraftBooks.width_for` always 1; `store_drafts.reference`
     without slots; `_learn` with the second token; `NgramDrafter` without the last token.
     """
     model, tokens = model_of(kind), 90

@@ -133,7 +133,7 @@ def test_a_prompt_of_whole_blocks(
 def test_experts_meet_a_token_that_is_computed_again() -> None:
     """Such a token writes to the dummy block, and is no dummy.
 
-    Break it, and it fails: `route_reference` takes each token that writes there for a dummy.
+    Break it, and it fails: `route.reference` takes each token that writes there for a dummy.
     """
     engine = make_engine(
         make_model(DUMMY_SHAPES["tiny-moe"]), block_size_tokens=4, max_requests=4, lookahead=1,
@@ -161,7 +161,7 @@ def test_slots_are_begun_anew(
     Break one of these, and it fails:
 
     - `PlanBuilder.build`: STARTS only where a chunk begins at 0
-    - `begin_chunks_reference`: do not reset the counts where a chunk begins behind 0
+    - `begin_chunks.reference`: do not reset the counts where a chunk begins behind 0
     """
 
     def asking(number: int, length: int, tokens: int) -> Job:

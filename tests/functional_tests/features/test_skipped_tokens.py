@@ -122,7 +122,7 @@ def test_skipped_tokens_count(
 
     Break one of these, and it fails:
 
-    - `begin_chunks_reference`: count the chunk alone, or do not reset the counts of a slot whose
+    - `begin_chunks.reference`: count the chunk alone, or do not reset the counts of a slot whose
       owner begins behind cached tokens
     - `unpack_step_reference`: do not keep the tokens of prefill chunks
     """
@@ -170,7 +170,7 @@ def test_evicted_requests_find_their_own_tokens(
     Break one of these, and it fails:
 
     - `unpack_rows`: do not keep the tokens of decode rows
-    - `begin_chunks_reference`: take the window of bad words from the chunk alone, the skipped
+    - `begin_chunks.reference`: take the window of bad words from the chunk alone, the skipped
       tokens from another row's table, or mark them all as the prompt's
     """
     answers = [[*job.prompt, *tokens] for job, tokens in zip(later, expected, strict=True)]

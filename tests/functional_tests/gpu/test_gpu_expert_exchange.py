@@ -19,7 +19,7 @@ from megatron_async.ops.experts.symmetric_exchange import (
     ExpertExchange,
     exchange_of,
 )
-from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
 from tests.support.cards import on_cards
 from tests.support.ranks import run_ranks
 
@@ -74,7 +74,7 @@ def exchanged(
                 out = dispatcher.combine_add_rms_norm(sums, residual, weight, EPS)
                 assert torch.equal(out[1], residual + total)
                 if own:
-                    reference, _ = add_rms_norm_reference(total, residual, weight, EPS)
+                    reference, _ = add_rms_norm.reference(total, residual, weight, EPS)
                     torch.testing.assert_close(out[0], reference, **tolerance)
     return found
 

@@ -12,7 +12,7 @@ from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.devices import make_device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
-from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.ranks.symmetric_choice import LEAST_ROWS
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
 from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
@@ -96,7 +96,7 @@ def sums(dtype_name: str) -> list[list[float]]:
             )
             weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
             residual, weight = residual.cuda(), weight.cuda()
-            reference = add_rms_norm_reference(expected[:, 0], residual, weight, EPS)
+            reference = add_rms_norm.reference(expected[:, 0], residual, weight, EPS)
             for _ in range(5):  # both places of a row, and turns that wrap around them
                 normed, total = collectives.all_reduce_add_rms_norm(mine, residual, weight, EPS)
                 torch.testing.assert_close(total, reference[1], **tolerance)
@@ -170,7 +170,7 @@ def choices(dtype_name: str) -> dict[str, int]:
         own = torch.full_like(logits[:, :1], 1e4).repeat(1, local)
         own[:, : shard.columns] = logits[:, first : first + shard.columns]
         for mode in (SamplingMode.GREEDY, SamplingMode.SOFTMAX):
-            expected = triton_sampling.sample(logits, params, mode)
+            expected = triton_sampling.sample_gpu(logits, params, mode)
             found = torch.zeros_like(expected)
 
             def choose(
@@ -179,7 +179,7 @@ def choices(dtype_name: str) -> dict[str, int]:
                 mode: SamplingMode = mode,
                 found: torch.Tensor = found,
             ) -> None:
-                best = triton_sampling.best_tokens(own, params, mode, first, shard.columns)
+                best = triton_sampling.best_tokens_gpu(own, params, mode, first, shard.columns)
                 found.copy_(shard.choose(*best))
 
             device.fence()

@@ -15,6 +15,7 @@ from megatron_async.models.linear import (
     linear,
     pack_weights,
 )
+from megatron_async.ops.all_ops import Ops
 
 TINY = DUMMY_SHAPES["tiny"]
 needs_mkldnn = pytest.mark.skipif(
@@ -93,4 +94,5 @@ def test_packing_again_follows_changed_weights():
 
 def test_linear_without_a_packed_weight():
     x, weight, bias = torch.randn(4, 5), torch.randn(3, 5), torch.randn(3)
-    assert torch.equal(linear(x, weight, bias, None), F.linear(x, weight, bias))
+    ops = Ops(torch.device("cpu"))
+    assert torch.equal(linear(ops, x, weight, bias, None), F.linear(x, weight, bias))

@@ -22,7 +22,7 @@ from megatron_async.models.hybrid import build_model, init_dummy_weights, transf
 from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.partition import check_partition, mamba_sizes, recurrent_layers
-from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_reference
+from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
 from tests.support.ranks import run_ranks
 from tests.support.whole_sequence import whole_logits
 from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
@@ -264,7 +264,7 @@ def test_dummy_weights_do_not_depend_on_ranks() -> None:
 
 def test_gated_norm() -> None:
     y, z, weight = torch.randn(5, 12), torch.randn(5, 20)[:, :12], torch.randn(12)
-    found = gated_rms_norm_reference(y, z, weight, 3, 1e-5)
+    found = gated_rms_norm.reference(y, z, weight, 3, 1e-5)
     for group in range(3):
         part = slice(4 * group, 4 * group + 4)
         gated = y[:, part] * z[:, part] * torch.sigmoid(z[:, part])

@@ -21,9 +21,9 @@ from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
 from megatron_async.ops.batch_dimensions import BatchDimensions
-from megatron_async.ops.experts.expert_mlp import expert_mlp_reference
+from megatron_async.ops.experts.expert_mlp import expert_mlp
 from megatron_async.ops.experts.expert_plan import FewTokenPlan, plan_few_tokens
-from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route_reference
+from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route
 from megatron_async.ops.experts.few_tokens import ExpertLayer
 from tests.support.ranks import run_ranks
 
@@ -108,8 +108,8 @@ BIAS = torch.tensor([0.3, -0.2, 0.0, 0.1, -0.4, 0.2, 0.0, -0.1])
 def expected_output(x: Tensor, write_index: Tensor, kind: str) -> Tensor:
     router, fc1, fc2 = all_weights(kind)
     rule = {"sigmoid": True, "bias": BIAS, "scale": 2.5} if kind == "nemotron" else {}
-    routing = route_reference(x, router, 2, False, write_index, DUMMY_PLACE, **rule)
-    output = expert_mlp_reference(x, routing, fc1, fc2, 0, EXPERTS)
+    routing = route.reference(x, router, 2, False, write_index, DUMMY_PLACE, **rule)
+    output = expert_mlp.reference(x, routing, fc1, fc2, 0, EXPERTS)
     if kind != "mixtral":
         fc1, fc2 = shared_weights(fc1.size(1) // FFN)
         inner = x @ fc1.t()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_async.models.norm import InferenceRMSNorm, factors_of, fold_norms
-from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
 
 
 def test_a_plain_norm_multiplies_by_its_weight() -> None:
@@ -30,7 +30,7 @@ def test_one_is_added_in_float32_or_wider(dtype: torch.dtype) -> None:
     assert (norm.weight == 2**-9).all(), "what is saved is what was loaded"
     x = torch.randn(3, 8, dtype=torch.float64)
     expected = torch.rms_norm(x, (8,), None, 1e-6) * (1 + 2**-9)
-    normed, _total = add_rms_norm_reference(x.to(dtype), None, factors, 1e-6)
+    normed, _total = add_rms_norm.reference(x.to(dtype), None, factors, 1e-6)
     assert normed.dtype == dtype
     limits = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-5}
     torch.testing.assert_close(normed.double(), expected, **limits)

@@ -9,10 +9,13 @@ from torch import Tensor
 from megatron_async.ops.cpu.recurrent.host_recurrent import ONES
 from megatron_async.ops.recurrent import bases
 from megatron_async.ops.recurrent import flush as flushing
+from megatron_async.ops.recurrent.bases import next_bases
+from megatron_async.ops.recurrent.flush import flush
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
 
 
-def next_bases(
+@next_bases.cpu
+def next_bases_cpu(
     base: Tensor,
     row_index: Tensor,
     positions: Tensor,
@@ -41,7 +44,7 @@ def next_bases(
         and all(tensor.is_contiguous() for tensor in (base, row_index, positions))
     )
     if not serves:
-        return bases.next_bases_reference(base, row_index, positions, width, prefill, rule)
+        return bases.next_bases.reference(base, row_index, positions, width, prefill, rule)
     from megatron_async.ops.cpu.recurrent import flush_kernels
 
     rule.check()
@@ -79,7 +82,8 @@ def _serves(
     )
 
 
-def flush(
+@flush.cpu
+def flush_cpu(
     pools: RecurrentPools,
     row_index: Tensor,
     base_before: Tensor,
@@ -100,7 +104,7 @@ def flush(
     if not rows:
         return
     if not _serves(pools, row_index, base_before, base_after, saves):
-        flushing.flush_reference(pools, row_index, base_before, base_after, rule, saves)
+        flushing.flush.reference(pools, row_index, base_before, base_after, rule, saves)
         return
     from megatron_async.ops.cpu.recurrent import flush_kernels
 
@@ -128,4 +132,4 @@ def compile_loops(dtype: torch.dtype = torch.float32) -> None:
     rule, base = FlushRule(), torch.zeros(1, dtype=torch.int32)
     index, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 1, 1, 1, dtype=dtype)
     pools = RecurrentPools(one, torch.zeros(1, 1, 1, 2, dtype=dtype), one, one[0])
-    flush(pools, index, *next_bases(base, index, index, 1, None, rule), rule)
+    flush_cpu(pools, index, *next_bases_cpu(base, index, index, 1, None, rule), rule)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron_async.ops.recurrent import delta_pools, delta_reference, mamba_pools, mamba_reference
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
+from megatron_async.ops.recurrent.delta_reference import delta_decode
 from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams
+from megatron_async.ops.recurrent.mamba_reference import mamba_decode
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
 from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
 
@@ -78,7 +80,8 @@ def _decode(
     )
 
 
-def mamba_decode(
+@mamba_decode.cpu
+def mamba_decode_cpu(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,
@@ -103,7 +106,7 @@ def mamba_decode(
         ValueError: sizes, dtypes or layouts do not fit each other.
     """
     if gating is not None or not _serves(zxbcdt, params, pools, row_index, positions, base):
-        return mamba_reference.mamba_decode_reference(
+        return mamba_reference.mamba_decode.reference(
             zxbcdt, params, pools, row_index, positions, base, width, rule, out, gating
         )
     from megatron_async.ops.cpu.recurrent.mamba_kernels import mamba_decode as loop
@@ -117,7 +120,8 @@ def mamba_decode(
     return out
 
 
-def delta_decode(
+@delta_decode.cpu
+def delta_decode_cpu(
     qkvzba: Tensor,
     params: DeltaParams,
     pools: RecurrentPools,
@@ -140,7 +144,7 @@ def delta_decode(
         ValueError: sizes, dtypes or layouts do not fit each other.
     """
     if not _serves(qkvzba, params, pools, row_index, positions, base):
-        return delta_reference.delta_decode_reference(
+        return delta_reference.delta_decode.reference(
             qkvzba, params, pools, row_index, positions, base, width, rule, out
         )
     from megatron_async.ops.cpu.recurrent.delta_kernels import delta_decode as loop
@@ -173,11 +177,11 @@ def compile_loops(dtype: torch.dtype = torch.float32) -> None:
     one, channels = ones(heads), dim + 2 * keys
     weight, columns = ones(channels, 4), dim + channels + heads
     mamba = MambaParams(weight, ones(channels), one, one, one)
-    mamba_decode(
+    mamba_decode_cpu(
         ones(1, columns), mamba, pools(dim + keys, mamba_pools.GATES, channels), index,
         index, base, 1, rule,
     )  # fmt: skip
-    delta_decode(
+    delta_decode_cpu(
         ones(1, columns + heads), DeltaParams(weight, one, one),
         pools(dim + keys, delta_pools.GATES, channels), index, index, base, 1, rule,
     )  # fmt: skip

@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.cpu.threads import run_shares
+from megatron_async.ops.sampling.log_probs import log_probs
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
-from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
+from megatron_async.ops.sampling.sampling import (
+    FilterCuts,
+    SamplingMode,
+    SamplingRows,
+    best_tokens,
+    sample,
+    sample_with_cuts,
+)
 from megatron_async.ops.sampling.slot_records import (
     NO_TOKEN,
     OUT_WORDS,
@@ -26,8 +34,9 @@ LEAST_SHARED, LEAST_SHARED_GREEDY = 2**17, 2**20
 """Logits from which on threads share the rows: some 400 microseconds of one core."""
 
 
-def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
-    """`sample_reference`.
+@sample.cpu
+def sample_cpu(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
+    """`sample.reference`.
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype.
@@ -44,17 +53,19 @@ def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Ten
     return tokens
 
 
-def sample_with_cuts(
+@sample_with_cuts.cpu
+def sample_with_cuts_cpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, FilterCuts | None]:
     """`sample`, in the form of `triton_sampling.sample_with_cuts`."""
-    return sample(logits, rows, mode), None
+    return sample_cpu(logits, rows, mode), None
 
 
-def best_tokens(
+@best_tokens.cpu
+def best_tokens_cpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """`best_tokens_reference`: float32 `[rows, 1]` scores and int32 `[rows, 1]` token ids.
+    """`best_tokens.reference`: float32 `[rows, 1]` scores and int32 `[rows, 1]` token ids.
 
     Args:
         logits: `[rows, local columns]`, any float dtype.
@@ -99,16 +110,17 @@ def _choose(
     return tokens, scores
 
 
-def log_probs(
+@log_probs.cpu
+def log_probs_cpu(
     logits: Tensor,
     processed: Tensor,
     tokens: Tensor,
-    cuts: None,
+    cuts: FilterCuts | None,
     rows: ProcessingRows,
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    """`log_probs_reference`, with its arguments; `ring` is written."""
+    """`log_probs.reference`, with its arguments; `ring` is written."""
     _write_log_probs(logits, processed, tokens, rows.features, rows, ring, entry)
 
 
@@ -145,7 +157,7 @@ def compile_loops() -> None:
     records[0, Header.TOP_K], records[0, Header.TOP_N] = 3, 1
     number = torch.zeros(1, dtype=torch.int32)
     rows = SamplingRows(number.long(), number, records)
-    tokens = sample(logits, rows, SamplingMode.FILTERED)
+    tokens = sample_cpu(logits, rows, SamplingMode.FILTERED)
     features = number + int(RowFeature.LOG_PROBS)
     ring = torch.zeros(1, 1, OUT_WORDS, dtype=torch.int32)
     _write_log_probs(logits, logits, tokens, features, rows, ring, number)

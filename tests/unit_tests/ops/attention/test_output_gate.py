@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_async.ops.attention.output_gate import output_gate, output_gate_reference
+from megatron_async.ops.attention.output_gate import output_gate, output_gate_gpu
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -27,16 +27,16 @@ def rows(tokens, kv_heads, group, dim, dtype, device):
 )
 def test_equals_torch(tokens, kv_heads, group, dim, dtype, device):
     attended, mixed, gates = rows(tokens, kv_heads, group, dim, dtype, device)
-    found = output_gate(attended, mixed, kv_heads)
+    found = output_gate_gpu(attended, mixed, kv_heads)
     expected = (attended.float() * gates.float().sigmoid()).to(dtype)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(output_gate_reference(attended, mixed, kv_heads), expected)
+    torch.testing.assert_close(output_gate.reference(attended, mixed, kv_heads), expected)
 
 
 def test_bad_input():
     attended, mixed, _gates = rows(2, 2, 3, 8, torch.float32, "cpu")
-    for op in (output_gate, output_gate_reference):
+    for op in (output_gate_gpu, output_gate.reference):
         with pytest.raises(ValueError, match=r"wants a mixed_qkv of \(2, 128\), queries, gates"):
             op(attended, mixed[:, 8:], 2)
         with pytest.raises(ValueError, match="with 4 KV heads"):

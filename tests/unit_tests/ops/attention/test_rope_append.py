@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_async.ops.attention.rope_append import rope_append, rope_append_reference
+from megatron_async.ops.attention.rope_append import rope_append, rope_append_gpu
 from megatron_async.ops.attention.rotary import apply_rotary_reference
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
@@ -50,8 +50,8 @@ def inputs(
 def check(arguments):
     qkv, cos, sin, positions, places, keys, values, *norm = arguments
     expected_keys, expected_values = keys.clone(), values.clone()
-    query = rope_append(*arguments)
-    expected = rope_append_reference(
+    query = rope_append_gpu(*arguments)
+    expected = rope_append.reference(
         qkv, cos, sin, positions, places, expected_keys, expected_values, *norm
     )
     assert query.is_contiguous()
@@ -109,14 +109,14 @@ def test_gates_behind_the_queries_are_passed_over(
     gates = torch.full((5, kv_heads, group, dim), torch.nan, dtype=dtype, device=device)
     gated = torch.cat((heads[:, :, :group], gates, heads[:, :, group:]), 2).flatten(1)
     caches = [cache.clone().fill_(torch.nan) for cache in plain[5:7]]
-    for op in (rope_append, rope_append_reference):
+    for op in (rope_append_gpu, rope_append.reference):
         norms = dict(zip(("q_weight", "k_weight", "eps"), plain[7:]))
         query = op(gated, *plain[1:5], *caches, **norms, has_gate=True)
         torch.testing.assert_close(query, expected)
         for found, wanted in zip(caches, plain[5:7], strict=True):
             torch.testing.assert_close(found, wanted, equal_nan=True)
     with pytest.raises(ValueError, match="as many gates, and 2"):
-        rope_append(gated[:, :-1], *plain[1:5], *caches, has_gate=True)
+        rope_append_gpu(gated[:, :-1], *plain[1:5], *caches, has_gate=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,7 +125,7 @@ def test_equals_the_modules(dtype, norm, device):
     """Megatron's split, RMSNorm modules, cos and sin in the dtype, index_copy."""
     arguments = inputs(6, 3, 3, 64, dtype, device, norm)
     qkv, cos, sin, positions, places, keys, values, *weights = arguments
-    query = rope_append(*arguments)
+    query = rope_append_gpu(*arguments)
     parts = qkv.view(6, 3, 5, 64)
     expected, key, value = parts[:, :, :3].reshape(6, 9, 64), parts[:, :, 3], parts[:, :, 4]
     if norm:
@@ -144,7 +144,7 @@ def test_a_value_that_is_not_finite_stays_in_its_place(device):
     """Rotation must not mix an overflowed value into other lanes."""
     arguments = inputs(1, 1, 2, 8, torch.float32, device, norm=False)
     arguments[0][0, -1] = torch.inf
-    rope_append(*arguments)
+    rope_append_gpu(*arguments)
     stored = arguments[6].flatten(0, 1)[arguments[4]].view(-1)
     assert stored.isinf().tolist() == [False] * 7 + [True]
 
@@ -156,7 +156,7 @@ def test_bad_input():
         names = ("mixed_qkv", "cos", "sin", "position_ids", "write_index", "key_cache")
         arguments = dict(zip((*names, "value_cache", "q_weight", "k_weight", "eps"), good))
         with pytest.raises(ValueError, match=message):
-            rope_append(**{**arguments, **changes})
+            rope_append_gpu(**{**arguments, **changes})
 
     expect("rows of 63 elements", mixed_qkv=good[0][:, :63])
     expect("rows of 32 elements", mixed_qkv=good[0][:, :32])
@@ -183,10 +183,10 @@ def test_real_sizes(tokens, kv_heads, group, dim, norm, dtype):
 @pytest.mark.gpu
 def test_replays_in_a_graph():
     arguments = inputs(16, 8, 4, 128, torch.bfloat16, "cuda", norm=False)
-    rope_append(*arguments)
+    rope_append_gpu(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        query = rope_append(*arguments)
+        query = rope_append_gpu(*arguments)
     for _ in range(3):
         arguments[0].normal_()
         arguments[3].random_(0, 200)
@@ -194,6 +194,6 @@ def test_replays_in_a_graph():
         query.fill_(torch.nan)
         caches = arguments[5].fill_(torch.nan).clone(), arguments[6].fill_(torch.nan).clone()
         graph.replay()
-        expected = rope_append_reference(*arguments[:5], *caches)
+        expected = rope_append.reference(*arguments[:5], *caches)
         torch.testing.assert_close(query, expected)
         torch.testing.assert_close(tuple(arguments[5:7]), caches, equal_nan=True)

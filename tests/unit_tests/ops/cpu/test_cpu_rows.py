@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.ops import kernels
-from megatron_async.ops.attention.rope_append import rope_append_reference
+from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.cpu import compiler, rows
 from megatron_async.ops.linear.eight_bit import EightBitWeight
-from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
-from megatron_async.ops.linear.swiglu import swiglu_reference
-from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm_reference
-from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm
+from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
 
 pytestmark = pytest.mark.skipif(
     not compiler.compiles(), reason="Numba is not here, or switched off"
@@ -38,8 +37,8 @@ def test_norms(shape: tuple[int, int]) -> None:
     before = x.clone(), residual.clone()
     for stream in (residual, None):
         for found, expected in zip(
-            rows.add_rms_norm(x, stream, weight, 1e-5),
-            add_rms_norm_reference(x, stream, weight, 1e-5),
+            rows.add_rms_norm_cpu(x, stream, weight, 1e-5),
+            add_rms_norm.reference(x, stream, weight, 1e-5),
             strict=True,
         ):
             is_near(found, expected)
@@ -50,7 +49,7 @@ def test_norms(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(0, 8), (1, 2), (1, 3072), (5, 66)])
 def test_swiglu(shape: tuple[int, int]) -> None:
     x = 20 * torch.randn(shape)
-    is_near(rows.swiglu(x), swiglu_reference(x))
+    is_near(rows.swiglu_cpu(x), swiglu.reference(x))
 
 
 @pytest.mark.parametrize(
@@ -63,32 +62,33 @@ def test_gated_norms(rows_: int, groups: int, size: int) -> None:
     for z in (wide[:, :channels], wide[:, 7:]):
         weight = torch.randn(channels)
         is_near(
-            rows.gated_rms_norm(y, z, weight, groups, 1e-5),
-            gated_rms_norm_reference(y, z, weight, groups, 1e-5),
+            rows.gated_rms_norm_cpu(y, z, weight, groups, 1e-5),
+            gated_rms_norm.reference(y, z, weight, groups, 1e-5),
         )
         weight = torch.randn(size)
         is_near(
-            rows.gated_head_norm(y, z, weight, 1e-6), gated_head_norm_reference(y, z, weight, 1e-6)
+            rows.gated_head_norm_cpu(y, z, weight, 1e-6),
+            gated_head_norm.reference(y, z, weight, 1e-6),
         )
     double = y.double(), z.double(), weight.double(), 1e-6
-    assert torch.equal(rows.gated_head_norm(*double), gated_head_norm_reference(*double))
+    assert torch.equal(rows.gated_head_norm_cpu(*double), gated_head_norm.reference(*double))
     with pytest.raises(ValueError, match="z must be like it"):
-        rows.gated_head_norm(y, wide, weight, 1e-6)
+        rows.gated_head_norm_cpu(y, wide, weight, 1e-6)
 
 
 def test_ends_of_the_range() -> None:
     """The exponential neither overflows into NaN nor hides one."""
     gates = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4, torch.inf, torch.nan])
     x = torch.stack((gates, torch.ones(9))).reshape(1, 18)
-    is_near(rows.swiglu(x), swiglu_reference(x))
+    is_near(rows.swiglu_cpu(x), swiglu.reference(x))
 
 
 def all_of(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return (
-        rows.add_rms_norm(x, x, weight, 1e-5)[0],
-        rows.swiglu(x),
-        rows.gated_rms_norm(x, x, weight, 2, 1e-5),
-        rows.gated_head_norm(x, x, weight[:14].clone(), 1e-5),
+        rows.add_rms_norm_cpu(x, x, weight, 1e-5)[0],
+        rows.swiglu_cpu(x),
+        rows.gated_rms_norm_cpu(x, x, weight, 2, 1e-5),
+        rows.gated_head_norm_cpu(x, x, weight[:14].clone(), 1e-5),
     )
 
 
@@ -114,7 +114,7 @@ def test_rope_append(rotated: int, has_norm: bool, has_gate: bool) -> None:
     weights = (torch.randn(dim), torch.randn(dim)) if has_norm else (None, None)
     positions, places = torch.tensor([0, 39, 7, 7, 1]), torch.tensor([31, 0, 5, 6, 17])
     results = []
-    for op in (rows.rope_append, rope_append_reference):
+    for op in (rows.rope_append_cpu, rope_append.reference):
         caches = torch.zeros(4, 8, kv_heads, dim), torch.zeros(4, 8, kv_heads, dim)
         query = op(qkv, cos, sin, positions, places, *caches, *weights, 1e-5, has_gate)
         results.append((query, *caches))
@@ -126,13 +126,13 @@ def test_what_the_loops_do_not_take_goes_to_the_references() -> None:
     """16 bits, strided rows, partial sums."""
     x, weight = torch.randn(4, 64), torch.randn(64)
     strided = torch.randn(64, 4).T
-    is_near(rows.swiglu(strided), swiglu_reference(strided))
+    is_near(rows.swiglu_cpu(strided), swiglu.reference(strided))
     half = x.bfloat16()
-    assert torch.equal(rows.swiglu(half), swiglu_reference(half))
+    assert torch.equal(rows.swiglu_cpu(half), swiglu.reference(half))
     parts = torch.randn(2, 4, 64)
     for found, expected in zip(
-        rows.add_rms_norm(parts, x, weight, 1e-5),
-        add_rms_norm_reference(parts, x, weight, 1e-5),
+        rows.add_rms_norm_cpu(parts, x, weight, 1e-5),
+        add_rms_norm.reference(parts, x, weight, 1e-5),
         strict=True,
     ):
         is_near(found, expected)
@@ -146,18 +146,3 @@ def test_eight_bits_with_and_without_loops() -> None:
     found = packed.product(x)
     with mock.patch("megatron_async.ops.linear.eight_bit.compiles", return_value=False):
         torch.testing.assert_close(found, packed.product(x), rtol=1e-5, atol=1e-4)
-
-
-def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.empty(0)
-    assert kernels.kernels_for(cpu) is kernels.CPU_KERNELS
-    compiler.compiles.cache_clear()
-    try:
-        monkeypatch.setenv(compiler.SWITCH, "torch")
-        assert kernels.kernels_for(cpu) is kernels.TORCH_KERNELS
-        compiler.compiles.cache_clear()
-        monkeypatch.setenv(compiler.SWITCH, "fast")
-        with pytest.raises(ValueError, match="use 'numba' or 'torch'"):
-            kernels.kernels_for(cpu)
-    finally:
-        compiler.compiles.cache_clear()

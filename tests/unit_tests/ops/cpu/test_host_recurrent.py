@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
     not compiler.compiles(), reason="Numba is not here, or switched off"
 )
 
-ONCE_A_STEP = {"next_bases": host_flush.next_bases, "flush": host_flush.flush}
-MAMBA = mamba_cases.REFERENCES._replace(decode=host_recurrent.mamba_decode, **ONCE_A_STEP)
-DELTA = delta_cases.REFERENCES._replace(decode=host_recurrent.delta_decode, **ONCE_A_STEP)
+ONCE_A_STEP = {"next_bases": host_flush.next_bases_cpu, "flush": host_flush.flush_cpu}
+MAMBA = mamba_cases.REFERENCES._replace(decode=host_recurrent.mamba_decode_cpu, **ONCE_A_STEP)
+DELTA = delta_cases.REFERENCES._replace(decode=host_recurrent.delta_decode_cpu, **ONCE_A_STEP)
 KINDS = {
     "mamba": (MAMBA, mamba_cases.REFERENCES, mamba_cases.Layer()),
     "one group": (

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.cpu.sampling import host_sampling
-from megatron_async.ops.sampling.log_probs import log_probs_reference
+from megatron_async.ops.sampling.log_probs import log_probs
 from megatron_async.ops.sampling.logits_processing import ProcessingRows, TokenMemory
 from megatron_async.ops.sampling.philox import gumbel_noise
 from megatron_async.ops.sampling.sampling import (
     SamplingMode,
     SamplingRows,
-    best_tokens_reference,
+    best_tokens,
     filter_logits,
-    sample_reference,
+    sample,
 )
 from megatron_async.ops.sampling.slot_records import (
     MAX_TOP_N,
@@ -72,8 +72,8 @@ def test_tokens_are_those_of_the_reference(mode: SamplingMode, vocabulary: int) 
         count = int(rng.integers(1, 20))
         logits = random_logits(rng, count, vocabulary)
         rows = random_rows(rng, count, vocabulary)
-        expected = sample_reference(logits, rows, mode)
-        found = host_sampling.sample(logits, rows, mode)
+        expected = sample.reference(logits, rows, mode)
+        found = host_sampling.sample_cpu(logits, rows, mode)
         for row in (found != expected).nonzero()[:, 0].tolist():
             # Either the scores are a tie, or the filter's sum ends between two tokens.
             scores = scores_of(logits[row : row + 1], rows.one(row), mode)[0]
@@ -90,16 +90,16 @@ def test_the_first_of_equal_scores_is_the_token() -> None:
     rows = rows_asking(60, seeds=range(60), positions=range(60), temperature=1.0)
     scores = logits + rows.noise(700)
     assert ((scores == scores.amax(1, keepdim=True)).sum(1) > 1).sum() > 10
-    found = host_sampling.sample(logits, rows, SamplingMode.SOFTMAX)
-    assert torch.equal(found, sample_reference(logits, rows, SamplingMode.SOFTMAX))
+    found = host_sampling.sample_cpu(logits, rows, SamplingMode.SOFTMAX)
+    assert torch.equal(found, sample.reference(logits, rows, SamplingMode.SOFTMAX))
 
 
 def test_half_precision_and_padded_rows() -> None:
     rng = np.random.default_rng(0)
     logits, rows = random_logits(rng, 9, 300).bfloat16(), random_rows(rng, 9, 250)
     for given in (logits, logits[:, :250]):
-        expected = sample_reference(given, rows, SamplingMode.FILTERED)
-        assert torch.equal(host_sampling.sample(given, rows, SamplingMode.FILTERED), expected)
+        expected = sample.reference(given, rows, SamplingMode.FILTERED)
+        assert torch.equal(host_sampling.sample_cpu(given, rows, SamplingMode.FILTERED), expected)
 
 
 def test_noise_is_that_of_the_reference() -> None:
@@ -110,7 +110,9 @@ def test_noise_is_that_of_the_reference() -> None:
         for token in range(100):
             logits = torch.full((1, 100), -torch.inf)
             logits[0, token] = 2.5
-            score, found = host_sampling.best_tokens(logits, rows, SamplingMode.SOFTMAX, first, 100)
+            score, found = host_sampling.best_tokens_cpu(
+                logits, rows, SamplingMode.SOFTMAX, first, 100
+            )
             assert int(found) == first + token
             torch.testing.assert_close(score[0, 0], 2.5 + noise[token], rtol=1e-6, atol=1e-6)
 
@@ -128,14 +130,14 @@ def test_shares_of_a_vocabulary_are_the_whole(ranks: int, mode: SamplingMode) ->
         for rank in range(ranks):
             own = logits[:, rank * columns : (rank + 1) * columns]
             arguments = own, rows, mode, rank * columns, min(size - rank * columns, columns)
-            score, token = host_sampling.best_tokens(*arguments)
-            expected.append(best_tokens_reference(*arguments)[0])
+            score, token = host_sampling.best_tokens_cpu(*arguments)
+            expected.append(best_tokens.reference(*arguments)[0])
             scores.append(score)
             tokens.append(token)
         torch.testing.assert_close(torch.cat(scores, 1), torch.cat(expected, 1))
         best, rank = torch.cat(scores, 1).max(1)
         token = torch.cat(tokens, 1).gather(1, rank[:, None])[:, 0].long()
-        whole = host_sampling.sample(logits[:, :size], rows, mode)
+        whole = host_sampling.sample_cpu(logits[:, :size], rows, mode)
         is_sound = best.isfinite()
         assert torch.equal(torch.where(is_sound, token, -1), whole)
 
@@ -144,12 +146,12 @@ def test_shares_of_a_vocabulary_are_the_whole(ranks: int, mode: SamplingMode) ->
 def test_threads_share_rows(mode: SamplingMode, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
     logits, rows = random_logits(rng, 7, 500), random_rows(rng, 7, 500)
-    alone = host_sampling.sample(logits, rows, mode)
+    alone = host_sampling.sample_cpu(logits, rows, mode)
     monkeypatch.setattr(host_sampling, "LEAST_SHARED", 0)
     monkeypatch.setattr(host_sampling, "LEAST_SHARED_GREEDY", 0)
     for threads in (1, 2, 3, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
-        assert torch.equal(host_sampling.sample(logits, rows, mode), alone)
+        assert torch.equal(host_sampling.sample_cpu(logits, rows, mode), alone)
 
 
 def test_a_slot_that_does_not_exist_is_an_error() -> None:
@@ -157,7 +159,7 @@ def test_a_slot_that_does_not_exist_is_an_error() -> None:
     for wrong in (-1, len(rows.records)):
         rows.slots[1] = wrong
         with pytest.raises(IndexError, match="a slot that does not exist"):
-            host_sampling.sample(torch.zeros(2, 10), rows, SamplingMode.SOFTMAX)
+            host_sampling.sample_cpu(torch.zeros(2, 10), rows, SamplingMode.SOFTMAX)
 
 
 def processing_rows(rng: np.random.Generator, count: int, vocabulary: int) -> ProcessingRows:
@@ -188,7 +190,9 @@ def test_log_probs(vocabulary: int) -> None:
         tokens = torch.from_numpy(rng.integers(-1, vocabulary, count))
         rings = [torch.full((3, count + 2, OUT_WORDS), -5, dtype=torch.int32) for _ in range(2)]
         entry = torch.tensor([2], dtype=torch.int32)
-        for ring, write in zip(rings, (log_probs_reference, host_sampling.log_probs), strict=True):
+        for ring, write in zip(
+            rings, (log_probs.reference, host_sampling.log_probs_cpu), strict=True
+        ):
             write(logits, processed, tokens, None, rows, ring, entry)
         expected, found = rings
         floats = [ring.view(torch.float32) for ring in rings]

@@ -18,9 +18,9 @@ from megatron_async.ops.drafting.draft_tokens_reference import (
 )
 from megatron_async.ops.drafting.hidden_states import (
     gather_hidden,
-    gather_hidden_reference,
+    gather_hidden_gpu,
     keep_hidden,
-    keep_hidden_reference,
+    keep_hidden_gpu,
 )
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFeature
 from megatron_async.ops.step_tensors import StepTensors
@@ -123,10 +123,10 @@ def test_hidden_states(size, device):
     rest[(rest // 4 == 9) | (rest // 4 == 8)] = 40
     places[others] = rest
     expected = kept.clone()
-    keep_hidden_reference(hidden, places, ends, 4, expected)
-    keep_hidden(hidden, places, ends, 4, kept)
+    keep_hidden.reference(hidden, places, ends, 4, expected)
+    keep_hidden_gpu(hidden, places, ends, 4, kept)
     assert torch.equal(kept, expected)
     assert not kept[-1].any()
     source = torch.randint(-11, 40, (60,), device=device)
-    found = gather_hidden(hidden, kept, source)
-    assert torch.equal(found, gather_hidden_reference(hidden, kept, source))
+    found = gather_hidden_gpu(hidden, kept, source)
+    assert torch.equal(found, gather_hidden.reference(hidden, kept, source))

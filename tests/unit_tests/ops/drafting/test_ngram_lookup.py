@@ -86,7 +86,7 @@ def check_all(where, look_up):
 
 
 def test_reference():
-    check_all("cpu", ngram_lookup.ngram_drafts_reference)
+    check_all("cpu", ngram_lookup.ngram_drafts.reference)
 
 
 @pytest.mark.parametrize("tile", [2048, 16])
@@ -97,7 +97,7 @@ def test_kernel(device, monkeypatch, tile):
     the row's score without the place; `_copy_kernel` without `place == last`.
     """
     monkeypatch.setattr(ngram_lookup, "TILE", tile)
-    check_all(device, ngram_lookup.ngram_drafts)
+    check_all(device, ngram_lookup.ngram_drafts_gpu)
 
 
 @pytest.mark.parametrize("searched", [16384, 300])
@@ -106,7 +106,7 @@ def test_long_rows(device, searched):
     rng = np.random.default_rng(2)
     sequences = [rng.integers(0, 40, length).tolist() for length in (2049, 2050, 4100, 70, 1)]
     allowed = [MANY] * len(sequences)
-    look_up = ngram_lookup.ngram_drafts
+    look_up = ngram_lookup.ngram_drafts_gpu
     check(sequences, allowed, 4, 64, device, look_up, searched)
 
 
@@ -124,9 +124,9 @@ def test_stored(device):
         )
         for _ in range(2)
     )
-    store_drafts.store_drafts(drafts, row_slots, entry, *found, 6)
+    store_drafts.store_drafts_gpu(drafts, row_slots, entry, *found, 6)
     truth = (*truth[:2], truth[2].to(device))
-    store_drafts.store_drafts_reference(drafts, row_slots, entry, *truth, 6)
+    store_drafts.store_drafts.reference(drafts, row_slots, entry, *truth, 6)
     assert all(torch.equal(mine.cpu(), its.cpu()) for mine, its in zip(found, truth, strict=True))
     assert torch.equal(found[1].cpu(), found[2])
 

@@ -6,7 +6,7 @@ import torch
 from megatron_async.ops.experts.expert_combine import combine_add_rms_norm, combine_sums
 from megatron_async.ops.experts.expert_gather import WORD, gather_tokens, packed_row_bytes
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
-from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
 from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -71,7 +71,7 @@ def run_rank(rank, ranks, gathers, combines):
             normed, total = combine_add_rms_norm(
                 mine, residual, weight, EPS, *state, rank, PLACES * ranks
             )
-            reference = add_rms_norm_reference(expected, residual, weight, EPS)
+            reference = add_rms_norm.reference(expected, residual, weight, EPS)
             assert torch.equal(total, reference[1])
             torch.testing.assert_close(normed, reference[0])
         else:

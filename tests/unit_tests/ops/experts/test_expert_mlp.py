@@ -6,13 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_async.ops.experts.expert_mlp import (
-    expert_mlp,
-    expert_mlp_by_plan,
-    expert_mlp_reference,
-)
+from megatron_async.ops.experts.expert_mlp import expert_mlp, expert_mlp_by_plan, expert_mlp_gpu
 from megatron_async.ops.experts.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
-from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route, route_reference
+from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route, route_gpu
 from megatron_async.ops.experts.expert_sort import sort_pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -55,8 +51,8 @@ def check_route(tokens, hidden, experts, topk, pre_softmax, dtype, device, place
     where, dummy_place = None, 2
     if places:
         where = torch.randint(0, 5, (max(tokens - 1, 0),), device=device)
-    found = route(x, weight, topk, pre_softmax, where, dummy_place, **rule)
-    expected = route_reference(x, weight, topk, pre_softmax, where, dummy_place, **rule)
+    found = route_gpu(x, weight, topk, pre_softmax, where, dummy_place, **rule)
+    expected = route.reference(x, weight, topk, pre_softmax, where, dummy_place, **rule)
     # Sums in another order may swap two experts that are nearly equal.
     same = found.experts == expected.experts
     assert same.float().mean() > 0.995 or same.numel() - same.sum() <= 2
@@ -70,11 +66,11 @@ def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=
     fc1, fc2 = make_weights(experts, hidden, ffn, dtype, device, gated)
     total = total or experts
     routing = random_routing(tokens, topk, total, device)
-    found = expert_mlp(x, routing, fc1, fc2, first, total)
-    expected = expert_mlp_reference(x, routing, fc1, fc2, first, total)
+    found = expert_mlp_gpu(x, routing, fc1, fc2, first, total)
+    expected = expert_mlp.reference(x, routing, fc1, fc2, first, total)
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(found, expert_mlp(x, routing, fc1, fc2, first, total))
+    assert torch.equal(found, expert_mlp_gpu(x, routing, fc1, fc2, first, total))
     return found, expected
 
 
@@ -84,21 +80,21 @@ def test_reference_is_the_sum_of_pairs(first, gated):
     x = torch.randn(7, 12)
     fc1, fc2 = make_weights(3, 12, 5, torch.float32, "cpu", gated)
     routing = random_routing(7, 2, 6, "cpu")
-    found = expert_mlp_reference(x, routing, fc1, fc2, first, 6)
+    found = expert_mlp.reference(x, routing, fc1, fc2, first, 6)
     torch.testing.assert_close(found, plain_expert_mlp(x, routing, fc1, fc2, first))
 
 
 def test_reference_routing():
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     weight = torch.tensor([[0.0, 3.0], [2.0, 3.0], [1.0, 0.0]])
-    routing = route_reference(x, weight, 2, False)
+    routing = route.reference(x, weight, 2, False)
     # Among equals the lower number.
     assert routing.experts.tolist() == [[1, 2], [0, 1], [0, 1]]
     torch.testing.assert_close(routing.weights[0], torch.tensor([2.0, 1.0]).softmax(0))
-    pre = route_reference(x, weight, 2, True)
+    pre = route.reference(x, weight, 2, True)
     torch.testing.assert_close(pre.weights[0], torch.tensor([2.0, 1.0, 0.0]).softmax(0)[:2])
     places = torch.tensor([5, 9])
-    routing = route_reference(x, weight, 2, False, places, 9)
+    routing = route.reference(x, weight, 2, False, places, 9)
     assert routing.experts[1:].unique().tolist() == [NO_EXPERT]
     assert routing.weights[1:].abs().sum() == 0
     assert routing.experts[0].tolist() == [1, 2]
@@ -107,20 +103,20 @@ def test_reference_routing():
 def test_reference_routing_by_sigmoids():
     x, weight = torch.eye(3), torch.tensor([[1.0, 0.0, 5.0], [2.0, 0.0, 5.0], [-1.0, 0.0, 5.0]])
     s = torch.sigmoid(torch.tensor([1.0, 2.0, -1.0]))
-    plain = route_reference(x, weight, 2, False, sigmoid=True, scale=2.5)
+    plain = route.reference(x, weight, 2, False, sigmoid=True, scale=2.5)
     assert plain.experts.tolist() == [[1, 0], [0, 1], [0, 1]]
     torch.testing.assert_close(plain.weights[0], 2.5 * s[[1, 0]] / (s[0] + s[1]))
     # The bias changes who is chosen, and no weight.
     bias = torch.tensor([0.0, -1.0, 0.5])
-    biased = route_reference(x, weight, 2, False, sigmoid=True, bias=bias)
+    biased = route.reference(x, weight, 2, False, sigmoid=True, bias=bias)
     assert biased.experts.tolist() == [[2, 0]] * 3
     torch.testing.assert_close(biased.weights[0], s[[2, 0]] / (s[2] + s[0]))
-    alone = route_reference(x, weight, 1, False, sigmoid=True)
+    alone = route.reference(x, weight, 1, False, sigmoid=True)
     torch.testing.assert_close(alone.weights[0], s[[1]])
     with pytest.raises(ValueError, match="a bias is for sigmoid scores alone"):
-        route_reference(x, weight, 2, False, bias=bias)
+        route.reference(x, weight, 2, False, bias=bias)
     with pytest.raises(ValueError, match=r"bias must be float32 \(3,\), contiguous; found \(2,\)"):
-        route_reference(x, weight, 2, False, sigmoid=True, bias=bias[:2])
+        route.reference(x, weight, 2, False, sigmoid=True, bias=bias[:2])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -145,12 +141,12 @@ def test_routing_equals_torch(tokens, hidden, experts, topk, pre, places, device
 def test_equal_logits_choose_the_lowest(device):
     x = torch.zeros(2, 32, device=device)
     weight = torch.ones(6, 32, device=device)
-    assert route(x, weight, 3, False).experts.tolist() == [[0, 1, 2]] * 2
+    assert route_gpu(x, weight, 3, False).experts.tolist() == [[0, 1, 2]] * 2
 
 
 def test_no_numbers_choose_experts_that_exist(device):
     x = torch.full((1, 32), torch.nan, device=device)
-    experts = route(x, torch.ones(5, 32, device=device), 2, False).experts
+    experts = route_gpu(x, torch.ones(5, 32, device=device), 2, False).experts
     assert 0 <= experts.min() <= experts.max() < 5
 
 
@@ -178,7 +174,7 @@ def test_any_height_of_tiles(dtype, device):
     x = torch.randn(40, 48, device=device).to(dtype)
     fc1, fc2 = make_weights(3, 48, 24, dtype, device)
     routing = random_routing(40, 2, 3, device)
-    expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 3)
+    expected = expert_mlp.reference(x, routing, fc1, fc2, 0, 3)
     for height in (16, 32):
         plan = ExpertPlan(ProductPlan(height, 32, 32, 4, 2), ProductPlan(height, 16, 16, 4, 2))
         found = expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
@@ -198,7 +194,7 @@ def test_trimmed_tiles_and_their_order_change_no_bit(ffn, gated, device):
 
     whole = found()
     torch.testing.assert_close(
-        whole, expert_mlp_reference(x, routing, fc1, fc2, 0, 3), rtol=0.01, atol=0.01
+        whole, expert_mlp.reference(x, routing, fc1, fc2, 0, 3), rtol=0.01, atol=0.01
     )
     for options in ({"trimmed": True}, {"by_rows": True}, {"trimmed": True, "by_rows": True}):
         assert torch.equal(found(**options), whole)
@@ -232,23 +228,23 @@ def test_tokens_that_go_nowhere_get_zeros(device):
     x = torch.full((3, 32), torch.nan, device=device)
     fc1, fc2 = make_weights(2, 32, 16, torch.float32, device)
     routing = random_routing(3, 2, 2, device, dummies=2.0)
-    assert torch.equal(expert_mlp(x, routing, fc1, fc2, 0, 2), torch.zeros_like(x))
+    assert torch.equal(expert_mlp_gpu(x, routing, fc1, fc2, 0, 2), torch.zeros_like(x))
 
 
 def test_bad_input():
     fc1, fc2 = make_weights(2, 32, 16, torch.float32, "cpu")
     x, routing = torch.randn(3, 32), random_routing(3, 2, 2, "cpu")
     with pytest.raises(ValueError, match="must have one dtype"):
-        expert_mlp(x.half(), routing, fc1, fc2, 0, 2)
+        expert_mlp_gpu(x.half(), routing, fc1, fc2, 0, 2)
     with pytest.raises(ValueError, match=r"fc1 \[experts, 2 \* ffn, hidden\]"):
-        expert_mlp(x, routing, fc2, fc2, 0, 2)
+        expert_mlp_gpu(x, routing, fc2, fc2, 0, 2)
     with pytest.raises(ValueError, match="2 tokens, but experts"):
-        expert_mlp(x[:2], routing, fc1, fc2, 0, 2)
+        expert_mlp_gpu(x[:2], routing, fc1, fc2, 0, 2)
     plan = ExpertPlan(ProductPlan(16, 32, 32, 4, 2), ProductPlan(32, 16, 16, 4, 2))
     with pytest.raises(ValueError, match="walk over the same tiles"):
         expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan)
     with pytest.raises(ValueError, match="topk=3 must be between 1 and 2"):
-        route(x, torch.randn(2, 32), 3, False)
+        route_gpu(x, torch.randn(2, 32), 3, False)
 
 
 @pytest.mark.gpu
@@ -286,7 +282,7 @@ def test_replays_in_a_graph_without_reading_back():
     x = torch.randn(24, 256, device="cuda").to(torch.bfloat16)
 
     def layer():
-        return expert_mlp(x, route(x, router, 4, False), fc1, fc2, 0, 16)
+        return expert_mlp_gpu(x, route_gpu(x, router, 4, False), fc1, fc2, 0, 16)
 
     layer()
     graph = torch.cuda.CUDAGraph()
@@ -295,6 +291,6 @@ def test_replays_in_a_graph_without_reading_back():
     for _ in range(3):
         x.normal_()
         graph.replay()
-        routing = route_reference(x, router, 4, False)
-        expected = expert_mlp_reference(x, routing, fc1, fc2, 0, 16)
+        routing = route.reference(x, router, 4, False)
+        expected = expert_mlp.reference(x, routing, fc1, fc2, 0, 16)
         torch.testing.assert_close(out, expected, rtol=0.03, atol=0.03)

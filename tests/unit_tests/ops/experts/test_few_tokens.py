@@ -21,9 +21,9 @@ from megatron_async.ops.experts.expert_routing import NO_EXPERT
 from megatron_async.ops.experts.few_tokens import (
     ExpertLayer,
     few_token_experts,
-    few_token_experts_reference,
+    few_token_experts_gpu,
 )
-from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.unnormed import Unnormed
 from tests.unit_tests.ops.experts.test_expert_mlp import make_weights
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
@@ -76,14 +76,14 @@ def check(x, layer, plan=None, places=None, dummy_place=0):
     """Equal to torch, the same again, and what was found."""
     rows = x.x if isinstance(x, Unnormed) else x
     plan = plan or plan_of(rows.size(-2), layer)
-    out, routing = few_token_experts(x, layer, plan, places, dummy_place)
-    expected, truth = few_token_experts_reference(x, layer, None, places, dummy_place)
+    out, routing = few_token_experts_gpu(x, layer, plan, places, dummy_place)
+    expected, truth = few_token_experts.reference(x, layer, None, places, dummy_place)
     assert torch.equal(routing.experts, truth.experts)
     torch.testing.assert_close(routing.weights, truth.weights, rtol=1e-4, atol=1e-5)
     tolerance = LIMITS[layer.fc1.dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     assert INTERPRETED or torch.equal(
-        out, few_token_experts(x, layer, plan, places, dummy_place)[0]
+        out, few_token_experts_gpu(x, layer, plan, places, dummy_place)[0]
     )
     return out, routing
 
@@ -105,13 +105,13 @@ def test_equals_torch(tokens, shared, gate, gated, device):
 def test_added_to_the_residual(dtype, device):
     layer = make_layer(sizes(shared=40, dtype=dtype), dtype, device)
     x, stream = make_tokens(2, 64, dtype, device), make_tokens(2, 64, dtype, device)
-    out, _routing = few_token_experts(x, layer, plan_of(2, layer))
-    found, _routing = few_token_experts(x, layer, plan_of(2, layer), added=stream)
+    out, _routing = few_token_experts_gpu(x, layer, plan_of(2, layer))
+    found, _routing = few_token_experts_gpu(x, layer, plan_of(2, layer), added=stream)
     assert torch.equal(found, (out.float() + stream.float()).to(dtype))
-    reference, _routing = few_token_experts_reference(x, layer, None, added=stream)
+    reference, _routing = few_token_experts.reference(x, layer, None, added=stream)
     torch.testing.assert_close(found, reference, rtol=LIMITS[dtype], atol=LIMITS[dtype])
     with pytest.raises(ValueError, match="what is added"):
-        few_token_experts(x, layer, plan_of(2, layer), added=stream[:1])
+        few_token_experts_gpu(x, layer, plan_of(2, layer), added=stream[:1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -181,11 +181,11 @@ def test_weights_of_other_experts_are_not_read(device):
     for weight in (layer.fc1, layer.fc2):
         weight[others] = torch.nan
     places = torch.full((2,), 9, device=device)
-    out, _routing = few_token_experts(x, layer, plan_of(2, layer))
+    out, _routing = few_token_experts_gpu(x, layer, plan_of(2, layer))
     assert out.isfinite().all()
     layer.fc1.fill_(torch.nan)
     layer.fc2.fill_(torch.nan)
-    out, _routing = few_token_experts(x, layer, plan_of(2, layer), places, 9)
+    out, _routing = few_token_experts_gpu(x, layer, plan_of(2, layer), places, 9)
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -193,9 +193,9 @@ def test_weights_of_other_experts_are_not_read(device):
 def test_no_numbers_stay_in_their_row(experts, device):
     layer = make_layer(sizes(experts, 3, shared=16), torch.float32, device)
     x = make_tokens(3, 64, torch.float32, device).clone()
-    expected = few_token_experts(x, layer, plan_of(3, layer))[0]
+    expected = few_token_experts_gpu(x, layer, plan_of(3, layer))[0]
     x[1] = torch.nan
-    out, routing = few_token_experts(x, layer, plan_of(3, layer))
+    out, routing = few_token_experts_gpu(x, layer, plan_of(3, layer))
     assert routing.experts[1].tolist() == [0, 1, 2]
     assert out[1].isnan().all()
     assert torch.equal(out[[0, 2]], expected[[0, 2]])
@@ -206,7 +206,7 @@ def test_equal_logits_choose_the_lowest(device):
         layer = make_layer(sizes(experts, 3), torch.float32, device)
         layer.router.fill_(1.0)
         x = torch.zeros(2, 64, device=device)
-        routing = few_token_experts(x, layer, plan_of(2, layer))[1]
+        routing = few_token_experts_gpu(x, layer, plan_of(2, layer))[1]
         assert routing.experts.tolist() == [[0, 1, 2]] * 2
 
 
@@ -220,15 +220,15 @@ def test_takes_the_norm_along(parts, has_residual, dtype, device):
     residual = make_tokens(2, 64, dtype, device) if has_residual else None
     weight = torch.rand(64, device=device) + 0.5
     given = Unnormed(x, residual, weight, 1e-5)
-    normed, total = add_rms_norm_reference(x, residual, weight, 1e-5)
-    out, routing = few_token_experts(given, layer, plan_of(2, layer))
+    normed, total = add_rms_norm.reference(x, residual, weight, 1e-5)
+    out, routing = few_token_experts_gpu(given, layer, plan_of(2, layer))
     assert given.total is not None
     assert torch.equal(given.total, total)
-    expected, truth = few_token_experts_reference(normed, layer, None)
+    expected, truth = few_token_experts.reference(normed, layer, None)
     assert torch.equal(routing.experts, truth.experts)
     torch.testing.assert_close(out, expected, rtol=LIMITS[dtype], atol=LIMITS[dtype])
     reference = Unnormed(x, residual, weight, 1e-5)
-    torch.testing.assert_close(few_token_experts_reference(reference, layer, None)[0], expected)
+    torch.testing.assert_close(few_token_experts.reference(reference, layer, None)[0], expected)
     assert reference.total is not None
     assert torch.equal(reference.total, total)
 
@@ -260,7 +260,7 @@ def test_bad_input():
 
     def refused(message, x=x, **changes):
         changed = dataclasses.replace(layer, **changes)
-        for op in (few_token_experts, few_token_experts_reference):
+        for op in (few_token_experts_gpu, few_token_experts.reference):
             with pytest.raises(ValueError, match=message):
                 op(x, changed, plan)
 
@@ -297,8 +297,8 @@ def test_random_shapes(tokens, dtype):
         layer = make_layer(shape, dtype, "cuda", bool(shape.shared_ffn) and bool(draw(0, 1)))
         x = make_tokens(tokens, shape.hidden, dtype, "cuda")
         places = torch.randint(0, 4, (tokens,), device="cuda")
-        out, routing = few_token_experts(x, layer, plan_of(tokens, layer), places, 3)
-        expected, truth = few_token_experts_reference(x, layer, None, places, 3)
+        out, routing = few_token_experts_gpu(x, layer, plan_of(tokens, layer), places, 3)
+        expected, truth = few_token_experts.reference(x, layer, None, places, 3)
         # Sums in another order may swap two experts that are nearly equal.
         same = (routing.experts == truth.experts).all(1)
         assert same.float().mean() >= 0.75 or tokens < 4
@@ -341,17 +341,17 @@ def test_replays_in_a_graph_with_other_routings():
             routings.append(routing.experts)
         return value, torch.stack(routings)
 
-    step(few_token_experts, x)
+    step(few_token_experts_gpu, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, experts = step(few_token_experts, x)
+        out, experts = step(few_token_experts_gpu, x)
     seen = set()
     for turn in range(6):
         x.normal_()
         places[1] = turn % 2
         graph.replay()
-        expected, truth = step(few_token_experts_reference, x)
-        again, chosen = step(few_token_experts, x)
+        expected, truth = step(few_token_experts.reference, x)
+        again, chosen = step(few_token_experts_gpu, x)
         assert torch.equal(again, out)
         assert torch.equal(chosen, experts)
         if torch.equal(truth, experts):

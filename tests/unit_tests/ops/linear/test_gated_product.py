@@ -41,7 +41,7 @@ def divided_product(rows, k, groups, parts, dtype, device, product, outputs=24):
 
 
 def test_reference():
-    found, expected = divided_product(3, 32, 2, 3, WHOLE, "cpu", ops.linear_reference)
+    found, expected = divided_product(3, 32, 2, 3, WHOLE, "cpu", ops.linear.reference)
     assert_close(found, expected, WHOLE)
     ones = torch.ones(2, 8, dtype=BRAIN)
     assert not takes_squares(ones, ones, 1, False)  # no GPU
@@ -79,7 +79,7 @@ def test_bad_squares(squares, residual, activation):
 def test_products_that_take_none():
     x = Unnormed(torch.ones(2, 8), None, torch.ones(8), EPS, torch.ones(2, 2, 4))
     with pytest.raises(ValueError, match="does not take squares"):
-        ops.linear(x, torch.ones(4, 8))  # there is no plan without a GPU
+        ops.linear_gpu(x, torch.ones(4, 8))  # there is no plan without a GPU
     half = Unnormed(x.x.to(BRAIN), None, x.weight, EPS, x.squares)
     for product, plan in (
         (resident_product, ResidentPlan(8, 16, 4)),
@@ -98,7 +98,7 @@ def test_one_group(rows, k):
     assert takes_squares(weight[:rows], weight, 1, True)
 
     def product(x, weight):
-        y = ops.linear(x, weight, may_split=True)
+        y = ops.linear_gpu(x, weight, may_split=True)
         return y if y.dim() == 2 else y.sum(0)
 
     found, expected = divided_product(rows, k, 1, 96, BRAIN, "cuda", product, 768)

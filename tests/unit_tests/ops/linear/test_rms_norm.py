@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_async.ops.linear import rms_norm
-from megatron_async.ops.linear.rms_norm import MAX_HIDDEN, add_rms_norm, add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import MAX_HIDDEN, add_rms_norm, add_rms_norm_gpu
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -16,8 +16,8 @@ def check(tokens, hidden, dtype, device, with_residual=True, stride=0):
     residual = residual[:, :hidden] if with_residual else None
     weight = torch.randn(hidden, device=device).to(dtype)
     before = x.clone(), None if residual is None else residual.clone()
-    normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    expected, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
+    normed, total = add_rms_norm_gpu(x, residual, weight, 1e-5)
+    expected, expected_total = add_rms_norm.reference(x, residual, weight, 1e-5)
     assert normed.dtype == total.dtype == dtype
     torch.testing.assert_close(total, expected_total)
     torch.testing.assert_close(normed, expected)
@@ -43,7 +43,7 @@ def test_equals_megatrons_modules(device):
     x, residual = torch.randn(2, 4, 576, device=device).to(dtype)
     norm = torch.nn.RMSNorm(576, eps=1e-5, device=device, dtype=dtype)
     bias_dropout_add = fused_bias_dropout.get_bias_dropout_add(training=False, fused=False)
-    normed, total = add_rms_norm(x, residual, norm.weight.detach(), 1e-5)
+    normed, total = add_rms_norm_gpu(x, residual, norm.weight.detach(), 1e-5)
     with torch.inference_mode():
         expected_total = bias_dropout_add((x.clone(), None), residual, 0.0)
         expected = norm(expected_total)
@@ -54,7 +54,7 @@ def test_equals_megatrons_modules(device):
 
 def test_without_residual_x_is_the_stream():
     x = torch.empty(0, 8)
-    assert add_rms_norm(x, None, torch.ones(8), 1e-5)[1] is x
+    assert add_rms_norm_gpu(x, None, torch.ones(8), 1e-5)[1] is x
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_without_residual_x_is_the_stream():
 )
 def test_bad_input(x, residual, weight, message):
     with pytest.raises(ValueError, match=message):
-        add_rms_norm(x, residual, weight, 1e-5)
+        add_rms_norm_gpu(x, residual, weight, 1e-5)
 
 
 @pytest.mark.gpu
@@ -84,16 +84,16 @@ def test_real_sizes(tokens, hidden, dtype):
 def test_replays_in_a_graph():
     x, residual = torch.randn(2, 16, 4096, device="cuda").to(torch.bfloat16)
     weight = torch.randn(4096, device="cuda").to(torch.bfloat16)
-    add_rms_norm(x, residual, weight, 1e-5)
+    add_rms_norm_gpu(x, residual, weight, 1e-5)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        normed, total = add_rms_norm(x, residual, weight, 1e-5)
+        normed, total = add_rms_norm_gpu(x, residual, weight, 1e-5)
     for _ in range(3):
         x.normal_()
         normed.fill_(torch.nan)
         total.fill_(torch.nan)
         graph.replay()
-        expected = add_rms_norm_reference(x, residual, weight, 1e-5)
+        expected = add_rms_norm.reference(x, residual, weight, 1e-5)
         torch.testing.assert_close((normed, total), expected)
 
 
@@ -117,5 +117,5 @@ def test_when_the_next_kernel_may_start_early(tokens, hidden, is_early, monkeypa
             return lambda *_, **constants: found.update(constants)
 
     monkeypatch.setattr(rms_norm, "_add_rms_norm_kernel", Kernel())
-    add_rms_norm(torch.ones(tokens, hidden), None, torch.ones(hidden), 1e-5)
+    add_rms_norm_gpu(torch.ones(tokens, hidden), None, torch.ones(hidden), 1e-5)
     assert found["early"] == is_early

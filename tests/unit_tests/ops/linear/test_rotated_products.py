@@ -14,10 +14,7 @@ from megatron_async.ops.linear.planned_products import (
     warpgroup_product,
 )
 from megatron_async.ops.linear.qkv_places import QkvPlaces
-from megatron_async.ops.linear.skinny_linear import (
-    linear_rope_append,
-    linear_rope_append_reference,
-)
+from megatron_async.ops.linear.skinny_linear import linear_rope_append, linear_rope_append_gpu
 from megatron_async.ops.linear.skinny_plan import (
     OneRowPlan,
     ResidentPlan,
@@ -74,7 +71,7 @@ def check(product, rows, heads, k, dtype, device, normed=False, biased=False):
         given, reference = (Unnormed(x, residual, factors, 1e-5) for _ in "ab")
     else:
         given = reference = x
-    expected = linear_rope_append_reference(reference, weight, bias, expected_places)
+    expected = linear_rope_append.reference(reference, weight, bias, expected_places)
     found = product(given, weight, bias, places)
     assert found.shape == (rows, kv_heads * group, dim)
     assert_close(found.flatten(1), expected.flatten(1), dtype)
@@ -209,7 +206,7 @@ class TestBadInput:
     def test_no_plan(self, arguments, monkeypatch):
         monkeypatch.setattr(skinny_linear, "plan_product", lambda *_: None)
         with pytest.raises(ValueError, match="ask rotates_heads first"):
-            linear_rope_append(arguments["x"], arguments["weight"], None, arguments["places"])
+            linear_rope_append_gpu(arguments["x"], arguments["weight"], None, arguments["places"])
 
 
 @pytest.mark.gpu
@@ -226,7 +223,7 @@ class TestOnGpu:
             weight_of(outputs, k, BRAIN, "cuda"),
         )
         assert rotates_heads(x, weight, dim, normed)
-        check(linear_rope_append, rows, heads, k, BRAIN, "cuda", normed, biased=not normed)
+        check(linear_rope_append_gpu, rows, heads, k, BRAIN, "cuda", normed, biased=not normed)
 
     @pytest.mark.parametrize("rows", [2, 8, 16])
     @pytest.mark.parametrize("block_n", [16, 32])

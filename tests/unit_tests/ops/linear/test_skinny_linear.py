@@ -12,7 +12,7 @@ from megatron_async.ops.linear.planned_products import (
     tile_product,
     warpgroup_product,
 )
-from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
 from megatron_async.ops.linear.skinny_plan import (
     ResidentPlan,
     TilePlan,
@@ -103,9 +103,9 @@ def test_partial_sums(k, splits, dtype, device):
     assert_close(parts.sum(0), expected_product(x, weight), dtype)
     residual, norm = random(rows, n, dtype=dtype, device=device), random(n, device=device)
     norm = norm.to(dtype)
-    found = add_rms_norm(parts, residual, norm, 1e-5)
-    expected = add_rms_norm_reference(parts, residual, norm, 1e-5)
-    unsplit = add_rms_norm_reference(parts.sum(0).to(dtype), residual, norm, 1e-5)
+    found = add_rms_norm_gpu(parts, residual, norm, 1e-5)
+    expected = add_rms_norm.reference(parts, residual, norm, 1e-5)
+    unsplit = add_rms_norm.reference(parts.sum(0).to(dtype), residual, norm, 1e-5)
     for part, (result, wanted) in enumerate(zip(found, expected, strict=True)):
         assert result.dtype == dtype
         torch.testing.assert_close(result, wanted)
@@ -182,7 +182,7 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
             "neither bias nor activation",
         ),
         (
-            lambda: add_rms_norm(torch.ones(2, 1, 8), None, torch.ones(8), 0.0),
+            lambda: add_rms_norm_gpu(torch.ones(2, 1, 8), None, torch.ones(8), 0.0),
             "must be float32, contiguous and have a residual",
         ),
     ],
@@ -203,14 +203,14 @@ class TestOnGpu:
             weight = weight_of(n, k, dtype, "cuda")
             x = random(rows, k, dtype=dtype, device="cuda")
             expected = expected_product(x, weight)
-            assert_close(ops.linear(x, weight), expected, dtype)
-            parts = ops.linear(x, weight, may_split=True)
+            assert_close(ops.linear_gpu(x, weight), expected, dtype)
+            parts = ops.linear_gpu(x, weight, may_split=True)
             assert_close(parts if parts.dim() == 2 else parts.sum(0), expected, dtype)
         weight = weight_of(2 * ffn, hidden, dtype, "cuda")
         x = random(rows, hidden, dtype=dtype, device="cuda")
-        found = ops.linear_swiglu(x, weight)
+        found = ops.linear_swiglu_gpu(x, weight)
         assert_close(found, expected_product(x, weight, activation="swiglu"), dtype)
-        found = ops.linear_squared_relu(x, weight)
+        found = ops.linear_squared_relu_gpu(x, weight)
         assert_close(found, expected_product(x, weight, activation="squared_relu"), dtype)
 
     @pytest.mark.parametrize("k", [576, 4096, 8192, 14336])
@@ -219,14 +219,14 @@ class TestOnGpu:
         weight = weight_of(96, k, BRAIN, "cuda")
         assert adds_residual(stream, weight)
         assert not adds_residual(stream.repeat(2, 1), weight)
-        rounded = ops.linear(x, weight, may_split=True)
-        found = ops.linear(x, weight, None, True, stream)
+        rounded = ops.linear_gpu(x, weight, may_split=True)
+        found = ops.linear_gpu(x, weight, None, True, stream)
         assert torch.equal(found, rounded + stream)
 
     def test_rows_that_the_copy_engine_does_not_take(self):
         x = random(40, 577, dtype=BRAIN, device="cuda")[:, 1:]
         weight = weight_of(72, 576, BRAIN, "cuda")
-        assert_close(ops.linear(x, weight), expected_product(x, weight), BRAIN)
+        assert_close(ops.linear_gpu(x, weight), expected_product(x, weight), BRAIN)
 
     @pytest.mark.parametrize(
         ("rows", "n", "k", "plan"),
@@ -278,12 +278,12 @@ class TestOnGpu:
                 for fc1, fc2 in zip(up, down, strict=True):
                     if takes_unnormed(x):
                         unnormed = Unnormed(x, residual, norm, 1e-5)
-                        wide, residual = ops.linear_swiglu(unnormed, fc1), unnormed.total
+                        wide, residual = ops.linear_swiglu_gpu(unnormed, fc1), unnormed.total
                     else:
-                        x, residual = add_rms_norm(x, residual, norm, 1e-5)
-                        wide = ops.linear_swiglu(x, fc1)
-                    x = ops.linear(wide, fc2, may_split=True)
-                return add_rms_norm(x, residual, norm, 1e-5)[0]
+                        x, residual = add_rms_norm_gpu(x, residual, norm, 1e-5)
+                        wide = ops.linear_swiglu_gpu(x, fc1)
+                    x = ops.linear_gpu(wide, fc2, may_split=True)
+                return add_rms_norm_gpu(x, residual, norm, 1e-5)[0]
 
             chain()
             graph = torch.cuda.CUDAGraph()
@@ -297,7 +297,7 @@ class TestOnGpu:
                 assert torch.equal(out, first)
             x, residual = start.double(), torch.zeros_like(start).double()
             for fc1, fc2 in zip(up, down, strict=True):
-                normed, residual = add_rms_norm_reference(x, residual, norm.double(), 1e-5)
+                normed, residual = add_rms_norm.reference(x, residual, norm.double(), 1e-5)
                 x = expected_product(expected_product(normed, fc1, activation="swiglu"), fc2)
-            expected = add_rms_norm_reference(x, residual, norm.double(), 1e-5)[0]
+            expected = add_rms_norm.reference(x, residual, norm.double(), 1e-5)[0]
             assert (out - expected).norm() < 0.03 * expected.norm()

@@ -8,7 +8,7 @@ import triton
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from megatron_async.ops.linear import streamed_kernel
-from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
 from megatron_async.ops.linear.skinny_plan import choose_plan
 from megatron_async.ops.linear.streamed_kernel import (
     HALVES_OF_STRIPS,
@@ -214,10 +214,10 @@ class TestOnGpu:
         def chain():
             x, residual = start, torch.zeros_like(start)
             for fc1, fc2 in zip(up, down, strict=True):
-                x, residual = add_rms_norm(x, residual, norm, 1e-5)
+                x, residual = add_rms_norm_gpu(x, residual, norm, 1e-5)
                 x = streamed_product(x, fc1, None, "swiglu", wide)
                 x = streamed_product(x, fc2, None, "", split)
-            return add_rms_norm(x, residual, norm, 1e-5)[0]
+            return add_rms_norm_gpu(x, residual, norm, 1e-5)[0]
 
         expected = chain()
         torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear import planned_products
 from megatron_async.ops.linear import warpgroup_kernel as kernel_module
 from megatron_async.ops.linear.planned_products import warpgroup_product
-from megatron_async.ops.linear.skinny_linear import linear, linear_swiglu
+from megatron_async.ops.linear.skinny_linear import linear_gpu, linear_swiglu_gpu
 from megatron_async.ops.linear.skinny_plan import choose_plan
 from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.linear.warpgroup_kernel import (
@@ -133,9 +133,9 @@ class TestOnGpu:
                 weight = weight_of((1 + gated) * outputs, k, BRAIN, "cuda")
                 x = random(rows, k, dtype=BRAIN, device="cuda")
                 if gated:
-                    found = linear_swiglu(x, weight)
+                    found = linear_swiglu_gpu(x, weight)
                 else:
-                    found = linear(x, weight, may_split=not normed)
+                    found = linear_gpu(x, weight, may_split=not normed)
                 whole = found if found.dim() == 2 else found.sum(0)
                 activation = "swiglu" if gated else ""
                 assert_close(whole, expected_product(x, weight, activation=activation), BRAIN)

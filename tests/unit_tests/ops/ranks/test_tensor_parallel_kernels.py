@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from megatron_async.ops.linear.partial_sums import add_partial_sums, launch_sum
-from megatron_async.ops.linear.rms_norm import add_rms_norm_reference
+from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.ranks.all_reduce_norm import all_reduce_add_rms_norm
-from megatron_async.ops.ranks.vocab_embedding import vocab_embedding, vocab_embedding_reference
+from megatron_async.ops.ranks.vocab_embedding import vocab_embedding, vocab_embedding_gpu
 from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
 
@@ -25,18 +25,18 @@ def test_lookup_gives_own_rows_and_zeros(hidden, device):
     total = torch.zeros(6, hidden, device=device)
     for first in (0, 4, 8):
         share = whole[first : first + 4]
-        found = vocab_embedding(tokens, share, first)
-        assert torch.equal(found, vocab_embedding_reference(tokens, share, first))
+        found = vocab_embedding_gpu(tokens, share, first)
+        assert torch.equal(found, vocab_embedding.reference(tokens, share, first))
         total += found
-        scaled = vocab_embedding(tokens, share, first, 4.0)
-        assert torch.equal(scaled, vocab_embedding_reference(tokens, share, first, 4.0))
+        scaled = vocab_embedding_gpu(tokens, share, first, 4.0)
+        assert torch.equal(scaled, vocab_embedding.reference(tokens, share, first, 4.0))
         assert torch.equal(scaled, 4 * found)
     assert torch.equal(total, whole[tokens])
 
 
 def test_lookup_refuses_a_strided_weight(device):
     with pytest.raises(ValueError, match="contiguous"):
-        vocab_embedding(torch.zeros(1, dtype=torch.int64), torch.zeros(4, 6).t(), 0)
+        vocab_embedding_gpu(torch.zeros(1, dtype=torch.int64), torch.zeros(4, 6).t(), 0)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -90,7 +90,7 @@ def test_all_reduce_with_residual_and_norm():
     for call, tokens in enumerate(CALLS):
         residual, weight = inputs(tokens)
         total = sum(summand(rank, call, tokens).sum(0) for rank in range(RANKS))
-        expected = torch.stack(add_rms_norm_reference(total, residual, weight, EPS))
+        expected = torch.stack(add_rms_norm.reference(total, residual, weight, EPS))
         torch.testing.assert_close(results[0][call, :, :tokens], expected)
 
 

@@ -6,11 +6,7 @@ import torch
 from megatron_async.models.partition import padded_vocab_size
 from megatron_async.ops.ranks.symmetric_choice import choose_among_ranks
 from megatron_async.ops.sampling import triton_sampling
-from megatron_async.ops.sampling.sampling import (
-    SamplingMode,
-    best_tokens_reference,
-    sample_reference,
-)
+from megatron_async.ops.sampling.sampling import SamplingMode, best_tokens, sample
 from tests.unit_tests.ops.sampling.test_triton_sampling import parameters
 from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
 
@@ -57,9 +53,9 @@ def joined(best):
 @pytest.mark.parametrize(("vocab", "ranks"), [(131, 2), (131, 3), (5, 4), (7, 1)])
 def test_reference_finds_what_one_rank_finds(vocab, ranks, mode):
     logits, params = batch(vocab, "cpu")
-    best = [best_tokens_reference(own, params, mode, *at) for own, *at in shards(logits, ranks)]
+    best = [best_tokens.reference(own, params, mode, *at) for own, *at in shards(logits, ranks)]
     assert all(scores.shape == ids.shape == (8, 1) for scores, ids in best)
-    assert torch.equal(joined(best), sample_reference(logits, params, mode))
+    assert torch.equal(joined(best), sample.reference(logits, params, mode))
 
 
 def damaged_batch(vocab, device):
@@ -74,9 +70,9 @@ def damaged_batch(vocab, device):
 def test_reference_finds_nan_as_one_rank_does():
     logits, params = damaged_batch(131, "cpu")
     for mode in MODES:
-        best = [best_tokens_reference(own, params, mode, *at) for own, *at in shards(logits, 2)]
+        best = [best_tokens.reference(own, params, mode, *at) for own, *at in shards(logits, 2)]
         found = joined(best)
-        assert torch.equal(found, sample_reference(logits, params, mode))
+        assert torch.equal(found, sample.reference(logits, params, mode))
         assert (found == -1).tolist() == [True] * 5 + [False, True, False]
 
 
@@ -86,11 +82,12 @@ def test_kernel_finds_what_one_rank_finds(vocab, ranks, mode, device, monkeypatc
     monkeypatch.setattr(triton_sampling, "TILE", 512)
     logits, params = batch(vocab, device)
     best = [
-        triton_sampling.best_tokens(own, params, mode, *at) for own, *at in shards(logits, ranks)
+        triton_sampling.best_tokens_gpu(own, params, mode, *at)
+        for own, *at in shards(logits, ranks)
     ]
-    assert torch.equal(joined(best), triton_sampling.sample(logits, params, mode))
+    assert torch.equal(joined(best), triton_sampling.sample_gpu(logits, params, mode))
     for (own, *at), (scores, _) in zip(shards(logits, ranks), best, strict=True):
-        expected, _ = best_tokens_reference(own, params, mode, *at)
+        expected, _ = best_tokens.reference(own, params, mode, *at)
         torch.testing.assert_close(scores.max(1, keepdim=True).values, expected)
 
 
@@ -99,13 +96,14 @@ def test_kernel_finds_nan_as_one_rank_does(device, monkeypatch):
     logits, params = damaged_batch(1301, device)
     for mode in MODES:
         best = [
-            triton_sampling.best_tokens(own, params, mode, *at) for own, *at in shards(logits, 3)
+            triton_sampling.best_tokens_gpu(own, params, mode, *at)
+            for own, *at in shards(logits, 3)
         ]
         assert not any(scores.isnan().any() for scores, _ in best)
-        assert torch.equal(joined(best), triton_sampling.sample(logits, params, mode))
+        assert torch.equal(joined(best), triton_sampling.sample_gpu(logits, params, mode))
         assert (joined(best) == -1).tolist() == [True] * 5 + [False, True, False]
     with pytest.raises(ValueError, match="rows must be adjacent"):
-        triton_sampling.best_tokens(logits.t(), None, SamplingMode.GREEDY, 0, 2)
+        triton_sampling.best_tokens_gpu(logits.t(), None, SamplingMode.GREEDY, 0, 2)
 
 
 # ---- The exchange of scores and tokens -------------------------------------------------------

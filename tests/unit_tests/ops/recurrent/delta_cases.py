@@ -16,12 +16,17 @@ from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
 from tests.unit_tests.ops.recurrent.recurrent_cases import Ops
 
 REFERENCES = Ops(
-    bases.next_bases_reference,
-    flush.flush_reference,
-    delta_reference.delta_decode_reference,
-    delta_reference.delta_prefill_reference,
+    bases.next_bases.reference,
+    flush.flush.reference,
+    delta_reference.delta_decode.reference,
+    delta_reference.delta_prefill.reference,
 )
-KERNELS = Ops(bases.next_bases, flush.flush, delta_decode.delta_decode, delta_prefill.delta_prefill)
+KERNELS = Ops(
+    bases.next_bases_gpu,
+    flush.flush_gpu,
+    delta_decode.delta_decode_gpu,
+    delta_prefill.delta_prefill_gpu,
+)
 
 
 @dataclass

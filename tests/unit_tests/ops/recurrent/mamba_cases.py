@@ -10,12 +10,17 @@ from megatron_async.ops.recurrent.mamba_pools import MambaParams
 from tests.unit_tests.ops.recurrent.recurrent_cases import Ops
 
 REFERENCES = Ops(
-    bases.next_bases_reference,
-    flush.flush_reference,
-    mamba_reference.mamba_decode_reference,
-    mamba_reference.mamba_prefill_reference,
+    bases.next_bases.reference,
+    flush.flush.reference,
+    mamba_reference.mamba_decode.reference,
+    mamba_reference.mamba_prefill.reference,
 )
-KERNELS = Ops(bases.next_bases, flush.flush, mamba_decode.mamba_decode, mamba_prefill.mamba_prefill)
+KERNELS = Ops(
+    bases.next_bases_gpu,
+    flush.flush_gpu,
+    mamba_decode.mamba_decode_gpu,
+    mamba_prefill.mamba_prefill_gpu,
+)
 
 
 @dataclass

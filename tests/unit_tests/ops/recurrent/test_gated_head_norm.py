@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron_async.ops.recurrent.gated_head_norm import (
     MAX_HEAD,
     gated_head_norm,
-    gated_head_norm_reference,
+    gated_head_norm_gpu,
 )
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
@@ -20,8 +20,8 @@ def check(tokens, heads, size, dtype, device, stride=0):
     z = (2 * torch.randn(tokens, heads * size + stride, device=device)).to(dtype)
     z = z[:, : heads * size]
     weight = torch.randn(size, device=device).to(dtype)
-    out = gated_head_norm(o, z, weight, 1e-5)
-    expected = gated_head_norm_reference(o, z, weight, 1e-5)
+    out = gated_head_norm_gpu(o, z, weight, 1e-5)
+    expected = gated_head_norm.reference(o, z, weight, 1e-5)
     assert out.is_contiguous()
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected)
@@ -43,7 +43,7 @@ def test_reference_is_the_formula(dtype):
     """Each head alone, the norm before the gate: Megatron's GatedDeltaNet._apply_gated_norm."""
     o, z = torch.randn(2, 3, 12, dtype=torch.float64)
     weight = torch.randn(4, dtype=torch.float64)
-    found = gated_head_norm_reference(o.to(dtype), z.to(dtype), weight.to(dtype), 1e-5)
+    found = gated_head_norm.reference(o.to(dtype), z.to(dtype), weight.to(dtype), 1e-5)
     for head in range(3):
         own = slice(4 * head, 4 * head + 4)
         normed = o[:, own] * (o[:, own].square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight
@@ -53,7 +53,7 @@ def test_reference_is_the_formula(dtype):
 def test_a_row_that_is_not_finite_stays_alone(device):
     o, z = torch.randn(2, 4, 32, device=device)
     o[1] = torch.nan
-    out = gated_head_norm(o, z, torch.ones(16, device=device), 1e-5)
+    out = gated_head_norm_gpu(o, z, torch.ones(16, device=device), 1e-5)
     assert out.isfinite().all(1).tolist() == [True, False, True, True]
 
 
@@ -68,7 +68,7 @@ def test_a_row_that_is_not_finite_stays_alone(device):
 )
 def test_bad_input(o, z, weight, message):
     with pytest.raises(ValueError, match=message):
-        gated_head_norm(o, z, weight, 1e-5)
+        gated_head_norm_gpu(o, z, weight, 1e-5)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron_async.ops.recurrent.gated_rms_norm import (
     MAX_GROUP,
     gated_rms_norm,
-    gated_rms_norm_reference,
+    gated_rms_norm_gpu,
 )
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
@@ -19,8 +19,8 @@ def check(tokens, channels, groups, dtype, device, stride=0):
     # The gate is a strip of in_proj's output.
     z = (2 * torch.randn(tokens, channels + stride, device=device)).to(dtype)[:, :channels]
     weight = torch.randn(channels, device=device).to(dtype)
-    out = gated_rms_norm(y, z, weight, groups, 1e-5)
-    expected = gated_rms_norm_reference(y, z, weight, groups, 1e-5)
+    out = gated_rms_norm_gpu(y, z, weight, groups, 1e-5)
+    expected = gated_rms_norm.reference(y, z, weight, groups, 1e-5)
     assert out.is_contiguous()
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected)
@@ -41,7 +41,7 @@ def test_reference_is_the_formula():
     """Each group alone, the gate before the norm: Megatron's norm_before_gate=False."""
     y, z = torch.randn(2, 3, 12, dtype=torch.float64)
     weight = torch.randn(12, dtype=torch.float64)
-    found = gated_rms_norm_reference(y.float(), z.float(), weight.float(), 3, 1e-5)
+    found = gated_rms_norm.reference(y.float(), z.float(), weight.float(), 3, 1e-5)
     for group in range(3):
         own = slice(4 * group, 4 * group + 4)
         gated = y[:, own] * F.silu(z[:, own])
@@ -52,7 +52,7 @@ def test_reference_is_the_formula():
 def test_a_row_that_is_not_finite_stays_alone(device):
     y, z = torch.randn(2, 4, 32, device=device)
     y[1] = torch.nan
-    out = gated_rms_norm(y, z, torch.ones(32, device=device), 2, 1e-5)
+    out = gated_rms_norm_gpu(y, z, torch.ones(32, device=device), 2, 1e-5)
     assert out.isfinite().all(1).tolist() == [True, False, True, True]
 
 
@@ -68,7 +68,7 @@ def test_a_row_that_is_not_finite_stays_alone(device):
 )
 def test_bad_input(y, z, weight, groups, message):
     with pytest.raises(ValueError, match=message):
-        gated_rms_norm(y, z, weight, groups, 1e-5)
+        gated_rms_norm_gpu(y, z, weight, groups, 1e-5)
 
 
 @pytest.mark.gpu

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_async.ops.cpu.compiler import compiles
-from megatron_async.ops.cpu.sampling import host_sampling
-from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits, sample_reference
+from megatron_async.ops.sampling import sampling
+from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits
 from tests.unit_tests.ops.sampled_rows import rows_asking
 
 
@@ -20,7 +20,7 @@ def is_compiled(request):
 
 @pytest.fixture
 def sample(is_compiled):
-    return host_sampling.sample if is_compiled else sample_reference
+    return sampling.sample.on("cpu" if is_compiled else "torch")
 
 
 def filtered_by_loops(logits, rows):

@@ -122,8 +122,8 @@ def test_logits_are_processed(rng, device, dtype):
     out = torch.full((count + 2, vocab), 7.0, device=device)
     kept = torch.full((count + 2, vocab), 7.0, dtype=dtype, device=device)
     their_out, their_kept = out.cpu(), kept.cpu()
-    found = triton_logits.process_logits(logits, rows, out, kept)
-    plain.process_logits_reference(logits.cpu(), on_cpu(rows), their_out, their_kept)
+    found = triton_logits.process_logits_gpu(logits, rows, out, kept)
+    plain.process_logits.reference(logits.cpu(), on_cpu(rows), their_out, their_kept)
     assert torch.equal(found, out[:count])
     torch.testing.assert_close(out.cpu(), their_out, rtol=1e-5, atol=1e-5)
     assert torch.equal(kept.cpu(), their_kept)
@@ -136,8 +136,8 @@ def test_tokens_are_masked(rng, device):
     shape = (count, token_mask.mask_words(vocab) + 3)  # the rows of a wider array
     words = torch.randint(-(2**31), 2**31, shape).to(device, torch.int32)[:, 3:]
     expected = logits.cpu()
-    token_mask.apply_token_mask(logits, words)
-    token_mask.apply_token_mask_reference(expected, words.cpu())
+    token_mask.apply_token_mask_gpu(logits, words)
+    token_mask.apply_token_mask.reference(expected, words.cpu())
     torch.testing.assert_close(logits.cpu(), expected, rtol=0, atol=0, equal_nan=True)
     assert logits[0, vocab // 2].isnan()
 
@@ -150,8 +150,8 @@ def test_samples_are_counted(rng, device):
     expected = on_cpu(rows)
     tokens = torch.randint(vocab, (count,), device=device)
     tokens[torch.rand(count, device=device) < 0.1] = -1  # no token could be chosen
-    triton_logits.count_tokens(tokens, rows)
-    plain.count_tokens_reference(tokens.cpu(), expected)
+    triton_logits.count_tokens_gpu(tokens, rows)
+    plain.count_tokens.reference(tokens.cpu(), expected)
     same_memory(on_cpu(rows), expected)
 
 
@@ -180,7 +180,7 @@ def test_chunks_are_counted(rng, device, has_cached):
     longest = max(lengths)
     cached = random_blocks(rng, rows.positions[decode:].cpu(), vocab) if has_cached else None
     expected = on_cpu(rows)
-    plain.begin_chunks_reference(
+    plain.begin_chunks.reference(
         expected, ChunkTensors(**given, max_query_length=longest, cached=cached)
     )
     moved = {
@@ -188,7 +188,9 @@ def test_chunks_are_counted(rng, device, has_cached):
     }
     if cached is not None:
         cached = CachedTokens(cached.block_tables.to(device), cached.block_tokens.to(device))
-    triton_logits.begin_chunks(rows, ChunkTensors(**moved, max_query_length=longest, cached=cached))
+    triton_logits.begin_chunks_gpu(
+        rows, ChunkTensors(**moved, max_query_length=longest, cached=cached)
+    )
     found = on_cpu(rows)
     # The dummy slot's state is nobody's.
     for memory in (found.memory, expected.memory):
@@ -230,7 +232,7 @@ def test_counted_from_blocks_as_from_the_start(rng, device):
             max_query_length=length - first,
             cached=cached,
         )
-        triton_logits.begin_chunks(rows, chunks)
+        triton_logits.begin_chunks_gpu(rows, chunks)
         states.append(on_cpu(rows))
     for other in states[1:]:
         same_memory(states[0], other)
@@ -245,16 +247,16 @@ def test_log_probs(rng, device):
     vocab, count = rng.choice([7, 130, 1003]), rng.randint(1, 9)
     rows = random_rows(rng, vocab, count, device)
     logits = 3 * torch.randn(count, vocab, device=device)
-    processed = triton_logits.process_logits(
+    processed = triton_logits.process_logits_gpu(
         logits, rows, torch.empty_like(logits), torch.empty_like(logits)
     )
     mode = SamplingMode.FILTERED
-    tokens, cuts = triton_sampling.sample_with_cuts(processed, rows, mode)
+    tokens, cuts = triton_sampling.sample_with_cuts_gpu(processed, rows, mode)
     ring = torch.full((2, count + 1, OUT_WORDS), -3, dtype=torch.int32, device=device)
     expected = ring.cpu()
     entry = torch.tensor([1], dtype=torch.int32, device=device)
-    triton_log_probs.log_probs(logits, processed, tokens, cuts, rows, ring, entry)
-    plain_log_probs.log_probs_reference(
+    triton_log_probs.log_probs_gpu(logits, processed, tokens, cuts, rows, ring, entry)
+    plain_log_probs.log_probs.reference(
         logits.cpu(), processed.cpu(), tokens.cpu(), None, on_cpu(rows), expected, entry.cpu(),
     )  # fmt: skip
     found = ring.cpu()

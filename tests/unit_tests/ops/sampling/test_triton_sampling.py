@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_async.ops.sampling import triton_sampling
-from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits, sample_reference
+from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits, sample
 from megatron_async.ops.sampling.slot_records import Header
 from tests.unit_tests.ops.sampled_rows import rows_asking
 
@@ -59,8 +59,8 @@ def scaled_logits(logits, params):
 
 
 def check_tokens(logits, params, mode=SamplingMode.FILTERED):
-    tokens = triton_sampling.sample(logits, params, mode)
-    expected = sample_reference(logits, params, mode)
+    tokens = triton_sampling.sample_gpu(logits, params, mode)
+    expected = sample.reference(logits, params, mode)
     assert tokens.dtype == torch.int64
     if params is None:
         assert torch.equal(tokens, expected)
@@ -156,7 +156,7 @@ def test_min_p_cuts_where_it_says(device, small_tiles):
     ratios = torch.tensor([1.0] + [0.1001] * 500 + [0.0999] * 502, device=device)
     logits = (0.8 * ratios.log()).repeat(8, 1)
     params = parameters(8, device, temperature=0.8, min_p=0.1)
-    tokens = triton_sampling.sample(logits, params, SamplingMode.FILTERED)
+    tokens = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
     assert tokens.max() <= 500
     assert tokens.count_nonzero() > 4
     check_tokens(logits, params)
@@ -184,16 +184,16 @@ def test_masked_tokens_are_never_chosen(device, small_tiles):
     for filters in ({}, {"top_k": 50}, {"top_p": 0.9007}, {"min_p": 0.0103}):
         params = parameters(4, device, temperature=0.8, **filters)
         check_tokens(logits, params)
-        assert triton_sampling.sample(logits, params, SamplingMode.FILTERED)[2:].eq(777).all()
+        assert triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)[2:].eq(777).all()
 
 
 def test_a_row_does_not_depend_on_its_company(device, small_tiles):
     logits = 3 * torch.randn(8, 1003, device=device)
     params = mixed_parameters(8, device)
-    together = triton_sampling.sample(logits, params, SamplingMode.FILTERED)
+    together = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
     for row in range(0, 8, 3):
         one = logits[row : row + 1]
-        alone = triton_sampling.sample(one, params.one(row), SamplingMode.FILTERED)
+        alone = triton_sampling.sample_gpu(one, params.one(row), SamplingMode.FILTERED)
         assert alone.item() == together[row].item()
 
 
@@ -209,29 +209,29 @@ def test_unsound_rows_have_no_token(vocab, dtype, value, device, small_tiles):
     sound = torch.arange(8, device=device) < 4
     places = [slice(None)] if value < 0 else [0, vocab // 2, vocab - 1, slice(None)]
     for mode in (SamplingMode.GREEDY, SamplingMode.FILTERED):
-        expected = triton_sampling.sample(logits, params, mode).where(sound, -1)
+        expected = triton_sampling.sample_gpu(logits, params, mode).where(sound, -1)
         for place in places:
             damaged = logits.clone()
             damaged[4:, place] = value
-            assert torch.equal(triton_sampling.sample(damaged, params, mode), expected)
-            reference = sample_reference(damaged, params, mode)
+            assert torch.equal(triton_sampling.sample_gpu(damaged, params, mode), expected)
+            reference = sample.reference(damaged, params, mode)
             assert torch.equal(reference == -1, ~sound)
 
 
 def test_no_rows():
-    assert triton_sampling.sample(torch.ones(0, 5), None, SamplingMode.GREEDY).shape == (0,)
+    assert triton_sampling.sample_gpu(torch.ones(0, 5), None, SamplingMode.GREEDY).shape == (0,)
 
 
 def test_bad_input():
     logits = torch.ones(2, 5)
     with pytest.raises(ValueError, match=r"strides \(1, 2\)"):
-        triton_sampling.sample(torch.ones(5, 2).t(), None, SamplingMode.GREEDY)
+        triton_sampling.sample_gpu(torch.ones(5, 2).t(), None, SamplingMode.GREEDY)
     with pytest.raises(ValueError, match=r"torch.float64 logits.*call .*\.float\(\)"):
-        triton_sampling.sample(logits.double(), None, SamplingMode.GREEDY)
+        triton_sampling.sample_gpu(logits.double(), None, SamplingMode.GREEDY)
     with pytest.raises(ValueError, match="mode SOFTMAX needs what the rows ask for"):
-        triton_sampling.sample(logits, None, SamplingMode.SOFTMAX)
+        triton_sampling.sample_gpu(logits, None, SamplingMode.SOFTMAX)
     with pytest.raises(ValueError, match=r"must be contiguous and \(\(2,\)"):
-        triton_sampling.sample(logits, parameters(3, "cpu"), SamplingMode.SOFTMAX)
+        triton_sampling.sample_gpu(logits, parameters(3, "cpu"), SamplingMode.SOFTMAX)
 
 
 @pytest.mark.gpu
@@ -252,14 +252,14 @@ def test_replays_in_a_graph():
     """Other logits and other parameters than those of the capture."""
     logits = (3 * torch.randn(16, 128256, device="cuda")).to(torch.bfloat16)
     params = parameters(16, "cuda", temperature=0.0)
-    triton_sampling.sample(logits, params, SamplingMode.FILTERED)
+    triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = triton_sampling.sample(logits, params, SamplingMode.FILTERED)
+        tokens = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
     for _ in range(3):
         logits.normal_(std=3)
         for name, value in vars(mixed_parameters(16, "cuda")).items():
             getattr(params, name).copy_(value)
         tokens.fill_(-1)
         graph.replay()
-        assert torch.equal(tokens, sample_reference(logits, params, SamplingMode.FILTERED))
+        assert torch.equal(tokens, sample.reference(logits, params, SamplingMode.FILTERED))

@@ -1,0 +1,98 @@
+"""`Ops`: all ops of the hot path, bound once to the implementations of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_async.ops.attention.output_gate import output_gate
+from megatron_async.ops.attention.rope_append import rope_append
+from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.drafting.hidden_states import gather_hidden, keep_hidden
+from megatron_async.ops.drafting.ngram_lookup import ngram_drafts
+from megatron_async.ops.drafting.store_drafts import store_drafts
+from megatron_async.ops.experts.expert_mlp import expert_mlp
+from megatron_async.ops.experts.expert_routing import route
+from megatron_async.ops.experts.few_tokens import few_token_experts
+from megatron_async.ops.experts.shared_gate import add_shared_expert
+from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.linear.skinny_linear import (
+    linear,
+    linear_rope_append,
+    linear_squared_relu,
+    linear_swiglu,
+)
+from megatron_async.ops.linear.squared_relu import squared_relu
+from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.op import Op, Place
+from megatron_async.ops.ranks.vocab_embedding import vocab_embedding
+from megatron_async.ops.recurrent.bases import next_bases
+from megatron_async.ops.recurrent.delta_reference import delta_decode, delta_prefill
+from megatron_async.ops.recurrent.flush import flush
+from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm
+from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
+from megatron_async.ops.recurrent.mamba_reference import mamba_decode, mamba_prefill
+from megatron_async.ops.sampling.log_probs import log_probs
+from megatron_async.ops.sampling.logits_processing import begin_chunks, count_tokens, process_logits
+from megatron_async.ops.sampling.sampling import best_tokens, sample, sample_with_cuts
+from megatron_async.ops.sampling.token_mask import apply_token_mask
+
+
+class Ops:
+    """The ops of one engine, each under its name: with the signature of its reference, which
+    documents it.
+
+    Args:
+        device: Triton serves a GPU; loops that Numba compiles a CPU, where Numba may compile; plain
+            torch all else.
+        promises: what all ops must keep; names of `op.PROMISES`.
+
+    Raises:
+        ConfigurationError: an op has no implementation for the device that keeps the promises.
+    """
+
+    def __init__(self, device: torch.device, promises: frozenset[str] = frozenset()) -> None:
+        place: Place = "torch"
+        if device.type == "cuda":
+            place = "gpu"
+        elif device.type == "cpu" and compiles():
+            place = "cpu"
+
+        def bound[**P, R](op: Op[P, R]) -> Callable[P, R]:
+            return op.on(place, promises)
+
+        self.vocab_embedding = bound(vocab_embedding)
+        self.add_rms_norm = bound(add_rms_norm)
+        self.rope_append = bound(rope_append)
+        self.output_gate = bound(output_gate)
+        self.linear = bound(linear)
+        self.linear_rope_append = bound(linear_rope_append)
+        self.linear_swiglu = bound(linear_swiglu)
+        self.linear_squared_relu = bound(linear_squared_relu)
+        self.swiglu = bound(swiglu)
+        self.squared_relu = bound(squared_relu)
+        self.sample = bound(sample)
+        self.sample_with_cuts = bound(sample_with_cuts)
+        self.best_tokens = bound(best_tokens)
+        self.begin_chunks = bound(begin_chunks)
+        self.process_logits = bound(process_logits)
+        self.count_tokens = bound(count_tokens)
+        self.log_probs = bound(log_probs)
+        self.apply_token_mask = bound(apply_token_mask)
+        self.route = bound(route)
+        self.expert_mlp = bound(expert_mlp)
+        self.few_token_experts = bound(few_token_experts)
+        self.add_shared_expert = bound(add_shared_expert)
+        self.next_bases = bound(next_bases)
+        self.flush = bound(flush)
+        self.mamba_decode = bound(mamba_decode)
+        self.mamba_prefill = bound(mamba_prefill)
+        self.gated_rms_norm = bound(gated_rms_norm)
+        self.delta_decode = bound(delta_decode)
+        self.delta_prefill = bound(delta_prefill)
+        self.gated_head_norm = bound(gated_head_norm)
+        self.ngram_drafts = bound(ngram_drafts)
+        self.store_drafts = bound(store_drafts)
+        self.keep_hidden = bound(keep_hidden)
+        self.gather_hidden = bound(gather_hidden)
