@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.dtypes import parse_dtype
-from megatron_async.checkpoints.memory_needed import check_weights_fit
+from megatron_async.checkpoints.info import check_weights_fit
 from megatron_async.checkpoints.registry import shipped_draft_layer
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S

@@ -1,7 +1,7 @@
 """A layer for multi-token prediction in a file of its own, for a model that came without one.
 
 `scripts/train_draft_layer.py` trains such layers. The file is safetensors; its tensors have the
-names of `checkpoints/mtp_names.py` (`mtp.layers.0...`), its metadata say what they are.
+names of `checkpoints/family_names.py` (`mtp.layers.0...`), its metadata say what they are.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def save_draft_layer(
     """Write a layer that `WithDraftLayer` reads.
 
     Args:
-        tensors: by the names of `checkpoints/mtp_names.py`.
+        tensors: by the names of `checkpoints/family_names.py`.
         pattern: layers of the depth, such as "*-".
         facts: of the training, for who reads the file later: model, tokens, seed, loss.
         file: to write.

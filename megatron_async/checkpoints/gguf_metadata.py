@@ -3,6 +3,11 @@
 What a key means is llama.cpp's (`src/llama-model.cpp`, `src/llama-context.cpp`); names are those of
 gguf-py's `constants.py`. A reader asks for a key by `get`, `size` or `number`, so it is known at
 the end which keys nobody asked for: `finish` refuses those that change the computation.
+
+`general.sampling.*` in a GGUF file: what the model's makers say of its sampling.
+
+The converter of llama.cpp writes a model's `generation_config.json` so (`Keys.General` of the gguf
+package from 0.18; llama.cpp's `common/common.cpp` reads them).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.json_files import check_number, check_size
+from megatron_async.checkpoints.files import check_number, check_size
 from megatron_async.checkpoints.settings import tell_unknown
 from megatron_async.models.architecture import LINEAR, RopeScaling
 
@@ -241,3 +246,33 @@ def _is_close(value: Any, expected: float) -> bool:
 
 def _listed(supported: tuple[Any, ...]) -> str:
     return " or ".join(map(str, supported))
+
+
+SAMPLING_PREFIX = "general.sampling."
+SAMPLING_NAMES = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Name in the file: name in generation_config.json."""
+SAMPLING_OFF = {"mirostat": 0, "xtc_probability": 0.0}
+"""Ways of sampling that are not served, and the value that is off."""
+
+
+def generation_config(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Fields of a `generation_config.json` from a file's metadata.
+
+    Args:
+        metadata: key -> value, those that begin with `SAMPLING_PREFIX`.
+        source: the file's name, for a warning about what is not served.
+    """
+    found: dict[str, Any] = {}
+    for key, value in metadata.items():
+        name = key.removeprefix(SAMPLING_PREFIX)
+        if name in SAMPLING_OFF and value != SAMPLING_OFF[name]:
+            logger.warning("%s: %s = %s is not served: answers go without it.", source, key, value)
+        if name in SAMPLING_NAMES:
+            found[SAMPLING_NAMES[name]] = as_written(value) if isinstance(value, float) else value
+    return found

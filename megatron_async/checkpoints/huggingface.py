@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.files import read_json
 from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
 from megatron_async.checkpoints.huggingface_delta import (
     language_model_config,
     language_model_tensors,
 )
 from megatron_async.checkpoints.huggingface_mtp import split_mtp
-from megatron_async.checkpoints.json_files import read_json
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
 from megatron_async.checkpoints.source import (
     NamedTensorSource,

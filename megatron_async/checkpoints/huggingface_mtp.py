@@ -20,9 +20,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.huggingface_hybrid import LAYER_NAMES
-from megatron_async.checkpoints.huggingface_hybrid_write import NAMES_OF_KINDS
-from megatron_async.checkpoints.mtp_names import MTP_NAMES
+from megatron_async.checkpoints.family_names import MTP_NAMES
+from megatron_async.checkpoints.huggingface_hybrid import LAYER_NAMES, NAMES_OF_KINDS
 from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import ATTENTION, EXPERTS, KINDS, MLP, ModelArchitecture
 

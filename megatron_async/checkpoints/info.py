@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,7 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.devices import make_device, resolve_device_name
+from megatron_async.errors import OutOfMemoryError
 from megatron_async.models.architecture import (
     ATTENTION,
     DELTA,
@@ -23,6 +25,9 @@ from megatron_async.models.architecture import (
     RECURRENT,
     ModelArchitecture,
 )
+
+if TYPE_CHECKING:
+    from megatron_async.models.parallel_state import ParallelSizes
 
 GIB = 1024**3
 TOKEN_ID_BYTES = 4
@@ -298,3 +303,36 @@ def _size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
+
+
+def check_weights_fit(
+    architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes, free: int
+) -> None:
+    """Check that a rank's share of the weights fits.
+
+    Args:
+        architecture: of the model.
+        dtype: of the weights.
+        sizes: ranks that share them; experts count as if all ranks of a job shared all weights
+            evenly, so a model that passes may still be too large.
+        free: bytes, on the rank's device.
+
+    Raises:
+        OutOfMemoryError: they do not fit; the message has the figures and what helps.
+    """
+    ranks = (
+        sizes.tensor_model_parallel * sizes.pipeline_model_parallel * sizes.expert_model_parallel
+    )
+    needed = architecture.num_parameters * dtype.itemsize // ranks
+    if needed <= free:
+        return
+    share = "the weights" if ranks == 1 else f"a rank's share of the weights (1 of {ranks})"
+    name = str(dtype).removeprefix("torch.")
+    half = ""
+    if dtype.itemsize > 2 and needed // 2 <= free:
+        half = f" In bfloat16 (dtype='bfloat16') they take {needed / 2 / GIB:.3g} GiB."
+    raise OutOfMemoryError(
+        f"{share} take {needed / GIB:.3g} GiB in {name}, and {free / GIB:.3g} GiB of memory are "
+        f"free.{half} Split the model over more ranks (tensor_model_parallel_size), or take a "
+        "smaller one."
+    )

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.json_files import read_json
+from megatron_async.checkpoints.files import read_json
 
 METADATA = "metadata.json"
 INDEX = ".metadata"

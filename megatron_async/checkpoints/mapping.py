@@ -10,15 +10,259 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from megatron_async.checkpoints.family_names import names_of
-from megatron_async.checkpoints.layer_weights import WEIGHTS_OF, Layer
-from megatron_async.checkpoints.mtp_names import mtp_names_of
-from megatron_async.checkpoints.weight import Region, Shape, Shard, Weight
+from megatron_async.checkpoints.family_names import FamilyNames, mtp_names_of, names_of
+from megatron_async.checkpoints.weight import Region, Rows, Shape, Shard, Strip, Weight
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a pattern, and how its weights are made."""
+
+    a: ModelArchitecture
+    names: FamilyNames
+    ours: str
+    """Prefix of its parameters."""
+    theirs: str
+    """Prefix of its Hugging Face tensors."""
+
+    def weight(
+        self,
+        name: str,
+        parts: dict[str, Shape],
+        dim: int | None = None,
+        groups: int = 1,
+        stored: str = "",
+        strips: dict[str, int] | None = None,
+    ) -> Weight:
+        """A weight, its names without the layer's prefixes; ranks share all its strips."""
+        return Weight(
+            self.ours + name,
+            {self.theirs + part: shape for part, shape in parts.items()},
+            groups,
+            self.ours + (stored or name),
+            dim,
+            strips=tuple(Strip(strip, rows) for strip, rows in (strips or {}).items()),
+        )
+
+    def gate_up(self, name: str, parts: tuple[str, ...], ffn: int) -> Weight:
+        """First matrix of an MLP of `ffn` units: [gate; up], or up alone."""
+        gated = self.a.activation == "silu"
+        if gated and len(parts) == 1:
+            joint: dict[str, Shape] = {parts[0]: (2 * ffn, self.a.hidden_size)}
+            return self.weight(name, joint, 0, strips={"gate": ffn, "up": ffn})
+        return self.weight(name, dict.fromkeys(parts, (ffn, self.a.hidden_size)), 0)
+
+    def into_residual(self, weight: Weight) -> Weight:
+        """The last matrix of a layer, whose product goes into the residual stream."""
+        return replace(weight, scale=self.a.residual_multiplier)
+
+
+def _attention(layer: Layer) -> Iterator[Weight]:
+    a, theirs = layer.a, layer.names.attention
+    linear, hidden = "self_attention.linear_", a.hidden_size
+    q, kv = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    rows = {"q": q, "k": kv, "v": kv}
+    yield layer.weight(
+        "input_layernorm.weight",
+        {layer.names.mixer_norm: (hidden,)},
+        stored=linear + "qkv.layer_norm_weight",
+    )
+    yield layer.into_residual(
+        layer.weight(linear + "proj.weight", {theirs + "o_proj.weight": (hidden, q)}, 1)
+    )
+    for name, rest in (("weight", (hidden,)), *([("bias", ())] if a.add_qkv_bias else [])):
+        parts: dict[str, Shape] = {
+            f"{theirs}{part}_proj.{name}": (n, *rest) for part, n in rows.items()
+        }
+        weight = layer.weight(f"{linear}qkv.{name}", parts, 0, a.num_query_groups)
+        yield _with_gates(weight, a) if a.attention_output_gate else weight
+    if a.qk_layernorm:
+        for part in "qk":
+            yield layer.weight(
+                f"self_attention.{part}_layernorm.weight",
+                {f"{theirs}{part}_norm.weight": (a.kv_channels,)},
+            )
+
+
+def _with_gates(weight: Weight, a: ModelArchitecture) -> Weight:
+    """`linear_qkv` with gates: Hugging Face has each query head's gate after the head, Megatron the
+    gates of a KV head's query heads after all these heads."""
+    q = next(iter(weight.parts))
+    queries, *rest = weight.parts[q]
+    dim, group = a.kv_channels, a.num_attention_heads // a.num_query_groups
+    order: list[Rows] = []
+    for kv_head in range(a.num_query_groups):
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        order += [Rows(0, 2 * head * dim, dim) for head in heads]
+        order += [Rows(0, (2 * head + 1) * dim, dim) for head in heads]
+        order += [Rows(part, kv_head * dim, dim) for part in (1, 2)]
+    total = sum(rows.count for rows in order)
+    return replace(
+        weight,
+        parts=weight.parts | {q: (2 * queries, *rest)},
+        groups=1,
+        strips=(Strip("qkv", total),),
+        order=tuple(order),
+    )
+
+
+def _mlp(layer: Layer) -> Iterator[Weight]:
+    a, names = layer.a, layer.names
+    fc1, fc2 = "mlp.linear_fc1.", "mlp.linear_fc2."
+    yield layer.weight(
+        "pre_mlp_layernorm.weight",
+        {names.ffn_norm: (a.hidden_size,)},
+        stored=fc1 + "layer_norm_weight",
+    )
+    yield layer.gate_up(fc1 + "weight", names.gate_up, a.ffn_hidden_size)
+    down: dict[str, Shape] = {names.down: (a.hidden_size, a.ffn_hidden_size)}
+    yield layer.into_residual(layer.weight(fc2 + "weight", down, 1))
+
+
+def _moe(layer: Layer) -> Iterator[Weight]:
+    a, names = layer.a, layer.names
+    hidden, experts = a.hidden_size, a.num_moe_experts
+    yield layer.weight("pre_mlp_layernorm.weight", {names.ffn_norm: (hidden,)})
+    yield layer.weight("mlp.router.weight", {names.router: (experts, hidden)})
+    if a.moe_router_enable_expert_bias:
+        bias = layer.weight("mlp.router.expert_bias", {names.expert_bias: (experts,)})
+        yield replace(bias, is_float32=True)
+    yield _experts(layer, "fc1", names.expert_gate_up, 0)
+    yield layer.into_residual(_experts(layer, "fc2", (names.expert_down,), 1))
+    shared = a.moe_shared_expert_intermediate_size
+    if shared:
+        prefix = "mlp.shared_experts.linear_"
+        yield layer.gate_up(prefix + "fc1.weight", names.shared_gate_up, shared)
+        down: dict[str, Shape] = {names.shared_down: (hidden, shared)}
+        yield layer.into_residual(layer.weight(prefix + "fc2.weight", down, 1))
+    if a.moe_shared_expert_gate:
+        yield layer.weight("mlp.shared_experts.gate_weight", {names.shared_gate: (1, hidden)})
+
+
+def _experts(layer: Layer, name: str, parts: tuple[str, ...], dim: int) -> Weight:
+    """A matrix of all experts: fc1, whose rows ranks share, or fc2, whose columns."""
+    a = layer.a
+    ffn, gated = a.moe_ffn_hidden_size, a.activation == "silu"
+    shape = (ffn, a.hidden_size) if dim == 0 else (a.hidden_size, ffn)
+    strips: dict[str, int] = {}
+    named: dict[str, Shape]
+    if "{e}" in parts[0]:
+        every = range(a.num_moe_experts)
+        named = {part.format(e=expert): shape for expert in every for part in parts}
+    else:
+        is_joint = gated and dim == 0
+        named = {parts[0]: (a.num_moe_experts, (1 + is_joint) * shape[0], shape[1])}
+        if dim == 0:
+            strips = {"gate": ffn, "up": ffn} if gated else {"up": ffn}
+    weight = layer.weight(
+        f"mlp.experts.linear_{name}.weight",
+        named,
+        dim,
+        stored=f"mlp.experts.experts.linear_{name}.weight",
+        strips=strips,
+    )
+    return replace(weight, experts=a.num_moe_experts)
+
+
+def _mamba(layer: Layer) -> Iterator[Weight]:
+    a, theirs, sizes = layer.a, layer.names.mamba, layer.a.mamba
+
+    def striped(name: str, part: str, rows: dict[str, int], rest: Shape, stored: str) -> Weight:
+        """Split strip by strip; the B and C of a single group are on every rank."""
+        shape = (sum(rows.values()), *rest)
+        weight = layer.weight(name, {theirs + part: shape}, 0, stored=stored)
+        strips = tuple(
+            Strip(strip, n, strip not in "BC" or sizes.groups > 1) for strip, n in rows.items()
+        )
+        return replace(weight, strips=strips, is_stored_in_strips=True)
+
+    yield layer.weight(
+        "norm.weight",
+        {layer.names.mixer_norm: (a.hidden_size,)},
+        stored="mixer.in_proj.layer_norm_weight",
+    )
+    heads: dict[str, Shape]
+    for name, is_float32 in (("dt_bias", False), ("A_log", True), ("D", True)):
+        heads = {theirs + name: (sizes.heads,)}
+        yield replace(layer.weight(f"mixer.{name}", heads, 0), is_float32=is_float32)
+    for name, rest in (("weight", (1, CONV_KERNEL)), ("bias", ())):
+        conv = f"conv1d.{name}"
+        yield striped(f"mixer.conv1d_{name}", conv, sizes.conv_strips, rest, f"mixer.{conv}")
+    in_proj = "in_proj.weight"
+    yield striped(f"mixer.{in_proj}", in_proj, sizes.strips, (a.hidden_size,), f"mixer.{in_proj}")
+    yield layer.weight("mixer.norm.weight", {theirs + "norm.weight": (sizes.inner,)}, 0)
+    yield layer.into_residual(
+        layer.weight(
+            "mixer.out_proj.weight", {theirs + "out_proj.weight": (a.hidden_size, sizes.inner)}, 1
+        )
+    )
+
+
+def _delta(layer: Layer) -> Iterator[Weight]:
+    a, theirs, sizes = layer.a, layer.names.delta, layer.a.delta
+    ours, hidden = "self_attention.", layer.a.hidden_size
+    yield layer.weight(
+        "input_layernorm.weight",
+        {layer.names.mixer_norm: (hidden,)},
+        stored=ours + "in_proj.layer_norm_weight",
+    )
+    heads: dict[str, Shape]
+    for name, is_float32 in (("dt_bias", False), ("A_log", True)):
+        heads = {theirs + name: (sizes.value_heads,)}
+        yield replace(layer.weight(ours + name, heads, 0), is_float32=is_float32)
+    order = _delta_order(layer)
+    parts: dict[str, Shape] = {
+        theirs + name: (sum(rows.count for rows in order if rows.part == part), hidden)
+        for part, name in enumerate(layer.names.delta_in_proj)
+    }
+    in_proj = layer.weight(ours + "in_proj.weight", parts, 0, strips=sizes.strips)
+    yield replace(in_proj, order=order, is_stored_in_strips=True)
+    conv = layer.weight(
+        ours + "conv1d.weight",
+        {theirs + "conv1d.weight": (sizes.conv, 1, CONV_KERNEL)},
+        0,
+        strips=sizes.conv_strips,
+    )
+    yield replace(conv, is_stored_in_strips=True)
+    norm = layer.weight(ours + "out_norm.weight", {theirs + "norm.weight": (sizes.value_dim,)})
+    # The one norm of these families whose factor transformers stores itself.
+    offset = -1.0 if a.layernorm_zero_centered_gamma else 0.0
+    yield replace(norm, is_float32=True, offset=offset)
+    out_proj: dict[str, Shape] = {theirs + "out_proj.weight": (hidden, sizes.values)}
+    yield layer.into_residual(layer.weight(ours + "out_proj.weight", out_proj, 1))
+
+
+def _delta_order(layer: Layer) -> tuple[Rows, ...]:
+    """Where the rows of `in_proj` are: query, key, value, z, beta, alpha."""
+    counts, heads = list(layer.a.delta.strips.values()), layer.a.delta.key_heads
+    if len(layer.names.delta_in_proj) == 4:
+        whole = enumerate((sum(counts[:3]), *counts[3:]))
+        return tuple(Rows(part, 0, count) for part, count in whole)
+    order = []
+    for part, strips in enumerate((counts[:4], counts[4:])):
+        each, first = sum(strips) // heads, 0
+        for count in strips:
+            share = count // heads
+            order += [Rows(part, head * each + first, share) for head in range(heads)]
+            first += share
+    return tuple(order)
+
+
+WEIGHTS_OF: dict[str, Callable[[Layer], Iterator[Weight]]] = {
+    "*": _attention,
+    "-": _mlp,
+    "E": _moe,
+    "M": _mamba,
+    "G": _delta,
+}
+"""Weights of a layer, by its kind."""
+
 
 __all__ = ["Region", "Shape", "Shard", "Weight", "mtp_weights", "weights"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.files import check_number, check_size
 from megatron_async.checkpoints.huggingface_config import FAMILIES
 from megatron_async.checkpoints.huggingface_defaults import NEUTRAL
-from megatron_async.checkpoints.json_files import check_number, check_size
 from megatron_async.checkpoints.megatron_defaults import (
     DELTA_DEFAULTS,
     IS_HARMLESS,

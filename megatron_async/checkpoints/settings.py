@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.files import check_number, check_size
 from megatron_async.checkpoints.huggingface_defaults import (
     ALIASES,
     DEFAULTS,
@@ -23,7 +24,6 @@ from megatron_async.checkpoints.huggingface_defaults import (
     NEUTRAL_IN,
     NULLABLE,
 )
-from megatron_async.checkpoints.json_files import check_number, check_size
 
 logger = logging.getLogger("megatron_async")
 FULL = "full_attention"

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.files import read_json
 from megatron_async.checkpoints.iteration_folders import METADATA, TRACKER, checkpoint_folder
-from megatron_async.checkpoints.json_files import read_json
 from megatron_async.checkpoints.mapping import Shard, mtp_weights, weights
 from megatron_async.checkpoints.megatron_args import architecture_from_args
 from megatron_async.checkpoints.pickled import TrainingArguments, load_common_state
@@ -32,8 +32,12 @@ from megatron_async.checkpoints.source import (
     model_parameters,
     total_bytes,
 )
-from megatron_async.checkpoints.torch_dist_keys import StoredWeight, stored_weights
-from megatron_async.checkpoints.torch_dist_reader import DirectPlanner, TorchDistReader
+from megatron_async.checkpoints.torch_dist_reader import (
+    DirectPlanner,
+    StoredWeight,
+    TorchDistReader,
+    stored_weights,
+)
 from megatron_async.json_objects import write_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_async.checkpoints.target_folder import check_target
+from megatron_async.checkpoints.files import check_target
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.files import check_folder
 from megatron_async.cli.interrupts import raise_interrupts

@@ -124,7 +124,7 @@ class DraftLayer(nn.Module):
         return self.values[_key(name)]
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The layer by the names of `checkpoints/mtp_names.py`, in a dtype, on the host."""
+        """The layer by the names of `checkpoints/family_names.py`, in a dtype, on the host."""
         found: dict[str, Tensor] = {}
         for weight in mtp_weights(self._a):
             parameter = self._weight(weight.name).detach().cpu().to(dtype)

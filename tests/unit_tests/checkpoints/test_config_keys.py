@@ -18,7 +18,12 @@ from settings_grid import Variant, variants
 from settings_theirs import their_architecture, their_config
 
 from megatron_async.checkpoints import CheckpointError
-from megatron_async.checkpoints.huggingface_config import SUPPORTED, read_architecture, write_config
+from megatron_async.checkpoints.huggingface_config import (
+    ROPE_KEYS,
+    SUPPORTED,
+    read_architecture,
+    write_config,
+)
 from megatron_async.checkpoints.huggingface_defaults import (
     ALIASES,
     DEFAULTS,
@@ -29,7 +34,6 @@ from megatron_async.checkpoints.huggingface_defaults import (
     REQUIRED,
 )
 from megatron_async.checkpoints.huggingface_delta import language_model_config
-from megatron_async.checkpoints.huggingface_rope import ROPE_KEYS
 from megatron_async.models.architecture import ModelArchitecture
 
 WHERE = "config.json"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.checkpoints.gguf_quants import _BLOCKS, _PLAIN, dequantise
+from megatron_async.checkpoints.gguf import _BLOCKS, _PLAIN, dequantise
 
 Q = gguf.GGMLQuantizationType
 DEVICES = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_async import LLM
-from megatron_async.checkpoints.memory_needed import GIB, check_weights_fit
+from megatron_async.checkpoints.info import GIB, check_weights_fit
 from megatron_async.devices import CpuDevice
 from megatron_async.errors import OutOfMemoryError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES

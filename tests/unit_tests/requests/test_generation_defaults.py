@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.checkpoints import gguf_sampling
+from megatron_async.checkpoints import gguf_metadata
 from megatron_async.errors import ConfigurationError
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 
@@ -88,7 +88,7 @@ def test_what_a_gguf_file_says(caplog: pytest.LogCaptureFixture) -> None:
         "general.sampling.penalty_repeat": 1.0499999523162842, "general.sampling.mirostat": 2,
         "general.sampling.xtc_probability": 0.0,
     }  # fmt: skip
-    found = gguf_sampling.generation_config(metadata, "m.gguf")
+    found = gguf_metadata.generation_config(metadata, "m.gguf")
     assert found == {"temperature": 0.95, "top_k": 20, "repetition_penalty": 1.05}
     assert [record.getMessage() for record in caplog.records] == [
         "m.gguf: general.sampling.mirostat = 2 is not served: answers go without it."
