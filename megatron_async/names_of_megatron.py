@@ -5,9 +5,9 @@ A test reads the names from Megatron's source, and docs/megatron_names.md is mad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +64,9 @@ CLASSES = {
         "params_dtype paused_request_count reset static_kv_memory_pointers step_count "
         "total_request_count unified_memory_level using_cuda_graph_this_step",
         otherwise={
-            "with other arguments, for the engine alone": "add_request "
-            "transfer_bookkeeping_to_gpu update_requests",
+            "with other arguments, for the engine alone: call `engine.add_request`, and a step "
+            "(`engine.step_modern()`) for its books": "add_request transfer_bookkeeping_to_gpu "
+            "update_requests",
             "the device's snapshot of one plan, with other tensors": "gpu_view",
         },
         absent={
@@ -224,6 +225,32 @@ class NamesOfMegatron:
             answer = _names_of(type(self)).answers.get(name)
             said = f", which Megatron's has: {answer} (docs/megatron_names.md)" if answer else ""
             raise no_attribute(self, name, said)
+
+
+def answers_calls[T: type](kind: T) -> T:
+    """A decorator of a class of `compat`: methods that are another thing here raise a TypeError
+    with the words of their row, when they get Megatron's arguments, which are none of our classes.
+
+    Our own classes go without it: a step calls these methods, and a wrapper is time.
+    """
+    for text, names in _names_of(kind).otherwise.items():
+        for name in names.split():
+            if callable(method := getattr(kind, name, None)):
+                setattr(kind, name, _answered(method, text))
+    return kind
+
+
+def _answered(method: Callable[..., Any], text: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **values: Any) -> Any:
+        if not any(type(each).__module__.startswith("megatron_async.") for each in args[:1]):
+            raise TypeError(
+                f"{method.__name__}() is another thing here than Megatron's: {text} "
+                "(docs/megatron_names.md)"
+            )
+        return method(self, *args, **values)
+
+    return call
 
 
 def _names_of(kind: type) -> ClassNames:

@@ -129,6 +129,22 @@ def test_arguments_of_older_constructors(kind: Any, argument: str, answer: str) 
     assert isinstance(Fixed.__new__(Fixed, **{argument: 1}), kind), "it may hand on what it takes"
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("add_request", (0, [1, 2], 4)),
+        ("update_requests", ([1], [2], [3])),
+        ("transfer_bookkeeping_to_gpu", ()),
+    ],
+)
+def test_megatrons_arguments_of_methods_that_are_another_thing(
+    name: str, arguments: tuple[Any, ...]
+) -> None:
+    context = object.__new__(compat_trio.DynamicInferenceContext)
+    with pytest.raises(TypeError, match=rf"^{name}\(\).*`engine.step_modern\(\)`.*names.md"):
+        getattr(context, name)(*arguments)
+
+
 def test_arguments_that_megatrons_llm_lacks() -> None:
     for kind in (MegatronLLM, MegatronAsyncLLM):
         with pytest.raises(TypeError, match=rf"^{kind.__name__}.*Did you mean 'max_requests'"):

@@ -33,6 +33,7 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext as O
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.device_state.device_memory import block_shape, max_paused_blocks
 from megatron_async.devices import Device
+from megatron_async.names_of_megatron import answers_calls
 from megatron_async.observe.timeline import Timeline
 
 __all__ = [
@@ -59,6 +60,7 @@ class Resettable(Protocol):
         ...
 
 
+@answers_calls
 class DynamicInferenceContext(OwnContext):
     """Our context, made from Megatron's configuration, with the numbers that scripts read.
 
