@@ -6,28 +6,28 @@ One table for Python and the command line (`cli/parser.py`), which writes the sa
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import iscoroutinefunction, markcoroutinefunction, signature
 from typing import Any
 
-from megatron_async.errors import ConfigurationError, RequestError
+from megatron_async.errors import ConfigurationError
+from megatron_async.requests.parameter_names import (
+    SAMPLING_ADVICE,
+    SAMPLING_NAMES,
+    by_name,
+    meant_by,
+    refusing,
+)
+from megatron_async.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-LIKE = 0.75
-"""Names that are less alike (0 to 1, of difflib) are other names, not misspelt ones."""
 SHORT_BUDGET = 256
 """A smaller `max_tokens` of an engine was most likely meant for an answer."""
-
-
-def by_name(rows: Mapping[str, str]) -> dict[str, str]:
-    """A table by name, of rows: what to say -> names, with blanks between."""
-    return {name: said for said, names in rows.items() for name in names.split()}
 
 
 ENGINE_NAMES = by_name({
@@ -168,40 +168,6 @@ ENGINE_ADVICE = by_name({
 })  # fmt: skip
 """Settings that exist elsewhere and have no name here, with what to do."""
 
-SAMPLING_NAMES = by_name({
-    "num_tokens_to_generate": "max_tokens max_new_tokens n_predict predict",
-    "num_tokens_total": "max_length",
-    "temperature": "temp",
-    "repetition_penalty": "repeat_penalty",
-    "stop_words": "stop stop_strings stop_sequences",
-    "seed": "random_seed",
-    "min_tokens": "min_new_tokens",
-    "termination_id": "eos_token_id",
-    "return_log_probs=True, top_n_logprobs": "logprobs return_prompt_top_n_logprobs",
-    "add_BOS": "add_bos",
-    "return_log_probs=True, skip_prompt_log_probs=False": "prompt_logprobs",
-    "detokenize_stop_sequence": "include_stop_str_in_output",
-    "structured_output": "structured_outputs guided_decoding response_format json_schema regex "
-    "guided_json guided_regex guided_choice guided_grammar",
-})  # fmt: skip
-"""Parameters of a request: name elsewhere -> what to write here."""
-
-SAMPLING_ADVICE = by_name({
-    "give the prompt n times, each with a seed of its own": "n",
-    "give the prompt several times, each with a seed of its own": "best_of num_return_sequences",
-    "temperature=0 takes the likeliest token, temperature=1.0 samples": "do_sample",
-    "beam search is not served": "num_beams length_penalty early_stopping use_beam_search",
-    "nothing is padded: leave it out": "pad_token_id",
-    "structured_output says what an answer may be": "allowed_token_ids",
-    "it is not served: use top_p or min_p": "typical_p mirostat",
-    "write termination_id=-1": "ignore_eos ignore_eod",
-    "a request has its prompt_tokens: leave it out": "return_prompt_tokens",
-    "records of megatron_async.compat.inference have it": "return_segments",
-    "generated_text has no special tokens; generated_tokens has all": "skip_special_tokens",
-})  # fmt: skip
-"""Parameters that exist elsewhere and have no name here, with what to do."""
-
-
 MEGATRONS_PREFIX = re.compile(r"^(no_)?inference_(?:dynamic_batching_)?")
 
 
@@ -210,24 +176,6 @@ def without_prefix(name: str) -> str:
     engine: `inference_dynamic_batching_max_tokens` is `max_tokens`."""
     bare = MEGATRONS_PREFIX.sub(r"\1", name)
     return bare if bare == name or bare in ENGINE_NAMES else bare.removeprefix("no_")
-
-
-def meant_by(name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> str | None:
-    """The name here that an unknown name most likely means, or None.
-
-    Args:
-        name: as it was written.
-        known: names that exist here.
-        elsewhere: names of other engines -> names here; they come before a likeness of letters.
-    """
-    return elsewhere.get(name) or nearest(name, known)
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name that was most likely misspelt, or None. Leading hyphens do not make names alike."""
-    bare = {each.lstrip("-"): each for each in reversed(list(known))}
-    found = difflib.get_close_matches(name.lstrip("-"), list(bare), n=1, cutoff=LIKE)
-    return bare[found[0]] if found else None
 
 
 def check_engine_names(given: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -273,8 +221,6 @@ def hint(name: str, known: Collection[str]) -> str:
         name: as it was written.
         known: settings that there are.
     """
-    from megatron_async.requests.sampling_params import SamplingParams  # which needs this module
-
     of_request = SamplingParams.__dataclass_fields__
     name = without_prefix(name)
     if name in known:
@@ -309,32 +255,6 @@ def answers_keywords[**P, R](method: Callable[P, R]) -> Callable[P, R]:
     return markcoroutinefunction(call) if iscoroutinefunction(method) else call
 
 
-def names_what_is_meant[T: type](made: T) -> T:
-    """A decorator of a dataclass of sampling parameters: an unknown keyword raises a TypeError that
-    names the right one."""
-    return _refusing(made, "parameter", _parameter_meant)
-
-
-def check_attributes(params: Any) -> None:
-    """Refuse what was set beside a request's parameters: asked once a request, as an assignment
-    that asks makes parameters three times as slow to create.
-
-    Raises:
-        RequestError: an attribute is no parameter; the message names the right one.
-    """
-    known: Mapping[str, Any] = params.__dataclass_fields__
-    for name in vars(params).keys() - known.keys():
-        answer = _parameter_meant(name, getattr(params, name), known.keys())
-        raise RequestError(f"{type(params).__name__} has no parameter {name!r}{answer}")
-
-
-def _parameter_meant(name: str, value: Any, known: Collection[str]) -> str:
-    advice = SAMPLING_ADVICE.get(name)
-    if advice is None and (right := meant_by(name, known, SAMPLING_NAMES)) is not None:
-        advice = f"did you mean {right}={value!r}?"
-    return f": {advice}" if advice else f". Its parameters are: {', '.join(known)}."
-
-
 def no_attribute(owner: object, name: str, said: str = "") -> AttributeError:
     """The error of a missing attribute, with what is `said` of it; without that it names our
     setting where another tool has one of this name."""
@@ -361,19 +281,4 @@ def names_settings_that_are_meant[T: type](made: T) -> T:
     attributes that are read or set."""
     made.__getattr__ = _missing  # type: ignore[attr-defined]
     made.__setattr__ = _assign  # type: ignore[assignment]
-    return _refusing(made, "setting", lambda name, _, known: f".{hint(name, known)}")
-
-
-def _refusing[T: type](made: T, what: str, meant: Callable[[str, Any, Collection[str]], str]) -> T:
-    init: Callable[..., None] = made.__init__  # type: ignore[misc]
-    known = made.__dataclass_fields__.keys()  # type: ignore[attr-defined]
-
-    @wraps(init)
-    def checked(self: object, *args: Any, **values: Any) -> None:
-        for name in values.keys() - known:
-            answer = meant(name, values[name], known)
-            raise TypeError(f"{made.__name__} has no {what} {name!r}{answer}")
-        init(self, *args, **values)
-
-    made.__init__ = checked  # type: ignore[misc]
-    return made
+    return refusing(made, "setting", lambda name, _, known: f".{hint(name, known)}")

@@ -13,11 +13,9 @@ from megatron_async.other_names import (
     ENGINE_ADVICE,
     ENGINE_NAMES,
     NOTES,
-    SAMPLING_ADVICE,
-    SAMPLING_NAMES,
-    nearest,
     without_prefix,
 )
+from megatron_async.requests.parameter_names import SAMPLING_ADVICE, SAMPLING_NAMES, nearest
 from megatron_async.requests.sampling_params import SamplingParams
 
 OPTIONS = {

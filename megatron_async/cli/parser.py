@@ -11,7 +11,7 @@ from typing import Any, NoReturn, override
 from megatron_async.cli.option_names import ELSEWHERE, SHORT, command_meant, option_meant
 from megatron_async.cli.options import PROGRAM
 from megatron_async.cli.ranks import is_to_say
-from megatron_async.other_names import nearest
+from megatron_async.requests.parameter_names import nearest
 
 INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<known>.*)\)")
 NO_NUMBER = re.compile(

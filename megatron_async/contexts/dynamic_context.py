@@ -313,6 +313,32 @@ class DynamicInferenceContext(NamesOfMegatron):
             verified = self.drafts.book(plan, sampled, counts, drafts)
         return book_samples(plan, self.slots, sampled, counts, log_probs, verified)
 
+    def counters(self) -> dict[str, float | int]:
+        """The entries of `engine.stats()` that the scheduler, the blocks and the cache know."""
+        scheduler, blocks, cache = self.scheduler, self.blocks, self.prefix_cache
+        states = None if cache is None else cache.states
+        return {
+            "prefill_limit": scheduler.prefill_limit,
+            "pipeline_bubble": self.micro_batches.bubble_share,
+            "recomputed_tokens": scheduler.recomputed_tokens,
+            "prefix_cache_queries": 0 if cache is None else cache.queries,
+            "prefix_cache_hits": 0 if cache is None else cache.hits,
+            "prefix_cache_lost_no_state": 0 if cache is None else cache.lost_states,
+            "prefix_cache_lost_evicted": 0 if cache is None else cache.lost_blocks,
+            "prefix_cache_blocks": blocks.cached,
+            "prefix_cache_evictions": 0 if cache is None else cache.evictions,
+            "prefix_cache_snapshots": 0 if states is None else len(states),
+            "prefix_cache_snapshot_hits": 0 if states is None else states.hits,
+            "prefix_cache_snapshot_evictions": 0 if states is None else states.evictions,
+            "pauses": scheduler.pauses,
+            "evictions": scheduler.evictions,
+            "waiting_requests": len(self.waiting),
+            "slots": self.max_requests,
+            "slots_in_use": self.max_requests - self.slots.num_free,
+            "kv_blocks": blocks.total,
+            "kv_blocks_in_use": blocks.total - blocks.allocatable,
+        }
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block, slot, state row and waiting token is accounted
         for once."""

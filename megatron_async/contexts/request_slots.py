@@ -303,6 +303,19 @@ class RequestSlots:
         """Booked generated tokens of `slot`, int32 `[n]`: a view."""
         return self.tokens[slot, self.prompt_length[slot] : self.num_known[slot]]
 
+    def tokens_since(self, request_id: int, first: int) -> list[int] | None:
+        """Booked generated tokens of a request from its `first` on; None if it holds no slot."""
+        slot = self.slot_of.get(request_id)
+        if slot is None:
+            return None
+        start = self.prompt_length[slot] + first
+        return self.tokens[slot, start : self.num_known[slot]].tolist()  # sync-ok: NumPy
+
+    def keep_tokens(self) -> None:
+        """Give requests that hold a slot the tokens that are booked for them."""
+        for slot in self.slot_of.values():
+            self.request_at(slot).generated_tokens = self.generated_tokens(slot)
+
     def generated_tokens(self, slot: int) -> list[int]:
         """Booked generated tokens of `slot`, as Python integers."""
         return self.generated(slot).tolist()  # sync-ok: NumPy, at the end of a request

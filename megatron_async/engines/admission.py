@@ -12,13 +12,13 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 from megatron_async.engines.job_loss import JobLoss
+from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.new_request import new_request, prepare_request
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.turn import Turn
 from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import RequestAborted, RequestError
 from megatron_async.interrupts import HeldInterrupts
-from megatron_async.observe.listener import EngineListener
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.request_registry import RequestEntry, RequestRegistry

@@ -19,16 +19,16 @@ from megatron_async.engines.arrival import arrival
 from megatron_async.engines.engine_thread import EngineThread
 from megatron_async.engines.generation import run_to_end
 from megatron_async.engines.job_loss import JobLoss
+from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.loop import end_turn, num_due, run
 from megatron_async.engines.mending import turn_of
 from megatron_async.engines.pausing import EngineState, Pausing
 from megatron_async.engines.step_booking import StepBooking
 from megatron_async.engines.step_launching import StepLaunching
+from megatron_async.engines.step_log import StepLog
 from megatron_async.engines.step_report import step_report
 from megatron_async.names_of_megatron import NamesOfMegatron
-from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
-from megatron_async.observe.step_log import StepLog
 from megatron_async.ranks.follower import follow
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -393,7 +393,9 @@ class DynamicInferenceEngine(NamesOfMegatron):
 
     def stats(self) -> Mapping[str, float | int]:
         """Counters and ratios since the engine was made; docs/statistics.md lists them."""
-        return self.statistics.as_dict(self.lookahead, self.context, self.group.agreement_ns)
+        return self.statistics.as_dict(
+            self.lookahead, self.context.counters(), self.group.agreement_ns
+        )
 
     def close(self) -> None:
         """Finish launched work, end the device's threads, and fail unfinished requests."""

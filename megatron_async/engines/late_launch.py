@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, override
 
 from megatron_async.engines.arrival import Answer, ask
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.request_slots import ALL, SlotState
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
+from megatron_async.engines.step_costs import StepCosts, StepWork
 from megatron_async.observe.statistics import EngineStatistics
-from megatron_async.observe.step_costs import StepCosts, StepWork
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 FIRST_TOKENS = 256

@@ -11,10 +11,10 @@ import numpy as np
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_plan import IntArray
+from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
 from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.errors import NoTokenToChoose, StepFailed
-from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
@@ -93,7 +93,7 @@ class StepBooking:
             self._launching.give_up_masks()
             return
         output = self.book(step)
-        self._requests.readers.booked(output)
+        self._requests.readers.booked(output.request_ids, output.is_first)
         for listener in self._listeners:
             listener.booked(output)
         self._launching.send_masks()

@@ -9,9 +9,9 @@ from functools import partial
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.engines.late_launch import LateLaunch, launches_late
+from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.prefill_pace import PrefillPace
 from megatron_async.engines.prompt_share import PromptShare
-from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.observe.tracer import Tracer
 from megatron_async.ranks.rank_group import RankGroup
@@ -93,7 +93,9 @@ class StepLaunching:
         scheduler.prefill_limit = group.launching(step, self._pace.limit())
         with tracer.planning(step), tracer.range("prepare_step", step):
             plan = context.prepare_step(partial(_agree, tracer, group, is_compiling))
-        statistics.count_prepare(time.thread_time_ns() - start, context)
+        spent = time.thread_time_ns() - start
+        blocks = context.blocks.total - context.blocks.allocatable
+        statistics.count_prepare(spent, blocks, context.max_requests - context.slots.num_free)
         if plan is not None:
             return self.launch(plan, group, lookahead)
         stuck = not self._in_flight and context.has_unfinished_requests()
@@ -135,7 +137,13 @@ class StepLaunching:
             except Exception as error:
                 group.launch_failed(plan.step, error)
                 launched = self._controller.launch_failed_step(plan, error)
-        statistics.count_launch(plan, bool(self._in_flight), lookahead)
+        statistics.count_launch(
+            plan.num_rows,
+            len(plan.prefill_token_ids),
+            plan.dims.is_captured,
+            bool(self._in_flight),
+            lookahead,
+        )
         self._in_flight.append(launched)
         if launched.awaits_masks:
             self.send_masks()

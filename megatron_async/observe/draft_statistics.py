@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_async.observe.verified_drafts import FewerDrafts, Verified
-
-if TYPE_CHECKING:
-    from megatron_async.contexts.step_plan import IntArray
+from megatron_async.observe.verified_drafts import FewerDrafts, IntArray, Verified
 
 BATCH = 128
 """Steps that are counted at once: counting one takes as long as counting many."""

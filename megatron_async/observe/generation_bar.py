@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.observe.statistics import CountedEngine
 
 EVERY_S = 0.1
 """The line is written so often; in between, a step costs nothing for it."""
@@ -26,7 +25,7 @@ class GenerationBar:
         shown: False: nothing is written.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, prompts: int, shown: bool) -> None:
+    def __init__(self, engine: CountedEngine, prompts: int, shown: bool) -> None:
         self._engine = engine
         self._prompts = prompts
         self._ended = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -18,12 +17,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from megatron_async.observe.draft_statistics import DraftStatistics
 from megatron_async.observe.metrics_server import MetricsServer
 from megatron_async.observe.stage_times import BOUNDS_NS, BUCKETS_PER_OCTAVE, TimeHistogram
-
-if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-    from megatron_async.observe.draft_statistics import DraftStatistics
+from megatron_async.observe.statistics import CountedEngine
 
 PREFIX = "megatron_async_"
 
@@ -84,7 +81,7 @@ class EngineCollector(Collector):
     but two of them may be a step apart.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
+    def __init__(self, engine: CountedEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
@@ -167,9 +164,7 @@ def _buckets(times: TimeHistogram) -> list[tuple[str, float]]:
     ]
 
 
-def serve_metrics(
-    engine: DynamicInferenceEngine, port: int, host: str = "127.0.0.1"
-) -> MetricsServer:
+def serve_metrics(engine: CountedEngine, port: int, host: str = "127.0.0.1") -> MetricsServer:
     """Serve an engine's metrics at `http://host:port/metrics` from a thread of its own.
 
     Args:

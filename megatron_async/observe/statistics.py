@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_async.observe.draft_statistics import DraftStatistics
 from megatron_async.observe.stage_times import TimeHistogram
 
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
-    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-    from megatron_async.contexts.step_plan import StepPlan
 
 SLOW_LAUNCH_NS = 1_000_000
 """A replayed step takes a tenth of that, one launched kernel by kernel several times as much."""
@@ -122,19 +122,22 @@ class EngineStatistics:
         if self._noted is None:
             self._noted = reason
 
-    def count_launch(self, plan: StepPlan, overlapped: bool, lookahead: int) -> None:
+    def count_launch(
+        self, rows: int, prefill_tokens: int, is_captured: bool, overlapped: bool, lookahead: int
+    ) -> None:
         """Count a launched step.
 
         Args:
-            plan: of the step.
+            rows, prefill_tokens: of the step.
+            is_captured: whether it replays a graph.
             overlapped: whether another was in flight.
             lookahead: of the engine.
         """
         self.steps += 1
-        self.dummy_steps += plan.num_rows == 0
-        self.captured_steps += plan.dims.is_captured
-        self.rows += plan.num_rows
-        self.prefill_tokens += len(plan.prefill_token_ids)
+        self.dummy_steps += rows == 0
+        self.captured_steps += is_captured
+        self.rows += rows
+        self.prefill_tokens += prefill_tokens
         if overlapped:
             self.last_reason = None
             self.overlapped_steps += 1
@@ -154,14 +157,13 @@ class EngineStatistics:
             return NoOverlapReason.SERIAL
         return self._noted or NoOverlapReason.INTERRUPTED
 
-    def count_prepare(self, nanoseconds: int, context: DynamicInferenceContext) -> None:
-        """Add the time of a `prepare_step`, after which occupancy is at its highest."""
+    def count_prepare(self, nanoseconds: int, blocks: int, slots: int) -> None:
+        """Add the time of a `prepare_step`, and how many blocks and slots are held after it, when
+        occupancy is at its highest."""
         self.prepare_ns += nanoseconds
         self.prepare_times.add(nanoseconds)
-        blocks = context.blocks.total - context.blocks.allocatable
         if blocks > self.peak_blocks:
             self.peak_blocks = blocks
-        slots = context.max_requests - context.slots.num_free
         if slots > self.peak_slots:
             self.peak_slots = slots
 
@@ -197,18 +199,17 @@ class EngineStatistics:
         return (self.overlapped_steps - before.overlapped_steps) / max(steps - first, 1)
 
     def as_dict(
-        self, lookahead: int, context: DynamicInferenceContext, agreement_ns: int
+        self, lookahead: int, of_context: Mapping[str, float | int], agreement_ns: int
     ) -> dict[str, float | int]:
         """The mapping that `engine.stats()` returns; docs/statistics.md says what each name means.
 
         Args:
             lookahead: of the engine.
-            context: of the engine; its own counters and its occupancy are part of it.
+            of_context: counters of the engine's context.
             agreement_ns: nanoseconds that its ranks spent in agreeing on shapes.
         """
         steps = max(self.steps, 1)
         cpu_ns = self.prepare_ns + self.launch_ns + self.resolve_ns
-        blocks, slots = context.blocks, context.slots
         return {
             "steps": self.steps,
             "dummy_steps": self.dummy_steps,
@@ -219,10 +220,8 @@ class EngineStatistics:
             "captured_steps": self.captured_steps,
             "late_steps": self.late_steps,
             "late_launches": self.late_launches,
-            "prefill_limit": context.scheduler.prefill_limit,
             "slow_launches": self.slow_launches,
             "slow_launch_seconds": self.slow_launch_ns / 1e9,
-            "pipeline_bubble": context.micro_batches.bubble_share,
             "rows": self.rows,
             **self.drafts.as_dict(),
             "zombie_rows": self.zombie_rows,
@@ -231,12 +230,8 @@ class EngineStatistics:
             "discarded_rows": self.discarded_rows,
             "generated_tokens": self.generated_tokens,
             "prefill_tokens": self.prefill_tokens,
-            "recomputed_tokens": context.scheduler.recomputed_tokens,
-            **_prefix_cache(context),
             "tokens_per_second": self.generated_tokens / self.busy_s if self.busy_s else 0.0,
             "busy_seconds": self.busy_s,
-            "pauses": context.scheduler.pauses,
-            "evictions": context.scheduler.evictions,
             "finished_requests": self.finished_requests,
             "finished_in_drafted_rows": self.finished_in_drafted_rows,
             "failed_requests": self.failed_requests,
@@ -244,12 +239,8 @@ class EngineStatistics:
             "failed_steps": self.failed_steps,
             "engine_pauses": self.engine_pauses,
             "engine_suspends": self.engine_suspends,
-            "waiting_requests": len(context.waiting),
-            "slots": context.max_requests,
-            "slots_in_use": context.max_requests - slots.num_free,
+            **of_context,
             "slots_in_use_peak": self.peak_slots,
-            "kv_blocks": blocks.total,
-            "kv_blocks_in_use": blocks.total - blocks.allocatable,
             "kv_blocks_in_use_peak": self.peak_blocks,
             "cpu_us_per_step": cpu_ns / 1e3 / steps,
             "prepare_us_per_step": self.prepare_ns / 1e3 / steps,
@@ -264,20 +255,14 @@ class EngineStatistics:
         }
 
 
-def _prefix_cache(context: DynamicInferenceContext) -> dict[str, int]:
-    cache = context.prefix_cache
-    states = None if cache is None else cache.states
-    return {
-        "prefix_cache_queries": 0 if cache is None else cache.queries,
-        "prefix_cache_hits": 0 if cache is None else cache.hits,
-        "prefix_cache_lost_no_state": 0 if cache is None else cache.lost_states,
-        "prefix_cache_lost_evicted": 0 if cache is None else cache.lost_blocks,
-        "prefix_cache_blocks": context.blocks.cached,
-        "prefix_cache_evictions": 0 if cache is None else cache.evictions,
-        "prefix_cache_snapshots": 0 if states is None else len(states),
-        "prefix_cache_snapshot_hits": 0 if states is None else states.hits,
-        "prefix_cache_snapshot_evictions": 0 if states is None else states.evictions,
-    }
+class CountedEngine(Protocol):
+    """An engine, as its counters are read."""
+
+    statistics: EngineStatistics
+    in_flight: deque[Any]
+
+    def stats(self) -> Mapping[str, float | int]:
+        """Counters and ratios since the engine was made."""
 
 
 def _percentiles(stage: str, times: TimeHistogram) -> dict[str, float]:

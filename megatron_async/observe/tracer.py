@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -21,12 +21,25 @@ from megatron_async.devices.cpu import current_stream_name
 from megatron_async.errors import ConfigurationError
 from megatron_async.observe.timeline import Span, Timeline
 
-if TYPE_CHECKING:
-    from megatron_async.contexts.step_plan import StepPlan
-
 PARTS = "forward_pass", "sampling", "feed_back", "drafting"
 """Parts of a step that a graph captures, in their order, and whose ends are marked."""
 _LANES = {None: "cpu", "compute": "device", "copy": "copy"}
+
+
+class NamedStep(Protocol):
+    """A step by its name."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step."""
+
+    @property
+    def kind(self) -> str:
+        """Decode, Prefill, Mixed or Dummy."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of requests."""
 
 
 class _NoRange:
@@ -182,7 +195,7 @@ class Tracer:
             return _Range(self.nvtx, self.timeline, name, step)
         return _NO_RANGE
 
-    def awaited(self, name: str, plan: StepPlan) -> _AwaitedStage | _Range | _NoRange:
+    def awaited(self, name: str, plan: NamedStep) -> _AwaitedStage | _Range | _NoRange:
         """`of_step` and `range` around an `await`: other coroutines go on inside."""
         of_step = self.of_step(plan)
         if isinstance(of_step, _StepRange):
@@ -194,7 +207,7 @@ class Tracer:
         resolves another one."""
         return _NO_RANGE if self.timeline is None else _Range(False, self.timeline, "step", step)
 
-    def of_step(self, plan: StepPlan) -> _StepRange | _NoRange:
+    def of_step(self, plan: NamedStep) -> _StepRange | _NoRange:
         """An NVTX range around what this thread does for one step: its kind, number and rows."""
         if not self.nvtx:
             return _NO_RANGE

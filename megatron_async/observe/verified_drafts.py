@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from megatron_async.contexts.step_plan import IntArray
+IntArray = NDArray[np.integer[Any]]
 
 
 class FewerDrafts(IntEnum):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megatron_async.errors import RequestAborted, RequestError
 from megatron_async.requests.inference_request import (
@@ -18,14 +18,10 @@ from megatron_async.requests.inference_request import (
 )
 from megatron_async.requests.signal import Signal
 from megatron_async.requests.stream_wakeups import StreamWakeups
-from megatron_async.requests.streaming import RequestStream
+from megatron_async.requests.streaming import RequestStream, TokensOf
 from megatron_async.requests.trace_log import TraceLog
 from megatron_async.text.stop_words import StopWords
 from megatron_async.text.structured_output import TokenGrammar
-
-if TYPE_CHECKING:
-    from megatron_async.contexts.request_slots import RequestSlots
-    from megatron_async.observe.statistics import EngineStatistics
 
 
 @dataclass
@@ -45,11 +41,19 @@ class RequestEntry:
     is_told: bool = False
 
 
+class EndCounts(Protocol):
+    """Counters of requests that have ended."""
+
+    finished_requests: int
+    failed_requests: int
+    aborted_requests: int
+
+
 class RequestRegistry:
     """Unfinished requests by id, and those that ended since they were last asked for.
 
     Args:
-        statistics: counts the ends.
+        counts: of the ends.
 
     Attributes:
         news: notified when a request is added and when one ends.
@@ -59,8 +63,8 @@ class RequestRegistry:
             future and streams end; None: no call.
     """
 
-    def __init__(self, statistics: EngineStatistics) -> None:
-        self._statistics = statistics
+    def __init__(self, counts: EndCounts) -> None:
+        self._counts = counts
         self.on_end: Callable[[DynamicInferenceRequest], None] | None = None
         self._entries: dict[int, RequestEntry] = {}
         self._too_slow: set[int] = set()
@@ -155,9 +159,9 @@ class RequestRegistry:
         failed = status == Status.FAILED
         kind = DynamicInferenceEventType.FAIL if failed else DynamicInferenceEventType.FINISH
         request.add_event(kind)
-        self._statistics.failed_requests += failed
-        self._statistics.aborted_requests += reason == "aborted"
-        self._statistics.finished_requests += not failed
+        self._counts.failed_requests += failed
+        self._counts.aborted_requests += reason == "aborted"
+        self._counts.finished_requests += not failed
         self._ended.append(request)
         self._leave(entry)
 
@@ -212,12 +216,12 @@ class RequestRegistry:
         """`take_ended` shall not return these, if they have ended: nobody waits for them."""
         self._ended = [each for each in self._ended if each.request_id not in request_ids]
 
-    def stream(self, request_id: int, slots: RequestSlots, tokenizer: Any) -> RequestStream:
+    def stream(self, request_id: int, booked: TokensOf, tokenizer: Any) -> RequestStream:
         """A new stream of an unfinished request.
 
         Args:
             request_id: of the request.
-            slots: hold its tokens while it runs.
+            booked: holds its tokens while it runs.
             tokenizer: makes the text; None without one.
 
         Raises:
@@ -229,29 +233,24 @@ class RequestRegistry:
                 f"no unfinished request has the id {request_id}: it was never added, was refused, "
                 "or has ended; the future of `add_request` tells which."
             )
-        return RequestStream(entry.request, slots, self.readers, tokenizer)
+        return RequestStream(entry.request, booked, self.readers, tokenizer)
 
     def free_id(self) -> int:
         """The next number that no unfinished request has."""
         return next(number for number in self._numbers if number not in self._entries)
 
-    def fail_all(self, error: Exception, slots: RequestSlots) -> None:
+    def fail_all(self, error: Exception, booked: TokensOf) -> None:
         """End every unfinished request with the engine's error; requests keep the tokens that are
-        booked in `slots`."""
-        self._keep_booked_tokens(slots)
+        booked."""
+        booked.keep_tokens()
         for entry in list(self._entries.values()):
             self.end(entry.request, Status.FAILED, "error", error)
 
-    def _keep_booked_tokens(self, slots: RequestSlots) -> None:
-        """Give requests that still hold a slot the tokens that are booked for them."""
-        for request, slot in ((slots.request_at(slot), slot) for slot in slots.slot_of.values()):
-            request.generated_tokens = slots.generated_tokens(slot)
-
-    def close(self, slots: RequestSlots) -> None:
-        """Fail all unfinished requests, which keep the tokens booked in `slots`, and close the
+    def close(self, booked: TokensOf) -> None:
+        """Fail all unfinished requests, which keep the tokens booked, and close the
         event loop if the registry made it."""
         self._is_closed = True
-        self._keep_booked_tokens(slots)
+        booked.keep_tokens()
         for request_id, entry in list(self._entries.items()):
             error = RequestAborted(f"request {request_id}: its engine was closed before it ended")
             self.end(entry.request, Status.FAILED, "aborted", error)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
-from megatron_async.other_names import check_attributes, names_what_is_meant
+from megatron_async.requests.parameter_names import check_attributes, names_what_is_meant
 from megatron_async.text.structured_output import StructuredOutput
 
 LOGPROBS_MODES = ("raw", "processed")

@@ -11,14 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from megatron_async.contexts.step_output import StepOutput
-
 
 WAKE_EVERY_S = 0.005
 """Seconds between two wake-ups of readers that wait for more tokens."""
@@ -85,15 +80,16 @@ class StreamWakeups:
         for request_id in list(self._waiting):
             self.wake(request_id)
 
-    def booked(self, output: StepOutput) -> None:
-        """Tokens were booked: wake who waits for a first token, and have the others woken soon."""
+    def booked(self, request_ids: NDArray[np.int64], is_first: NDArray[np.bool_]) -> None:
+        """Tokens of these requests were booked: wake the readers that wait for a first token, and
+        have the others woken soon."""
         self.bookings += 1
         if not self._waiting:
             return
-        if output.is_first.any():
-            for request_id in output.request_ids[output.is_first].tolist():  # sync-ok: NumPy
+        if is_first.any():
+            for request_id in request_ids[is_first].tolist():  # sync-ok: NumPy
                 self.wake(request_id)
-        self._booked.append(output.request_ids)
+        self._booked.append(request_ids)
         if len(self._booked) > MOST_UNMERGED:
             self._booked = [np.unique(np.concatenate(self._booked))]
         self._set_timer()

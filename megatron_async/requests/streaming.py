@@ -8,7 +8,7 @@ its position, so the cost of a chunk depends on its new tokens, not on the answe
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,8 +16,15 @@ from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.stream_wakeups import StreamWakeups
 from megatron_async.text.token_text import TokenText
 
-if TYPE_CHECKING:
-    from megatron_async.contexts.request_slots import RequestSlots
+
+class TokensOf(Protocol):
+    """The books: they hold the tokens of requests that run."""
+
+    def tokens_since(self, request_id: int, first: int) -> list[int] | None:
+        """Booked generated tokens of a request from its `first` on; None if it does not run."""
+
+    def keep_tokens(self) -> None:
+        """Store its booked tokens with each request that runs (`generated_tokens`)."""
 
 
 class StreamChunk(msgspec.Struct, frozen=True):
@@ -45,7 +52,7 @@ class RequestStream(AsyncIterator[StreamChunk]):
 
     Args:
         request: the request.
-        slots: hold its tokens while it runs.
+        booked: holds its tokens while it runs.
         readers: where a reader waits.
         tokenizer: makes the text; None without one.
     """
@@ -53,12 +60,12 @@ class RequestStream(AsyncIterator[StreamChunk]):
     def __init__(
         self,
         request: DynamicInferenceRequest,
-        slots: RequestSlots,
+        booked: TokensOf,
         readers: StreamWakeups,
         tokenizer: Any,
     ) -> None:
         self.request = request
-        self._slots = slots
+        self._booked = booked
         self._readers = readers
         self._num_read = 0
         self._seen = -1
@@ -77,7 +84,11 @@ class RequestStream(AsyncIterator[StreamChunk]):
             self._is_over = request.finish_reason is not None
             if self._is_over or self._seen != readers.bookings:
                 self._seen = readers.bookings
-                tokens = self._new_tokens()
+                tokens, first = None, self._num_read
+                if not self._is_over:
+                    tokens = self._booked.tokens_since(request.request_id, first)
+                if tokens is None:
+                    tokens = request.generated_tokens[first:]
                 if self._text is not None and (tokens or self._is_over):
                     text = self._text.push(tokens)
                     if self._is_over:
@@ -95,10 +106,3 @@ class RequestStream(AsyncIterator[StreamChunk]):
         if request.error is not None:
             raise request.error
         raise StopAsyncIteration
-
-    def _new_tokens(self) -> list[int]:
-        slots, slot = self._slots, self._slots.slot_of.get(self.request.request_id)
-        if self._is_over or slot is None:
-            return self.request.generated_tokens[self._num_read :]
-        start = slots.prompt_length[slot] + self._num_read
-        return slots.tokens[slot, start : slots.num_known[slot]].tolist()  # sync-ok: NumPy

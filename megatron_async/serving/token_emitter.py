@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.contexts.step_output import StepOutput
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
 from megatron_async.serving.step_pipe import StepPipe

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from megatron_async.profiling.benchmark_record import commit
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams

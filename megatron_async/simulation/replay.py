@@ -11,7 +11,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from megatron_async.simulation.cached_tokens import cached_tokens
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.recorded_text import text_ends, watch_as_recorded, without_text

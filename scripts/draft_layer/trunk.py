@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 

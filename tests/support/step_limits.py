@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 
 LIMITS = (10**6, 10**6, 5, 1, 10**6, 9)
 """Prompt tokens that steps with decode rows may have, by turns."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import ConfigurationError
-from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.requests.request_registry import RequestRegistry
 

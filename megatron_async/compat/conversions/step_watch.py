@@ -8,7 +8,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 

@@ -25,7 +25,7 @@ from tokenizers.models import BPE
 from engine_loads.options import load_parser
 from engine_loads.table import cells
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 from megatron_async.requests.streaming import RequestStream

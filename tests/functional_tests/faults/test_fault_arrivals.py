@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import RequestError
-from megatron_async.observe.listener import EngineListener
 from tests.support.harness import (
     TINY,
     EngineFactory,

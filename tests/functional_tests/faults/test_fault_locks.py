@@ -20,8 +20,8 @@ from megatron_async import LLM
 from megatron_async.devices import CpuDevice
 from megatron_async.engines import admission
 from megatron_async.engines.engine_thread import EngineThread
+from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import JobFailed, RanksDisagree
-from megatron_async.observe.listener import EngineListener
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import RecordingError
 from tests.support.attention_model import VOCABULARY, AttentionModel

@@ -13,8 +13,8 @@ import torch
 
 from megatron_async import LLM, DynamicInferenceEngine, StructuredOutput
 from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import ConfigurationError
-from megatron_async.observe.listener import EngineListener
 from megatron_async.observe.tracer import Tracer
 from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.capturing_cpu import CapturingCpu

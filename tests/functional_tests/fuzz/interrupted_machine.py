@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from megatron_async import DynamicInferenceEngine
+from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.loop import end_turn
-from megatron_async.observe.listener import EngineListener
 from tests.functional_tests.fuzz.engine_machine import EngineMachine, runs
 from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
 

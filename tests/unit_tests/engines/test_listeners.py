@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
 from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
 
 

@@ -10,9 +10,9 @@ import pytest
 from megatron_async.captured_steps.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.config import InferenceConfig
 from megatron_async.engines.prefill_pace import FIRST_TOKENS
+from megatron_async.engines.step_costs import KEPT, StepCosts, StepWork
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.observe.step_costs import KEPT, StepCosts, StepWork
 from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
 from megatron_async.simulation.cpu_times import CpuTimes
 from megatron_async.simulation.device_times import DeviceTimes, Machine

@@ -1,28 +1,20 @@
 """Counters: which steps overlap and why others do not, stage times, and what `stats()` says."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_async import SamplingParams
-from megatron_async.contexts.plan_builder import dummy_plan
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.observe.stage_times import BOUNDS_NS, TimeHistogram
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
-from megatron_async.ops.batch_dimensions import BatchDimensions
 from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
-
-PLAN = replace(
-    dummy_plan(BatchDimensions(decode_rows=1, prefill_lengths=((5, 9),))),
-    prefill_token_ids=np.zeros(5, dtype=np.int32),
-)
 
 
 def launch(statistics, *overlapped, lookahead=1):
     for flag in overlapped:
-        statistics.count_launch(PLAN, flag, lookahead)
+        statistics.count_launch(2, 5, False, flag, lookahead)
 
 
 def reasons(engine):

@@ -22,10 +22,9 @@ from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.other_names import (
     ENGINE_ADVICE,
     ENGINE_NAMES,
-    SAMPLING_ADVICE,
-    SAMPLING_NAMES,
     check_engine_names,
 )
+from megatron_async.requests.parameter_names import SAMPLING_ADVICE, SAMPLING_NAMES
 
 
 @pytest.mark.parametrize(

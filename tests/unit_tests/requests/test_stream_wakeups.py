@@ -5,7 +5,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from megatron_async.contexts.step_output import StepOutput
 from megatron_async.requests import stream_wakeups as module
 from megatron_async.requests.stream_wakeups import WOKEN_A_TURN, StreamWakeups
 from tests.support.virtual_loop import TIME, Clock, VirtualLoop, run_virtually
@@ -20,11 +19,9 @@ def every(monkeypatch):
 
 
 def output(numbers, first=()):
-    """What a step yields that served the requests `numbers`."""
+    """The requests that a step served, and which of them got their first token."""
     ids = np.array(numbers, dtype=np.int64)
-    none = np.zeros(len(ids), dtype=np.bool_)
-    rows = np.arange(len(ids))
-    return StepOutput(0, ids, ids, ids, rows, np.isin(ids, list(first)), none, none, ids[:0], 0)
+    return ids, np.isin(ids, list(first))
 
 
 class Readers:
@@ -60,12 +57,12 @@ def test_many_steps_are_one_wake_up_of_who_has_news():
         wakeups = StreamWakeups()
         readers = Readers(wakeups, range(5))
         await turns()
-        wakeups.booked(output([0, 1, 2]))  # the first after a rest does not wait
+        wakeups.booked(*output([0, 1, 2]))  # the first after a rest does not wait
         await turns()
         assert list(readers.wakes.values()) == [1, 1, 1, 0, 0]
         start = Clock.now
         while Clock.now < start + EVERY_S / 2:
-            wakeups.booked(output([0, 1, 3]))
+            wakeups.booked(*output([0, 1, 3]))
             await asyncio.sleep(0.001)
         assert list(readers.wakes.values()) == [1, 1, 1, 0, 0]
         await asyncio.sleep(EVERY_S)
@@ -84,7 +81,7 @@ def test_first_tokens_and_ends_do_not_wait():
         wakeups._rests_until = Clock.now + 1e6
         readers = Readers(wakeups, range(4))
         await turns()
-        wakeups.booked(output([0, 1, 2], first=[1]))
+        wakeups.booked(*output([0, 1, 2], first=[1]))
         wakeups.wake(3)
         await turns()
         assert list(readers.wakes.values()) == [0, 1, 0, 1]
@@ -100,7 +97,7 @@ def test_many_readers_leave_turns_to_others():
         wakeups, count = StreamWakeups(), 200
         readers = Readers(wakeups, range(count))
         await turns()
-        wakeups.booked(output(range(count)))
+        wakeups.booked(*output(range(count)))
         seen = [0]
         while seen[-1] < count:
             await asyncio.sleep(0)
@@ -114,7 +111,7 @@ def test_many_readers_leave_turns_to_others():
 def test_nobody_waits_nothing_is_kept():
     wakeups = StreamWakeups()
     for _ in range(100):
-        wakeups.booked(output([0, 1]))
+        wakeups.booked(*output([0, 1]))
     assert not wakeups._booked
 
 
@@ -130,7 +127,7 @@ def test_steps_without_a_running_loop_keep_little():
     readers = loop.run_until_complete(start())
     wakeups._rests_until = Clock.now + EVERY_S
     for _ in range(1000):
-        wakeups.booked(output([0, 2]))
+        wakeups.booked(*output([0, 2]))
     assert len(wakeups._booked) <= module.MOST_UNMERGED + 1
     loop.run_until_complete(asyncio.sleep(2 * EVERY_S))
     assert list(readers.wakes.values()) == [1, 0, 1]
@@ -148,7 +145,7 @@ def test_a_loop_that_no_longer_runs_holds_up_no_other(is_closed):
     stale = first.run_until_complete(start())
     first.run_until_complete(turns())
     wakeups._rests_until = Clock.now + EVERY_S
-    wakeups.booked(output([0]))  # its timer is that of the first loop
+    wakeups.booked(*output([0]))  # its timer is that of the first loop
     if is_closed:
         first.run_until_complete(stale.stop())
         first.close()
@@ -156,7 +153,7 @@ def test_a_loop_that_no_longer_runs_holds_up_no_other(is_closed):
     async def run():
         readers = Readers(wakeups, [1])
         await turns()
-        wakeups.booked(output([0, 1]))
+        wakeups.booked(*output([0, 1]))
         await asyncio.sleep(2 * EVERY_S)
         assert readers.wakes == {1: 1}
         await readers.stop()
@@ -175,7 +172,7 @@ def test_a_cancelled_reader_is_forgotten_and_others_of_its_request_are_not():
         readers = [Readers(wakeups, [7]) for _ in range(2)]
         await turns()
         await readers[0].stop()
-        wakeups.booked(output([7]))
+        wakeups.booked(*output([7]))
         await turns()
         assert [mine.wakes for mine in readers] == [{7: 0}, {7: 1}]
         await readers[1].stop()

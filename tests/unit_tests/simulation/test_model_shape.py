@@ -15,11 +15,11 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.device_state.device_memory import block_shape
 from megatron_async.device_state.recurrent_state import RecurrentState
+from megatron_async.engines.listener import EngineListener
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import ModelConfig, transformer_config
 from megatron_async.models.parallel_state import ParallelSizes
-from megatron_async.observe.listener import EngineListener
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import FIELDS, ModelShape
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_async.contexts.step_output import StepOutput
-    from megatron_async.contexts.step_plan import StepPlan
-    from megatron_async.requests.inference_request import DynamicInferenceRequest
-    from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.contexts.step_output import StepOutput
+from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 
 class EngineListener:

@@ -9,13 +9,12 @@ running engine profiles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.contexts.step_plan import StepPlan
 
 KEPT = 128
 """Steps of each kind, with and without prompt tokens, that a fit looks at."""

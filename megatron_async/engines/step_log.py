@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.devices import Event
-from megatron_async.observe.listener import EngineListener
+from megatron_async.engines.listener import EngineListener
+from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.observe.timeline import NO_OVERLAP, Span
+from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.trace_context import named
-
-if TYPE_CHECKING:
-    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-    from megatron_async.contexts.step_plan import StepPlan
-    from megatron_async.observe.statistics import EngineStatistics
-    from megatron_async.requests.inference_request import DynamicInferenceRequest
-    from megatron_async.requests.trace_log import TraceLog
+from megatron_async.requests.trace_log import TraceLog
 
 logger = logging.getLogger("megatron_async")
 
