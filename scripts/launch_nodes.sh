@@ -22,7 +22,7 @@ nodes, from options, else from the environment, else from SLURM:
   --node-rank R       of this node, from 0 (NODE_RANK, SLURM_NODEID)
   --master-addr HOST  the node of rank 0, as the others reach it (MASTER_ADDR, SLURM's first node)
   --master-port PORT  free there (MASTER_PORT, else a number from SLURM_JOB_ID, else 29500)
-MEGATRON_ASYNC_INTERFACE names the network interface (docs/communication.md).
+MEGATRON_ASYNC_INTERFACE names the network interface (docs/ranks.md).
 
 EOF
     size_usage

@@ -50,7 +50,7 @@ def check_peers(job: Job, groups: Iterable[dist.ProcessGroup]) -> None:
                 f"A connection of rank {job.rank} by gloo does not lead to "
                 f"{job.watch.describe(strangers)}: another process, of this host or of the "
                 "network, has connected in its place. Start the job again, and see who else runs "
-                "there (docs/communication.md)."
+                "there (docs/ranks.md)."
             ) from failure
 
 

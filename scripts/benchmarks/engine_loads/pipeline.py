@@ -6,7 +6,7 @@
 A stage is busy from when it has its input until its layers (and, on the last one, sampling) are
 done; the timeline has that of every step. Were there no bubble, the slowest stage would be busy all
 the time: a step would take as long as that stage. "counted" is the idle share that the engine's own
-counter expects of equally fast stages; docs/pipeline.md has the formula.
+counter expects of equally fast stages; docs/ranks.md has the formula.
 """
 
 from __future__ import annotations
