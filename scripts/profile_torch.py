@@ -15,9 +15,14 @@ import torch
 
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.gap_report import gap_report
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
-from megatron_async.profiling.kernel_shares import HEADER, kernel_shares
+from megatron_async.profiling.gpu_profile import (
+    FIRST_KERNEL,
+    HEADER,
+    device_activities,
+    gap_report,
+    kernel_shares,
+    profile_device,
+)
 from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 MAX_TOKENS = 8192

@@ -94,7 +94,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
     with said_meanwhile(STARTING):
         from megatron_async.llm import LLM
         from megatron_async.profiling.profile_run import record_workload, write_profile
-        from megatron_async.profiling.step_gap_files import gap_text
+        from megatron_async.profiling.step_gaps import gap_text
 
     progress = not arguments.no_progress
     with LLM(

@@ -20,9 +20,8 @@ from megatron_async.cli.files import check_recording, check_writable
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
     from megatron_async.profiling.arrival_trace import LengthDistribution
-    from megatron_async.simulation.device_times import Machine
+    from megatron_async.simulation.device_times import Machine, Reach
     from megatron_async.simulation.model_shape import ModelShape
-    from megatron_async.simulation.reach import Reach
 
 Setting = tuple[float, int, float | None]
 """Arrivals a second, lookahead, and `target_tpot_ms`."""
@@ -186,7 +185,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     check_settings(arguments, settings)
 
     from megatron_async.profiling.benchmark_record import write_record
-    from megatron_async.profiling.trace_summary import latency_lines, setting_cells
+    from megatron_async.profiling.trace_server import latency_lines, setting_cells
 
     shape, machine = load_machine(arguments.machine)
     if arguments.draft_us:
@@ -377,8 +376,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     check_recording("FILE", arguments.file)
 
     from megatron_async.simulation.recording import load_recording
-    from megatron_async.simulation.replay import Replay
-    from megatron_async.simulation.state_report import describe_state
+    from megatron_async.simulation.replay import Replay, describe_state
 
     recording = load_recording(arguments.file, allow_truncated=arguments.allow_truncated)
     replay = Replay(recording)

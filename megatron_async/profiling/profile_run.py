@@ -16,8 +16,7 @@ from tqdm import tqdm
 from megatron_async.observe.timeline import Timeline
 from megatron_async.profiling.profile_page import profile_page
 from megatron_async.profiling.profile_workload import ProfileWorkload
-from megatron_async.profiling.step_gap_files import gap_record, gap_text
-from megatron_async.profiling.step_gaps import GapReport, step_gaps
+from megatron_async.profiling.step_gaps import GapReport, gap_record, gap_text, step_gaps
 from megatron_async.profiling.trace_server import serve_trace
 from megatron_async.profiling.workloads import Churn, start_steady_decode
 

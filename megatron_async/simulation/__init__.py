@@ -1,4 +1,4 @@
 """Recordings, their replay, and serving in virtual time: the real engine on a clock.
 
-docs/simulation.md is the guide. `parity/` compares an engine that computes with a reference.
+Simulated fleets are in `fleets/`. docs/simulation.md is the guide.
 """

@@ -14,12 +14,82 @@ recording has one point: a + b P + c R + d K.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.batch_dimensions import BatchDimensions
-from megatron_async.simulation.cpu_times import CpuTimes
-from megatron_async.simulation.reach import Reach
+
+if TYPE_CHECKING:
+    from megatron_async.contexts.step_plan import StepPlan
+
+Work = tuple[int, int, int]
+"""Work of a step: prefill tokens, query tokens of decode rows (padding included) and KV tokens."""
+NAMES = ("prompt tokens", "decode tokens", "KV tokens")
+
+
+def work_of(plan: StepPlan) -> Work:
+    """The work of a step, as recordings tell it."""
+    return *plan.work_tokens, int(plan.kv_at_most.sum())
+
+
+class Reach(NamedTuple):
+    """The least and the most work of one step."""
+
+    least: Work
+    most: Work
+
+    @classmethod
+    def of(cls, steps: Sequence[Work]) -> Reach:
+        """What these steps reach, each kind of work by itself."""
+        least, most = zip(*((min(kind), max(kind)) for kind in zip(*steps)))
+        return cls(least, most)
+
+    @property
+    def varies(self) -> tuple[bool, ...]:
+        """Whether steps with more and with less of a kind of work were seen: only then is known
+        what it costs."""
+        return tuple(most > least for least, most in zip(*self))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{most:,} {name}" for most, name in zip(self.most, NAMES)) + " in a step"
+
+    def exceeded_by(self, most: Work) -> list[str]:
+        """What a simulation did that no recorded step did.
+
+        Args:
+            most: work of its steps.
+        """
+        return [
+            f"{more:,} {name} (recorded: {seen:,}"
+            + (")" if varies else ", always, so more of them are taken to cost nothing)")
+            for more, name, seen, varies in zip(most, NAMES, self.most, self.varies)
+            if more > seen
+        ]
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """The host's time by stage, microseconds; waiting for the device is not counted.
+
+    The defaults are those of an H200's host (docs/records/whole_steps.md, "Steady decode",
+    lookahead 1).
+    """
+
+    prepare_us: float = 28.0
+    """`prepare_step`."""
+    launch_us: float = 84.0
+    """Bookkeeping copy and launch of a captured step; measured while each step had a copy."""
+    resolve_us: float = 38.0
+    """`update_requests` and `emit`."""
+    eager_launch_us: float = 0.0
+    """Launching the kernels of a step that is not captured, one by one."""
+    add_us: float = 60.0
+    """Taking in one request."""
+    turnaround_us: float = 40.0
+    """From the end of a step's last kernel to the host's going on: the event, and the waking of the
+    thread; measured while samples came by a copy."""
 
 
 @dataclass(frozen=True)

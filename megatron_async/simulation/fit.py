@@ -8,9 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.simulation.cpu_times import CpuTimes
-from megatron_async.simulation.device_times import DeviceTimes, Machine
-from megatron_async.simulation.reach import Reach
+from megatron_async.simulation.device_times import CpuTimes, DeviceTimes, Machine, Reach
 from megatron_async.simulation.recording import Launched, Recording, RecordingError, Resolved
 
 FIRST_STEPS = 2

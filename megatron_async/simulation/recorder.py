@@ -20,9 +20,8 @@ from megatron_async.engines.listener import EngineListener
 from megatron_async.profiling.benchmark_record import commit
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.simulation.cached_tokens import cached_tokens
+from megatron_async.simulation.device_times import work_of
 from megatron_async.simulation.model_shape import ModelShape
-from megatron_async.simulation.reach import work_of
 from megatron_async.simulation.recording import (
     COUNTERS,
     FORMAT,
@@ -31,6 +30,7 @@ from megatron_async.simulation.recording import (
     RecordingError,
     plan_checksums,
 )
+from megatron_async.simulation.simulated_tokens import cached_tokens
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 POLL_S = 0.05

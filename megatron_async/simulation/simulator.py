@@ -12,15 +12,12 @@ import numpy as np
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.profiling.arrival_trace import TraceRequest
-from megatron_async.profiling.trace_server import ServedRequest, ServedTrace
-from megatron_async.profiling.trace_summary import summarize
+from megatron_async.profiling.trace_server import ServedRequest, ServedTrace, summarize
 from megatron_async.profiling.workloads import greedy
-from megatron_async.simulation.any_token import AnyToken
-from megatron_async.simulation.device_times import Machine
-from megatron_async.simulation.forced_drafts import ForcedDrafts
+from megatron_async.simulation.device_times import Machine, Work
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
-from megatron_async.simulation.reach import Work
+from megatron_async.simulation.simulated_tokens import AnyToken, ForcedDrafts
 
 
 @dataclass(frozen=True)

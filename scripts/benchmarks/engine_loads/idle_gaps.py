@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_async.profiling.gap_report import GapReport, gap_report
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL, device_activities, profile_device
+from megatron_async.profiling.gpu_profile import (
+    FIRST_KERNEL,
+    GapReport,
+    device_activities,
+    gap_report,
+    profile_device,
+)
 
 
 def gaps_of(step: Callable[[], object], steps: int) -> GapReport:

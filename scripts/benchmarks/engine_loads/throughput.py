@@ -28,8 +28,7 @@ from engine_loads.options import load_parser
 from engine_loads.trace_options import add_trace_options, make_trace
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.trace_server import ServedTrace, serve_trace
-from megatron_async.profiling.trace_summary import latency_lines, summarize
+from megatron_async.profiling.trace_server import ServedTrace, latency_lines, serve_trace, summarize
 
 BLOCK_SIZE = 64
 

@@ -21,8 +21,7 @@ from megatron_async.simulation.recording import (
     TextEnd,
     load_recording,
 )
-from megatron_async.simulation.replay import Replay
-from megatron_async.simulation.state_report import describe_state
+from megatron_async.simulation.replay import Replay, describe_state
 from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.harness import (
     TINY,

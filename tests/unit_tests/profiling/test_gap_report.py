@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_async.profiling.gap_report import DeviceActivity, gap_report
+from megatron_async.profiling.gpu_profile import DeviceActivity, gap_report
 
 
 def test_gap_report():

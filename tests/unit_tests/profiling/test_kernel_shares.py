@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_async.profiling.gap_report import DeviceActivity
-from megatron_async.profiling.kernel_shares import kernel_shares
+from megatron_async.profiling.gpu_profile import DeviceActivity, kernel_shares
 
 
 def timeline() -> list[DeviceActivity]:

@@ -8,10 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_async.observe.timeline import Span
-from megatron_async.profiling import gap_histogram as histogram
 from megatron_async.profiling import profile_page
-from megatron_async.profiling.gap_histogram import WIDTH
-from megatron_async.profiling.profile_page import gap_window, step_window
+from megatron_async.profiling.profile_page import WIDTH, gap_window, step_window
 from megatron_async.profiling.step_gaps import STAGES, step_gaps
 from tests.support.browser import Browser, find_chromium
 from tests.unit_tests.profiling.made_timeline import LATE, made_timeline
@@ -103,7 +101,7 @@ def test_a_name_that_does_not_fit_is_left_out(lanes):
 def test_the_histogram_counts_every_step():
     gaps = step_gaps(made_timeline()).gaps
     gaps = [*gaps, replace(gaps[0], gap_us=0.0), replace(gaps[0], gap_us=123456.0)]
-    svg = histogram.gap_histogram(gaps)
+    svg = profile_page.gap_histogram(gaps)
     titles = {
         kind: [re.search(r": (\d+) steps", bar[0].text).group(1) for bar in by_class(svg, kind)]
         for kind in ("column-ahead", "column-late")
@@ -117,8 +115,8 @@ def test_the_histogram_counts_every_step():
     assert marks[0] == "median 100 µs"
     for rectangle in ElementTree.fromstring(svg).iter("rect"):
         x, y, width, height = box(rectangle)
-        assert 0 <= x <= x + width <= histogram.WIDTH
-        assert 0 <= y <= y + height <= histogram.HEIGHT
+        assert 0 <= x <= x + width <= WIDTH
+        assert 0 <= y <= y + height <= profile_page.HEIGHT
 
 
 class Tags(HTMLParser):
@@ -177,7 +175,7 @@ def test_windows():
 def test_labels_of_percentiles_that_are_close_do_not_overlap(gap_us):
     gaps = step_gaps(made_timeline()).gaps
     gaps = [replace(gaps[0], gap_us=gap_us + i % 50) for i in range(100)]
-    median, late = by_class(histogram.gap_histogram(gaps), "mark-name")
+    median, late = by_class(profile_page.gap_histogram(gaps), "mark-name")
     spans = []
     for label in (median, late):
         x, width = float(label.get("x")), 7 * len(label.text)

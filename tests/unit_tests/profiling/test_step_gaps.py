@@ -5,8 +5,7 @@ import json
 import pytest
 
 from megatron_async.observe.timeline import Span, Timeline
-from megatron_async.profiling.step_gap_files import gap_record, gap_text, time_text
-from megatron_async.profiling.step_gaps import step_gaps
+from megatron_async.profiling.step_gaps import gap_record, gap_text, step_gaps, time_text
 from tests.unit_tests.profiling.made_timeline import LATE, STEPS, made_timeline
 
 

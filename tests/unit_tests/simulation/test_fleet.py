@@ -11,11 +11,10 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.arrival_trace import LengthDistribution
 from megatron_async.serving.routing import POLICIES
 from megatron_async.simulation.device_times import MACHINES
-from megatron_async.simulation.fleet import simulate_fleet
-from megatron_async.simulation.hit_ceiling import hit_ceiling
+from megatron_async.simulation.fleets.fleet import simulate_fleet
+from megatron_async.simulation.fleets.session_traces import SessionKind, SessionTrace
+from megatron_async.simulation.fleets.traced_requests import TracedRequest, hit_ceiling
 from megatron_async.simulation.model_shape import ModelShape
-from megatron_async.simulation.session_traces import SessionKind, SessionTrace
-from megatron_async.simulation.traced_requests import TracedRequest
 
 SHAPE = ModelShape.of_architecture(DUMMY_SHAPES["smollm2-135m"], "bfloat16")
 MACHINE = MACHINES["h200:smollm2-135m"]

@@ -9,10 +9,9 @@ import pytest
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.profiling.arrival_trace import LengthDistribution
-from megatron_async.simulation.hit_ceiling import hit_ceiling
-from megatron_async.simulation.session_traces import KINDS, SessionKind, SessionTrace
-from megatron_async.simulation.trace_files import TraceError, TraceFile, write_trace
-from megatron_async.simulation.traced_requests import TracedRequest, tokens_of
+from megatron_async.simulation.fleets.session_traces import KINDS, SessionKind, SessionTrace
+from megatron_async.simulation.fleets.trace_files import TraceError, TraceFile, write_trace
+from megatron_async.simulation.fleets.traced_requests import TracedRequest, hit_ceiling, tokens_of
 
 VOCABULARY = 1000
 SMALL = SessionKind(

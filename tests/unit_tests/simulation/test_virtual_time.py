@@ -9,8 +9,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.arrival_trace import TraceRequest
-from megatron_async.simulation.cpu_times import CpuTimes
-from megatron_async.simulation.device_times import MACHINES, DeviceTimes, Machine
+from megatron_async.simulation.device_times import MACHINES, CpuTimes, DeviceTimes, Machine
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.simulator import simulate

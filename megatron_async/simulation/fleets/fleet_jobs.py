@@ -13,11 +13,11 @@ from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.serving.routing import POLICIES
 from megatron_async.simulation.device_times import Machine
-from megatron_async.simulation.fleet import simulate_fleet
+from megatron_async.simulation.fleets.fleet import simulate_fleet
+from megatron_async.simulation.fleets.session_traces import KINDS, SessionTrace
+from megatron_async.simulation.fleets.trace_files import TraceFile
+from megatron_async.simulation.fleets.traced_requests import Trace
 from megatron_async.simulation.model_shape import ModelShape
-from megatron_async.simulation.session_traces import KINDS, SessionTrace
-from megatron_async.simulation.trace_files import TraceFile
-from megatron_async.simulation.traced_requests import Trace
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_async.simulation.traced_requests import Trace, TracedRequest, pieces_of
+from megatron_async.simulation.fleets.traced_requests import Trace, TracedRequest, pieces_of
 
 MOST_PIECES = 2**20
 """Most pieces of one sequence: more than any model's context."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.profiling.arrival_trace import LengthDistribution
-from megatron_async.simulation.traced_requests import PIECE_TOKENS, TracedRequest, pieces_of
+from megatron_async.simulation.fleets.traced_requests import PIECE_TOKENS, TracedRequest, pieces_of
 
 FIRST_TOKEN_S = 0.5
 TOKEN_S = 0.02

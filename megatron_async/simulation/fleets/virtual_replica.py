@@ -13,9 +13,9 @@ from megatron_async.profiling.workloads import greedy
 from megatron_async.serving.messages import Ended, ReplicaStatus
 from megatron_async.serving.replica_status import status_of
 from megatron_async.simulation.device_times import Machine
+from megatron_async.simulation.fleets.traced_requests import PIECE_TOKENS, TracedRequest, tokens_of
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
-from megatron_async.simulation.traced_requests import PIECE_TOKENS, TracedRequest, tokens_of
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""`ForcedDrafts`: tokens of a simulated engine that drafts, and is right by chance."""
+"""What the steps of a simulation sample, and which tokens requests found in the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,43 @@ import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.simulation.any_token import AnyToken
+from megatron_async.ops.sampling.slot_records import RowFeature
+
+
+def cached_tokens(plan: StepPlan) -> IntArray:
+    """How many tokens each prefill chunk's request found in the cache, integers `[chunks]`; 0 for a
+    chunk that is not the first one since its request got its slot."""
+    ends = plan.kv_at_most[plan.num_decode :]
+    begins = ends - np.diff(plan.prefill_starts)
+    is_first = (plan.prefill_features & RowFeature.STARTS) != 0
+    return np.where(is_first, begins, 0)
+
+
+class AnyToken:
+    """Requests end by their lengths, so it is all the same which tokens they get.
+
+    Attributes:
+        first_launched: request id -> time at which the step with its first chunk was launched,
+            microseconds.
+        cached_tokens: prompt tokens that requests found in the cache when they were prefilled for
+            the first time.
+    """
+
+    def __init__(self) -> None:
+        self.first_launched: dict[int, float] = {}
+        self.cached_tokens = 0
+
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
+        """Zeros; and note who is prefilled for the first time."""
+        now = context.device.clock.now_us  # type: ignore[attr-defined]  # a VirtualDevice
+        begun = context.slots.request_id[plan.slots[plan.num_decode :]]
+        for request_id, cached in zip(begun, cached_tokens(plan), strict=True):
+            if int(request_id) not in self.first_launched:
+                self.first_launched[int(request_id)] = now
+                self.cached_tokens += int(cached)
+        ones = np.ones(plan.num_rows, dtype=np.int32)
+        return np.zeros(plan.num_rows, dtype=np.int32), ones
+
 
 RIGHT, WRONG = 0, 1
 """Drafts. Every token of the simulation is 0."""
