@@ -5,7 +5,8 @@
 
 On the step path (`STEP_PATH`) a call that reads a device tensor on the CPU, or uploads a Python
 value, makes the CPU wait for everything launched before: the GPU then idles while the next step is
-prepared. Such calls are errors, except in files that run on a CPU and nowhere else (`HOST_ONLY`).
+prepared. Such calls are errors, except in files that run on a CPU and nowhere else (`HOST_ONLY`)
+and in references of ops and their implementations for a CPU (`@op`, `@swiglu.cpu`).
 Where a call is right (the tensor is in host memory, or the code does not run in a step), its line
 says so, with the reason:
 
@@ -45,8 +46,9 @@ STEP_PATH = (
     "ops",
     "model_inference_wrappers",
 )
-HOST_ONLY = ("ops/cpu", "ops/linear/eight_bit.py")
-"""Files of the step path that run on a CPU and nowhere else: their tensors are in host memory."""
+HOST_ONLY = ("cpu", "eight_bit.py")
+"""Folders and files of `ops` that run on a CPU and nowhere else: their tensors are in host
+memory."""
 MAX_LINES = 540
 EMPTY_BEGINNING = re.compile(r"(See|As|It|Its|They|Who|Of|Those|That|The same)\b")
 
@@ -129,8 +131,17 @@ def check_sync(path: Path, source: str) -> tuple[list[Finding], int]:
     reasons = waivers(source)
     used: set[int] = set()
     waived = 0
-    for node in ast.walk(ast.parse(source, str(path))):
-        if not isinstance(node, ast.Call) or (problem := synchronising_call(node)) is None:
+    tree = ast.parse(source, str(path))
+    on_hosts = {
+        id(call)
+        for function in ast.walk(tree)
+        if serves_hosts(function)
+        for call in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or id(node) in on_hosts:
+            continue
+        if (problem := synchronising_call(node)) is None:
             continue
         # The attribute's own line (a chain of calls starts lines above), or the statement's last.
         assert isinstance(node.func, ast.Attribute)
@@ -225,8 +236,17 @@ def check_house(
 
 def on_step_path(path: Path) -> bool:
     """Whether the no-sync rules hold for a file, whose path begins at the package's folder."""
-    host_only = any(path.is_relative_to(place) for place in HOST_ONLY)
+    host_only = path.parts[0] == "ops" and not set(HOST_ONLY).isdisjoint(path.parts)
     return path.parts[0] in STEP_PATH and not host_only
+
+
+def serves_hosts(node: ast.AST) -> bool:
+    """Whether a function runs on a CPU and nowhere else: an op's reference, or an implementation
+    for a CPU."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    decorators = [ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list]
+    return any(name == "op" or name.endswith(".cpu") for name in decorators)
 
 
 def lint(paths: list[Path], package: Path) -> tuple[list[Finding], int]:

@@ -37,11 +37,11 @@ from megatron_async.ops.attention.backends.base import AttentionShape
 from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
 from megatron_async.ops.attention.backends.selection import choose_prefill
 from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
+from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu.compiler import compiles
-from megatron_async.ops.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.step_tensors import StepTensors
 from megatron_async.ops.triton_folder import choose_triton_folder
 

@@ -21,7 +21,7 @@ from megatron_async.models.linear import (
 )
 from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.norm import factors_of
-from megatron_async.ops.cpu.host_attention import HostPagedAttention
+from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.cpu.products.helpers import CHUNK_BYTES, helpers_of
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.linear.eight_bit import EightBitWeight, LoopedWeight

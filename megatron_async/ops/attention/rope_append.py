@@ -12,17 +12,19 @@ about a unit in the last place; in float32 they agree.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.op import op
 
 
-@op(cpu="cpu.rows")
+@op
 def rope_append(
     mixed_qkv: Tensor,
     cos: Tensor,
@@ -126,6 +128,44 @@ def rope_append_gpu(
             num_warps=min(max(heads * half // 256, 1), 8),
             **launch_options(mixed_qkv),
         )
+    return query
+
+
+@rope_append.cpu
+def rope_append_cpu(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    write_index: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    has_gate: bool = False,
+) -> Tensor:
+    """`rope_append` by a loop, over rows of float32."""
+    whole = serves(mixed_qkv, cos, sin, key_cache, value_cache, q_weight, k_weight)
+    if not whole or (q_weight is None) != (k_weight is None):
+        return rope_append.reference(
+            mixed_qkv, cos, sin, position_ids, write_index, key_cache, value_cache, q_weight,
+            k_weight, eps, has_gate,
+        )  # fmt: skip
+    from megatron_async.ops.attention.cpu import attention_kernels
+
+    kv_heads, dim = key_cache.shape[-2:]
+    heads = mixed_qkv.view(mixed_qkv.size(0), kv_heads, -1, dim)
+    group = (heads.size(2) - 2) // (2 if has_gate else 1)
+    query = mixed_qkv.new_empty((mixed_qkv.size(0), kv_heads * group, dim))
+    none = cos[0]  # of the right kind, and not read
+    attention_kernels.rope_append(
+        heads.numpy(), cos.numpy(), sin.numpy(), position_ids.numpy(), write_index.numpy(),
+        key_cache.flatten(0, 1).numpy(), value_cache.flatten(0, 1).numpy(),
+        (none if q_weight is None else q_weight.detach()).numpy(),
+        (none if k_weight is None else k_weight.detach()).numpy(),
+        q_weight is not None, np.float32(eps), group, group if has_gate else 0, query.numpy(),
+    )  # fmt: skip
     return query
 
 

@@ -22,9 +22,10 @@ def compile_missing(progress: bool = False) -> None:
     """
     if not compiles():
         return
-    from megatron_async.ops.cpu import attention_kernels, row_kernels, step_kernels
+    from megatron_async.ops.attention.cpu import attention_kernels
+    from megatron_async.ops.cpu import row_kernels, step_kernels
     from megatron_async.ops.cpu.kept_loops import is_kept
-    from megatron_async.ops.cpu.sampling import sampling_kernels
+    from megatron_async.ops.sampling.cpu import sampling_kernels
 
     dear = (
         attention_kernels.decode_attention, row_kernels.norm, step_kernels.unpack_rows,
@@ -63,7 +64,7 @@ def _parts(has_float64: bool) -> dict[Callable[[], None], float]:
 
     from megatron_async.ops.cpu import step_kernels
     from megatron_async.ops.cpu.recurrent import host_flush, host_recurrent
-    from megatron_async.ops.cpu.sampling import host_sampling
+    from megatron_async.ops.sampling.cpu import host_sampling
 
     parts: dict[Callable[[], None], float] = {
         _compile_rows: 1.4,
@@ -102,7 +103,7 @@ def _compile_rows() -> None:
 def _compile_attention() -> None:
     import numpy as np
 
-    from megatron_async.ops.cpu import attention_kernels
+    from megatron_async.ops.attention.cpu import attention_kernels
 
     one, place, table = np.float32(1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
     qkv, tables, cache = _ones(1, 1, 3, 4), _ones(1, 4), _ones(1, 1, 4)

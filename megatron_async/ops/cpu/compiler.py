@@ -15,7 +15,7 @@ SWITCH = "MEGATRON_ASYNC_CPU_KERNELS"
 
 @cache
 def compiles() -> bool:
-    """Whether the loops of this folder serve the CPU: Numba is installed, and nobody forbids it.
+    """Whether loops serve the CPU: Numba is installed, and nobody forbids it.
 
     Raises:
         ValueError: the environment variable has another value than "torch" or "numba".
@@ -25,19 +25,20 @@ def compiles() -> bool:
         raise ValueError(f"{SWITCH}={wanted!r} is unknown: use 'numba' or 'torch', or unset it.")
     if wanted != "numba" or find_spec("numba") is None:
         return False
-    forget_stale_loops(Path(__file__).parent)
+    home = Path(__file__).parent
+    forget_stale_loops(home, *sorted(home.parent.glob("*/cpu")))
     return True
 
 
-def forget_stale_loops(folder: Path) -> None:
-    """Remove what Numba keeps beside the sources of `folder`, and of folders in it, if it is of
-    other sources.
+def forget_stale_loops(*folders: Path) -> None:
+    """Remove what Numba keeps beside the sources of some folders, and of folders in them, if it is
+    of other sources.
 
     Numba looks at the date of a function's own file alone. So it would go on with machine code that
     has functions of another file in it as they were.
     """
-    sources, kept = hashlib.sha256(), folder / "__pycache__"
-    for source in sorted(folder.rglob("*.py")):
+    sources, kept = hashlib.sha256(), folders[0] / "__pycache__"
+    for source in (source for folder in folders for source in sorted(folder.rglob("*.py"))):
         sources.update(source.read_bytes())
     stamp = kept / "loops.sha256"
     # Beside sources that nobody may write to, Numba keeps nothing: it has its own folder for each
@@ -45,7 +46,7 @@ def forget_stale_loops(folder: Path) -> None:
     with suppress(OSError):
         if stamp.exists() and stamp.read_text() == sources.hexdigest():
             return
-        for stale in folder.rglob("__pycache__/*.nb[ic]"):
+        for stale in (code for each in folders for code in each.rglob("__pycache__/*.nb[ic]")):
             stale.unlink(missing_ok=True)
         kept.mkdir(exist_ok=True)
         stamp.write_text(sources.hexdigest())

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from megatron_async.ops.cpu.attention_kernels import attention_addresses
+from megatron_async.ops.attention.cpu.attention_kernels import attention_addresses
 from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.products.jobs import (
     ACTIVATE,

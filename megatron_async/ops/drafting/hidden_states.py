@@ -30,10 +30,10 @@ def keep_hidden(
     """
     chosen = write_index % block_size == block_size - 1
     if (ends < 0).any():  # which torch takes for the last ones, and the kernel for any memory
-        raise IndexError(f"keep_hidden: ends of chunks are {ends.tolist()}.")  # sync-ok: an error
+        raise IndexError(f"keep_hidden: ends of chunks are {ends.tolist()}.")
     chosen[ends] = True
     chosen &= write_index // block_size < len(kept) - 1
-    token = chosen.nonzero()[:, 0]  # sync-ok: on the CPU
+    token = chosen.nonzero()[:, 0]
     kept[write_index[token] // block_size] = hidden[token]
 
 

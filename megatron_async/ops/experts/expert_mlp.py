@@ -58,7 +58,7 @@ def expert_mlp(
     expert = routing.experts.flatten() - first_expert
     expert = expert.where((expert >= 0) & (expert < local), local)
     order = expert.argsort(stable=True)
-    counts = expert.bincount(minlength=local + 1).tolist()  # sync-ok: on the CPU
+    counts = expert.bincount(minlength=local + 1).tolist()
     outputs = torch.zeros((tokens * topk, x.size(1)), dtype=torch.float32, device=x.device)
     weights = routing.weights.reshape(-1, 1)
     start = 0

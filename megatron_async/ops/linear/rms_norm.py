@@ -7,12 +7,14 @@ and the norm of the rounded sum is computed in float32 and rounded once (`torch.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.linear.streamed_plan import ONE_WARPGROUP, STREAMED_FROM, STREAMED_INPUTS
 from megatron_async.ops.op import op
@@ -29,7 +31,7 @@ of Granite-4.0-H-350M 1.18 instead of 1.22, of Llama-3.1-8B 4.649 instead of 4.6
 Llama-3.2-1B would take 1.092 instead of 1.082 (docs/records/products.md, 2026-11-25 and 27)."""
 
 
-@op(cpu="cpu.rows")
+@op
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -108,6 +110,29 @@ def add_rms_norm_gpu(
             num_warps=min(max(block // PER_WARP, 1), 16),
             **launch_options(x),
         )
+    return normed, total
+
+
+@add_rms_norm.cpu
+def add_rms_norm_cpu(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` by a loop, over rows of float32."""
+    if x.dim() != 2 or not serves(x, residual, weight):
+        return add_rms_norm.reference(x, residual, weight, eps)
+    from megatron_async.ops.cpu import row_kernels
+
+    normed, (rows, hidden) = torch.empty_like(x), x.shape
+    if residual is None:
+        row_kernels.norm(
+            x.data_ptr(), weight.data_ptr(), rows, hidden, np.float32(eps), normed.data_ptr()
+        )
+        return normed, x
+    total = torch.empty_like(x)
+    row_kernels.add_norm(
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, hidden, np.float32(eps),
+        normed.data_ptr(), total.data_ptr(),
+    )  # fmt: skip
     return normed, total
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.op import op
 
@@ -20,7 +21,7 @@ BLOCK = 1024
 WARPS = 4
 
 
-@op(cpu="cpu.rows")
+@op
 def swiglu(x: Tensor) -> Tensor:
     """`silu(first half) * second half` of every row.
 
@@ -54,6 +55,19 @@ def swiglu_gpu(x: Tensor) -> Tensor:
         _swiglu_kernel[grid](
             x, out, x.stride(0), ffn=ffn, block=BLOCK, num_warps=WARPS, **launch_options(x)
         )
+    return out
+
+
+@swiglu.cpu
+def swiglu_cpu(x: Tensor) -> Tensor:
+    """`swiglu` by a loop, over rows of float32."""
+    if not serves(x):
+        return swiglu.reference(x)
+    from megatron_async.ops.cpu import row_kernels
+
+    rows, width = x.size(0), x.size(1) // 2
+    out = torch.empty((rows, width), dtype=torch.float32)
+    row_kernels.swiglu(x.data_ptr(), rows, width, out.data_ptr())
     return out
 
 

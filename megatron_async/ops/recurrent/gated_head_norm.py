@@ -7,12 +7,14 @@ round. One program a few heads of a token, float32 between load and store.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.cpu.rows import serves_gated
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.recurrent_math import silu
@@ -23,7 +25,7 @@ MAX_HEAD = 16384
 """A head is held in the registers of one program."""
 
 
-@op(cpu="cpu.rows")
+@op
 def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise each head of `o`, then gate it with silu(z).
 
@@ -77,6 +79,23 @@ def gated_head_norm_gpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Ten
             num_warps=min(max(tile * block // 512, 1), 16),
             **launch_options(o),
         )
+    return out
+
+
+@gated_head_norm.cpu
+def gated_head_norm_cpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`gated_head_norm` by a loop, over rows of float32."""
+    size = weight.numel()
+    fits = o.dim() == 2 and weight.dim() == 1 and size > 0 and o.size(1) % size == 0
+    if not (fits and serves_gated(o, z, weight)):
+        return gated_head_norm.reference(o, z, weight, eps)
+    from megatron_async.ops.cpu import row_kernels
+
+    (rows, channels), out = o.shape, torch.empty(o.shape, dtype=torch.float32)
+    row_kernels.head_norm(
+        o.data_ptr(), 4 * o.stride(0), z.data_ptr(), 4 * z.stride(0), weight.data_ptr(), rows,
+        channels // size, size, np.float32(eps), out.data_ptr(),
+    )  # fmt: skip
     return out
 
 

@@ -7,12 +7,14 @@ between load and store.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.cpu.rows import serves_gated
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.recurrent_math import silu
@@ -21,7 +23,7 @@ MAX_GROUP = 16384
 """A group is held in the registers of one program."""
 
 
-@op(cpu="cpu.rows")
+@op
 def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """Gate `y` with silu(z), then normalise each group of channels.
 
@@ -79,6 +81,22 @@ def gated_rms_norm_gpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: f
             num_warps=min(max(block // 512, 1), 16),
             **launch_options(y),
         )
+    return out
+
+
+@gated_rms_norm.cpu
+def gated_rms_norm_cpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """`gated_rms_norm` by a loop, over rows of float32."""
+    fits = y.dim() == 2 and groups > 0 and y.size(1) % groups == 0 and weight.shape == y.shape[1:]
+    if not (fits and serves_gated(y, z, weight)):
+        return gated_rms_norm.reference(y, z, weight, groups, eps)
+    from megatron_async.ops.cpu import row_kernels
+
+    (rows, channels), out = y.shape, torch.empty(y.shape, dtype=torch.float32)
+    row_kernels.gated_norm(
+        y.data_ptr(), 4 * y.stride(0), z.data_ptr(), 4 * z.stride(0), weight.data_ptr(), rows,
+        groups, channels // groups, np.float32(eps), out.data_ptr(),
+    )  # fmt: skip
     return out
 
 

@@ -116,11 +116,9 @@ def mamba_prefill(
     numbers = torch.stack(
         (rows.starts[:-1], rows.starts[1:], rows.first_positions, rows.read_rows, rows.write_rows)
     )
-    bases = base_after.tolist()  # sync-ok: CPU
-    dests = [] if chunk_dest is None else chunk_dest.tolist()  # sync-ok: CPU
-    for chunk, (start, end, first, read, write) in enumerate(
-        numbers.t().tolist()  # sync-ok: CPU
-    ):
+    bases = base_after.tolist()
+    dests = [] if chunk_dest is None else chunk_dest.tolist()
+    for chunk, (start, end, first, read, write) in enumerate(numbers.t().tolist()):
         if start == end:
             continue
         count = -(-(first + end - start) // GRID) - first // GRID

@@ -12,7 +12,7 @@ from megatron_async.ops.sampling.sampling import FilterCuts, SamplingRows, filte
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
 
 
-@op(gpu="sampling.triton_log_probs", cpu="cpu.sampling.host_sampling")
+@op(gpu="sampling.triton_log_probs", cpu="sampling.cpu.host_sampling")
 def log_probs(
     logits: Tensor,
     processed: Tensor,
@@ -43,7 +43,7 @@ def log_probs(
     out = ring[int(entry)]
     is_final = RowFeature.LOG_PROBS | RowFeature.CONSTRAINED
     wanted = (rows.features & is_final) == RowFeature.LOG_PROBS
-    for row in wanted.nonzero()[:, 0].tolist():  # sync-ok: CPU
+    for row in wanted.nonzero()[:, 0].tolist():
         values = logits[row].float()
         if int(rows.features[row]) & RowFeature.PROCESSED_LOG_PROBS:
             values = _drawn_from(processed[row : row + 1], rows.one(row))[0]

@@ -156,7 +156,7 @@ def begin_chunks(rows: ProcessingRows, chunks: ChunkTensors) -> None:
         counts, recent = rows.memory.counts[slot], rows.memory.recent[slot]
         if features & RowFeature.STARTS and features & RowFeature.PENALTIES:
             counts.zero_()
-        start, end = chunks.starts[chunk : chunk + 2].tolist()  # sync-ok: CPU
+        start, end = chunks.starts[chunk : chunk + 2].tolist()
         tokens = chunks.token_ids[start:end]
         position = int(rows.positions[row]) - (end - start)
         if chunks.cached is not None and features & RowFeature.STARTS:
@@ -191,7 +191,7 @@ def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tens
     processed.copy_(logits)
     constrained = (rows.features & RowFeature.CONSTRAINED) != 0
     kept[: len(logits)][constrained] = logits[constrained]
-    for row, features in enumerate(rows.features.tolist()):  # sync-ok: CPU
+    for row, features in enumerate(rows.features.tolist()):
         slot, drafts = int(rows.slots[row]), rows.drafts_before(row)
         record, position = rows.records[slot], int(rows.positions[row])
         if features & RowFeature.PENALTIES:

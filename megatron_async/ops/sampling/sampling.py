@@ -81,7 +81,7 @@ class FilterCuts(NamedTuple):
     top: Tensor
 
 
-@op(gpu="sampling.triton_sampling", cpu="cpu.sampling.host_sampling")
+@op(gpu="sampling.triton_sampling", cpu="sampling.cpu.host_sampling")
 def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
     """Sample one token a row, where its logits leave one.
 
@@ -109,7 +109,7 @@ def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Ten
     return torch.where((heats > 0) & is_sound, sampled, greedy)
 
 
-@op(gpu="sampling.triton_sampling", cpu="cpu.sampling.host_sampling")
+@op(gpu="sampling.triton_sampling", cpu="sampling.cpu.host_sampling")
 def sample_with_cuts(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
@@ -117,7 +117,7 @@ def sample_with_cuts(
     return sample.reference(logits, rows, mode), None
 
 
-@op(gpu="sampling.triton_sampling", cpu="cpu.sampling.host_sampling")
+@op(gpu="sampling.triton_sampling", cpu="sampling.cpu.host_sampling")
 def best_tokens(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from megatron_async.models import compiled_layers
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.compiled_layers import CompiledLayers
 from megatron_async.models.hybrid_stack import PagedHybridStack
-from megatron_async.ops.cpu import compiler, host_attention
+from megatron_async.ops.attention.cpu import host_attention
+from megatron_async.ops.cpu import compiler
 from megatron_async.ops.linear import eight_bit
 from megatron_async.ops.linear.grouped_weight import GroupedWeight
 from tests.support.harness import TINY, make_model, random_prompts
@@ -146,7 +147,8 @@ def test_long_chunks_stay_modules(
 
 def test_loops_that_reorder_sums_are_compiled_once(tmp_path: Any) -> None:
     """By whomever they are called: modules, compiled layers and their helpers."""
-    from megatron_async.ops.cpu import attention_kernels, row_kernels
+    from megatron_async.ops.attention.cpu import attention_kernels
+    from megatron_async.ops.cpu import row_kernels
 
     answers(store(TINY, tmp_path))
     for loop in (

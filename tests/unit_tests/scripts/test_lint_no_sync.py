@@ -130,6 +130,12 @@ def test_file_length():
     assert "541 lines, at most 540" in finding.message
 
 
+def test_functions_of_ops_that_run_on_a_cpu_alone_may_read():
+    for decorator, count in (("op", 0), ("op(gpu='a.b')", 0), ("add.cpu", 0), ("add.gpu", 1)):
+        source = f"@{decorator}\ndef f(x):\n    return x.item()\n"
+        assert len(lint_no_sync.check_sync(Path("f.py"), source)[0]) == count
+
+
 def test_only_the_step_path_is_held_to_the_no_sync_rules(tmp_path):
     source = '"""M."""\n\nn = x.item()\n'
     names = ["engines/a.py", "checkpoints/a.py", "llm.py", "ops/cpu/a.py"]

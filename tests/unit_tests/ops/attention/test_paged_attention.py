@@ -9,12 +9,12 @@ import torch
 from megatron_async.ops.attention.backends.base import AttentionShape
 from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
 from megatron_async.ops.attention.backends.selection import BACKENDS
+from megatron_async.ops.attention.cpu import host_attention
+from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention, shares_of
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
-from megatron_async.ops.cpu import host_attention
 from megatron_async.ops.cpu.compiler import compiles
-from megatron_async.ops.cpu.host_attention import HostPagedAttention, shares_of
 from tests.unit_tests.ops.attention.decode_batch import processors
 
 GUARD = float("nan")

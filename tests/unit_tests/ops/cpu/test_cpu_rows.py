@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.attention.rope_append import rope_append
-from megatron_async.ops.cpu import compiler, rows
+from megatron_async.ops.cpu import compiler
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.swiglu import swiglu
@@ -37,7 +37,7 @@ def test_norms(shape: tuple[int, int]) -> None:
     before = x.clone(), residual.clone()
     for stream in (residual, None):
         for found, expected in zip(
-            rows.add_rms_norm_cpu(x, stream, weight, 1e-5),
+            add_rms_norm.on("cpu")(x, stream, weight, 1e-5),
             add_rms_norm.reference(x, stream, weight, 1e-5),
             strict=True,
         ):
@@ -49,7 +49,7 @@ def test_norms(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(0, 8), (1, 2), (1, 3072), (5, 66)])
 def test_swiglu(shape: tuple[int, int]) -> None:
     x = 20 * torch.randn(shape)
-    is_near(rows.swiglu_cpu(x), swiglu.reference(x))
+    is_near(swiglu.on("cpu")(x), swiglu.reference(x))
 
 
 @pytest.mark.parametrize(
@@ -62,33 +62,33 @@ def test_gated_norms(rows_: int, groups: int, size: int) -> None:
     for z in (wide[:, :channels], wide[:, 7:]):
         weight = torch.randn(channels)
         is_near(
-            rows.gated_rms_norm_cpu(y, z, weight, groups, 1e-5),
+            gated_rms_norm.on("cpu")(y, z, weight, groups, 1e-5),
             gated_rms_norm.reference(y, z, weight, groups, 1e-5),
         )
         weight = torch.randn(size)
         is_near(
-            rows.gated_head_norm_cpu(y, z, weight, 1e-6),
+            gated_head_norm.on("cpu")(y, z, weight, 1e-6),
             gated_head_norm.reference(y, z, weight, 1e-6),
         )
     double = y.double(), z.double(), weight.double(), 1e-6
-    assert torch.equal(rows.gated_head_norm_cpu(*double), gated_head_norm.reference(*double))
+    assert torch.equal(gated_head_norm.on("cpu")(*double), gated_head_norm.reference(*double))
     with pytest.raises(ValueError, match="z must be like it"):
-        rows.gated_head_norm_cpu(y, wide, weight, 1e-6)
+        gated_head_norm.on("cpu")(y, wide, weight, 1e-6)
 
 
 def test_ends_of_the_range() -> None:
     """The exponential neither overflows into NaN nor hides one."""
     gates = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4, torch.inf, torch.nan])
     x = torch.stack((gates, torch.ones(9))).reshape(1, 18)
-    is_near(rows.swiglu_cpu(x), swiglu.reference(x))
+    is_near(swiglu.on("cpu")(x), swiglu.reference(x))
 
 
 def all_of(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return (
-        rows.add_rms_norm_cpu(x, x, weight, 1e-5)[0],
-        rows.swiglu_cpu(x),
-        rows.gated_rms_norm_cpu(x, x, weight, 2, 1e-5),
-        rows.gated_head_norm_cpu(x, x, weight[:14].clone(), 1e-5),
+        add_rms_norm.on("cpu")(x, x, weight, 1e-5)[0],
+        swiglu.on("cpu")(x),
+        gated_rms_norm.on("cpu")(x, x, weight, 2, 1e-5),
+        gated_head_norm.on("cpu")(x, x, weight[:14].clone(), 1e-5),
     )
 
 
@@ -114,7 +114,7 @@ def test_rope_append(rotated: int, has_norm: bool, has_gate: bool) -> None:
     weights = (torch.randn(dim), torch.randn(dim)) if has_norm else (None, None)
     positions, places = torch.tensor([0, 39, 7, 7, 1]), torch.tensor([31, 0, 5, 6, 17])
     results = []
-    for op in (rows.rope_append_cpu, rope_append.reference):
+    for op in (rope_append.on("cpu"), rope_append.reference):
         caches = torch.zeros(4, 8, kv_heads, dim), torch.zeros(4, 8, kv_heads, dim)
         query = op(qkv, cos, sin, positions, places, *caches, *weights, 1e-5, has_gate)
         results.append((query, *caches))
@@ -126,12 +126,12 @@ def test_what_the_loops_do_not_take_goes_to_the_references() -> None:
     """16 bits, strided rows, partial sums."""
     x, weight = torch.randn(4, 64), torch.randn(64)
     strided = torch.randn(64, 4).T
-    is_near(rows.swiglu_cpu(strided), swiglu.reference(strided))
+    is_near(swiglu.on("cpu")(strided), swiglu.reference(strided))
     half = x.bfloat16()
-    assert torch.equal(rows.swiglu_cpu(half), swiglu.reference(half))
+    assert torch.equal(swiglu.on("cpu")(half), swiglu.reference(half))
     parts = torch.randn(2, 4, 64)
     for found, expected in zip(
-        rows.add_rms_norm_cpu(parts, x, weight, 1e-5),
+        add_rms_norm.on("cpu")(parts, x, weight, 1e-5),
         add_rms_norm.reference(parts, x, weight, 1e-5),
         strict=True,
     ):

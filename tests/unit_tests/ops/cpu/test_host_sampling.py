@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.cpu.compiler import compiles
-from megatron_async.ops.cpu.sampling import host_sampling
+from megatron_async.ops.sampling.cpu import host_sampling
 from megatron_async.ops.sampling.log_probs import log_probs
 from megatron_async.ops.sampling.logits_processing import ProcessingRows, TokenMemory
 from megatron_async.ops.sampling.philox import gumbel_noise

@@ -1,5 +1,7 @@
 """Machine code of other sources is removed, and that of these sources is kept."""
 
+import pytest
+
 from megatron_async.ops.cpu.compiler import forget_stale_loops
 
 
@@ -22,14 +24,16 @@ def test_a_change_of_any_source_forgets_all(tmp_path):
     assert [is_kept(), is_kept()] == [False, True]
 
 
-def test_folders_in_the_folder_are_looked_at_too(tmp_path):
-    inside = tmp_path / "sampling"
+@pytest.mark.parametrize("folder", ["cpu/products", "sampling/cpu"])
+def test_folders_in_the_folder_and_others_are_looked_at_too(folder, tmp_path):
+    inside = tmp_path / folder
     (inside / "__pycache__").mkdir(parents=True)
+    (tmp_path / "cpu").mkdir(exist_ok=True)
     code = inside / "__pycache__" / "draw-1.py312.1.nbc"
     for text, is_kept in (("A = 1", False), ("A = 1", True), ("A = 2", False)):
         (inside / "noise.py").write_text(text)
         code.touch()
-        forget_stale_loops(tmp_path)
+        forget_stale_loops(tmp_path / "cpu", tmp_path / "sampling" / "cpu")
         assert code.exists() == is_kept
 
 

@@ -7,10 +7,10 @@ import torch
 from megatron_async.device_state.bookkeeping_layout import UPDATE_FIELDS, BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.step_on_host import feed_back_on_host, unpack_step_on_host
+from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.cpu.compiler import compiles
-from megatron_async.ops.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.ops.step_tensors import StepTensors
 

@@ -25,7 +25,7 @@ def sample(is_compiled):
 
 def filtered_by_loops(logits, rows):
     """`filter_logits` by the loop that a CPU runs."""
-    from megatron_async.ops.cpu.sampling.ranking_kernels import drop
+    from megatron_async.ops.sampling.cpu.ranking_kernels import drop
 
     records, filtered = rows.records.numpy(), logits.clone()
     for row, slot in enumerate(rows.slots.tolist()):

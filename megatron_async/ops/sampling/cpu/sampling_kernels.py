@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_async.ops.cpu.float_math import exp
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.sampling.noise_kernels import (
+from megatron_async.ops.sampling.cpu.noise_kernels import (
     GROUPS,
     MOST_NOISE,
     ROUNDS,
@@ -22,7 +22,7 @@ from megatron_async.ops.cpu.sampling.noise_kernels import (
     rest_of,
     set_keys,
 )
-from megatron_async.ops.cpu.sampling.ranking_kernels import drop
+from megatron_async.ops.sampling.cpu.ranking_kernels import drop
 from megatron_async.ops.sampling.slot_records import Header
 
 _TEMPERATURE, _TOP_K = int(Header.TEMPERATURE), int(Header.TOP_K)

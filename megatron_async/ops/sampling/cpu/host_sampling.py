@@ -86,7 +86,7 @@ def _choose(
     columns: int,
     marks: bool,
 ) -> tuple[Tensor, Tensor]:
-    from megatron_async.ops.cpu.sampling.sampling_kernels import choose_rows
+    from megatron_async.ops.sampling.cpu.sampling_kernels import choose_rows
 
     count = logits.size(0)
     given = logits.detach().to(torch.float32).contiguous()
@@ -133,7 +133,7 @@ def _write_log_probs(
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    from megatron_async.ops.cpu.sampling.log_prob_kernels import write_rows
+    from megatron_async.ops.sampling.cpu.log_prob_kernels import write_rows
 
     write_rows(
         logits.detach().to(torch.float32).contiguous().numpy(),

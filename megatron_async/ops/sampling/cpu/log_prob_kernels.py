@@ -11,8 +11,8 @@ import numpy as np
 
 from megatron_async.ops.cpu.float_math import exp
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.sampling.ranking_kernels import drop
-from megatron_async.ops.cpu.sampling.sampling_kernels import likeliest
+from megatron_async.ops.sampling.cpu.ranking_kernels import drop
+from megatron_async.ops.sampling.cpu.sampling_kernels import likeliest
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, Header, RowFeature
 
 _TEMPERATURE, _TOP_K, _TOP_N = int(Header.TEMPERATURE), int(Header.TOP_K), int(Header.TOP_N)

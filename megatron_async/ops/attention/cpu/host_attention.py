@@ -172,7 +172,7 @@ class HostPagedAttention(TorchPagedAttention):
         out: Tensor,
     ) -> None:
         """Attention of these rows, whose first query token is `start`."""
-        from megatron_async.ops.cpu import attention_kernels
+        from megatron_async.ops.attention.cpu import attention_kernels
 
         tokens = slice(start, start + len(rows.last))
         query, out = query[tokens], out[tokens]
