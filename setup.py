@@ -48,7 +48,7 @@ EXTRAS = {
     "mamba": ["mamba-ssm==2.3.1", "causal-conv1d==1.7.0"],
     # Exact: its class for routers is alpha, and moves. Never ray[llm]: it brings another torch.
     "ray": ["ray[serve]==2.60.0"],
-    # Spans of requests (docs/tracing.md): imported by API processes that are told to send any.
+    # Spans of requests (docs/observing.md): imported by API processes that are told to send any.
     "tracing": ["opentelemetry-sdk>=1.37,<2", "opentelemetry-exporter-otlp-proto-http>=1.37,<2"],
     "dev": [
         # The reference that the engine's tokens are compared with; it reads GGUF by accelerate.

@@ -113,7 +113,7 @@ CLASSES = {
             "TOKEN_ROUNDER round_up_requests round_up_tokens",
             "`SamplingParams(return_log_probs=True)`": "calculate_log_probs "
             "calculate_log_probs_tensors",
-            "`engine.stats()` counts (docs/statistics.md)": "prefix_cache_blocks_matched "
+            "`engine.stats()` counts (docs/observing.md)": "prefix_cache_blocks_matched "
             "prefix_cache_hits prefix_cache_lru_clock prefix_cache_prefill_computed_tokens "
             "prefix_cache_prefill_skipped_tokens",
             A_SETTING: "prefix_caching_coordinator_policy prefix_caching_eviction_policy "
@@ -151,7 +151,7 @@ CLASSES = {
             "step_end_event step_start_event",
             "a run of `metrics_writer` counts from 1 (docs/megatron_requests.md)":
             "inference_step_offset",
-            "`engine.stats()` counts (docs/statistics.md)": "get_prefix_coordination_metrics",
+            "`engine.stats()` counts (docs/observing.md)": "get_prefix_coordination_metrics",
             A_SETTING: "cuda_graph_all_prefills disable_ep_consensus ep_consensus_interval "
             "pg_collection use_synchronous_zmq_collectives",
             GRAPHS: "cuda_graph_impl cuda_graph_modules inference_cuda_graph_scope",

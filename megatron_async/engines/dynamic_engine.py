@@ -392,7 +392,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         return follow(self)
 
     def stats(self) -> Mapping[str, float | int]:
-        """Counters and ratios since the engine was made; docs/statistics.md lists them."""
+        """Counters and ratios since the engine was made; docs/observing.md lists them."""
         return self.statistics.as_dict(
             self.lookahead, self.context.counters(), self.group.agreement_ns
         )

@@ -1,7 +1,7 @@
 """Prometheus metrics of an engine, read when they are scraped: the step path pays nothing.
 
 Names follow Prometheus' conventions: prefix `megatron_async_`, base units (seconds), `_total` on
-counters. docs/statistics.md lists them beside the names of `engine.stats()`.
+counters. docs/observing.md lists them beside the names of `engine.stats()`.
 """
 
 from __future__ import annotations

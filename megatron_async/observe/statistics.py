@@ -201,7 +201,7 @@ class EngineStatistics:
     def as_dict(
         self, lookahead: int, of_context: Mapping[str, float | int], agreement_ns: int
     ) -> dict[str, float | int]:
-        """The mapping that `engine.stats()` returns; docs/statistics.md says what each name means.
+        """The mapping that `engine.stats()` returns; docs/observing.md says what each name means.
 
         Args:
             lookahead: of the engine.

@@ -51,7 +51,7 @@ class FleetRun:
         duration_s: from the trace's start to the last request's end, virtual seconds.
         busy_share: of the replicas' time: their devices' steps.
         busiest_share: the same of the replica with most.
-        counters: of all engines together, by the names of docs/statistics.md.
+        counters: of all engines together, by the names of docs/observing.md.
         cpu_s: real time that the simulation took of one CPU, seconds.
     """
 

@@ -247,7 +247,7 @@ def test_biases_of_mimo_need_no_key() -> None:
 
 
 def test_pages_say_what_a_key_means() -> None:
-    page = Path(__file__).parents[3] / "docs" / "models_that_load.md"
+    page = Path(__file__).parents[3] / "docs" / "models.md"
     assert "scripts/check_settings.py" in page.read_text()
 
 

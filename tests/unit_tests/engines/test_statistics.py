@@ -195,6 +195,6 @@ def test_the_mapping(make_engine):
 
 
 def test_every_name_is_documented(make_engine):
-    manual = (Path(__file__).parents[3] / "docs" / "statistics.md").read_text("utf-8")
+    manual = (Path(__file__).parents[3] / "docs" / "observing.md").read_text("utf-8")
     missing = [name for name in make_engine().stats() if f"`{name}`" not in manual]
     assert missing == []
