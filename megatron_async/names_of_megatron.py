@@ -149,7 +149,7 @@ CLASSES = {
             "stop_word_finished_request_ids",
             "`report['step_time']`, and `logging_step_interval` for times on the device":
             "step_end_event step_start_event",
-            "a run of `metrics_writer` counts from 1 (docs/megatron_requests.md)":
+            "a run of `metrics_writer` counts from 1 (docs/megatron.md)":
             "inference_step_offset",
             "`engine.stats()` counts (docs/observing.md)": "get_prefix_coordination_metrics",
             A_SETTING: "cuda_graph_all_prefills disable_ep_consensus ep_consensus_interval "
