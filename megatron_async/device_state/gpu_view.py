@@ -6,7 +6,7 @@ compute stream; bookkeeping never reads it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.feed_back import feed_back_kernel
 from megatron_async.device_state.kv_cache import PagedKVCache
+from megatron_async.device_state.paged_step_view import PagedStepView
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
 from megatron_async.device_state.step_on_host import feed_back_on_host, unpack_step_on_host
-from megatron_async.device_state.step_view import StepView
 from megatron_async.device_state.unpack_step import unpack_step_kernels
 from megatron_async.models.rotary import RotaryTable
+from megatron_async.models.step_view import RecurrentStepView
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
@@ -30,7 +31,7 @@ from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.step_tensors import StepTensors
 
 
-class ContextGPUView(StepView):
+class ContextGPUView(PagedStepView, RecurrentStepView):
     """Typed views into the bookkeeping buffer, and the step's tensors computed from them.
 
     Args:
@@ -190,41 +191,21 @@ class ContextGPUView(StepView):
 
     # ---- Asked by the model ------------------------------------------------------------------
 
+    @override
     def recurrent(self, layer: int, projected: Tensor, params: Any) -> Tensor:
-        """Convolution and recurrence of one recurrent layer.
-
-        Args:
-            layer: index among the recurrent layers.
-            projected: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer: `MambaParams` or `DeltaParams`.
-
-        Returns:
-            `[tokens, channels]`, before the gated norm.
-        """
         assert self._recurrent is not None, "the context was made for a model without such layers"
         return self._recurrent.run(self, layer, projected, params)
 
+    @override
     def recurrent_gated(
         self, layer: int, projected: Tensor, params: MambaParams, norm_weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`recurrent` of a Mamba-2 layer, gated and multiplied by the norm's weight; only where
-        `may_gate`.
-
-        Args:
-            layer: index among the recurrent layers.
-            projected: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer.
-            norm_weight: `[channels]`.
-
-        Returns:
-            `[tokens, channels]`, and the squares for `Unnormed`.
-        """
         assert self._recurrent is not None, "the context was made for a model without such layers"
         return self._recurrent.run_gated(self, layer, projected, params, norm_weight)
 
     @property
+    @override
     def may_gate(self) -> bool:
-        """Whether all rows of the step decode one query token."""
         return self.dims.is_decode_only and self.dims.width == 1
 
     def last_token_logits(self, hidden_states: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 `PagedSelfAttention` keeps all parts of Megatron's `SelfAttention` that have parameters (so
 checkpoints load unchanged) and replaces its forward. Rotary embedding by position, KV append and
-attention read only the step's `ContextGPUView`.
+attention read only the step's `StepView`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_async.models.norm import factors_of
 from megatron_async.ops.linear.unnormed import Unnormed
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
+    from megatron_async.models.step_view import StepView
 
 
 class PagedCoreAttention(nn.Module):
     """The `core_attention` that Megatron's layer spec requires; it has no parameters.
 
-    `ContextGPUView.attention`, which has the KV cache, computes the attention.
+    `StepView.attention`, which has the KV cache, computes the attention.
     """
 
     def __init__(self, **_: Any) -> None:
@@ -44,7 +44,7 @@ class PagedSelfAttention(SelfAttention):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        inference_context: ContextGPUView | None = None,
+        inference_context: StepView | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of one step.
@@ -84,7 +84,7 @@ class PagedSelfAttention(SelfAttention):
         output, bias = self.linear_proj(context.view(context.size(0), 1, -1))
         return output, bias
 
-    def _rotated(self, hidden_states: Tensor | Unnormed, view: ContextGPUView) -> Tensor | None:
+    def _rotated(self, hidden_states: Tensor | Unnormed, view: StepView) -> Tensor | None:
         """Queries, where the projection rotates and appends too."""
         layer, dim = self.linear_qkv, self.hidden_size_per_attention_head
         if self.q_layernorm is not None or self.config.attention_output_gate:

@@ -27,7 +27,7 @@ from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.linear.eight_bit import EightBitWeight, LoopedWeight
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.step_view import StepView
+    from megatron_async.models.step_view import StepView
 
 
 class CompiledLayers:
@@ -95,7 +95,7 @@ class CompiledLayers:
         backend = view.backend
         assert isinstance(backend, HostPagedAttention), "see serves"
         decode, rows, hidden = backend.all_rows(), len(hidden_states), self._hidden
-        keys, _ = view.kv_cache.layer(0)
+        keys, _ = view.keys_and_values(0)
         cos, sin, tiles = view.rotary.cos, view.rotary.sin, whole_tiles(rows)
         heads = self._heads * self._dim
         widths = (

@@ -5,7 +5,7 @@ Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024 (arXiv 2412.06464). A projectio
 value, z, beta and alpha of every token. Query, key and value pass a short causal convolution. The
 recurrence turns them into an output; beta scales what is written to its state, and alpha sets the
 state's decay. The output is normalised in each value head, gated by z, and projected back.
-Convolution and recurrence depend on earlier tokens, so `ContextGPUView.recurrent`, which has the
+Convolution and recurrence depend on earlier tokens, so `RecurrentStepView.recurrent`, which has the
 state, computes them.
 
 Unlike Megatron's `GatedDeltaNet`, this mixer does not need flash-linear-attention.
@@ -35,7 +35,7 @@ from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
+    from megatron_async.models.step_view import RecurrentStepView
 
 
 class GatedHeadNorm(InferenceRMSNorm):
@@ -126,7 +126,7 @@ class GatedDeltaMixer(RecurrentMixer):
     def forward(
         self,
         hidden_states: Tensor | Unnormed,
-        inference_context: ContextGPUView | None = None,
+        inference_context: RecurrentStepView | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output for one step.

@@ -3,7 +3,7 @@
 Mamba-2: Dao and Gu 2024 (arXiv 2405.21060). A projection gives z, x, B, C and dt of every token. x,
 B and C pass a short causal convolution, and the recurrence turns them into y. y is gated by z,
 normalised and projected back. Convolution and recurrence depend on earlier tokens, so
-`ContextGPUView.recurrent`, which has the state, computes them.
+`RecurrentStepView.recurrent`, which has the state, computes them.
 
 Unlike Megatron's mixer, this one needs neither mamba-ssm nor causal-conv1d.
 """
@@ -33,7 +33,7 @@ from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
+    from megatron_async.models.step_view import RecurrentStepView
 
 
 class GatedRMSNorm(nn.Module):
@@ -150,7 +150,7 @@ class Mamba2Mixer(RecurrentMixer):
     def forward(
         self,
         hidden_states: Tensor | Unnormed,
-        inference_context: ContextGPUView | None = None,
+        inference_context: RecurrentStepView | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output for one step.
@@ -184,7 +184,7 @@ class Mamba2Mixer(RecurrentMixer):
             output, bias = self.out_proj(norm(y, gate)[:, None])
         return output, bias
 
-    def _divides(self, rows: Tensor, view: ContextGPUView) -> bool:
+    def _divides(self, rows: Tensor, view: RecurrentStepView) -> bool:
         """Whether out_proj divides by the norm's root mean squares, so that the norm has no kernel
         of its own."""
         product = self.out_proj

@@ -30,7 +30,7 @@ from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
+    from megatron_async.models.step_view import StepView
 
 
 class TopKRouter(MegatronModule):
@@ -63,7 +63,7 @@ class TopKRouter(MegatronModule):
                 f"moe_router_topk={self.topk} must be between 1 and num_moe_experts={experts}."
             )
 
-    def forward(self, hidden_states: Tensor, view: ContextGPUView | None) -> Routing:
+    def forward(self, hidden_states: Tensor, view: StepView | None) -> Routing:
         """Experts of `[tokens, hidden]`; tokens that belong to no request of `view` get none."""
         places, dummy_place = real_tokens(view)
         return self.ops.route(
@@ -79,7 +79,7 @@ class TopKRouter(MegatronModule):
         )
 
 
-def real_tokens(view: ContextGPUView | None) -> tuple[Tensor | None, int]:
+def real_tokens(view: StepView | None) -> tuple[Tensor | None, int]:
     """Arguments of `route` that mark real tokens: their places, and the place of all others."""
     return (None, 0) if view is None else (view.step.write_index, view.dummy_place)
 
@@ -126,7 +126,7 @@ class MoELayer(MegatronModule):
     def forward(
         self,
         hidden_states: Tensor | Unnormed,
-        inference_context: ContextGPUView | None = None,
+        inference_context: StepView | None = None,
         **_: Any,
     ) -> tuple[Tensor | Unreduced, None]:
         """`[tokens, 1, hidden]` -> the same shape, and no bias.
@@ -198,7 +198,7 @@ class MoELayer(MegatronModule):
         plan = find_plan(rows, layer)
         return None if plan is None else (layer, plan)
 
-    def _few_tokens(self, x: Tensor | Unnormed, view: ContextGPUView | None) -> Tensor | None:
+    def _few_tokens(self, x: Tensor | Unnormed, view: StepView | None) -> Tensor | None:
         """The output of this rank's experts, `[tokens, 1, hidden]`, by the op for few tokens; None
         where `x` has too many tokens for the op."""
         rows = x.x if isinstance(x, Unnormed) else x
@@ -211,7 +211,7 @@ class MoELayer(MegatronModule):
             self.on_routing(routing)
         return output[:, None]
 
-    def _dispatched(self, x: Tensor, view: ContextGPUView | None) -> Tensor | Unreduced:
+    def _dispatched(self, x: Tensor, view: StepView | None) -> Tensor | Unreduced:
         """The output of this rank's experts for `[tokens, hidden]`, by routing, dispatch and
         grouped products."""
         ranks = collectives_of(self.tp_group).size

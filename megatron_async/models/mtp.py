@@ -30,7 +30,7 @@ from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.ops.all_ops import Ops
 
 if TYPE_CHECKING:
-    from megatron_async.device_state.gpu_view import ContextGPUView
+    from megatron_async.models.step_view import StepView
 
 REMEDY = "use speculative_method='ngram', which needs no weights, or none"
 
@@ -83,7 +83,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         )
         self.final_layernorm = make_norm(config, hidden, eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, view: ContextGPUView) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, view: StepView) -> Tensor:
         """Hidden states of the next depth.
 
         Args:

@@ -8,16 +8,13 @@ embedding, which is not changed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import nn
 
 from megatron_async.models.rotary import RotaryTable
-
-if TYPE_CHECKING:
-    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 
 LEARNED = "learned_absolute"
 
@@ -47,17 +44,21 @@ def rotary_of(model: nn.Module) -> Any:
     return found.rotary if isinstance(found, AppliedInAttention) else found
 
 
-def take_over_positions(model: nn.Module, context: DynamicInferenceContext) -> None:
-    """Make the context rotate by the frequencies of `model`, and the model compute no angles.
-
-    A model without a rotary embedding of its own keeps what its configuration describes, which is
-    nothing for Megatron's `TransformerConfig`.
+def take_over_positions(
+    model: nn.Module, max_length: int, device: torch.device
+) -> RotaryTable | None:
+    """The table of the frequencies of `model`, which computes no angles from then on.
 
     Args:
         model: one that `check_model` has passed.
-        context: that the model will run in.
+        max_length: of a sequence.
+        device: of the table.
+
+    Returns:
+        None for a model without a rotary embedding of its own: it keeps what its configuration
+        describes, which is nothing for Megatron's `TransformerConfig`.
     """
-    rotary, view = rotary_of(model), context.gpu_view
+    rotary = rotary_of(model)
     frequencies, interpolation = torch.empty(0), None
     if rotary is not None:
         # With their scaling, and in the number that the rotated share of a head has.
@@ -65,6 +66,5 @@ def take_over_positions(model: nn.Module, context: DynamicInferenceContext) -> N
         interpolation = rotary.seq_len_interpolation_factor
         model.rotary_pos_emb = AppliedInAttention(rotary)
     elif getattr(model, "position_embedding_type", None) != LEARNED:
-        return
-    device = context.device.torch_device
-    view.rotary = RotaryTable(frequencies, context.max_sequence_length, device, interpolation)
+        return None
+    return RotaryTable(frequencies, max_length, device, interpolation)

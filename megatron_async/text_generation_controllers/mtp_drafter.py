@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.device_state.gpu_view import ContextGPUView
-from megatron_async.device_state.step_view import StepView
+from megatron_async.device_state.paged_step_view import PagedStepView
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.drafting.draft_tokens import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron_async.text_generation_controllers.token_sampler import TokenSampler
 
 
-class DraftView(StepView):
+class DraftView(PagedStepView):
     """The `inference_context` of a draft model's layers: the step's tokens, one position further,
     in the same cache.
 

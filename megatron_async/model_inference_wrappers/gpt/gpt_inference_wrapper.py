@@ -83,7 +83,10 @@ class GPTInferenceWrapper(NamesOfMegatron):
                 "PagedSelfAttention in its layer spec), and the context from its configuration."
             )
         check_model(model, inference_context.model_config, inference_context.config)
-        take_over_positions(model, inference_context)
+        device = inference_context.device.torch_device
+        rotary = take_over_positions(model, inference_context.max_sequence_length, device)
+        if rotary is not None:
+            inference_context.gpu_view.rotary = rotary
         self._is_last_stage = stage_of(inference_context.model_config).is_last
         fold_norms(model)
         bind_ops(model, inference_context.gpu_view.ops)

@@ -1,0 +1,126 @@
+"""`StepView`: what a model's layers may read, and ask for, during a pass over some tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_async.models.rotary import RotaryTable
+from megatron_async.ops.attention.paged_attention import TorchPagedAttention
+from megatron_async.ops.batch_dimensions import BatchDimensions
+from megatron_async.ops.linear.qkv_places import QkvPlaces
+from megatron_async.ops.recurrent.mamba_pools import MambaParams
+
+
+class LaidOutTokens(Protocol):
+    """Tokens of a pass, int64 `[tokens]` each, decode rows first.
+
+    Attributes:
+        token_ids: the ids of the tokens.
+        positions: positions in their sequences.
+        write_index: places in the flat KV cache.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    write_index: Tensor
+
+
+class StepView(Protocol):
+    """A pass of layers over tokens: those of a step, or those from which drafts are made. Layers
+    get it as their `inference_context`.
+
+    Attributes:
+        norm_eps: epsilon of the model's q/k norms.
+        rotary: table of the rotary embedding.
+        dims: host-known shape of the batch.
+        step: its tokens.
+        mtp_hidden: `[tokens, hidden]`: what a model with multi-token prediction leaves for it.
+    """
+
+    norm_eps: float
+    rotary: RotaryTable
+    dims: BatchDimensions
+    step: LaidOutTokens
+    mtp_hidden: Tensor | None
+
+    @property
+    def backend(self) -> TorchPagedAttention:
+        """The attention backend, which knows the pass that runs."""
+
+    @property
+    def dummy_place(self) -> int:
+        """Tokens of no request write to this place of the flat KV cache, the first one of the dummy
+        block; only they do."""
+
+    def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The caches of one layer: `[blocks, block size, KV heads, dim]`."""
+
+    def attention(
+        self,
+        layer: int,
+        mixed_qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        scale: float | None = None,
+        has_gate: bool = False,
+    ) -> Tensor:
+        """q/k norm, rotary embedding, KV append and causal attention of one layer.
+
+        Args:
+            layer: index in the KV cache.
+            mixed_qkv: `[tokens, kv_heads * (group + 2) * dim]`, in Megatron's order: for each KV
+                head its query heads, its key, its value.
+            q_norm, k_norm: `[dim]`, RMSNorm weights of query and key heads, or None.
+            scale: of scores before the softmax; None: one by the root of dim.
+            has_gate: `mixed_qkv` has the gates of the output after each KV head's query heads, and
+                the output is multiplied by the sigmoids of the gates.
+
+        Returns:
+            `[tokens, heads, dim]`.
+        """
+
+    def qkv_places(self, layer: int) -> QkvPlaces | None:
+        """Where a product by the layer's qkv weight may put its outputs itself, if the layer has
+        neither q/k norms nor a gate; None if heads are not rotated as a whole."""
+
+    def attend(self, layer: int, query: Tensor, scale: float | None = None) -> Tensor:
+        """Causal attention of rotated queries `[tokens, heads, dim]`, whose keys and values are in
+        the cache; shape, dtype and device of `query`."""
+
+
+class RecurrentStepView(StepView, Protocol):
+    """A pass over the tokens of a step, which may have recurrent layers."""
+
+    def recurrent(self, layer: int, projected: Tensor, params: Any) -> Tensor:
+        """Convolution and recurrence of one recurrent layer.
+
+        Args:
+            layer: index among the recurrent layers.
+            projected: `[tokens, ...]`, the output of the layer's first product.
+            params: of the layer: `MambaParams` or `DeltaParams`.
+
+        Returns:
+            `[tokens, channels]`, before the gated norm.
+        """
+
+    def recurrent_gated(
+        self, layer: int, projected: Tensor, params: MambaParams, norm_weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`recurrent` of a Mamba-2 layer, gated and multiplied by the norm's weight; only where
+        `may_gate`.
+
+        Args:
+            layer: index among the recurrent layers.
+            projected: `[tokens, ...]`, the output of the layer's first product.
+            params: of the layer.
+            norm_weight: `[channels]`.
+
+        Returns:
+            `[tokens, channels]`, and the squares for `Unnormed`.
+        """
+
+    @property
+    def may_gate(self) -> bool:
+        """Whether all rows of the step decode one query token."""
