@@ -6,11 +6,12 @@ readers can use it cheaply. `models/hybrid.py` turns it into a Megatron-Core mod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_async.models.largest_sizes import LARGEST_EXPERT_WEIGHTS, size_problem
-from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes, kind_parameters
+from megatron_async.models.layer_sizes import CONV_KERNEL, DeltaSizes, MambaSizes
 
 KINDS = {
     "*": "attention",
@@ -285,8 +286,9 @@ class ModelArchitecture:
         return layers + embeddings + self.hidden_size
 
     def layer_parameters(self, kind: str, experts: int) -> int:
-        """Number of weights of a layer of a kind, counting `experts` experts of a mixture."""
-        return kind_parameters(self, kind, experts)
+        """Number of weights of a layer of a kind, its norm included, counting `experts` experts of
+        a mixture."""
+        return self.hidden_size + _PARAMETERS[kind](self, experts)
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of KV cache that one token takes over all layers but those of MTP; attention alone
@@ -328,3 +330,48 @@ def moe_pattern(num_layers: int, dense_layers: tuple[int, ...] = ()) -> str:
     return "".join(
         ATTENTION + (MLP if layer in dense_layers else EXPERTS) for layer in range(num_layers)
     )
+
+
+def _attention(a: ModelArchitecture, _experts: int) -> int:
+    q, kv = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
+    gate = q * a.attention_output_gate
+    biases = (q + gate + 2 * kv) * a.add_qkv_bias
+    return a.hidden_size * (2 * q + gate + 2 * kv) + biases + 2 * a.kv_channels * a.qk_layernorm
+
+
+def _mlp(a: ModelArchitecture, _experts: int) -> int:
+    return _matrices(a) * a.hidden_size * a.ffn_hidden_size
+
+
+def _experts(a: ModelArchitecture, experts: int) -> int:
+    router = a.num_moe_experts * (a.hidden_size + a.moe_router_enable_expert_bias)
+    gate = a.hidden_size * a.moe_shared_expert_gate
+    units = experts * a.moe_ffn_hidden_size + a.moe_shared_expert_intermediate_size
+    return router + gate + _matrices(a) * a.hidden_size * units
+
+
+def _mamba(a: ModelArchitecture, _experts: int) -> int:
+    sizes = a.mamba
+    conv = sizes.conv * (CONV_KERNEL + 1)
+    of_heads = 3 * sizes.heads  # A_log, D, dt_bias
+    return a.hidden_size * (sizes.in_proj + sizes.inner) + conv + of_heads + sizes.inner
+
+
+def _delta(a: ModelArchitecture, _experts: int) -> int:
+    sizes = a.delta
+    of_heads = 2 * sizes.value_heads + sizes.value_dim  # A_log, dt_bias; out_norm
+    return a.hidden_size * (sizes.in_proj + sizes.values) + sizes.conv * CONV_KERNEL + of_heads
+
+
+def _matrices(a: ModelArchitecture) -> int:
+    """Matrices of an MLP: gate, up and down, or up and down."""
+    return 3 if a.activation == "silu" else 2
+
+
+_PARAMETERS: dict[str, Callable[[ModelArchitecture, int], int]] = {
+    "*": _attention,
+    "-": _mlp,
+    "E": _experts,
+    "M": _mamba,
+    "G": _delta,
+}

@@ -1,17 +1,11 @@
-"""Sizes that follow from an architecture: weights of a layer by its kind, and the parts of
-recurrent layers.
+"""Sizes of the parts of recurrent layers.
 
 No torch here, as in `models/architecture.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_async.models.architecture import ModelArchitecture
 
 CONV_KERNEL = 4
 """Inputs of one output of a recurrent layer's convolution, in all families."""
@@ -122,59 +116,3 @@ class DeltaSizes:
         return DeltaSizes(
             self.key_heads // ranks, self.key_dim, self.value_heads // ranks, self.value_dim
         )
-
-
-def kind_parameters(a: ModelArchitecture, kind: str, experts: int) -> int:
-    """Number of weights of a layer, its norm included.
-
-    Args:
-        a: of the model.
-        kind: character of the layer pattern.
-        experts: that are counted of a mixture.
-    """
-    return a.hidden_size + _PARAMETERS[kind](a, experts)
-
-
-def _attention(a: ModelArchitecture, _experts: int) -> int:
-    q, kv = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    gate = q * a.attention_output_gate
-    biases = (q + gate + 2 * kv) * a.add_qkv_bias
-    return a.hidden_size * (2 * q + gate + 2 * kv) + biases + 2 * a.kv_channels * a.qk_layernorm
-
-
-def _mlp(a: ModelArchitecture, _experts: int) -> int:
-    return _matrices(a) * a.hidden_size * a.ffn_hidden_size
-
-
-def _experts(a: ModelArchitecture, experts: int) -> int:
-    router = a.num_moe_experts * (a.hidden_size + a.moe_router_enable_expert_bias)
-    gate = a.hidden_size * a.moe_shared_expert_gate
-    units = experts * a.moe_ffn_hidden_size + a.moe_shared_expert_intermediate_size
-    return router + gate + _matrices(a) * a.hidden_size * units
-
-
-def _mamba(a: ModelArchitecture, _experts: int) -> int:
-    sizes = a.mamba
-    conv = sizes.conv * (CONV_KERNEL + 1)
-    of_heads = 3 * sizes.heads  # A_log, D, dt_bias
-    return a.hidden_size * (sizes.in_proj + sizes.inner) + conv + of_heads + sizes.inner
-
-
-def _delta(a: ModelArchitecture, _experts: int) -> int:
-    sizes = a.delta
-    of_heads = 2 * sizes.value_heads + sizes.value_dim  # A_log, dt_bias; out_norm
-    return a.hidden_size * (sizes.in_proj + sizes.values) + sizes.conv * CONV_KERNEL + of_heads
-
-
-def _matrices(a: ModelArchitecture) -> int:
-    """Matrices of an MLP: gate, up and down, or up and down."""
-    return 3 if a.activation == "silu" else 2
-
-
-_PARAMETERS: dict[str, Callable[[ModelArchitecture, int], int]] = {
-    "*": _attention,
-    "-": _mlp,
-    "E": _experts,
-    "M": _mamba,
-    "G": _delta,
-}

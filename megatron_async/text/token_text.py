@@ -9,7 +9,7 @@ may have ended the request are held back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from megatron_async.text.detokenize import (
     LONGEST_WINDOW,
@@ -19,10 +19,17 @@ from megatron_async.text.detokenize import (
 )
 from megatron_async.text.stop_words import find_word, first_stop_word, held_back
 
-if TYPE_CHECKING:
-    from megatron_async.requests.sampling_params import SamplingParams
-
 ENDED_BY_TOKEN = ("termination_id", "stop_token")
+
+
+class TextParams(Protocol):
+    """The `SamplingParams` that make a text of tokens."""
+
+    echo: bool
+    detokenize_stop_sequence: bool
+    termination_id: int | None
+    stop_token_ids: list[int] | None
+    stop_words: list[str] | None
 
 
 class TokenText:
@@ -41,7 +48,7 @@ class TokenText:
     """
 
     def __init__(
-        self, tokenizer: Any, params: SamplingParams, prompt: str | Sequence[int] = ""
+        self, tokenizer: Any, params: TextParams, prompt: str | Sequence[int] = ""
     ) -> None:
         self._detokenize = tokenizer.detokenize
         self._keeps_stop = params.detokenize_stop_sequence
