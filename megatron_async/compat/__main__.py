@@ -22,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         stand_in()
     if not options.no_hook:
-        from megatron_async.compat.import_hook import install
-        from megatron_async.compat.own_modules import DEFAULT_PACKAGES
+        from megatron_async.compat.import_hook import DEFAULT_PACKAGES, install
 
         install(script.resolve().parent, (*DEFAULT_PACKAGES, *options.own))
     runpy.run_path(str(script), run_name="__main__")

@@ -5,6 +5,13 @@ module that imports, so one wrapper decides by who asks. A loader that rewrites 
 source would not do: pytest's own loader rewrites test files already, a name that is walked down to
 (`import megatron` ... `megatron.core.inference.config`) is no import statement, and compiled files
 have no source. Imports of other names cost a comparison of strings.
+
+`import megatron.core.inference.config` binds the name `megatron`, and the script walks down from
+there. So a script is given these views of the two packages; all else in them is Megatron's.
+
+Only a script's own modules are answered so. More than 20 of Megatron's own files import
+`megatron.core.inference`, and must keep what they know: its models ask whether a context is
+`StaticInferenceContext`, its layers take its buffers.
 """
 
 from __future__ import annotations
@@ -15,11 +22,125 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from megatron_async.compat.mirror import MIRROR, mirror_of
-from megatron_async.compat.module_views import CORE, ROOT, view
-from megatron_async.compat.own_modules import DEFAULT_PACKAGES, OwnModules
+from megatron_async.compat.mirror import MEGATRON, MIRROR, mirror_of
+
+ROOT, CORE = "megatron", "megatron.core"
+
+
+class ModuleView(ModuleType):
+    """A module, seen with one attribute exchanged.
+
+    Reading and writing go to the module itself, so that a script that sets an attribute of
+    `megatron.core` sets Megatron's.
+
+    Args:
+        name: of the module: `megatron` or `megatron.core`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        seen = importlib.import_module(name)
+        vars(self).update(
+            {key: value for key, value in vars(seen).items() if key.startswith("__")}, _seen=seen
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        full_name = f"{self.__name__}.{name}"
+        if full_name == CORE:
+            return view(CORE)
+        if full_name == MEGATRON:
+            return importlib.import_module(MIRROR)
+        return getattr(vars(self)["_seen"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_seen"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(vars(self)["_seen"], name)
+
+    def __dir__(self) -> list[str]:
+        return dir(vars(self)["_seen"])
+
+
+_views: dict[str, ModuleView] = {}
+
+
+def view(name: str) -> ModuleView:
+    """The view of `megatron` or `megatron.core`, always the same object."""
+    if name not in _views:
+        _views[name] = ModuleView(name)
+    return _views[name]
+
+
+DEFAULT_PACKAGES = ("examples", "megatron.inference")
+"""Packages that count as a script's own: Megatron-LM's folder of examples, whose helpers lie
+beside the scripts' folder, and the module that builds an engine from the command line's arguments
+(`megatron.inference.utils.get_dynamic_inference_engine`)."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+class OwnModules:
+    """The modules of a script.
+
+    These are `__main__`, modules whose file lies in `folder` or below, and modules of `packages`.
+    Never its own, unless named in `packages`, are `megatron` and `megatron_async` (a script in the
+    root of a checkout has both below it) and what is installed in an environment below the folder.
+
+    Args:
+        folder: of the script; None: only `__main__` and the packages.
+        packages: names of packages and modules, each with all below it.
+    """
+
+    def __init__(self, folder: Path | None, packages: Iterable[str]) -> None:
+        self._folder = None if folder is None else folder.resolve()
+        self._packages = frozenset(packages)
+        self._known: dict[tuple[str, Any], bool] = {}
+
+    def add(self, folder: Path | None, packages: Iterable[str]) -> None:
+        """Count more modules as own.
+
+        Args:
+            folder: takes the place of an earlier one, if it is not None.
+            packages: more of them.
+        """
+        self._folder = self._folder if folder is None else folder.resolve()
+        self._packages |= frozenset(packages)
+        self._known.clear()
+
+    def has(self, namespace: Mapping[str, Any] | None) -> bool:
+        """Whether the module with these globals is the script's own.
+
+        Args:
+            namespace: globals of the module that imports; None, of C code, is not.
+        """
+        if namespace is None:
+            return False
+        name = namespace.get("__name__")
+        if not isinstance(name, str):
+            return False
+        if name == "__main__":
+            return True
+        key = name, namespace.get("__file__")
+        if key not in self._known:
+            self._known[key] = self._is_own(*key)
+        return self._known[key]
+
+    def _is_own(self, name: str, file: Any) -> bool:
+        parts = name.split(".")
+        if any(".".join(parts[:count]) in self._packages for count in range(1, len(parts) + 1)):
+            return True
+        if parts[0] in ("megatron", "megatron_async") or name in sys.stdlib_module_names:
+            return False
+        if self._folder is None or not isinstance(file, str):
+            return False
+        try:
+            below = Path(file).resolve().relative_to(self._folder)
+        except ValueError:
+            return False
+        return INSTALLED.isdisjoint(below.parts)
 
 
 class ImportHook:

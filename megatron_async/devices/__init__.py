@@ -10,10 +10,9 @@ from functools import cache
 
 import torch
 
-from megatron_async.devices.base import Device, Event, Graph, Stream
+from megatron_async.devices.base import Device, Event, Graph, Stream, makes_ordinary_tensors
 from megatron_async.devices.cpu import Chaos, CpuDevice
 from megatron_async.devices.cuda import CudaDevice
-from megatron_async.devices.ordinary_tensors import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 
 __all__ = [

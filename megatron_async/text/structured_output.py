@@ -24,8 +24,8 @@ from megatron_async.text.grammar_limits import (
     check_schema,
     check_size,
     check_width,
+    exact_numbers,
 )
-from megatron_async.text.schema_numbers import exact_numbers
 
 if TYPE_CHECKING:
     import numpy as np

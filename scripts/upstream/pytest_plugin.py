@@ -23,7 +23,7 @@ def pytest_configure() -> None:
     import megatron.core  # noqa: F401  (the installed one, before the checkout is on the path)
     import torch
 
-    sys.path.append(os.environ["UPSTREAM_CHECKOUT"])
+    sys.path.insert(0, os.environ["UPSTREAM_CHECKOUT"])  # its `tests` before this project's
     if os.environ["UPSTREAM_CPU"] == "1":
         from megatron_async.compat.cpu_stand_ins import stand_in
 

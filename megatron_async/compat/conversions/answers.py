@@ -8,9 +8,8 @@ import torch
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 
 from megatron_async.compat.conversions.errors import to_overflow
-from megatron_async.compat.conversions.events import to_events
+from megatron_async.compat.conversions.events import TokenEvent, to_events
 from megatron_async.compat.conversions.text import detokenize, tokens_before_stop_word
-from megatron_async.compat.conversions.token_times import TokenEvent
 from megatron_async.requests.inference_request import DynamicInferenceRequest as OwnRequest
 
 

@@ -12,8 +12,8 @@ import msgspec
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates
+from megatron_async.compat.conversions.errors import refuse
 from megatron_async.compat.conversions.megatron_replica import MegatronReplica
-from megatron_async.compat.conversions.not_served import refuse
 from megatron_async.compat.conversions.service_ranks import (
     FollowerTask,
     ServiceRanks,

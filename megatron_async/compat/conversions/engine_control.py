@@ -9,9 +9,9 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from megatron_async.compat.conversions.coordinated_states import LASTING, CoordinatedStates
-from megatron_async.compat.conversions.not_served import refuse
+from megatron_async.compat.conversions.errors import refuse
+from megatron_async.compat.conversions.logs import suspension_log
 from megatron_async.compat.conversions.request_book import RequestBook
-from megatron_async.compat.conversions.suspension_log import suspension_log
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.engines.pausing import EngineState as OwnState

@@ -6,10 +6,13 @@ names are Megatron's, because Megatron's events are deserialised by the name of 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from megatron.core.inference.contexts import dynamic_context as megatron_contexts
 from megatron.core.inference.engines import dynamic_engine as megatron_engines
 
 from megatron_async import errors
+from megatron_async.errors import ConfigurationError
 
 
 class ContextOverflowError(megatron_contexts.ContextOverflowError, errors.RequestError):
@@ -64,3 +67,8 @@ def to_overflow(request_id: int, error: Exception | None) -> megatron_contexts.C
     overflow = kind(request_id, message)
     overflow.__cause__ = error
     return overflow
+
+
+def refuse(name: str, reason: str) -> NoReturn:
+    """Raise ConfigurationError: what is called `name` is not served."""
+    raise ConfigurationError(f"{name} is not served: {reason}.")

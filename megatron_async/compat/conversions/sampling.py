@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.inference.sampling_params import SamplingParams as MegatronParams
 
 from megatron_async.compat.conversions.settings import LOGPROBS_MODES
+from megatron_async.config import InferenceConfig
 from megatron_async.errors import RequestError
 from megatron_async.requests.sampling_params import SamplingParams
 
@@ -90,3 +91,30 @@ def resolve_limits(params: MegatronParams, own: SamplingParams, prompt: int, lon
     params.num_tokens_total = None
     params.num_tokens_to_generate = left if wanted is None else min(wanted, left)
     params.termination_id = -1 if own.termination_id is None else own.termination_id
+
+
+class SamplingSeed:
+    """Megatron's `controller.sampling_rng` for scripts that seed it.
+
+    Random numbers here follow from each request's seed and the place of the token, and no generator
+    has a state. A request without a seed of its own takes the engine's, mixed with its id.
+
+    Args:
+        settings: of the engine.
+    """
+
+    def __init__(self, settings: InferenceConfig) -> None:
+        self._settings = settings
+
+    def manual_seed(self, seed: int) -> SamplingSeed:
+        """Seed requests that are added from now on.
+
+        Returns:
+            itself, as torch's generators do.
+        """
+        self._settings.inference_sampling_seed = int(seed)
+        return self
+
+    def initial_seed(self) -> int:
+        """The present seed."""
+        return self._settings.inference_sampling_seed

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
-from megatron_async.compat.conversions.not_served import refuse
+from megatron_async.compat.conversions.errors import refuse
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.ranks.follower import Follower

@@ -1,7 +1,7 @@
 """Megatron's `InferenceConfig` with the settings that only this engine has.
 
 Megatron's enums and `MambaInferenceStateConfig` are its own classes. What becomes of each field
-says `compat/conversions/config_fields.py`.
+says `compat/conversions/settings.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.compat.models.shared_weights import SharedWeights
+from megatron_async.compat.models.own_layers import SharedWeights
 from megatron_async.device_state.device_memory import agree_on_least
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, RECURRENT

@@ -8,12 +8,10 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
-from megatron_async.compat.models.module_facts import strange_facts
-from megatron_async.compat.models.own_layers import own_layers
+from megatron_async.compat.models.own_layers import SharedWeights, own_layers
 from megatron_async.compat.models.reading import parts_of, unwrapped
-from megatron_async.compat.models.refusals import check_config, gaps, refuse
+from megatron_async.compat.models.refusals import check_config, gaps, refuse, strange_facts
 from megatron_async.compat.models.serving_config import serving_config
-from megatron_async.compat.models.shared_weights import SharedWeights
 from megatron_async.compat.models.their_modules import their_modules
 from megatron_async.models.architecture import ATTENTION, MLP
 from megatron_async.models.hybrid_stack import PagedHybridStack

@@ -16,8 +16,7 @@ from megatron_async.server.chat.thoughts import rule_of
 from megatron_async.server.chat.tool_types import ToolTypes
 from megatron_async.server.fields.refusal import Refusal, not_allowed, renamed
 from megatron_async.server.fields.request_bodies import ChatRequest, FunctionTool, NamedTool
-from megatron_async.text.grammar_limits import check_schema, check_size, check_width
-from megatron_async.text.schema_numbers import exact_numbers
+from megatron_async.text.grammar_limits import check_schema, check_size, check_width, exact_numbers
 from megatron_async.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
 from megatron_async.server.chat.json_calls import json_value
 from megatron_async.server.chat.thoughts import Special, in_lark, mark
 from megatron_async.server.chat.tool_types import KINDS, ToolTypes, ValueTypes, alternatives
-from megatron_async.text.grammar_limits import check_size
-from megatron_async.text.schema_numbers import NOTES
+from megatron_async.text.grammar_limits import NOTES, check_size
 
 XML_MARKS = ("<tool_call>", "<function=")
 """Qwen3-Coder sometimes leaves the outer tag out."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.compat.conversions.token_times import TokenTimes
+from megatron_async.compat.conversions.events import TokenTimes
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.errors import ConfigurationError
 from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_async.compat.models import serve_model
-from megatron_async.compat.models.shared_weights import SharedWeights
+from megatron_async.compat.models.own_layers import SharedWeights
 from megatron_async.device_state import device_memory
 from megatron_async.devices import CpuDevice
 from megatron_async.models.architecture import ModelArchitecture

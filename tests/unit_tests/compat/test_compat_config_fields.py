@@ -19,8 +19,7 @@ from megatron.core.inference.config import (
 from megatron.core.inference.config import InferenceConfig as MegatronConfig
 
 import megatron_async
-from megatron_async.compat.conversions.config_fields import FIELDS, Treatment
-from megatron_async.compat.conversions.settings import to_settings
+from megatron_async.compat.conversions.settings import FIELDS, Treatment, to_settings
 from megatron_async.compat.inference.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.model_config import transformer_config

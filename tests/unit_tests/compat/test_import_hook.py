@@ -12,9 +12,9 @@ import megatron.core.inference.sampling_params as megatron_sampling
 import pytest
 
 from megatron_async.compat import install, is_installed, uninstall
+from megatron_async.compat.import_hook import OwnModules
 from megatron_async.compat.inference.contexts import dynamic_context as our_contexts
 from megatron_async.compat.mirror import MIRROR, names_of_megatron
-from megatron_async.compat.own_modules import OwnModules
 
 CONTEXT = "megatron.core.inference.contexts.dynamic_context"
 

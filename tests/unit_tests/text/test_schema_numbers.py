@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_async.errors import RequestError
+from megatron_async.text.grammar_limits import EXACT, exact_numbers
 from megatron_async.text.grammar_worker import compile_grammar, make_tokenizer
-from megatron_async.text.schema_numbers import EXACT, exact_numbers
 from megatron_async.text.structured_output import StructuredOutput
 from tests.support.served_demo import demo_tokenizer
 

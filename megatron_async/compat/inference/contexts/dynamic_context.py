@@ -24,7 +24,7 @@ from megatron.core.inference.contexts.dynamic_context import (
     DynamicInferenceContext as MegatronContext,
 )
 
-from megatron_async.compat.conversions.kv_block_counts import KVBlockCounts
+from megatron_async.compat.conversions.memory_limits import KVBlockCounts
 from megatron_async.compat.conversions.settings import DEFAULT_MAX_TOKENS, to_settings
 from megatron_async.compat.conversions.step_watch import StepWatch
 from megatron_async.compat.models.serving_config import serving_config

@@ -29,8 +29,9 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 
 from megatron_async.compat.conversions import errors
 from megatron_async.compat.conversions.engine_control import EngineControl
-from megatron_async.compat.conversions.metrics_log import MetricsLog
-from megatron_async.compat.conversions.not_served import refuse
+from megatron_async.compat.conversions.errors import refuse
+from megatron_async.compat.conversions.events import TokenTimes
+from megatron_async.compat.conversions.logs import MetricsLog
 from megatron_async.compat.conversions.request_book import RequestBook, RequestEntry
 from megatron_async.compat.conversions.sampling import (
     RefusedParams,
@@ -38,7 +39,6 @@ from megatron_async.compat.conversions.sampling import (
     to_megatron_params,
     to_own_params,
 )
-from megatron_async.compat.conversions.token_times import TokenTimes
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.compat.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,

@@ -8,7 +8,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
     DecodeOnly,
 )
 
-from megatron_async.compat.conversions.sampling_seed import SamplingSeed
+from megatron_async.compat.conversions.sampling import SamplingSeed
 from megatron_async.compat.conversions.text import detokenize, tokenize_prompt
 from megatron_async.errors import ConfigurationError
 from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_async.compat.conversions.not_served import refuse
+from megatron_async.compat.conversions.errors import refuse
 
 logger = logging.getLogger("megatron_async")
 
