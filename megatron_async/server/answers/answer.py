@@ -15,7 +15,6 @@ from megatron_async.server.answers.choice_text import (
     End,
     finish_reason,
     piece_reader,
-    pieces_of,
 )
 from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind
 from megatron_async.server.answers.log_prob_json import LogProbs
@@ -139,7 +138,7 @@ class AnswerChoice:
             events = self._finish(end)
         if self._style.is_scoring:
             answer.usage.generated -= self._num_tokens
-        return events if answer.num_open else events + writer.last(answer.usage.usage())
+        return events if answer.num_open else events + writer.last(answer.usage)
 
     def whole(self) -> dict[str, Any]:
         """The choice as JSON values; it must have ended without a failure."""
@@ -176,7 +175,12 @@ class AnswerChoice:
         return events
 
     def _take(self, text: str, is_end: bool) -> bytes:
-        return b"".join(map(self._piece, pieces_of(self._pieces, text, is_end)))
+        if self._pieces is None:  # all of it is content
+            return self._more("text", text) if text else b""
+        pieces = self._pieces.push(text) if text else []
+        if is_end:
+            pieces = pieces + self._pieces.end()
+        return b"".join(map(self._piece, pieces))
 
     def _piece(self, piece: Piece) -> bytes:
         if isinstance(piece, CallBegin):
@@ -188,12 +192,14 @@ class AnswerChoice:
                 return self._begin_item("call", piece.name)
             assert self._open is not None, "arguments come behind the begin of a call"
             return self.writer.more(self._open, piece.text)
-        kind: Kind = "thought" if isinstance(piece, Thought) else "text"
-        events = b""
-        if self._open is None or self._open.kind != kind:
-            events = self._begin_item(kind)
-        assert self._open is not None, "text belongs to an item"
-        return events + self.writer.more(self._open, piece.text)
+        return self._more("thought" if isinstance(piece, Thought) else "text", piece.text)
+
+    def _more(self, kind: Kind, text: str) -> bytes:
+        if self._open is not None and self._open.kind == kind:
+            return self.writer.more(self._open, text)
+        events = self._begin_item(kind)
+        assert self._open is not None, "it has begun"
+        return events + self.writer.more(self._open, text)
 
     def _begin_item(self, kind: Kind, name: str = "") -> bytes:
         events = self._close()

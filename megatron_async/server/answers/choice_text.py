@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron_async.server.answers.log_prob_json import LogProbs
-from megatron_async.server.chat.answer_pieces import CallReader, Content, Piece
+from megatron_async.server.chat.answer_pieces import CallReader
 from megatron_async.server.chat.calls_reader import CallsReader
 from megatron_async.server.chat.thoughts import ThoughtReader
 from megatron_async.server.fields.asked import Asked, AskedChoice, ChatStyle
@@ -106,14 +106,6 @@ def piece_reader(style: ChatStyle) -> CallReader | None:
     if style.thoughts:
         return ThoughtReader(style.starts_in_thought, reader)
     return reader
-
-
-def pieces_of(reader: CallReader | None, text: str, is_end: bool) -> list[Piece]:
-    """The parts of a text."""
-    if reader is None:
-        return [Content(text)] if text else []
-    found = reader.push(text) if text else []
-    return found + reader.end() if is_end else found
 
 
 def finish_reason(end: End, style: ChatStyle, has_calls: bool) -> str:

@@ -48,28 +48,30 @@ class _ChoiceWriter(ItemWriter):
         super().__init__(asked, choice, served)
         style = self.style
         self._prompt = asked.prompts[choice.prompt]
-        head = self._fields(self.chunk_kind)
-        self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._head = self._before + b'{"index":%d,' % choice.index
-        self._tail = b'],"usage":null}\n\n' if style.include_usage else b"]}\n\n"
         # The prompt's log probs come with the end, and its text stands before all other.
         self._waits_for_end = style.is_scoring or (style.echo and style.top_n is not None)
         self._is_told = style.is_stream and not self._waits_for_end
-        self._has_news = style.top_n is not None or style.gives_token_ids or style.continuous_usage
-        if self._is_told and not self._has_news:
-            before, after = self.text_field
-            after += b',"logprobs":null,"finish_reason":null}' + self._tail
-            self.splice = self._head + before, after
+        has_news = style.top_n is not None or style.gives_token_ids or style.continuous_usage
+        self._keeps_tokens = (has_news or not self._is_told) and not style.is_scoring
         self._taken: list[tuple[list[int], LogProbs | None]] = []
         """Of tokens that no event has told yet."""
         self._num_tokens = 0
         self._is_first = True
+        if not style.is_stream:
+            return
+        head = self._fields(self.chunk_kind)
+        self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._head = self._before + b'{"index":%d,' % choice.index
+        self._tail = b'],"usage":null}\n\n' if style.include_usage else b"]}\n\n"
+        if self._is_told and not has_news:
+            before, after = self.text_field
+            after += b',"logprobs":null,"finish_reason":null}' + self._tail
+            self.splice = self._head + before, after
 
     @override
     def took(self, tokens: list[int], log_probs: LogProbs | None) -> None:
         self._num_tokens += len(tokens)
-        is_told_later = self._has_news or not self._is_told
-        if tokens and is_told_later and not self.style.is_scoring:
+        if tokens and self._keeps_tokens:
             self._taken.append((tokens, log_probs))
 
     @override
@@ -92,10 +94,10 @@ class _ChoiceWriter(ItemWriter):
         return refusal.event()
 
     @override
-    def last(self, usage: Usage) -> bytes:
-        if not self.style.include_usage:
+    def last(self, usage: UsageCount) -> bytes:
+        if not (self.style.is_stream and self.style.include_usage):
             return DONE
-        return self._before + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
+        return self._before + b'],"usage":' + _encode(usage.usage()) + b"}\n\n" + DONE
 
     @override
     def whole(self, result: ItemResult) -> dict[str, Any]:
@@ -161,7 +163,7 @@ class _ChoiceWriter(ItemWriter):
 
     def _event_of(self, text: dict[str, Any]) -> bytes:
         """An event with a text, with the log probs and ids of tokens that no event has told."""
-        choice = text | {"logprobs": None, "finish_reason": None}
+        choice = {**text, "logprobs": None, "finish_reason": None}
         if self.style.top_n is not None and (found := self._places()):
             choice["logprobs"] = self._log_probs(found)
         return self._event(self._with_ids(choice))
@@ -283,6 +285,9 @@ class ChatWriter(_ChoiceWriter):
         if item.kind == "call":
             call = {"index": self._num_calls - 1, "function": {"arguments": text}}
             return self._call_event(call)
+        if item.kind == "text" and self.splice is not None:
+            before, after = self.splice
+            return before + _encode(text) + after
         if item.kind == "text":
             return self._event_of(self._text(text))
         if not self.style.chat.gives_thoughts:

@@ -12,7 +12,7 @@ import msgspec
 
 from megatron_async.server.answers.choice_text import End
 from megatron_async.server.answers.log_prob_json import LogProbs
-from megatron_async.server.answers.usage import Usage
+from megatron_async.server.answers.usage import Usage, UsageCount
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
@@ -127,7 +127,7 @@ class ItemWriter:
         """The last events of a choice that has failed."""
         raise NotImplementedError
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: UsageCount) -> bytes:
         """Events behind the last choice."""
         return b""
 
