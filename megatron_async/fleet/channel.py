@@ -20,7 +20,7 @@ from megatron_async.serving.messages import StepTokens
 BEGUN_S = 0.2
 """So long a begun request waits for the first tokens to be told with them: before they come the
 engine is busy with its prompt, and on a CPU a batch of its own takes time from that. An ingress
-that aborts the request before it knows who serves it waits as long."""
+that aborts the request before it has begun waits as long."""
 
 
 class _Call:
@@ -36,15 +36,14 @@ class FleetChannel:
     """The calls of one ingress; on one event loop.
 
     Args:
-        replica: name of this one.
         batch_s: seconds from one batch to the next at least.
     """
 
-    def __init__(self, replica: str, batch_s: float) -> None:
-        self._replica, self._batch_s = replica, batch_s
+    def __init__(self, batch_s: float) -> None:
+        self._batch_s = batch_s
         self._sequence = count()
         self._last_s = self._begun_s = 0.0
-        self._begun: list[tuple[int, int]] = []
+        self._begun: list[int] = []
         self._steps: list[StepTokens] = []
         self._calls: dict[int, _Call] = {}
         self._carrier: _Call | None = None
@@ -69,12 +68,11 @@ class FleetChannel:
         for call in self._calls.values():
             call.wake.set()
 
-    async def carry(self, number: int, attempt: int) -> AsyncIterator[bytes]:
+    async def carry(self, number: int) -> AsyncIterator[bytes]:
         """What one call yields: batches while it carries, nothing otherwise.
 
         Args:
             number: of its request.
-            attempt: of it.
 
         Raises:
             Exception: that `fail` was given.
@@ -82,7 +80,7 @@ class FleetChannel:
         call = self._calls[number] = _Call(number)
         if not self._begun:
             self._begun_s = asyncio.get_running_loop().time()
-        self._begun.append((number, attempt))
+        self._begun.append(number)
         if self._carrier is None:
             self._carrier = call
         else:
@@ -121,7 +119,7 @@ class FleetChannel:
         self._last_s = asyncio.get_running_loop().time()
         begun, self._begun = self._begun, []
         steps, self._steps = self._steps, []
-        return encode_batch(FleetBatch(self._replica, next(self._sequence), begun, steps))
+        return encode_batch(FleetBatch(next(self._sequence), begun, steps))
 
     def _hand_over(self) -> None:
         # One that has ended is about to go, unless there is news that nobody else would tell.

@@ -1,63 +1,46 @@
 """What a fleet's ingress and its replicas tell each other: msgpack, inside of what carries it.
 
-A fleet's manager (Ray Serve, `ray_app.py`) starts replicas, chooses one for each request and
-carries bytes. What is in them is here, and everything else is as in `messages.py`.
+A fleet's manager (Ray Serve, `ray_app.py`) starts replicas and carries bytes. What is in them is
+here, and everything else is as in `serving/messages.py`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import msgspec
 
-from megatron_async.serving.messages import Generate, StepTokens
-
-
-class FleetRun(msgspec.Struct, frozen=True):
-    """To a replica: serve this.
-
-    Attributes:
-        asked: the request; its number is unique in the fleet (`ingress_of`).
-        attempt: 0 for the first replica that has it, 1 for the next one.
-    """
-
-    asked: Generate
-    attempt: int
+from megatron_async.serving.messages import ReplicaHello, StepTokens
 
 
 class FleetBatch(msgspec.Struct, frozen=True):
     """From a replica: what is new of all requests of one ingress.
 
     Attributes:
-        replica: its name, which no other replica ever has.
         sequence: 0, 1, 2 ... for this ingress. Batches travel with different calls, hence may
             come in another order.
-        begun: number and attempt of requests that the replica has begun since the last batch.
+        begun: numbers of requests that the replica has begun since the last batch.
         steps: what its steps told, oldest first.
     """
 
-    replica: str
     sequence: int
-    begun: list[tuple[int, int]]
+    begun: list[int]
     steps: list[StepTokens]
 
 
-class RouteHint(NamedTuple):
-    """What a router must know of a request, without a look at the request itself.
+class InOrder:
+    """Batches of one replica in the order of their numbers, whichever comes first."""
 
-    Attributes:
-        number: of the request.
-        hashes: of the blocks that the prompt begins with; see `routing.prompt_hashes`.
-        tokens: that it may need, prompt and answer.
-        blocks: KV blocks for these.
-        replica: name of the only one that it is for; "": any.
-    """
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: dict[int, FleetBatch] = {}
 
-    number: int = -1
-    hashes: tuple[bytes, ...] = ()
-    tokens: int = 0
-    blocks: int = 0
-    replica: str = ""
+    def take(self, sequence: int, batch: FleetBatch) -> Iterator[FleetBatch]:
+        """Take one in, and give all whose turn has come."""
+        self._early[sequence] = batch
+        while (found := self._early.pop(self._next, None)) is not None:
+            self._next += 1
+            yield found
 
 
 INGRESS_BITS = 32
@@ -76,15 +59,6 @@ def first_number(ingress: int) -> int:
     return ingress << INGRESS_BITS
 
 
-def encode_run(run: FleetRun) -> bytes:
-    """The bytes of a request.
-
-    Raises: one of `messages.UNSENDABLE`.
-    """
-    return _encoder.encode(run)
-
-
-_encoder = msgspec.msgpack.Encoder()
-decode_run = msgspec.msgpack.Decoder(FleetRun).decode
-encode_batch = _encoder.encode
+encode_batch = msgspec.msgpack.Encoder().encode
 decode_batch = msgspec.msgpack.Decoder(FleetBatch).decode
+decode_hello = msgspec.msgpack.Decoder(ReplicaHello).decode

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.fleet.messages import RouteHint
 from megatron_async.fleet.ray_environment import process_environment
 from megatron_async.fleet.settings import FleetSettings
-from megatron_async.serving.records import CoordinatorConfig
+from megatron_async.serving.records import MOST_SILENCE_S, CoordinatorConfig
+from megatron_async.serving.routing import make_policy
 
 try:
     from ray import serve
@@ -35,6 +35,8 @@ STATUS_EVERY_S = 1.0
 
 class EngineDeployment:
     """One replica: an engine, and the ranks beside it.
+
+    The last argument of a call names the replica that it is for; "": any.
 
     Args:
         settings: of the application.
@@ -60,7 +62,7 @@ class EngineDeployment:
         if self._running is None:
             self._running = asyncio.get_running_loop().create_task(self._replica.run())
 
-    async def serve(self, data: bytes, _: RouteHint) -> AsyncIterator[bytes]:
+    async def serve(self, data: bytes, _: str) -> AsyncIterator[bytes]:
         """Serve one request of an ingress; see `FleetReplica.serve`."""
         self._run()
         calls = self._replica.serve(data)
@@ -70,11 +72,15 @@ class EngineDeployment:
         finally:
             await calls.aclose()  # type: ignore[attr-defined]
 
-    async def abort(self, number: int, _: RouteHint) -> None:
+    async def abort(self, number: int, _: str) -> None:
         """End a request."""
         self._replica.abort(number)
 
-    async def card(self, _: RouteHint) -> bytes:
+    async def hello(self, _: str) -> bytes:
+        """What this replica says of itself, encoded."""
+        return self._replica.hello
+
+    async def card(self, _: str) -> bytes:
         """The model card, encoded."""
         return self._replica.card
 
@@ -116,7 +122,10 @@ class _Ingress:
         settings = self._settings
         handle: DeploymentHandle[Any] = serve.get_deployment_handle("engine", settings.name)
         config = CoordinatorConfig(
-            max_retries=settings.max_retries, max_unfinished=settings.max_unfinished
+            max_retries=settings.max_retries,
+            max_unfinished=settings.max_unfinished,
+            no_replica_timeout_s=MOST_SILENCE_S,  # Ray starts another one, whatever that takes
+            policy=make_policy(settings.policy),
         )
         client, hub = FleetClient(RayFleet(handle, settings.name), config), StreamHub()
         client.after_message = hub.flush
@@ -161,8 +170,7 @@ def build(settings: FleetSettings) -> Any:
         graceful_shutdown_timeout_s=settings.shutdown_timeout_s,
         health_check_period_s=2.0,
         request_router_config=RequestRouterConfig(
-            request_router_class="megatron_async.fleet.ray_router.PrefixRouter",
-            request_router_kwargs={"policy": settings.policy},
+            request_router_class="megatron_async.fleet.ray_router.NamedRouter",
             request_routing_stats_period_s=STATUS_EVERY_S,
         ),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError
@@ -16,8 +16,7 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle
 
 from megatron_async.errors import Overloaded, ReplicaLost
-from megatron_async.fleet.messages import RouteHint
-from megatron_async.fleet.routing import routing_of
+from megatron_async.fleet.statuses import Statuses, replicas_of
 
 RETRY_EVERY_S = 0.2
 LOST = (RayActorError, ActorDiedError, ActorUnavailableError, ReplicaUnavailableError)
@@ -35,12 +34,12 @@ class RayFleet:
     def __init__(self, handle: DeploymentHandle[Any], application: str) -> None:
         self._calls = handle.options(method_name="serve", stream=True)
         self._handle = handle
-        self._routing = routing_of(application)
+        self._application = application
 
-    async def serve(self, data: bytes, hint: RouteHint) -> AsyncIterator[bytes]:
+    async def serve(self, data: bytes, replica: str) -> AsyncIterator[bytes]:
         """Let a replica serve a request; see `Fleet.serve`."""
         try:
-            async for batch in self._calls.remote(data, hint):
+            async for batch in self._calls.remote(data, replica):
                 yield batch
         except LOST as error:
             raise ReplicaLost(_first_line(error)) from error
@@ -50,27 +49,30 @@ class RayFleet:
             if isinstance(error, ReplicaLost):  # Ray makes a class of both of what a replica raises
                 raise ReplicaLost(_first_line(getattr(error, "cause", error))) from error
             raise
-        finally:
-            self._routing.ended(hint.number)  # also if no replica has taken it
 
     async def abort(self, replica: str, number: int) -> None:
         """Let a replica end a request; nothing if the replica is gone."""
-        if replica in self._routing.replicas():
+        if replica in self.replicas():
             with contextlib.suppress(RayError, *LOST, TimeoutError):
-                answer = self._handle.abort.remote(number, RouteHint(number, replica=replica))
+                answer = self._handle.abort.remote(number, replica)
                 await asyncio.wait_for(_awaited(answer), 10.0)
+
+    async def hello(self, replica: str) -> bytes:
+        """What a replica says of itself, encoded."""
+        found: bytes = await self._handle.hello.remote(replica)
+        return found
 
     async def card(self) -> bytes:
         """A replica's model card, encoded; waits for a replica."""
         while True:
             with contextlib.suppress(*LOST):
-                found: bytes = await self._handle.card.remote(RouteHint())
+                found: bytes = await self._handle.card.remote("")
                 return found
             await asyncio.sleep(RETRY_EVERY_S)
 
-    def replicas(self) -> Mapping[str, Mapping[str, Any]]:
+    def replicas(self) -> Statuses:
         """By name what replicas have told of themselves."""
-        return self._routing.replicas()
+        return replicas_of(self._application)
 
 
 async def _awaited(answer: Any) -> Any:

@@ -10,8 +10,18 @@ import numpy as np
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ReplicaLost, RequestError
 from megatron_async.fleet.channel import FleetChannel
-from megatron_async.fleet.messages import INGRESS_BITS, decode_run, ingress_of
-from megatron_async.serving.messages import UNREADABLE, Abort, Message, Run, StepTokens
+from megatron_async.fleet.messages import INGRESS_BITS, ingress_of
+from megatron_async.serving.messages import (
+    PROTOCOL,
+    UNREADABLE,
+    Abort,
+    Message,
+    ReplicaHello,
+    Run,
+    StepTokens,
+    decode_for_replica,
+    encode,
+)
 from megatron_async.serving.replica import Replica
 from megatron_async.serving.replica_status import status_of
 from megatron_async.serving.step_arrays import StepArrays
@@ -45,6 +55,11 @@ class FleetReplica(Replica):
         """The model card, encoded."""
         return self._card.encode()
 
+    @property
+    def hello(self) -> bytes:
+        """What it says of itself, encoded."""
+        return encode(ReplicaHello(PROTOCOL, self.info))
+
     def status(self) -> dict[str, object]:
         """What routers and `/metrics` are told of this replica: `unfinished_tokens`,
         `free_blocks`, `kv_blocks`, `unfinished_requests`, and `engine`, its `engine.stats()`."""
@@ -61,7 +76,7 @@ class FleetReplica(Replica):
         """Serve one call to its end.
 
         Args:
-            data: a `FleetRun`, encoded.
+            data: a `Run`, encoded; its number is unique in the fleet (`ingress_of`).
 
         Returns:
             batches (`FleetBatch`, encoded), of other requests of its ingress too.
@@ -71,24 +86,25 @@ class FleetReplica(Replica):
             ReplicaLost: the engine has failed or ended.
         """
         try:
-            run = decode_run(data)
+            run = decode_for_replica(data)
         except UNREADABLE as error:
             raise RequestError(f"a request cannot be read: {error}") from error
+        if not isinstance(run, Run):
+            raise RequestError(f"{type(run).__name__} is no request.")
         if self._has_ended:
             raise ReplicaLost(f"replica {self.info.name} serves no more.")
-        asked = run.asked
-        ingress = ingress_of(asked.number)
+        ingress = ingress_of(run.number)
         channel = self._channels.get(ingress)
         if channel is None:
-            channel = self._channels[ingress] = FleetChannel(self.info.name, self._batch_s)
-        calls = channel.carry(asked.number, run.attempt)
-        self._take(Run(asked.number, asked.prompt, asked.params, asked.priority, asked.traceparent))
+            channel = self._channels[ingress] = FleetChannel(self._batch_s)
+        calls = channel.carry(run.number)
+        self._take(run)
         try:
             async for batch in calls:
                 yield batch
         finally:
             await calls.aclose()  # type: ignore[attr-defined]
-            self.abort(asked.number)  # what has ended stays as it is
+            self.abort(run.number)  # what has ended stays as it is
 
     def abort(self, number: int) -> None:
         """End a request; one that has ended, or was never here, stays as it is."""

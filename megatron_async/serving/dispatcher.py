@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import msgspec
@@ -71,6 +71,7 @@ class Dispatcher(RequestBooks):
         send: sends a message to an identity. It never fails; a peer that cannot be reached is
             reported by `lost`.
         now: seconds.
+        first: number of the first request.
 
     Attributes:
         verbs: an administrator's commands to the whole service, and its state.
@@ -81,8 +82,9 @@ class Dispatcher(RequestBooks):
         config: CoordinatorConfig,
         send: Callable[[bytes, ToClient | ToReplica], None],
         now: float,
+        first: int = 0,
     ) -> None:
-        super().__init__(config, send)
+        super().__init__(config, send, first)
         self._indexes = count()
         self._shelf = CardShelf()
         self._last_ping = now
@@ -197,11 +199,25 @@ class Dispatcher(RequestBooks):
             "Replica %s is gone (%s) with %d unfinished requests; %d replicas left.",
             replica.name, reason, len(replica.requests), len(self.replicas),
         )  # fmt: skip
-        self._hand_over(replica, reason, in_order)
+        self._hand_over(replica, list(replica.requests.values()), reason, in_order)
 
-    def _hand_over(self, replica: ReplicaRecord, reason: str, in_order: bool) -> None:
+    def give_back(self, identity: bytes, number: int, now: float) -> None:
+        """A replica that leaves will not begin a request that it was given."""
+        replica = self.replicas.get(identity)
+        if replica is not None and (request := replica.requests.get(number)) is not None:
+            self._hand_over(replica, [request], "it leaves", in_order=True)
+            self._let_go(replica)
+            self._dispatch(now)
+
+    def _hand_over(
+        self,
+        replica: ReplicaRecord,
+        requests: Sequence[RoutedRequest],
+        reason: str,
+        in_order: bool,
+    ) -> None:
         """Requests that a replica will not finish are served again elsewhere, or fail."""
-        for request in list(replica.requests.values()):
+        for request in requests:
             if request.is_aborted:
                 self._end_here(request, "RequestAborted", "aborted by its client")
             elif in_order or request.may_be_served_again(self._config):
@@ -235,7 +251,8 @@ class Dispatcher(RequestBooks):
                 self._set_state(replica, ReplicaState.LEAVING)
             case Helping():
                 replica.state = ReplicaState.HELPING
-                self._hand_over(replica, "it left in order", in_order=True)
+                requests = list(replica.requests.values())
+                self._hand_over(replica, requests, "it left in order", in_order=True)
                 logger.info("Replica %s has left, and helps those of its job.", replica.name)
             case Goodbye():
                 reason = message.failure or "it left in order"

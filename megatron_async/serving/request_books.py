@@ -30,6 +30,7 @@ class RequestBooks:
     Args:
         config: limits and policies.
         send: sends a message to an identity; it never fails.
+        first: number of the first request.
 
     Attributes:
         replicas: by identity.
@@ -44,7 +45,10 @@ class RequestBooks:
     """
 
     def __init__(
-        self, config: CoordinatorConfig, send: Callable[[bytes, ToClient | ToReplica], None]
+        self,
+        config: CoordinatorConfig,
+        send: Callable[[bytes, ToClient | ToReplica], None],
+        first: int,
     ) -> None:
         self._config = config
         self.tell = self._send = send
@@ -53,7 +57,7 @@ class RequestBooks:
         self.clients: dict[bytes, ClientRecord] = {}
         self.requests: dict[int, RoutedRequest] = {}
         self.counters: Counter[str] = Counter()
-        self.routes = TokenRoutes()
+        self.routes = TokenRoutes(first)
         self.in_flight = InFlight(config)
         self.service = ServiceCounters()
 

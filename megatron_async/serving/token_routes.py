@@ -26,12 +26,15 @@ class TokenRoutes:
 
     Clients and replicas are small numbers that are not used again.
 
+    Args:
+        first: number of the first request.
+
     Attributes:
         started: bool by place: whether the replica that serves the request has sent a token of it.
     """
 
-    def __init__(self) -> None:
-        self._next = 0
+    def __init__(self, first: int = 0) -> None:
+        self._next = first
         self._make(SMALLEST)
 
     def _make(self, size: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_async.errors import ReplicaLost
 from megatron_async.fleet.client import FleetClient
-from megatron_async.fleet.messages import RouteHint, decode_batch
+from megatron_async.fleet.messages import decode_batch
 from megatron_async.fleet.replica import FleetReplica
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.readers import RequestEnd
@@ -32,23 +32,18 @@ def new_replica(name: str) -> FleetReplica:
 
 
 class InProcess:
-    """Carries bytes to replicas in this process, in turn. `kill` drops a replica as its process'
-    death would: nothing more comes of it, and its calls raise."""
+    """Carries bytes to replicas in this process. `kill` drops a replica as its process' death
+    would: nothing more comes of it, and its calls raise."""
 
     def __init__(self, count: int) -> None:
         self.there = {f"r{number}": new_replica(f"r{number}") for number in range(count)}
         self.dead: dict[str, asyncio.Event] = {name: asyncio.Event() for name in self.there}
-        self.batches = self.turn = 0
+        self.batches = 0
         self.runs = [asyncio.create_task(each.run()) for each in self.there.values()]
 
-    async def serve(self, data: bytes, hint: RouteHint) -> AsyncIterator[bytes]:
-        alive = [name for name in self.there if not self.dead[name].is_set()]
-        if not alive:
-            raise ReplicaLost("there is no replica")
-        self.turn += 1
-        name = alive[self.turn % len(alive)]
-        gone = asyncio.ensure_future(self.dead[name].wait())
-        batches = self.there[name].serve(data)
+    async def serve(self, data: bytes, replica: str) -> AsyncIterator[bytes]:
+        gone = asyncio.ensure_future(self.dead[replica].wait())
+        batches = self.there[replica].serve(data)
         try:
             while True:
                 coming = asyncio.ensure_future(anext(batches))  # type: ignore[call-overload]
@@ -56,7 +51,7 @@ class InProcess:
                 if gone.done():
                     coming.cancel()
                     await asyncio.gather(coming, return_exceptions=True)
-                    raise ReplicaLost(f"{name} is dead")
+                    raise ReplicaLost(f"{replica} is dead")
                 try:
                     batch = coming.result()
                 except StopAsyncIteration:
@@ -68,6 +63,9 @@ class InProcess:
 
     async def abort(self, replica: str, number: int) -> None:
         self.there[replica].abort(number)
+
+    async def hello(self, replica: str) -> bytes:
+        return self.there[replica].hello
 
     async def card(self) -> bytes:
         return next(iter(self.there.values())).card
@@ -90,6 +88,9 @@ async def fleet_of(count: int, **config: Any) -> AsyncIterator[tuple[InProcess, 
     fleet = InProcess(count)
     client = FleetClient(fleet, CoordinatorConfig(**config), ingress=3)
     try:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.ask("health"))["replicas"] < count:
+                await asyncio.sleep(0.001)
         yield fleet, client
     finally:
         await client.close()
@@ -158,7 +159,7 @@ def test_without_retries_the_dead_replicas_requests_fail_alone() -> None:
 
 def test_with_no_replica_left_a_request_fails_after_its_retries() -> None:
     async def run() -> None:
-        async with fleet_of(1) as (fleet, client):
+        async with fleet_of(1, no_replica_timeout_s=0.5) as (fleet, client):
             fleet.kill("r0")
             (reader,) = (TokenReader(),)
             client.send([1, 2], greedy(4), reader)
@@ -221,9 +222,9 @@ def test_two_ingresses_are_told_their_own_requests_only() -> None:
                 def __init__(self) -> None:
                     self.__dict__.update(fleet.__dict__)
 
-                async def serve(self, data: bytes, hint: RouteHint) -> AsyncIterator[bytes]:
-                    async for batch in fleet.serve(data, hint):
-                        numbers = [n for n, _ in decode_batch(batch).begun]
+                async def serve(self, data: bytes, replica: str) -> AsyncIterator[bytes]:
+                    async for batch in fleet.serve(data, replica):
+                        numbers = decode_batch(batch).begun
                         told.append({number >> 32 for number in numbers})
                         yield batch
 
