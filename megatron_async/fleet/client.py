@@ -286,9 +286,10 @@ class FleetClient:
         if self._looking is None:
             self._looking = self._start(self._keep_looking())
         seen = self._fleet.replicas()
-        for name in seen.keys() - self._known:
-            self._known.add(name)
-            self._start(self._join(name))
+        for name in seen:
+            if name not in self._known:
+                self._known.add(name)
+                self._start(self._join(name))
         for name, replica in list(self._replicas.items()):
             if name not in seen:
                 if not replica.is_leaving:
@@ -320,7 +321,7 @@ class FleetClient:
         self._hear(replica.identity, hello)
 
     async def _leave(self, replica: _Replica) -> None:
-        """It gets no further calls, and finishes those that it has begun."""
+        """Give it no further calls; it finishes those that it has begun."""
         replica.is_leaving = True
         self._hear(replica.identity, Leaving())
         await asyncio.sleep(LATE_S)  # one that has died makes its calls raise: the rules of deaths
@@ -331,7 +332,7 @@ class FleetClient:
         self._deliver()
 
     def _drop(self, replica: _Replica, reason: str) -> None:
-        """It is gone, in order without a reason; what it still has on its way is not told."""
+        """Forget it, for no reason if it left in order; what it has on its way is not told."""
         if self._replicas.get(replica.name) is not replica:
             return
         for call in replica.calls.values():

@@ -236,10 +236,7 @@ def test_requests_go_where_the_least_is_to_be_done() -> None:
             client.send([number], PARAMS, Keeping())
         await settle()
         assert [name for name, _ in fleet.calls] == ["a", "b", "a", "b"]
-        fleet.there = {
-            "a": {**STATUS, "unfinished_tokens": 1000},
-            "b": STATUS | {"free_blocks": 98},
-        }
+        fleet.there = {"a": {**STATUS, "unfinished_tokens": 1000}, "b": STATUS}
         for number in range(2):
             client.send([number], PARAMS, Keeping())
         await settle()
