@@ -14,17 +14,19 @@ from megatron_async.ops.recurrent.mamba_pools import MambaParams
 
 
 class LaidOutTokens(Protocol):
-    """Tokens of a pass, int64 `[tokens]` each, decode rows first.
+    """Tokens of a pass, int64 `[tokens]` each, decode rows first."""
 
-    Attributes:
-        token_ids: the ids of the tokens.
-        positions: positions in their sequences.
-        write_index: places in the flat KV cache.
-    """
+    @property
+    def token_ids(self) -> Tensor:
+        """Ids of the tokens."""
 
-    token_ids: Tensor
-    positions: Tensor
-    write_index: Tensor
+    @property
+    def positions(self) -> Tensor:
+        """Positions in the sequences."""
+
+    @property
+    def write_index(self) -> Tensor:
+        """Places in the flat KV cache."""
 
 
 class StepView(Protocol):

@@ -9,6 +9,7 @@ import torch
 from megatron_async.ops.attention.output_gate import output_gate
 from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.cpu.compiler import compiles
+from megatron_async.ops.drafting.draft_tokens import lay_out_draft, lay_out_entries
 from megatron_async.ops.drafting.hidden_states import gather_hidden, keep_hidden
 from megatron_async.ops.drafting.ngram_lookup import ngram_drafts
 from megatron_async.ops.drafting.store_drafts import store_drafts
@@ -94,5 +95,7 @@ class Ops:
         self.gated_head_norm = bound(gated_head_norm)
         self.ngram_drafts = bound(ngram_drafts)
         self.store_drafts = bound(store_drafts)
+        self.lay_out_entries = bound(lay_out_entries)
+        self.lay_out_draft = bound(lay_out_draft)
         self.keep_hidden = bound(keep_hidden)
         self.gather_hidden = bound(gather_hidden)

@@ -28,8 +28,6 @@ from megatron_async.ops.drafting.draft_tokens import (
     DraftTokens,
     ends_of_rows,
     lay_out_behind,
-    lay_out_draft,
-    lay_out_entries,
 )
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 
@@ -135,7 +133,7 @@ class MtpDrafter:
         ops, cache, slots = view.ops, view.kv_cache, view.slots
         size, dims = cache.block_size, view.dims
         of = DraftedStep(step, dims, slots.records, slots.length, cache.dummy_block, size)
-        entries = lay_out_entries(of, view.sampled)
+        entries = ops.lay_out_entries(of, view.sampled)
         # A chunk reads what the one before has kept, perhaps in the block in which it ends itself.
         of_trunk = view.hidden_states if self._decoder is None else view.mtp_hidden
         assert of_trunk is not None, "the step's forward has left it"
@@ -173,7 +171,7 @@ class MtpDrafter:
         number: int,
     ) -> Tensor:
         """Hidden states `[rows, hidden]` of a depth at each row's draft, the `number`th."""
-        tokens = lay_out_draft(of, entries, draft, number)
+        tokens = self._views[depth].ops.lay_out_draft(of, entries, draft, number)
         return self._run(depth, of.dims.draft(number), tokens, hidden)
 
     def _run(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.ops.drafting.draft_tokens import lay_out_entries
 from megatron_async.ops.drafting.hidden_states import keep_hidden
 from megatron_async.ops.sampling.slot_records import RowFeature
-from megatron_async.text_generation_controllers import mtp_drafter
 
 
 def hidden_states_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def drafts_have_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def entries_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft is made from the last token that was verified, accepted or not."""
-    lay_out = mtp_drafter.lay_out_entries
+    lay_out = lay_out_entries.reference
 
     def lay_out_to_the_end(view: Any, sampled: Any) -> Any:
         entries, dims = lay_out(view, sampled), view.dims
@@ -34,18 +34,18 @@ def entries_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             entries.last[: dims.decode_rows].clamp_(max=dims.decode_tokens - 1)
         return entries
 
-    monkeypatch.setattr(mtp_drafter, "lay_out_entries", lay_out_to_the_end)
+    monkeypatch.setattr(lay_out_entries, "on", lambda *_: lay_out_to_the_end)
 
 
 def entries_of_repeated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that is computed again makes an entry in the shared block, as if it were new."""
-    lay_out = mtp_drafter.lay_out_entries
+    lay_out = lay_out_entries.reference
 
     def lay_out_as_new(view: Any, sampled: Any) -> Any:
         view.step.features &= ~int(RowFeature.REPEATS)
         return lay_out(view, sampled)
 
-    monkeypatch.setattr(mtp_drafter, "lay_out_entries", lay_out_as_new)
+    monkeypatch.setattr(lay_out_entries, "on", lambda *_: lay_out_as_new)
 
 
 MTP_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (

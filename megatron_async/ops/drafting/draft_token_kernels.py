@@ -1,9 +1,13 @@
-"""Kernels of `ops/drafting/draft_tokens.py`."""
+"""Kernels of `ops/drafting/draft_tokens.py`. The pointers that they write travel as `DraftTokens`;
+counts and strides are arguments of their own: in a struct Triton would specialise a 1."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megatron_async.ops.dependent_launch import wait_for_previous
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFeature
@@ -12,6 +16,36 @@ WORDS = tl.constexpr(RECORD_WORDS)
 MAX_LENGTH = tl.constexpr(int(Header.MAX_LENGTH))
 PRODUCES = tl.constexpr(int(RowFeature.PRODUCES))
 REPEATS = tl.constexpr(int(RowFeature.REPEATS))
+
+
+class DraftTokens(NamedTuple):
+    """The tokens of a pass, as its layers and the kernels here take them.
+
+    Attributes:
+        token_ids, positions, write_index: int64 `[tokens]`; tokens that make no entry have
+            position 0 and a place in the dummy block.
+        source: int64 `[tokens]`: index of each token's hidden state among those of the step; or, if
+            negative, -1 - the block that keeps it.
+        block_tables: int32 `[rows, blocks]`.
+        kv_lengths: int32 `[rows]`: entries that the row's last token sees.
+        starts: int32 `[chunks + 1]`: where the tokens of each chunk begin among the pass's, and the
+            end of the last chunk's.
+        last: int64 `[rows]`: index of the token from which a row's first draft is made.
+        lengths: int32 `[rows]`: of the sequences after the step.
+        drafts: int32 `[rows]`: 1 if the row has yielded a token, so that its drafts are valid;
+            else 0.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    write_index: Tensor
+    source: Tensor
+    block_tables: Tensor
+    kv_lengths: Tensor
+    starts: Tensor
+    last: Tensor
+    lengths: Tensor
+    drafts: Tensor
 
 
 @triton.jit(do_not_specialize=["table_stride", "decode_rows", "dummy_block", "block_size"])
@@ -25,15 +59,7 @@ def rows_kernel(
     table_stride: tl.tensor,
     records: tl.tensor,
     slot_lengths: tl.tensor,
-    out_tokens: tl.tensor,
-    out_positions: tl.tensor,
-    out_write: tl.tensor,
-    out_source: tl.tensor,
-    out_kv_lengths: tl.tensor,
-    out_starts: tl.tensor,
-    out_last: tl.tensor,
-    out_lengths: tl.tensor,
-    out_drafts: tl.tensor,
+    out: DraftTokens,
     decode_rows: tl.tensor,
     dummy_block: tl.tensor,
     block_size: tl.tensor,
@@ -46,7 +72,7 @@ def rows_kernel(
     slot = tl.load(row_slots + row)
     before, behind = tl.load(row_lengths + row), tl.load(slot_lengths + slot)
     limit = tl.load(records + slot * WORDS + MAX_LENGTH)
-    tl.store(out_lengths + row, behind)
+    tl.store(out.lengths + row, behind)
     table = tables + row.to(tl.int64) * table_stride
     if row < decode_rows:
         for query in tl.static_range(width):
@@ -56,24 +82,24 @@ def rows_kernel(
             block = tl.load(table + position // block_size).to(tl.int64)
             block = tl.where(is_entry, block, dummy_block)
             token = row * width + query
-            tl.store(out_tokens + token, tl.maximum(tl.load(sampled + token), 0))
-            tl.store(out_positions + token, position)
-            tl.store(out_write + token, block * block_size + position % block_size)
-            tl.store(out_source + token, token.to(tl.int64))
+            tl.store(out.token_ids + token, tl.maximum(tl.load(sampled + token), 0))
+            tl.store(out.positions + token, position)
+            tl.store(out.write_index + token, block * block_size + position % block_size)
+            tl.store(out.source + token, token.to(tl.int64))
         count = behind - before
-        tl.store(out_last + row, (row * width + tl.maximum(count - 1, 0)).to(tl.int64))
-        tl.store(out_drafts + row, (count > 0).to(tl.int32))
-        tl.store(out_kv_lengths + row, tl.maximum(tl.minimum(behind, limit - 1), 1))
+        tl.store(out.last + row, (row * width + tl.maximum(count - 1, 0)).to(tl.int64))
+        tl.store(out.drafts + row, (count > 0).to(tl.int32))
+        tl.store(out.kv_lengths + row, tl.maximum(tl.minimum(behind, limit - 1), 1))
     else:
         chunk = row - decode_rows
         end = tl.load(starts + chunk + 1) + chunk + 1
         if chunk == 0:
-            tl.store(out_starts, tl.load(starts))
-        tl.store(out_starts + chunk + 1, end)
-        tl.store(out_last + row, (end - 1).to(tl.int64))
+            tl.store(out.starts, tl.load(starts))
+        tl.store(out.starts + chunk + 1, end)
+        tl.store(out.last + row, (end - 1).to(tl.int64))
         asked = tl.load(features + decode_rows * width + chunk)
-        tl.store(out_drafts + row, ((asked & PRODUCES) != 0).to(tl.int32))
-        tl.store(out_kv_lengths + row, before + 1)
+        tl.store(out.drafts + row, ((asked & PRODUCES) != 0).to(tl.int32))
+        tl.store(out.kv_lengths + row, before + 1)
 
 
 # Where chunks begin among a step's rows varies, and with it what is aligned.
@@ -99,10 +125,7 @@ def chunk_tokens_kernel(
     tables: tl.tensor,
     table_stride: tl.tensor,
     records: tl.tensor,
-    out_tokens: tl.tensor,
-    out_positions: tl.tensor,
-    out_write: tl.tensor,
-    out_source: tl.tensor,
+    out: DraftTokens,
     decode_rows: tl.tensor,
     first: tl.tensor,
     chunks: tl.tensor,
@@ -145,10 +168,10 @@ def chunk_tokens_kernel(
     position = tl.where(is_entry, position, 0)
     block = tl.load(table + position // block_size, is_entry, other=0)
     block = tl.where(is_entry, block, dummy_block).to(tl.int64)
-    tl.store(out_tokens + number, tl.where(place < own, token, drawn), exists)
-    tl.store(out_positions + number, position.to(tl.int64), exists)
-    tl.store(out_write + number, block * block_size + position % block_size, exists)
-    tl.store(out_source + number, tl.where(inside, source, 0).to(tl.int64), exists)
+    tl.store(out.token_ids + number, tl.where(place < own, token, drawn), exists)
+    tl.store(out.positions + number, position.to(tl.int64), exists)
+    tl.store(out.write_index + number, block * block_size + position % block_size, exists)
+    tl.store(out.source + number, tl.where(inside, source, 0).to(tl.int64), exists)
 
 
 @triton.jit(do_not_specialize=["table_stride", "rows", "number", "dummy_block", "block_size"])
@@ -158,14 +181,7 @@ def draft_kernel(
     tables: tl.tensor,
     table_stride: tl.tensor,
     records: tl.tensor,
-    lengths: tl.tensor,
-    drafts: tl.tensor,
-    out_tokens: tl.tensor,
-    out_positions: tl.tensor,
-    out_write: tl.tensor,
-    out_source: tl.tensor,
-    out_kv_lengths: tl.tensor,
-    out_last: tl.tensor,
+    out: DraftTokens,
     rows: tl.tensor,
     number: tl.tensor,
     dummy_block: tl.tensor,
@@ -178,14 +194,14 @@ def draft_kernel(
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     exists = row < rows
     limit = tl.load(records + tl.load(row_slots + row, exists, other=0) * WORDS + MAX_LENGTH)
-    position = tl.load(lengths + row, exists, other=0) + number - 1
-    fed = exists & (tl.load(drafts + row, exists, other=0) > 0) & (position < limit - 1)
+    position = tl.load(out.lengths + row, exists, other=0) + number - 1
+    fed = exists & (tl.load(out.drafts + row, exists, other=0) > 0) & (position < limit - 1)
     position = tl.where(fed, position, 0).to(tl.int64)
     block = tl.load(tables + row.to(tl.int64) * table_stride + position // block_size, fed, other=0)
     block = tl.where(fed, block, dummy_block).to(tl.int64)
-    tl.store(out_tokens + row, tl.maximum(tl.load(tokens + row, exists, other=0), 0), exists)
-    tl.store(out_positions + row, position, exists)
-    tl.store(out_write + row, block * block_size + position % block_size, exists)
-    tl.store(out_source + row, row.to(tl.int64), exists)
-    tl.store(out_kv_lengths + row, (position + 1).to(tl.int32), exists)
-    tl.store(out_last + row, row.to(tl.int64), exists)
+    tl.store(out.token_ids + row, tl.maximum(tl.load(tokens + row, exists, other=0), 0), exists)
+    tl.store(out.positions + row, position, exists)
+    tl.store(out.write_index + row, block * block_size + position % block_size, exists)
+    tl.store(out.source + row, row.to(tl.int64), exists)
+    tl.store(out.kv_lengths + row, (position + 1).to(tl.int32), exists)
+    tl.store(out.last + row, row.to(tl.int64), exists)

@@ -17,29 +17,47 @@ outputs at the token before (`lay_out_behind`).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.drafting.draft_token_kernels import (
+    DraftTokens,
     chunk_tokens_kernel,
     draft_kernel,
     rows_kernel,
 )
-from megatron_async.ops.drafting.draft_tokens_reference import (
-    DraftedStep,
-    DraftTokens,
-    lay_out_draft_reference,
-    lay_out_entries_reference,
-)
-from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.ops.op import op
+from megatron_async.ops.sampling.slot_records import Header, RowFeature
+from megatron_async.ops.step_tensors import StepTensors
 
 TILE = 128
 
 
+class DraftedStep(NamedTuple):
+    """A step, after its samples are fed back, as drafting reads it.
+
+    Attributes:
+        step, dims: its tensors and its shape.
+        records: int32 `[slots + 1, RECORD_WORDS]`.
+        slot_lengths: int32 `[slots + 1]`: of the sequences after the step.
+        dummy_block: to which tokens of no request are written.
+        block_size: tokens of a block.
+    """
+
+    step: StepTensors
+    dims: BatchDimensions
+    records: Tensor
+    slot_lengths: Tensor
+    dummy_block: int
+    block_size: int
+
+
+@op
 def lay_out_entries(of: DraftedStep, sampled: Tensor) -> DraftTokens:
     """The tokens of the entries' pass.
 
@@ -47,12 +65,81 @@ def lay_out_entries(of: DraftedStep, sampled: Tensor) -> DraftTokens:
         of: the step, after its `feed_back`.
         sampled: int64 `[sample rows]`, -1 where there is no token.
     """
-    if not sampled.is_cuda:
-        return lay_out_entries_reference(of, sampled)
-    return lay_out_entries_kernels(of, sampled)
+    step, dims = of.step, of.dims
+    rows, decode, width = dims.rows, dims.decode_rows, dims.width
+    device, size = sampled.device, of.block_size
+    tokens = dims.tokens + dims.prefill_rows
+    limits = of.records[:, Header.MAX_LENGTH].index_select(0, step.row_slots)
+    lengths = of.slot_lengths.index_select(0, step.row_slots)
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    positions, source = torch.zeros_like(token_ids), torch.zeros_like(token_ids)
+    is_entry = torch.zeros(tokens, dtype=torch.bool, device=device)
+    owner = torch.zeros_like(token_ids)
+    last, can = step.row_slots.new_zeros(rows), step.row_slots.new_zeros(rows, dtype=torch.int32)
+    kv_lengths = torch.ones(rows, dtype=torch.int32, device=device)
+    starts = step.prefill_starts
+    if decode:
+        part = slice(0, dims.decode_tokens)
+        before, behind = step.lengths[:decode, None], lengths[:decode, None]
+        query = torch.arange(width, device=device)
+        position = before + query
+        valid = (position < behind) & (position < limits[:decode, None] - 1)
+        token_ids[part] = sampled[part].clamp(min=0)
+        positions[part] = position.where(valid, 0).flatten()
+        source[part] = torch.arange(dims.decode_tokens, device=device)
+        is_entry[part] = valid.flatten()
+        owner[part] = torch.arange(decode, device=device).repeat_interleave(width)
+        count = (behind - before)[:, 0]
+        last[:decode] = torch.arange(decode, device=device) * width + (count - 1).clamp(min=0)
+        can[:decode] = (count > 0).int()
+        kv_lengths[:decode] = torch.minimum(lengths[:decode], limits[:decode] - 1).clamp(min=1)
+    if dims.prefill_rows:
+        first = dims.decode_tokens
+        starts = step.prefill_starts + torch.arange(dims.prefill_rows + 1, device=device).int()
+        token = torch.arange(first, tokens, device=device)
+        chunk = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+        inside = token < starts[-1]
+        chunk = chunk.clamp(max=dims.prefill_rows - 1)
+        place, count = token - starts[chunk], step.prefill_starts.diff()
+        own, ends = count[chunk], step.lengths[decode:]
+        is_final = (step.features[first:] & RowFeature.PRODUCES) != 0
+        is_written = (step.features[first:] & RowFeature.REPEATS) == 0
+        position = ends[chunk] - own + place
+        is_new = torch.where(place < own, is_written[chunk], is_final[chunk])
+        valid = inside & (position < limits[decode:][chunk] - 1) & is_new
+        of_step = step.prefill_starts[chunk].long() + place
+        given = step.token_ids[of_step.clamp(max=dims.tokens - 1)]
+        token_ids[first:] = torch.where(place < own, given, sampled[first:][chunk].clamp(min=0))
+        positions[first:] = position.where(valid, 0)
+        tables = step.block_tables[decode:][chunk]
+        block = tables.gather(1, ((position - 1).clamp(min=0) // size)[:, None].long())[:, 0]
+        stored = torch.where(position > 0, block, of.dummy_block).long()
+        before = (of_step - 1).clamp(0, dims.tokens - 1)
+        source[first:] = torch.where(place > 0, before, -1 - stored).where(inside, 0)
+        is_entry[first:] = valid
+        owner[first:] = decode + chunk
+        last[decode:] = starts[1:].long() - 1
+        can[decode:] = is_final.int()
+        kv_lengths[decode:] = ends + 1
+    tables = step.block_tables.index_select(0, owner)
+    block = tables.gather(1, (positions // size)[:, None])[:, 0].long()
+    block = block.where(is_entry, of.dummy_block)
+    return DraftTokens(
+        token_ids,
+        positions,
+        block * size + positions % size,
+        source,
+        step.block_tables,
+        kv_lengths,
+        starts,
+        last,
+        lengths,
+        can,
+    )
 
 
-def lay_out_entries_kernels(of: DraftedStep, sampled: Tensor) -> DraftTokens:
+@lay_out_entries.gpu
+def lay_out_entries_gpu(of: DraftedStep, sampled: Tensor) -> DraftTokens:
     """`lay_out_entries` by two Triton kernels."""
     step, dims = of.step, of.dims
     rows, chunks, tokens = dims.rows, dims.prefill_rows, dims.tokens + dims.prefill_rows
@@ -82,15 +169,7 @@ def lay_out_entries_kernels(of: DraftedStep, sampled: Tensor) -> DraftTokens:
         step.block_tables.stride(0),
         of.records,
         of.slot_lengths,
-        found.token_ids,
-        found.positions,
-        found.write_index,
-        found.source,
-        found.kv_lengths,
-        found.starts,
-        found.last,
-        found.lengths,
-        found.drafts,
+        found,
         dims.decode_rows,
         of.dummy_block,
         of.block_size,
@@ -109,10 +188,7 @@ def lay_out_entries_kernels(of: DraftedStep, sampled: Tensor) -> DraftTokens:
             step.block_tables,
             step.block_tables.stride(0),
             of.records,
-            found.token_ids,
-            found.positions,
-            found.write_index,
-            found.source,
+            found,
             dims.decode_rows,
             first,
             chunks,
@@ -171,6 +247,7 @@ def ends_of_rows(of: DraftedStep, entries: DraftTokens) -> Tensor:
     return torch.cat((entries.last[:decode], chunks.clamp(min=0)))
 
 
+@op
 def lay_out_draft(
     of: DraftedStep, entries: DraftTokens, tokens: Tensor, number: int
 ) -> DraftTokens:
@@ -182,18 +259,31 @@ def lay_out_draft(
         tokens: int64 `[rows]`, drafted by the pass before.
         number: of the draft.
     """
-    if not tokens.is_cuda:
-        return lay_out_draft_reference(of, entries, tokens, number)
-    return lay_out_draft_kernel(of, entries, tokens, number)
+    step, size = of.step, of.block_size
+    limits = of.records[:, Header.MAX_LENGTH].index_select(0, step.row_slots)
+    position = (entries.lengths + number - 1).long()
+    valid = (entries.drafts > 0) & (position < limits - 1)
+    position = position.where(valid, 0)
+    block = step.block_tables.gather(1, (position // size)[:, None])[:, 0].long()
+    block = block.where(valid, of.dummy_block)
+    return entries._replace(
+        token_ids=tokens.clamp(min=0),
+        positions=position,
+        write_index=block * size + position % size,
+        source=torch.arange(len(tokens), device=tokens.device),
+        kv_lengths=(position + 1).int(),
+        starts=entries.starts[:0],
+        last=torch.arange(len(tokens), device=tokens.device),
+    )
 
 
-def lay_out_draft_kernel(
+@lay_out_draft.gpu
+def lay_out_draft_gpu(
     of: DraftedStep, entries: DraftTokens, tokens: Tensor, number: int
 ) -> DraftTokens:
     """`lay_out_draft` by a Triton kernel."""
     step, rows = of.step, len(tokens)
-    found = replace(
-        entries,
+    found = entries._replace(
         token_ids=torch.empty_like(tokens),
         positions=torch.empty_like(tokens),
         write_index=torch.empty_like(tokens),
@@ -208,14 +298,7 @@ def lay_out_draft_kernel(
         step.block_tables,
         step.block_tables.stride(0),
         of.records,
-        entries.lengths,
-        entries.drafts,
-        found.token_ids,
-        found.positions,
-        found.write_index,
-        found.source,
-        found.kv_lengths,
-        found.last,
+        found,
         rows,
         number,
         of.dummy_block,

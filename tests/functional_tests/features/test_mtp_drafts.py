@@ -55,7 +55,7 @@ def test_a_text_that_it_knows(name: str, lookahead: int, count: int) -> None:
     """It takes about as many steps fewer as drafts were right, at every lookahead: a stale read
     would show here.
 
-    Break one of these, and it fails: `lay_out_entries_reference` with `source` one token late;
+    Break one of these, and it fails: `lay_out_entries.reference` with `source` one token late;
     `MtpDrafter.propose` without the noise of the position (`entries.lengths` without `number`).
     """
     model, tokens = model_of(name), 90
@@ -153,7 +153,7 @@ def test_a_prompt_of_whole_blocks(name: str, size: int) -> None:
 
     Break one of these, and it fails:
 
-    - `lay_out_entries_reference`: `is_written` is all True
+    - `lay_out_entries.reference`: `is_written` is all True
     - `lay_out_behind`: `source[behind]` stays
     """
     engine = make_engine(

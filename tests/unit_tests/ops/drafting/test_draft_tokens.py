@@ -1,6 +1,5 @@
 """The kernels that lay out a draft model's tokens against the same in plain torch."""
 
-import dataclasses
 import random
 
 import pytest
@@ -8,13 +7,11 @@ import torch
 
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.drafting.draft_tokens import (
-    lay_out_draft_kernel,
-    lay_out_entries_kernels,
-)
-from megatron_async.ops.drafting.draft_tokens_reference import (
     DraftedStep,
-    lay_out_draft_reference,
-    lay_out_entries_reference,
+    lay_out_draft,
+    lay_out_draft_gpu,
+    lay_out_entries,
+    lay_out_entries_gpu,
 )
 from megatron_async.ops.drafting.hidden_states import (
     gather_hidden,
@@ -24,6 +21,8 @@ from megatron_async.ops.drafting.hidden_states import (
 )
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFeature
 from megatron_async.ops.step_tensors import StepTensors
+from tests.support.launches import compile_launches
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 SLOTS, BLOCKS_A_ROW = 12, 9
 """Slots, the last of which is the dummy slot."""
@@ -83,8 +82,7 @@ def random_view(chooser, width, block_size, device):
 
 
 def assert_same(found, expected):
-    for field in dataclasses.fields(expected):
-        name = field.name
+    for name in expected._fields:
         one, other = getattr(found, name).cpu(), getattr(expected, name).cpu()
         assert torch.equal(one, other), (name, one, other)
 
@@ -98,14 +96,14 @@ def test_kernels_are_the_reference(width, block_size, device):
         torch.manual_seed(chooser.randrange(10**6))
         view = random_view(chooser, width, block_size, device)
         sampled = torch.randint(-1, 1000, (view.dims.sample_rows,), device=device)
-        expected = lay_out_entries_reference(view, sampled)
-        found = lay_out_entries_kernels(view, sampled)
+        expected = lay_out_entries.reference(view, sampled)
+        found = lay_out_entries_gpu(view, sampled)
         assert_same(found, expected)
         assert len(found.token_ids) == view.dims.entries.tokens
         tokens = torch.randint(-1, 1000, (view.dims.rows,), device=device)
         for number in (1, 2):
-            of_kernel = lay_out_draft_kernel(view, found, tokens, number)
-            assert_same(of_kernel, lay_out_draft_reference(view, expected, tokens, number))
+            of_kernel = lay_out_draft_gpu(view, found, tokens, number)
+            assert_same(of_kernel, lay_out_draft.reference(view, expected, tokens, number))
 
 
 @pytest.mark.parametrize("size", [16, 3000])
@@ -130,3 +128,21 @@ def test_hidden_states(size, device):
     source = torch.randint(-11, 40, (60,), device=device)
     found = gather_hidden_gpu(hidden, kept, source)
     assert torch.equal(found, gather_hidden.reference(hidden, kept, source))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+def test_kernels_are_compiled_once_whatever_the_sizes(monkeypatch):
+    """Sizes of 1 too. Break it, and it fails: put a count or a stride into the struct."""
+    keys, chooser = compile_launches(monkeypatch), random.Random(1)
+    for rows in (1, 5):
+        for _ in range(3):
+            view = random_view(chooser, 2, 16, "cpu")
+            if rows == 1:
+                view = view._replace(dummy_block=1, block_size=1)
+            sampled = torch.zeros(view.dims.sample_rows, dtype=torch.int64)
+            tokens = torch.zeros(view.dims.rows, dtype=torch.int64)
+            found = lay_out_entries_gpu(view, sampled)
+            lay_out_draft_gpu(view, found, tokens, rows)
+    assert {name: len(found) for name, found in keys.items()} == {
+        "rows_kernel": 1, "chunk_tokens_kernel": 1, "draft_kernel": 1
+    }  # fmt: skip
