@@ -166,8 +166,8 @@ class LLM:
         for report in reports:
             if progress and report is not None:
                 tqdm.write(str(report), file=sys.stderr)
-        self.engine = DynamicInferenceEngine(controller, context)
-        self.engine.group, self._place = join_group(config.check_ranks_agree)
+        group, self._place = join_group(config.check_ranks_agree)
+        self.engine = DynamicInferenceEngine(controller, context, group)
         self._recorder = None
         self._said_raw = False
         if record is not None and self.is_primary_rank:
@@ -318,7 +318,7 @@ class LLM:
         Raises:
             RankLost, CommunicationTimeout: a primary rank has died, or has not called in time.
         """
-        await finish_together(self.engine, self._place, timeout_s)
+        await finish_together(self.engine.has_unfinished_requests, self._place, timeout_s)
 
     def _generate(
         self,

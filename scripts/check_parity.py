@@ -157,7 +157,7 @@ def run_engine(prompts: list[list[int]], args: argparse.Namespace) -> list[Run]:
         for lookahead in args.lookahead:
             for size in args.batch_sizes:
                 # The engine is idle, and its buffers are made for the largest lookahead asked for.
-                engine.lookahead = lookahead
+                engine.loop.lookahead = lookahead
                 counted, before = deepcopy(engine.statistics), engine.stats()
                 requests = llm.generate(prompts[:size], greedy_params(args.tokens))
                 after = engine.stats()

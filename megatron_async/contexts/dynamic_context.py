@@ -188,17 +188,22 @@ class DynamicInferenceContext(NamesOfMegatron):
 
     # ---- Planning a step ---------------------------------------------------------------------
 
-    def prepare_step(self, agree: Agree = alone) -> StepPlan | None:
+    def prepare_step(
+        self, agree: Agree = alone, prefill_limit: int | None = None
+    ) -> StepPlan | None:
         """Decide the next step: CPU only, and without waiting for any step in flight.
 
         Args:
             agree: agrees on the step's shape with other ranks.
+            prefill_limit: most prompt tokens beside decode rows; None: as for the step before.
 
         Returns:
             the plan, already counted as launched; None when nothing can run before a step in
             flight is resolved (or there is no work). A plan without rows is a dummy step.
         """
         builder, step = self._plan_builder, self._plan_builder.next_step
+        if prefill_limit is not None:
+            self.scheduler.prefill_limit = prefill_limit
         decode, prefill = self.scheduler.schedule()
         wanted = builder.shape_of(decode, prefill)
         shape = agree(step, wanted, self.has_unfinished_requests())

@@ -7,21 +7,16 @@ that replay the leader's log, and recordings learn of the request only when its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
-from megatron_async.engines.job_loss import JobLoss
-from megatron_async.engines.listener import EngineListener
 from megatron_async.engines.new_request import new_request, prepare_request
-from megatron_async.engines.step_booking import StepBooking
-from megatron_async.engines.turn import Turn
+from megatron_async.engines.step_loop import StepLoop
 from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import RequestAborted, RequestError
 from megatron_async.interrupts import HeldInterrupts
-from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
-from megatron_async.requests.request_registry import RequestEntry, RequestRegistry
+from megatron_async.requests.request_registry import RequestEntry
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.text.grammar_compiler import GrammarCompiler
 from megatron_async.text.structured_output import ALLOWANCE_S, CREDIT_S
@@ -39,42 +34,25 @@ class Admission:
 
     Args:
         controller: has the tokenizer; its context schedules who is admitted.
-        requests: the unfinished ones, also those that wait for their grammars.
         grammars: compiles grammars.
         watch: gets the stop words of new requests.
-        booking: takes slots back.
-        job: no request is admitted once its ranks are lost.
-        listeners: are told of new and of aborted requests.
-        turn: within which requests enter and leave.
+        loop: requests enter and leave between its steps, and its group logs that.
     """
 
     def __init__(
         self,
         controller: TextGenerationController,
-        requests: RequestRegistry,
         grammars: GrammarCompiler,
         watch: TokenWatch,
-        booking: StepBooking,
-        job: JobLoss,
-        listeners: Sequence[EngineListener],
-        turn: Turn,
+        loop: StepLoop,
     ) -> None:
-        self._turn = turn
-        self._entering: RequestEntry | None = None
         self._controller = controller
         self._context = controller.context
-        self._requests = requests
         self._grammars = grammars
         self._watch = watch
-        self._booking = booking
-        self._job = job
-        self._listeners = listeners
-        self._compiling: dict[int, tuple[RequestEntry, int]] = {}
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a request waits for its grammar."""
-        return bool(self._compiling)
+        self._loop = loop
+        self._requests = loop.requests
+        self._turn = loop.turn
 
     def add(
         self,
@@ -82,10 +60,9 @@ class Admission:
         prompt: Any,
         sampling_params: SamplingParams | None,
         priority: int,
-        group: RankGroup,
         traceparent: str = "",
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """Add a request (`DynamicInferenceEngine.add_request`) and log it in `group`."""
+        """Add a request (`DynamicInferenceEngine.add_request`)."""
         controller = self._controller
         checked_id = check_request_id(request_id)
         request = new_request(
@@ -93,7 +70,7 @@ class Admission:
         )
         entry = self._requests.new_entry(request)
         try:
-            self._job.check()
+            self._loop.check_not_lost()
             max_length = prepare_request(
                 entry, prompt, sampling_params, priority, controller, self._grammars, self._watch
             )
@@ -105,32 +82,32 @@ class Admission:
             return entry.future
         try:
             with self._turn:
-                self._enter(entry, max_length, group)
+                self._enter(entry, max_length)
         except BaseException:
-            self._forget(entry, group)  # it is there if Ctrl-C took effect at the turn's end
+            self._forget(entry)  # it is there if Ctrl-C took effect at the turn's end
             raise
         return entry.future
 
-    def _forget(self, entry: RequestEntry, group: RankGroup) -> None:
+    def _forget(self, entry: RequestEntry) -> None:
         """A request whose caller is told that it was not added leaves no trace."""
         if self._requests.has(entry):
             entry.future.cancel()  # nobody waits
-            self.abort(entry.request.request_id, group)
+            self.abort(entry.request.request_id)
             self._requests.forget([entry.request.request_id])
 
-    def abort(self, request_id: int, group: RankGroup) -> None:
-        """Abort a request (`DynamicInferenceEngine.abort_request`) and log it in `group`."""
+    def abort(self, request_id: int) -> None:
+        """Abort a request (`DynamicInferenceEngine.abort_request`)."""
         error = RequestAborted(f"request {request_id} was aborted")
         with self._turn:
-            self._end_early(self._requests.get(request_id).request, "aborted", error, group)
+            self._end_early(self._requests.get(request_id).request, "aborted", error)
 
-    def tend(self, group: RankGroup) -> None:
+    def tend(self) -> None:
         """Admit requests that are ready, and end requests that delay others. Only on the leader:
         other ranks, whose clocks differ, replay its actions."""
-        if not self._compiling and not self._requests.has_too_slow:
+        if not self._requests.compiling and not self._requests.has_too_slow:
             return
         with self._turn:
-            self._admit_compiled(group)
+            self._admit_compiled()
             for request_id in self._requests.take_too_slow():
                 entry = self._requests.get(request_id)
                 assert entry.grammar is not None
@@ -141,61 +118,47 @@ class Admission:
                     f"{1e3 * CREDIT_S:g} ms are allowed, since other requests wait meanwhile: make "
                     "it less ambiguous and its repetitions shorter."
                 )
-                self._end_early(entry.request, "error", error, group)
+                self._end_early(entry.request, "error", error)
 
     def wait_for_a_grammar(self) -> None:
         """Until one is there, or for `POLL_S`, at whose end Ctrl-C takes effect: `wait` locks the
         jobs, and would leave them locked."""
-        jobs = [entry.grammar_job for entry, _ in self._compiling.values() if entry.grammar_job]
+        jobs = [
+            entry.grammar_job for entry, _ in self._requests.compiling.values() if entry.grammar_job
+        ]
         with HeldInterrupts():
             wait(jobs, POLL_S, FIRST_COMPLETED)
 
-    def close(self) -> None:
-        """Stop compiling, and forget the requests that wait for it."""
-        self._grammars.close()
-        self._compiling.clear()
-
-    def _enter(self, entry: RequestEntry, max_length: int, group: RankGroup) -> None:
+    def _enter(self, entry: RequestEntry, max_length: int) -> None:
         """Enter a prepared request, and admit it as soon as its grammar is there. Whatever is
         raised, the request is nowhere then."""
         try:
-            self._entering = entry
+            self._requests.entering = entry
             self._requests.add(entry)
             job = entry.grammar_job
             if job is None:
-                self._admit(entry.request, max_length, group)
+                self._admit(entry.request, max_length)
             else:
-                self._compiling[entry.request.request_id] = entry, max_length
+                self._requests.compiling[entry.request.request_id] = entry, max_length
                 if job.done():
-                    self._admit_compiled(group)
+                    self._admit_compiled()
                 else:
-                    group.compiling(entry.request)
-            self._entering = None
+                    self._loop.group.compiling(entry.request)
+            self._requests.entering = None
         except BaseException:
-            self.mend()
+            if (request_id := self._requests.withdraw_entering()) is not None:
+                self._context.waiting.remove(request_id)
             raise
 
-    def mend(self) -> None:
-        """Take a request back whose admission was cut short. May be repeated."""
-        entry = self._entering
-        if entry is not None and self._requests.withdraw(entry):
-            self._compiling.pop(entry.request.request_id, None)
-            self._context.waiting.remove(entry.request.request_id)
-        self._entering = None
-
-    def compiles(self, request_id: int) -> bool:
-        """Whether a request waits for its grammar."""
-        return request_id in self._compiling
-
-    def _admit(self, request: DynamicInferenceRequest, max_length: int, group: RankGroup) -> None:
+    def _admit(self, request: DynamicInferenceRequest, max_length: int) -> None:
         self._context.add_request(request, max_length)
-        for listener in self._listeners:
+        for listener in self._loop.listeners:
             listener.added(request)
-        group.added(request)
+        self._loop.group.added(request)
 
-    def _admit_compiled(self, group: RankGroup) -> None:
+    def _admit_compiled(self) -> None:
         """Admit requests whose grammars are ready, and fail those whose grammars are invalid."""
-        for request_id, (entry, max_length) in list(self._compiling.items()):
+        for request_id, (entry, max_length) in list(self._requests.compiling.items()):
             job, request = entry.grammar_job, entry.request
             assert job is not None
             if request.finish_reason is None and not job.done():
@@ -206,22 +169,21 @@ class Admission:
                 except Exception as error:
                     self._requests.end(request, Status.FAILED, "error", error)
                 else:
-                    self._admit(request, max_length, group)
-            del self._compiling[request_id]
+                    self._admit(request, max_length)
+            del self._requests.compiling[request_id]
 
     def _end_early(
         self,
         request: DynamicInferenceRequest,
         reason: str,
         error: RequestAborted | RequestError,
-        group: RankGroup,
     ) -> None:
         """Fail an unfinished request, wherever it is."""
         request_id = request.request_id
-        if self._compiling.pop(request_id, None) is None:
-            group.aborted(request_id)
-            for listener in self._listeners:
+        if self._requests.compiling.pop(request_id, None) is None:
+            self._loop.group.aborted(request_id)
+            for listener in self._loop.listeners:
                 listener.aborted(request_id)
             if self._context.waiting.remove(request_id) is None:
-                self._booking.release(self._context.slots.slot_of[request_id])
+                self._loop.booking.release(self._context.slots.slot_of[request_id])
         self._requests.end(request, Status.FAILED, reason, error)

@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.admission import POLL_S, Admission
-from megatron_async.engines.arrival import arrival
-from megatron_async.engines.engine_thread import EngineThread
-from megatron_async.engines.generation import run_to_end
-from megatron_async.engines.job_loss import JobLoss
+from megatron_async.engines.following import follow
 from megatron_async.engines.listener import EngineListener
-from megatron_async.engines.loop import end_turn, num_due, run
-from megatron_async.engines.mending import turn_of
 from megatron_async.engines.pausing import EngineState, Pausing
-from megatron_async.engines.step_booking import StepBooking
-from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.engines.step_log import StepLog
-from megatron_async.engines.step_report import step_report
+from megatron_async.engines.step_loop import StepLoop
+from megatron_async.engines.turn import EngineThread
+from megatron_async.errors import RequestError
 from megatron_async.names_of_megatron import NamesOfMegatron
 from megatron_async.observe.statistics import EngineStatistics
-from megatron_async.ranks.follower import follow
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.streaming import RequestStream
-from megatron_async.rollback.policy import make_invalidation
 from megatron_async.text.grammar_compiler import GrammarCompiler
 from megatron_async.text.token_watch import TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import (
@@ -45,6 +39,7 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""
+NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class DynamicInferenceEngine(NamesOfMegatron):
@@ -53,51 +48,48 @@ class DynamicInferenceEngine(NamesOfMegatron):
     Args:
         controller: runs steps on the device.
         context: schedules them.
+        group: the ranks that hold the model together (`ranks.join_group`); None: this rank alone.
 
     Attributes:
-        lookahead: steps that may be unresolved when another is prepared.
-        in_flight: launched steps, oldest first.
+        loop: launches and resolves steps. `in_flight`, `listeners`, `invalidation`, `launching`,
+            `booking` and `turn` are the loop's own, which documents them.
         requests: the unfinished requests, with their futures and readers.
-        invalidation: the policy for steps in flight when a request that they serve ends.
-        group: the ranks that hold the model together; at first only this rank.
-        job, pausing: whether ranks of the group are lost; whether the engine is stopped.
-        listeners: get the events of requests and steps, in order.
-        admission, launching, booking: the stages of a request and of a step.
+        admission: how requests enter and leave.
+        pausing: stops the engine and lets it continue.
         thread: the thread that may use the engine now.
-        turn: within which its books change; Ctrl-C takes effect between turns, and in waits.
     """
 
     def __init__(
-        self, controller: TextGenerationController, context: DynamicInferenceContext
+        self,
+        controller: TextGenerationController,
+        context: DynamicInferenceContext,
+        group: RankGroup | None = None,
     ) -> None:
-        self.controller = controller
-        self.context = context
-        self.lookahead = context.config.steps_in_flight - 1
-        self.in_flight: deque[LaunchedStep] = deque()
+        self.controller, self.context, self.tracer = controller, context, controller.tracer
         self.statistics = EngineStatistics.of(context.config)
         self.requests = RequestRegistry(self.statistics)
-        self.invalidation = make_invalidation(context, self.in_flight, self.statistics)
-        self.group = RankGroup()
-        self.thread, self.turn = EngineThread(), turn_of(self)
-        self.job = JobLoss(context.slots, self.requests)
-        self.pausing, self.tracer = Pausing(), controller.tracer
         steps = StepLog(context, self.statistics, self.requests.traces)
         self.listeners: list[EngineListener] = [steps]
         vocabulary = controller.tokenizer, controller.vocab_size
         self.grammars, watch = GrammarCompiler(*vocabulary), TokenWatch(*vocabulary)
-        self.launching = StepLaunching(
-            controller, self.in_flight, self.requests, self.statistics, self.invalidation,
-            self.listeners,
-        )  # fmt: skip
-        self.booking = StepBooking(
-            context, self.in_flight, self.requests, self.statistics, self.invalidation, watch,
-            self.launching, self.listeners,
-        )  # fmt: skip
-        self.admission = Admission(
-            controller, self.requests, self.grammars, watch, self.booking, self.job,
-            self.listeners, self.turn,
-        )  # fmt: skip
+        self.loop = loop = StepLoop(
+            controller, group or RankGroup(), self.requests, self.statistics, watch, self.listeners
+        )
+        self.in_flight, self.invalidation = loop.in_flight, loop.invalidation
+        self.launching, self.booking, self.turn = loop.launching, loop.booking, loop.turn
+        self.admission = Admission(controller, self.grammars, watch, loop)
+        self.pausing, self.thread = Pausing(loop, self.grammars), EngineThread()
         controller.create_cuda_graphs()
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks that hold the model together."""
+        return self.loop.group
+
+    @property
+    def lookahead(self) -> int:
+        """Steps that may be unresolved when another is prepared."""
+        return self.loop.lookahead
 
     # ---- Requests ----------------------------------------------------------------------------
 
@@ -135,8 +127,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         """
         self.thread.check()
         self.pausing.check_is_open()
-        group, trace = self.group, traceparent
-        return self.admission.add(request_id, prompt, sampling_params, priority, group, trace)
+        return self.admission.add(request_id, prompt, sampling_params, priority, traceparent)
 
     def abort_request(self, request_id: int) -> None:
         """End an unfinished request now; its rows in flight are dropped when they arrive.
@@ -146,7 +137,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
             WrongThread: another thread is at work in the engine.
         """
         self.thread.check()
-        self.admission.abort(request_id, self.group)
+        self.admission.abort(request_id)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""
@@ -160,7 +151,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
-        return self.admission.is_compiling or self._has_other_work
+        return bool(self.requests.compiling) or self.loop.has_other_work
 
     # ---- The loop ----------------------------------------------------------------------------
 
@@ -178,47 +169,64 @@ class DynamicInferenceEngine(NamesOfMegatron):
             WrongThread: another thread is at work in the engine.
             JobFailed: ranks are lost, so all requests have failed; or this rank follows a leader.
         """
-        self.group.check_leads()
-        self.pausing.check_can_step(self)
+        loop = self.loop
+        loop.group.check_leads()
+        self.pausing.check_can_step()
         start = time.perf_counter()
-        self.admission.tend(self.group)
-        if self._only_compiles:
+        self.admission.tend()
+        if loop.only_compiles:
             self.admission.wait_for_a_grammar()
-        step = self.context.next_step
-        with self.thread.works(), self.job.giving_up(self.group), self.tracer.call(step):
-            launched = self.launch_step()
-            for _ in range(num_due(self, launched)):
-                self.resolve_oldest()
-        return end_turn(self, start)
+        with self.thread.works(), loop.giving_up(), self.tracer.call(self.context.next_step):
+            launched = loop.launch_next()
+            for oldest in loop.due(launched):
+                loop.wait(oldest)
+                if not loop.book(oldest):
+                    break
+        return self._end_turn(start)
 
     async def async_step(self) -> dict[str, Any]:
         """`step_modern` for an event loop: other coroutines run during each wait."""
-        self.group.check_leads()
+        loop = self.loop
+        loop.group.check_leads()
         await self.launching.until_due()
-        await self.pausing.until_can_step(self)
+        await self.pausing.until_can_step()
         start = time.perf_counter()
-        self.admission.tend(self.group)
-        if self._only_compiles:
+        self.admission.tend()
+        if loop.only_compiles:
             await asyncio.sleep(POLL_S)
-        step = self.context.next_step
-        with self.thread.works(), self.job.giving_up(self.group), self.tracer.call(step):
-            launched = self.launch_step()
-            for _ in range(num_due(self, launched)):
-                oldest = self.in_flight[0]
-                with self.tracer.awaited("resolve", oldest.plan):
-                    await arrival(oldest.ready, self.group.wait_async)
-                if self.pausing.is_closed or not self.in_flight or self.in_flight[0] is not oldest:
-                    break  # while this coroutine waited, another one stepped or closed the engine
-                with self.tracer.of_step(oldest.plan), self.turn:
-                    self.booking.book_oldest(self.group)
-        return end_turn(self, start)
+        with self.thread.works(), loop.giving_up(), self.tracer.call(self.context.next_step):
+            launched = loop.launch_next()
+            for oldest in loop.due(launched):
+                await loop.wait_async(oldest)
+                if not loop.book(oldest):
+                    break
+        return self._end_turn(start)
+
+    def _end_turn(self, start: float) -> dict[str, Any]:
+        """`report`. If Ctrl-C takes effect at its end, the next report has what this one had."""
+        report = None
+        try:
+            with self.turn:
+                report = self.report(start)
+        except BaseException:
+            if report is not None:
+                self.take_back(report)
+            raise
+        return report
 
     async def run_engine(self) -> None:
         """Step whenever there is work, until the task is cancelled or the engine closed. Answers
         come by the futures of `add_request` and by `stream`. Until it ends, calls on other threads
         raise `WrongThread`."""
+        loop = self.loop
         with self.thread.works():
-            await run(self)
+            while not loop.is_closed:  # steps of an earlier run come first
+                while self.has_unfinished_requests() and not loop.is_closed:
+                    await self.async_step()
+                    await asyncio.sleep(0)  # a step whose samples are there already never waits
+                if not loop.is_closed:
+                    with loop.giving_up():
+                        await loop.group.wait_for_work(self.requests)
 
     # ---- Its parts ---------------------------------------------------------------------------
 
@@ -230,46 +238,32 @@ class DynamicInferenceEngine(NamesOfMegatron):
             step in flight is resolved (or at all), or more than `lookahead` are in flight.
         """
         self.thread.check()
-        self.turn.make_whole()
-        if self.is_stopped or self.invalidation.is_draining or self._only_compiles:
-            return None
-        if self.booking.is_recovering or len(self.in_flight) > self.lookahead:
-            return None  # the latter: a wait was interrupted, or another coroutine is in one
-        arguments = self.group, self.lookahead, self.admission.is_compiling
-        with self.turn:
-            return self.launching.launch_next(*arguments)
+        return self.loop.launch_next()
 
     def launch_dummy_step(self) -> LaunchedStep | None:
         """Launch a step without requests, if other ranks need this one's experts; else None."""
-        arguments = self.group, self.lookahead, self.admission.is_compiling
-        with self.turn:
-            return self.launching.launch_dummy(*arguments)
+        return self.loop.launch_dummy()
 
     def resolve_step(self) -> list[StepOutput]:
         """Wait for the oldest step in flight (IndexError if there is none), and book it: its
         output, or nothing if it is discarded."""
-        before = len(self.booking.undelivered)
-        self.resolve_oldest()
-        return self.booking.take_undelivered(before)
-
-    def resolve_oldest(self) -> None:
-        """`resolve_step` that leaves the output to the next report."""
         self.thread.check()
-        self.turn.make_whole()
-        oldest = self.in_flight[0]
-        with self.tracer.of_step(oldest.plan):
-            with self.tracer.range("resolve", oldest.plan.step):
-                self.group.wait(oldest.ready)
-            with self.turn:
-                self.booking.book_oldest(self.group)
+        before = len(self.booking.undelivered)
+        self.loop.resolve_oldest()
+        return self.booking.take_undelivered(before)
 
     def report(self, start: float) -> dict[str, Any]:
         """End a turn of the loop that began at `start`, as `step_modern` does."""
         outputs = self.booking.take_undelivered()
         ended, step_time = self.requests.take_ended(), time.perf_counter() - start
         self.tracer.collect()
-        self.statistics.count_step_time(step_time, not self._has_other_work)
-        return step_report(outputs, ended, step_time)
+        self.statistics.count_step_time(step_time, not self.loop.has_other_work)
+        return {
+            "outputs": outputs,
+            "active_request_ids": outputs[-1].request_ids if outputs else NO_IDS,
+            "finished_request_records": ended,
+            "step_time": step_time,
+        }
 
     def take_back(self, report: dict[str, Any]) -> None:
         """Nobody gets this report: the next one has what it has."""
@@ -279,18 +273,6 @@ class DynamicInferenceEngine(NamesOfMegatron):
     def forget_ended(self, request_ids: Collection[int]) -> None:
         """No report shall have these requests, if they have ended: nobody waits for them."""
         self.requests.forget(request_ids)
-
-    @property
-    def _has_other_work(self) -> bool:
-        """Whether there is something to do or to report, beside waiting for grammars."""
-        own = bool(self.requests.has_ended or self.booking.undelivered or self.in_flight)
-        own = own or self.context.has_unfinished_requests()
-        return own or self.group.others_work or self.group.others_wait
-
-    @property
-    def _only_compiles(self) -> bool:
-        """Whether there is nothing to do until a grammar is there."""
-        return self.admission.is_compiling and not self._has_other_work
 
     # ---- Stopping and going on ---------------------------------------------------------------
 
@@ -302,7 +284,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
     @property
     def is_stopped(self) -> bool:
         """Whether no step may be launched."""
-        return self.pausing.is_stopped
+        return self.loop.is_stopped
 
     def pause(self) -> None:
         """Launch no further step until `unpause`. On a paused engine, nothing happens.
@@ -313,12 +295,12 @@ class DynamicInferenceEngine(NamesOfMegatron):
         all ranks stop together.
         """
         self.thread.check()
-        self.pausing.pause(self)
+        self.pausing.pause()
 
     def unpause(self) -> None:
         """Undo `pause`; without one, nothing happens. A suspended engine stays suspended."""
         self.thread.check()
-        self.pausing.unpause(self)
+        self.pausing.unpause()
 
     def suspend(self, free_kv_cache: bool = False) -> int:
         """Launch no further step until `resume`, and book the steps in flight as `pause` does.
@@ -333,7 +315,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
             bytes freed, on a GPU as the driver counts them; 0 if nothing was freed.
         """
         self.thread.check()
-        return self.pausing.suspend(self, free_kv_cache)
+        return self.pausing.suspend(free_kv_cache)
 
     def resume(self) -> None:
         """Undo `suspend`: allocate the KV cache and capture graphs again if they were freed, and
@@ -343,7 +325,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
             OutOfMemoryError: the cache does not fit any more; the engine stays suspended.
         """
         self.thread.check()
-        self.pausing.resume(self)
+        self.pausing.resume()
 
     def reset_prefix_cache(self) -> None:
         """Forget what KV blocks hold, as after a change of weights (docs/prefix_caching.md)."""
@@ -377,8 +359,52 @@ class DynamicInferenceEngine(NamesOfMegatron):
             KeyboardInterrupt, SystemExit: the requests are aborted.
         """
         self.pausing.check_is_running()
+        each: Sequence[SamplingParams | None]
+        if isinstance(sampling_params, Sequence):
+            each = sampling_params
+            if len(each) != len(prompts):
+                raise RequestError(
+                    f"{len(each)} sampling_params were given for {len(prompts)} prompts: give one "
+                    "for all, or one for each."
+                )
+        else:
+            each = [sampling_params] * len(prompts)
+        # None: nobody knows whether the request was added.
+        futures: dict[int, asyncio.Future[DynamicInferenceRequest] | None] = {}
         with self.thread.works():
-            return run_to_end(self, prompts, sampling_params, on_step)
+            try:
+                for prompt, params in zip(prompts, each, strict=True):
+                    number = self.requests.free_id()
+                    futures[number] = None
+                    futures[number] = self.add_request(number, prompt, params)
+                # Ranks that share experts make their n-th calls together. A call ends when no rank
+                # has work. A rank that already waits for call n + 1 does not count as work.
+                self.group.begin_together()
+                added = [future for future in futures.values() if future is not None]
+                while not all(future.done() for future in added) or self.group.others_work:
+                    report = self.step_modern()
+                    if on_step is not None:
+                        on_step(report)
+                return [future.result() for future in added]
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    try:
+                        self._abandon(futures)
+                    finally:  # another Ctrl-C may have cut that short
+                        self._abandon(futures)
+                raise
+
+    def _abandon(
+        self, futures: Mapping[int, asyncio.Future[DynamicInferenceRequest] | None]
+    ) -> None:
+        """End requests of a call that is interrupted, so that the next call does not pay for them,
+        and its reports do not have them."""
+        if self.loop.is_closed or self.loop.is_lost:
+            return
+        for number, future in futures.items():
+            if number in self.requests and (future is None or not future.done()):
+                self.abort_request(number)
+        self.forget_ended(futures)
 
     def follow(self) -> bool:
         """Repeat the leader's actions until it releases its followers or closes its engine.
@@ -399,4 +425,4 @@ class DynamicInferenceEngine(NamesOfMegatron):
 
     def close(self) -> None:
         """Finish launched work, end the device's threads, and fail unfinished requests."""
-        self.pausing.close(self)
+        self.pausing.close()

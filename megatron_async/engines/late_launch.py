@@ -1,4 +1,5 @@
-"""`LateLaunch`: how long the next launch can wait without the device waiting for it.
+"""When a step is launched: at once (`PromptLaunch`), or as late as the device does not wait for it
+(`LateLaunch`).
 
 With lookahead 1 the next step is launched as soon as the step before the running one is booked.
 A request that arrives while a step runs finds the next step launched already, and joins the one
@@ -58,7 +59,33 @@ def launches_late(context: DynamicInferenceContext) -> bool:
     return context.config.lookahead == 1 if wanted is None else wanted
 
 
-class LateLaunch(EngineListener):
+def launching_of(
+    context: DynamicInferenceContext,
+    in_flight: deque[LaunchedStep],
+    statistics: EngineStatistics,
+    listeners: list[EngineListener],
+) -> PromptLaunch:
+    """When the launches of an engine are due; a `LateLaunch` is put among its listeners."""
+    if not launches_late(context):
+        return PromptLaunch()
+    late = LateLaunch(context, in_flight, statistics)
+    listeners.append(late)
+    return late
+
+
+class PromptLaunch(EngineListener):
+    """A launch is due at once."""
+
+    def seconds_left(self) -> float:
+        """Seconds for which a loop that calls `step_modern` may wait for arrivals before it goes
+        on; 0: launch now."""
+        return 0.0
+
+    async def until_due(self) -> None:
+        """Let other coroutines run until the next launch is due."""
+
+
+class LateLaunch(PromptLaunch):
     """Foresees the ends of steps, and says how long a launch can wait.
 
     Args:
@@ -85,14 +112,12 @@ class LateLaunch(EngineListener):
         self._back_off_us = 0.0
         self._has_backlog = True
 
+    @override
     def seconds_left(self) -> float:
-        """Seconds for which the next launch can wait; 0: launch now.
-
-        That is so if nothing is in flight, or several steps are; if the running step's shape is
-        new, not captured on a GPU, whose launch takes long, or has prompts on a CPU; and if
-        requests or rests of prompts were left over by the last step, so that an arrival would not
-        join the next one.
-        """
+        # None if nothing is in flight, or several steps are; if the running step's shape is new,
+        # not captured on a GPU, whose launch takes long, or has prompts on a CPU; and if requests
+        # or rests of prompts were left over by the last step, so that an arrival would not join the
+        # next one.
         if len(self._in_flight) != 1 or self._has_backlog:
             return 0.0
         plan = self._in_flight[0].plan
@@ -103,8 +128,8 @@ class LateLaunch(EngineListener):
         margin_us = self._margin_us + MARGIN_SHARE * lasts_us + self._back_off_us
         return max(begin_us + lasts_us - margin_us - self._now_us(), 0.0) / 1e6
 
+    @override
     async def until_due(self) -> None:
-        """Let other coroutines run until the next launch is due."""
         while (left := self.seconds_left()) > 0:
             await asyncio.sleep(left - self._tick_s if left > 2 * self._tick_s else 0)
 

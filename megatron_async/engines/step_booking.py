@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.contexts.step_plan import IntArray
 from megatron_async.engines.listener import EngineListener
-from megatron_async.engines.log_prob_booking import book_log_probs, book_prompt_log_probs
-from megatron_async.engines.step_launching import StepLaunching
 from megatron_async.errors import NoTokenToChoose, StepFailed
 from megatron_async.observe.statistics import EngineStatistics
-from megatron_async.ranks.rank_group import RankGroup
+from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.rollback.invalidation import Invalidation
@@ -39,13 +37,11 @@ class StepBooking:
 
     Args:
         context: the state of requests on the CPU.
-        in_flight: the engine's launched steps, oldest first.
         requests: the unfinished requests.
         statistics: counts.
         invalidation: is told before a request loses its slot.
         watch: says which tokens may end a request by its text.
-        launching: samples constrained rows once a booked token gives their masks.
-        listeners: are told of booked tokens and of ended requests.
+        listeners: are told of ended requests.
 
     Attributes:
         undelivered: outputs that no report has had yet, oldest first.
@@ -54,23 +50,18 @@ class StepBooking:
     def __init__(
         self,
         context: DynamicInferenceContext,
-        in_flight: deque[LaunchedStep],
         requests: RequestRegistry,
         statistics: EngineStatistics,
         invalidation: Invalidation,
         watch: TokenWatch,
-        launching: StepLaunching,
         listeners: Sequence[EngineListener],
     ) -> None:
         self._context = context
-        self._in_flight = in_flight
         self._requests = requests
         self._statistics = statistics
         self._invalidation = invalidation
         self._watch = watch
-        self._launching = launching
         self._listeners = listeners
-        self._recovers_until = -1
         self.undelivered: list[StepOutput] = []
         self._step: LaunchedStep | None = None
         """The step of which no token is booked yet."""
@@ -79,34 +70,26 @@ class StepBooking:
         self._ending: list[Ending] = []
         """Requests that the step booked last ends."""
 
-    def book_oldest(self, group: RankGroup) -> None:
-        """Book the oldest step in flight, whose samples have arrived, unless it is discarded."""
-        if not self._in_flight:
-            return  # the turn began with a mending, which has dropped them all
-        start = time.thread_time_ns()
-        self._known = self._context.slots.num_known.copy()
-        self._step = step = self._in_flight[0]
-        self._in_flight.popleft()
-        group.resolving(step)
-        if self._invalidation.discards(step):
-            self._step = None
-            self._launching.give_up_masks()
-            return
-        output = self.book(step)
-        self._requests.readers.booked(output.request_ids, output.is_first)
-        for listener in self._listeners:
-            listener.booked(output)
-        self._launching.send_masks()
-        is_zombie = step.error is None and 0 < output.zombie_rows == step.plan.num_rows
-        self._statistics.count_resolve(time.thread_time_ns() - start, is_zombie)
-        for listener in self._listeners:
-            listener.resolved(step)
-        if step.error is not None and self._in_flight:
-            # The failed step may not have told the device whose blocks are whose. Steps after it
-            # then wrote keys and values by tables of former owners, into blocks of anybody. Their
-            # samples are dropped, and all requests are prefilled again, to the same tokens.
-            self._context.evict_all()
-            self._recovers_until = self._in_flight[-1].plan.step
+    def book(self, step: LaunchedStep) -> StepOutput:
+        """Book a step whose samples have arrived; requests that it ends leave the engine."""
+        context, tracer = self._context, self._context.tracer
+        self._known = context.slots.num_known.copy()
+        self._step = step
+        if step.error is not None:
+            self._fail(step, step.error)
+        with tracer.range("update_requests", step.plan.step):
+            if step.plan.features.num_prompt_log_probs:
+                _book_prompt_log_probs(step, context.slots)
+            output = context.update_requests(
+                step.plan, step.samples, step.counts, step.log_probs, step.drafts
+            )
+            if output.verified is not None:
+                self._statistics.drafts.count(output.verified)
+        with tracer.range("emit", step.plan.step):
+            output = self._emit(output)
+        if context.config.check_integrity:
+            context.check_integrity()
+        return output
 
     def take_undelivered(self, first: int = 0) -> list[StepOutput]:
         """Outputs that no report has had yet, from the given one on."""
@@ -137,35 +120,6 @@ class StepBooking:
             if ending[0].finish_reason is None:
                 self._requests.end(*ending)
         self._ending = []
-        self._recovers_until = -1
-
-    @property
-    def is_recovering(self) -> bool:
-        """Whether steps are in flight whose samples are dropped because a step before them failed.
-
-        No step is launched meanwhile: if these steps fail too, they would evict its requests, which
-        would fail with no step and begin again for ever.
-        """
-        return bool(self._in_flight) and self._in_flight[0].plan.step <= self._recovers_until
-
-    def book(self, step: LaunchedStep) -> StepOutput:
-        """Book a step whose samples have arrived; requests that it ends leave the engine."""
-        context, tracer = self._context, self._context.tracer
-        if step.error is not None:
-            self._fail(step, step.error)
-        with tracer.range("update_requests", step.plan.step):
-            if step.plan.features.num_prompt_log_probs:
-                book_prompt_log_probs(step, context.slots)
-            output = context.update_requests(
-                step.plan, step.samples, step.counts, step.log_probs, step.drafts
-            )
-            if output.verified is not None:
-                self._statistics.drafts.count(output.verified)
-        with tracer.range("emit", step.plan.step):
-            output = self._emit(output)
-        if context.config.check_integrity:
-            context.check_integrity()
-        return output
 
     def release(self, slot: int) -> None:
         """A request has ended: take slot and blocks from it."""
@@ -188,7 +142,7 @@ class StepBooking:
         statistics.generated_tokens += len(output.tokens)
         statistics.zombie_rows += output.zombie_rows
         if output.log_probs is not None:
-            book_log_probs(output, slots)
+            _book_log_probs(output, slots)
         self._ending = [
             (
                 slots.request_at(slot),
@@ -307,3 +261,28 @@ def _step_failed(step: LaunchedStep, cause: BaseException) -> StepFailed:
     error = StepFailed(f"step {step.plan.step} failed: {cause!r}")
     error.__cause__ = cause
     return error
+
+
+def _book_log_probs(output: StepOutput, slots: RequestSlots) -> None:
+    """Book the generated tokens' log probs: Python per token of rows that asked."""
+    assert output.log_probs is not None, "no row of the step asked"
+    owners = output.slots[output.rows]
+    for token in np.flatnonzero(slots.features[owners] & RowFeature.LOG_PROBS):
+        found = slots.request_at(owners[token]).log_probs
+        assert found is not None, "its feature says that it asked"
+        found.add_generated(output.log_probs[token])
+
+
+def _book_prompt_log_probs(step: LaunchedStep, slots: RequestSlots) -> None:
+    """Book the log probs of prompt tokens that the step's chunks delivered, but for requests that
+    lost their slots since."""
+    plan, words, first = step.plan, step.prompt_log_probs, 0
+    for chunk in plan.features.prompt_log_prob_chunks:
+        row = plan.num_decode + chunk
+        length = int(plan.prefill_starts[chunk + 1] - plan.prefill_starts[chunk])
+        slot = plan.slots[row]
+        if slots.generation[slot] == plan.generations[row]:
+            found = slots.request_at(slot).log_probs
+            assert found is not None, "its slot says that it asked"
+            found.add_prompt(int(plan.kv_at_most[row]) - length, words[first : first + length])
+        first += length

@@ -1,13 +1,55 @@
-"""`Turn`: a change of an engine's books that is done as a whole, or made good."""
+"""Who may change an engine's books, and when: one thread (`EngineThread`), and as a whole or made
+good (`Turn`)."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from megatron_async.errors import JobFailed
+from megatron_async.errors import JobFailed, WrongThread
 from megatron_async.interrupts import HeldInterrupts, is_below
+
+
+class EngineThread:
+    """Which thread is at work in an engine: that of `run_engine`, or of a step or `generate` that
+    has begun."""
+
+    def __init__(self) -> None:
+        self._owner: threading.Thread | None = None
+        self._locks: list[threading.Lock] = []
+        """One for each `with` that is entered, in any order: the thread is at work while one of
+        them is locked."""
+
+    def check(self) -> None:
+        """Raise WrongThread if another thread is at work."""
+        owner = self._owner
+        if owner is None or owner is threading.current_thread():
+            return
+        if any(lock.locked() for lock in self._locks):
+            raise WrongThread(
+                f"this engine is at work on thread {owner.name!r} and was called on thread "
+                f"{threading.current_thread().name!r}, which would break its books: call it there, "
+                "from here by loop.call_soon_threadsafe or asyncio.run_coroutine_threadsafe of "
+                "that thread's event loop."
+            )
+
+    def works(self) -> threading.Lock:
+        """`with` what this returns, this thread is at work; it may be so within itself.
+
+        No bytecode is run when a lock's `with` begins and ends. A method in Python could be cut
+        short by Ctrl-C where it begins, and the engine would have this thread for ever.
+
+        Raises:
+            WrongThread: another thread is at work.
+        """
+        thread, lock = threading.current_thread(), threading.Lock()
+        if self._owner is not thread:
+            self.check()
+            self._owner = thread
+        self._locks = [each for each in self._locks if each.locked()] + [lock]
+        return lock
 
 
 class Turn:
@@ -20,10 +62,11 @@ class Turn:
     before anything goes on: at once, or, if that is cut short too, when the next turn begins.
 
     Args:
-        mend: makes the books whole, after this error. It may be called again if it raises.
+        mend: a weak reference to a method that makes the books whole, after this error. It may be
+            called again if it raises.
     """
 
-    def __init__(self, mend: Callable[[BaseException], None]) -> None:
+    def __init__(self, mend: Callable[[], Callable[[BaseException], None] | None]) -> None:
         self._mend = mend
         self._interrupts = HeldInterrupts()
         self._opener: FrameType | None = None
@@ -71,6 +114,7 @@ class Turn:
                 pass
 
     def _make_whole(self) -> None:
-        self._mend(self._error or KeyboardInterrupt("at a turn's beginning or end"))
+        if (mend := self._mend()) is not None:
+            mend(self._error or KeyboardInterrupt("at a turn's beginning or end"))
         self._error = None
         self._is_whole = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, override
 
 from megatron_async.contexts.step_plan import StepPlan
@@ -26,15 +26,16 @@ from megatron_async.ranks.actions import (
     Told,
     Turn,
 )
-from megatron_async.ranks.expert_consensus import ExpertConsensus
 from megatron_async.ranks.plan_digest import PlanComparer, plan_digest, sample_digest
-from megatron_async.ranks.rank_group import Channel, ConnectedGroup
+from megatron_async.ranks.rank_group import (
+    CONFIRMATION_TIMEOUT_S,
+    Channel,
+    ConnectedGroup,
+    failed_alone,
+)
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
-CONFIRMATION_TIMEOUT_S = 5.0
-"""Seconds. Ranks launch a step together, so a failure on all ranks occurs within a step's time."""
 TOLD_EVERY_S = 1e-3
 """Seconds between two looks whether followers have taken in what they were told."""
 
@@ -46,7 +47,6 @@ class Leader(ConnectedGroup):
         channel: to the followers.
         check_alive: raises RankLost if a rank died that steps need.
         check_agreement: compare the digests that followers report.
-        consensus: with the leaders that share its experts; None: no other rank does.
     """
 
     def __init__(
@@ -54,18 +54,14 @@ class Leader(ConnectedGroup):
         channel: Channel,
         check_alive: Callable[[], None],
         check_agreement: bool = False,
-        consensus: ExpertConsensus | None = None,
     ) -> None:
         super().__init__(channel, check_alive, check_agreement)
-        self._consensus = consensus
-        self.agrees = consensus is not None
         self._pending: list[Action] = []
         self._comparer = PlanComparer()
         self._failed: dict[int, dict[int, str]] = {}
         """Step -> follower -> error, of steps that failed there and are not yet booked here."""
         self._failed_since: dict[int, float] = {}
         self._is_closed = False
-        self._prefill_limit = 0
         self._tells = 0
         self._told = dict.fromkeys(channel.members[1:], 0)
         """Follower -> number of the last `Tell` that it has taken in."""
@@ -85,49 +81,15 @@ class Leader(ConnectedGroup):
     def controlled(self, method: str, argument: bool | None = None) -> None:
         self._send(Control(method, argument))
 
-    def launching(self, step: int, prefill_limit: int) -> int:
-        self._prefill_limit = prefill_limit
-        if self._consensus is None:
-            self._send(Launch(step, prefill_limit=prefill_limit))
+    def launching(
+        self,
+        step: int,
+        prefill_limit: int,
+        shape: StepShape | None = None,
+        is_dummy: bool = False,
+    ) -> int:
+        self._send(Launch(step, shape, is_dummy, prefill_limit))
         return prefill_limit
-
-    def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
-        if self._consensus is None:
-            return wanted
-        shape = self._consensus.agree(wanted, has_work)
-        self._send(Launch(step, shape, self._consensus.is_stopping, self._prefill_limit))
-        return shape
-
-    @property
-    def agreement_ns(self) -> int:
-        return 0 if self._consensus is None else self._consensus.wait_ns
-
-    @property
-    def others_work(self) -> bool:
-        return self._consensus is not None and self._consensus.any_work
-
-    @property
-    def others_wait(self) -> bool:
-        return self._consensus is not None and self._consensus.has_started()
-
-    def begin_together(self) -> None:
-        if self._consensus is not None:
-            self._consensus.any_work = True
-
-    def stop_together(self, is_stopping: bool) -> None:
-        if self._consensus is not None:
-            self._consensus.is_stopping = is_stopping
-            self._consensus.any_running = True
-
-    @property
-    def must_keep_up(self) -> bool:
-        return self._consensus is not None and self._consensus.any_running
-
-    async def wait_for_work(self, requests: RequestRegistry) -> None:
-        if self._consensus is None:
-            await requests.wait_for_one()
-        elif not self._consensus.has_started():
-            await _either(requests.wait_for_one(), self._consensus.started())
 
     def planned(self, plan: StepPlan) -> None:
         if self._checks:
@@ -209,30 +171,11 @@ class Leader(ConnectedGroup):
         """
         followers = set(self._channel.members[1:])
         deadline = time.monotonic() + CONFIRMATION_TIMEOUT_S
-        while missing := followers - set(self._failed.get(step, ())) or self._consensus:
+        while missing := followers - set(self._failed.get(step, ())):
             self._check_alive()
             if time.monotonic() > deadline:
-                who = "others that share its experts"
-                if isinstance(missing, set):
-                    who = f"rank {', '.join(map(str, sorted(missing)))}"
-                raise RanksDisagree(
-                    f"step {step} failed on this rank ({error!r}), but not on {who}: the ranks of "
-                    "its model are out of step, start the job again."
-                ) from error
+                raise failed_alone(step, error, f"rank {', '.join(map(str, sorted(missing)))}")
             time.sleep(1e-3)
             self._read_reports()
         self._failed.pop(step, None)
         self._failed_since.pop(step, None)
-
-
-async def _either(*waits: Coroutine[Any, Any, None]) -> None:
-    """Until one of them ends; the others are cancelled, and over when this returns."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()

@@ -15,7 +15,7 @@ from typing import Any, Protocol, override
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.devices import Event
-from megatron_async.errors import JobFailed
+from megatron_async.errors import JobFailed, RanksDisagree
 from megatron_async.ranks.actions import Report, Turn
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.request_registry import RequestRegistry
@@ -25,6 +25,8 @@ WATCH_EVERY_S = 0.05
 """Seconds between two checks whether the other ranks are alive, during a wait for the device."""
 LOSS_TIMEOUT_S = 5.0
 """Seconds after a rank's death within which the others know of it."""
+CONFIRMATION_TIMEOUT_S = 5.0
+"""Seconds. Ranks launch a step together, so a failure on all ranks occurs within a step's time."""
 LOOK_AGAIN_S = 0.01
 """Seconds between two looks whether they know of one."""
 
@@ -87,12 +89,20 @@ class RankGroup:
         """A method that stops the engine or lets it continue is about to act; the steps in flight
         are booked."""
 
-    def launching(self, step: int, prefill_limit: int) -> int:
+    def launching(
+        self,
+        step: int,
+        prefill_limit: int,
+        shape: StepShape | None = None,
+        is_dummy: bool = False,
+    ) -> int:
         """A step is planned next.
 
         Args:
             step: its number.
             prefill_limit: `Scheduler.prefill_limit` by this rank's own clock.
+            shape: on which ranks with other requests have agreed; None: there are none.
+            is_dummy: no request of this rank runs, but other ranks need its experts.
 
         Returns:
             the leader's limit, with which to plan the step.
@@ -239,3 +249,13 @@ class ConnectedGroup(RankGroup):
     @abstractmethod
     def _look(self) -> None:
         """Read what the other ranks have sent; raises if one has given up."""
+
+
+def failed_alone(step: int, error: BaseException, others: str) -> RanksDisagree:
+    """The error where a step failed here, and not on `others`."""
+    found = RanksDisagree(
+        f"step {step} failed on this rank ({error!r}), but not on {others}: the ranks of its model "
+        "are out of step, start the job again."
+    )
+    found.__cause__ = error
+    return found

@@ -61,11 +61,16 @@ class RequestRegistry:
         traces: logs requests that somebody traces.
         on_end: called with each request as it ends, when all its tokens are stored, and before its
             future and streams end; None: no call.
+        compiling: by id, requests that wait for their grammars, outside of the schedule, and the
+            lengths at which they end.
+        entering: the request that is being added.
     """
 
     def __init__(self, counts: EndCounts) -> None:
         self._counts = counts
         self.on_end: Callable[[DynamicInferenceRequest], None] | None = None
+        self.compiling: dict[int, tuple[RequestEntry, int]] = {}
+        self.entering: RequestEntry | None = None
         self._entries: dict[int, RequestEntry] = {}
         self._too_slow: set[int] = set()
         self._ended: list[DynamicInferenceRequest] = []
@@ -111,13 +116,17 @@ class RequestRegistry:
         """Whether this very request is unfinished."""
         return self._entries.get(entry.request.request_id) is entry
 
-    def withdraw(self, entry: RequestEntry) -> bool:
-        """Remove a request as if it had never been added; returns whether it was there."""
-        is_there = self.has(entry)
-        if is_there:
-            del self._entries[entry.request.request_id]
-            self.traces.withdrawn(entry.request.request_id)
-        return is_there
+    def withdraw_entering(self) -> int | None:
+        """Remove the request that is being added as if it had never been; its id if it was there.
+        May be repeated."""
+        entry, found = self.entering, None
+        if entry is not None and self.has(entry):
+            found = entry.request.request_id
+            self.compiling.pop(found, None)
+            del self._entries[found]
+            self.traces.withdrawn(found)
+        self.entering = None
+        return found
 
     def _check_is_free(self, request_id: int) -> None:
         if request_id in self._entries:

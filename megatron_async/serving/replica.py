@@ -263,7 +263,7 @@ class Replica:
         no rank: whether its ranks are alive is asked here, at each ping."""
         if self._failure is not None:
             raise self._failure
-        with self._engine.job.giving_up(self._engine.group):
+        with self._engine.loop.giving_up():
             self._engine.group.check_alive()
         if self._helping is not None and self._helping.done():
             await self._helping

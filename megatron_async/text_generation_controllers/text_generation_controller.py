@@ -165,7 +165,7 @@ class TextGenerationController(NamesOfMegatron):
         model, config = self.inference_wrapped_model, self.context.config
         return make_drafting(drafter, config, model, self.sampler)
 
-    def launch_step(self, plan: StepPlan) -> LaunchedStep:
+    def enqueue_step(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue a step whose bookkeeping is on its way: forward, sampling, samples to the host.
 
         Returns without waiting. An error of the step's own work is kept in the result's `error`.
@@ -183,7 +183,7 @@ class TextGenerationController(NamesOfMegatron):
             self._deliver(launched)
         return launched
 
-    def launch_failed_step(self, plan: StepPlan, error: BaseException) -> LaunchedStep:
+    def enqueue_failed_step(self, plan: StepPlan, error: BaseException) -> LaunchedStep:
         """A step that could not be launched, in the form of one that failed on the device.
 
         Args:

@@ -41,7 +41,7 @@ def serve_part(changes: dict[str, Any], options: dict[str, Any], sizes: Parallel
         engine = engine_of(model, with_serving_config=bool(lookahead), lookahead=lookahead)
         kind = type(engine.controller.inference_wrapped_model.model).__name__
         if has_experts:
-            engine.group, _ = join_group(check_agreement=False)
+            engine.loop.join(join_group(check_agreement=False)[0])
         requests = engine.generate(prompts, greedy(TOKENS))
         assert [request.error for request in requests] == [None] * len(prompts)
         while engine.in_flight or engine.has_unfinished_requests():

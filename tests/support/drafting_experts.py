@@ -79,9 +79,9 @@ class StepLog:
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.steps: list[SeenStep] = []
         self._agreed = StepShape()
-        self._agree, self._launch = engine.group.agree, engine.controller.launch_step
+        self._agree, self._launch = engine.group.agree, engine.controller.enqueue_step
         engine.group.agree = self.agree  # type: ignore[method-assign]
-        engine.controller.launch_step = self.launch_step  # type: ignore[method-assign]
+        engine.controller.enqueue_step = self.launch_step  # type: ignore[method-assign]
 
     def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
         """`RankGroup.agree`."""
@@ -89,7 +89,7 @@ class StepLog:
         return self._agreed
 
     def launch_step(self, plan: StepPlan) -> Any:
-        """`TextGenerationController.launch_step`."""
+        """`TextGenerationController.enqueue_step`."""
         self.steps.append(
             SeenStep(
                 self._agreed.width, plan.dims.width, plan.dims.is_captured, plan.width,
@@ -137,7 +137,7 @@ def drafting(
             drafter=DRAFTERS[drafter](sequences, TINY_EXPERTS.vocab_size),
             num_speculative_tokens=DRAFTS, lookahead=lookahead, **SHARED, **SETTINGS[rank],
         )  # fmt: skip
-        engine.group, _ = join_group(check_agreement=False)
+        engine.loop.join(join_group(check_agreement=False)[0])
         log = StepLog(engine)
         found = engine.generate([job.prompt for job in jobs], [job.params for job in jobs])
         assert all(request.error is None for request in found)

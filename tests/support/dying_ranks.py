@@ -70,7 +70,7 @@ def fail_alone(options: dict[str, Any], rank: int) -> None:
     options = {"model": "dummy:tiny", "max_sequence_length": 256, **SETTINGS, **options}
     params = SamplingParams(num_tokens_to_generate=50, termination_id=-1)
     with LLM(**options) as llm:
-        launch, calls = llm.engine.controller.launch_step, 0
+        launch, calls = llm.engine.controller.enqueue_step, 0
 
         def fails(plan: Any) -> Any:
             nonlocal calls
@@ -79,5 +79,5 @@ def fail_alone(options: dict[str, Any], rank: int) -> None:
                 raise ValueError("told to fail")
             return launch(plan)
 
-        llm.engine.controller.launch_step = fails  # type: ignore[method-assign]
+        llm.engine.controller.enqueue_step = fails  # type: ignore[method-assign]
         llm.generate([[1, 2, 3], [4]], params)

@@ -132,7 +132,7 @@ def serve_mine(folder: str, cases: tuple[int, ...]) -> list[RankRun]:
     jobs = [JOBS[number] for number in NUMBERS[int(os.environ["RANK"])]]
     for settings in (CASES[number] for number in cases):
         engine = engine_for(model, **settings)
-        engine.group, _ = join_group(check_agreement=False)
+        engine.loop.join(join_group(check_agreement=False)[0])
         tokens = run_at(engine, {0: jobs[:2], 3: jobs[2:]})
         while engine.in_flight or engine.has_unfinished_requests():
             engine.step_modern()

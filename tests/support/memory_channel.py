@@ -11,7 +11,7 @@ import msgspec
 from megatron_async import DynamicInferenceEngine
 from megatron_async.errors import CommunicationTimeout, RankLost
 from megatron_async.ranks.actions import Report, Turn, to_builtin
-from megatron_async.ranks.expert_consensus import ExpertConsensus
+from megatron_async.ranks.expert_consensus import ExpertConsensus, SharedExperts
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
 from tests.support.patience import PATIENCE_S
@@ -92,8 +92,9 @@ class FollowingEngine:
         self.engine = follower
         self.error: BaseException | None = None
         self.ended: dict[int, Any] = {}
-        leader.group = Leader(self.channel, self.channel.check, True, consensus)
-        follower.group = Follower(self.channel, self.channel.check, check_agreement=True)
+        leads = Leader(self.channel, self.channel.check, True)
+        leader.loop.join(leads if consensus is None else SharedExperts(leads, consensus))
+        follower.loop.join(Follower(self.channel, self.channel.check, check_agreement=True))
         self._end, follower.requests.end = follower.requests.end, self._note_end
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

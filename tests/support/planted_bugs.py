@@ -120,7 +120,7 @@ def serial_after_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def abort_and_slow_down(engine: DynamicInferenceEngine, request_id: int) -> None:
         abort(engine, request_id)
-        engine.lookahead = 0
+        engine.loop.lookahead = 0
 
     monkeypatch.setattr(DynamicInferenceEngine, "abort_request", abort_and_slow_down)
 

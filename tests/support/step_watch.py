@@ -48,7 +48,7 @@ class StepWatch:
         self._tries = 0
         self._in_flight = len(engine.in_flight)
         self._drains = engine.is_stopped or engine.invalidation.is_draining
-        waits = self._drains or engine.booking.is_recovering
+        waits = self._drains or engine.loop.is_recovering
         waits |= self._in_flight > self._lookahead  # a signal came before the last resolve
         self._must_launch = not waits and self._can_launch()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_async.engines.late_launch import LateLaunch
+from megatron_async.engines.late_launch import LateLaunch, PromptLaunch
 
 
 class TickingLaunches:
@@ -16,8 +16,8 @@ class TickingLaunches:
         is_waiting: whether a launch waits now.
     """
 
-    def __init__(self, late: LateLaunch | None) -> None:
-        assert late is not None, "launches of this engine do not wait"
+    def __init__(self, late: PromptLaunch) -> None:
+        assert isinstance(late, LateLaunch), "launches of this engine do not wait"
         self.waits, self.is_waiting = 0, False
         ticks = itertools.count()
         seconds_left = late.seconds_left

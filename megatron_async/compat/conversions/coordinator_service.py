@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates
+from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.errors import refuse
 from megatron_async.compat.conversions.megatron_replica import MegatronReplica
+from megatron_async.compat.conversions.request_book import RequestEntry
+from megatron_async.compat.conversions.sampling import SamplingSeed
 from megatron_async.compat.conversions.service_ranks import (
     FollowerTask,
     ServiceRanks,
@@ -27,9 +30,6 @@ from megatron_async.errors import ConfigurationError, JobFailed
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.rank_group import RankGroup
 
-if TYPE_CHECKING:
-    from megatron_async.compat.inference.engines.dynamic_engine import DynamicInferenceEngine
-
 logger = logging.getLogger("megatron_async")
 
 
@@ -38,7 +38,8 @@ class CoordinatorService:
     see the coordinator. On the first rank of all there is the coordinator, too, in a thread.
 
     Args:
-        engine: idle; `group` is this rank's.
+        engine: idle.
+        add_for: the engine's, which queues a request of Megatron's.
         address: of the coordinator.
         states: of the engine.
         ranks: of the job.
@@ -46,7 +47,8 @@ class CoordinatorService:
 
     def __init__(
         self,
-        engine: DynamicInferenceEngine,
+        engine: EngineControl,
+        add_for: Callable[..., RequestEntry],
         address: str,
         states: CoordinatedStates,
         ranks: ServiceRanks,
@@ -62,9 +64,9 @@ class CoordinatorService:
             return
         finish = None
         if ranks.shares_experts:
-            finish = partial(finish_together, engine, place, None)
+            finish = partial(finish_together, engine.has_unfinished_requests, place, None)
         name = f"dp-{place.data_parallel_rank}"
-        self._replica = MegatronReplica(engine, address, "megatron", name, states, finish)
+        self._replica = MegatronReplica(engine, add_for, address, "megatron", name, states, finish)
 
     async def joined(self, task: asyncio.Task[None]) -> None:
         """Wait until the coordinator has taken all replicas of the job, where a model is spread
@@ -94,7 +96,7 @@ class CoordinatorService:
         """Serve until the engines are told to stop."""
         error: BaseException | None = None
         engine = self._engine
-        engine.group = self._ranks.group
+        engine.loop.join(self._ranks.group)
         if self._ranks.is_spread:
             # Others serve the requests of a lost replica that this one does not need.
             join_job().watch.needed = self._ranks.place.needed_ranks
@@ -111,18 +113,17 @@ class CoordinatorService:
         finally:
             engine.group.release()
             if not isinstance(error, JobFailed):  # or the engine is lost with the ranks
-                engine.group = RankGroup()
+                engine.loop.join(RankGroup())
             self._states.stop(error)
 
 
-def share_seed(engine: DynamicInferenceEngine) -> None:
+def share_seed(rng: SamplingSeed) -> None:
     """Give all ranks' engines the first one's seed; collective. A request has its random numbers
     from the seed and its own number, wherever it is served, and again after a replica is lost; so
     `offset_sampling_seed_by_dp_rank` has no effect behind a coordinator."""
     if place_in_job()[1] > 1:
-        seed = str(engine.context.config.inference_sampling_seed)
-        seeds = join_job().exchange("the sampling seed", seed)
-        engine.controller.sampling_rng.manual_seed(int(seeds[0]))
+        seeds = join_job().exchange("the sampling seed", str(rng.initial_seed()))
+        rng.manual_seed(int(seeds[0]))
 
 
 def find_address(port: int | None, launches: bool, hostname: str | None) -> str:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from megatron_async.compat.conversions.coordinated_states import LASTING, CoordinatedStates
-from megatron_async.compat.conversions.errors import refuse
 from megatron_async.compat.conversions.logs import suspension_log
 from megatron_async.compat.conversions.request_book import RequestBook
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.engines.pausing import EngineState as OwnState
 from megatron_async.errors import EngineStopped
-
-if TYPE_CHECKING:
-    from megatron_async.compat.conversions.coordinator_service import CoordinatorService
-    from megatron_async.compat.conversions.service_ranks import ServiceRanks
-    from megatron_async.compat.inference.engines.dynamic_engine import (
-        DynamicInferenceEngine as CompatEngine,
-    )
 
 
 @runtime_checkable
@@ -40,18 +31,11 @@ class EngineControl(DynamicInferenceEngine):
 
     Attributes:
         book: Megatron's requests beside ours.
-        engine_loop_task: serves a coordinator; None without one.
-        use_coordinator: whether it has come behind a coordinator.
         coordinated: its states behind a coordinator; None without one.
     """
 
     suspend_resume_ctx = staticmethod(suspension_log)
     coordinated: CoordinatedStates | None = None
-    engine_loop_task: asyncio.Task[None] | None = None
-    use_coordinator = False
-    _service: CoordinatorService | None = None
-    _ranks: ServiceRanks | None = None
-    """Once it has come behind a coordinator."""
     context: DynamicInferenceContext
     book: RequestBook
 
@@ -59,7 +43,7 @@ class EngineControl(DynamicInferenceEngine):
     def state(self) -> Any:
         """Megatron's `EngineState`: RUNNING, PAUSED, SUSPENDED, or STOPPED once closed. Behind a
         coordinator the transient ones too, while not all engines have done what they were told."""
-        if self.pausing.is_closed:
+        if self.loop.is_closed:
             return EngineState.STOPPED
         if self.coordinated is not None:
             return self.coordinated.state
@@ -75,11 +59,11 @@ class EngineControl(DynamicInferenceEngine):
         if state not in LASTING:
             names = ", ".join(lasting.name for lasting in LASTING)
             raise ValueError(f"{state} passes by: wait for one of {names}.")
-        if self.coordinated is not None and not self.pausing.is_closed:
+        if self.coordinated is not None and not self.loop.is_closed:
             await self.coordinated.wait_until(state)
             return
         while not self._is_in(state):
-            if self.pausing.is_closed:
+            if self.loop.is_closed:
                 raise EngineStopped(f"the engine is closed and will not be {state.name} again.")
             await self.requests.news.wait()
 
@@ -163,85 +147,18 @@ class EngineControl(DynamicInferenceEngine):
             self.book.finished = 0
             self.context.watch.reset()
 
+    def set_generation_epoch(self, epoch: int) -> None:
+        """The weights are those of generation `epoch` from now on: unfinished and new requests are
+        stamped with it (`policy_epoch`, `kv_cache_epoch`). Call it while the engine is suspended,
+        or its steps in flight count as the new ones'. (Megatron's `InferenceClient` has it.)"""
+        self.thread.check()
+        self.book.begin_epoch(epoch)
+
     def close(self) -> None:
         """End the engine for good; unfinished requests fail."""
         super().close()
-        if self._ranks is not None:
-            self._ranks.group.close()
         self.requests.news.notify()
 
     async def shutdown(self) -> None:
         """Close the engine; unfinished requests fail."""
         self.close()
-
-    # ---- Behind a coordinator ----------------------------------------------------------------
-
-    async def start_listening_to_data_parallel_coordinator(
-        self,
-        inference_coordinator_port: int | None = None,
-        launch_inference_coordinator: bool = True,
-        *,
-        hostname: str | None = None,
-        coordinator_schedule_output_path: str | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> str:
-        """Come behind a coordinator, and serve its requests in the task `engine_loop_task` until
-        `InferenceClient.stop_engines`. Every rank of the job calls this (it is collective). The
-        first rank of each model gets the requests; the task of its other ranks does what it does.
-
-        Args:
-            inference_coordinator_port: of the coordinator; None, or one that is taken: another.
-            launch_inference_coordinator: the first rank starts one, in a thread.
-            hostname: name or IP address that others reach this host by; None: 127.0.0.1. Whoever
-                reaches it can send requests and stop engines (docs/serving.md).
-            coordinator_schedule_output_path: refused, unless None.
-            loop: the running event loop, or None.
-
-        Returns:
-            the coordinator's address, "tcp://HOST:PORT".
-
-        Raises:
-            ConfigurationError: the ranks' settings differ, the model's groups are not those of
-                Megatron's `parallel_state`, no port can be bound, an argument is not served, or
-                another rank had such an error.
-            RankLost, CommunicationTimeout: a rank died, or did not call this.
-            EngineStopped: the engine is closed.
-        """
-        from megatron_async.compat.conversions.coordinator_service import (
-            CoordinatorService,
-            find_address,
-            share_seed,
-        )
-        from megatron_async.compat.conversions.service_ranks import join_ranks
-
-        self.pausing.check_is_open()
-        if coordinator_schedule_output_path is not None:
-            refuse("coordinator_schedule_output_path", "leave it out")
-        if loop is not None and loop is not asyncio.get_running_loop():
-            refuse("loop= with another loop than the running one", "leave it out")
-        engine = cast("CompatEngine", self)
-        share_seed(engine)
-        if self._ranks is None:
-            self._ranks = join_ranks(engine)
-        address = find_address(inference_coordinator_port, launch_inference_coordinator, hostname)
-        self.coordinated = CoordinatedStates()
-        self._service = CoordinatorService(engine, address, self.coordinated, self._ranks)
-        self.use_coordinator = True
-        task = self.engine_loop_task = asyncio.create_task(self.run_engine_with_coordinator())
-        await self._service.joined(task)
-        return address
-
-    async def run_engine_with_coordinator(
-        self, *, loop: asyncio.AbstractEventLoop | None = None
-    ) -> None:
-        """What `engine_loop_task` does: serve until the engines are told to stop.
-
-        Raises:
-            ConfigurationError: there is no coordinator yet.
-        """
-        if self._service is None:
-            refuse(
-                "run_engine_with_coordinator before start_listening_to_data_parallel_coordinator",
-                "await that, which starts it as engine_loop_task",
-            )
-        await self._service.run()

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, override
+from typing import Any, override
 
 import msgspec
 from megatron.core.inference.sampling_params import SamplingParams as MegatronParams
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
+from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.request_book import RequestEntry
 from megatron_async.compat.conversions.service_ranks import CONFIRM, tell_cuda_profiler
 from megatron_async.errors import JobFailed
@@ -20,9 +21,6 @@ from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.messages import Ended, Run, encode
 from megatron_async.serving.replica import Replica
 from megatron_async.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from megatron_async.compat.inference.engines.dynamic_engine import DynamicInferenceEngine
 
 
 class MegatronParamsMessage(msgspec.Struct):
@@ -48,6 +46,7 @@ class MegatronReplica(Replica):
 
     Args:
         engine: idle.
+        add_for: the engine's, which queues a request of Megatron's.
         address: of the coordinator.
         model: what is served.
         name: unique among the replicas.
@@ -57,7 +56,8 @@ class MegatronReplica(Replica):
 
     def __init__(
         self,
-        engine: DynamicInferenceEngine,
+        engine: EngineControl,
+        add_for: Callable[..., RequestEntry],
         address: str,
         model: str,
         name: str,
@@ -66,7 +66,7 @@ class MegatronReplica(Replica):
     ) -> None:
         tokenizer = tokenizer_for_clients(engine.controller.tokenizer)
         super().__init__(engine, address, model, name, finish_together, tokenizer=tokenizer)
-        self._served = engine
+        self._served, self._add_for = engine, add_for
         self._states = states
         self._entries: dict[int, RequestEntry] = {}
         """Unfinished requests whose ends carry a record, by number."""
@@ -80,7 +80,7 @@ class MegatronReplica(Replica):
         else:
             theirs = MegatronParams.deserialize(given)
             params = SamplingParams()  # log probs go with the record
-        entry = self._served.add_for(run.number, run.prompt, theirs, run.priority, run.traceparent)
+        entry = self._add_for(run.number, run.prompt, theirs, run.priority, run.traceparent)
         future = entry.own_future
         assert future is not None
         if given is not None:

@@ -7,22 +7,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
+from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.errors import refuse
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.join_group import RankPlace, join_group
 from megatron_async.ranks.rank_group import RankGroup
-
-if TYPE_CHECKING:
-    from megatron_async.compat.inference.engines.dynamic_engine import DynamicInferenceEngine
 
 SIZES: dict[str, Callable[[], int]] = {
     "tp": parallel_state.get_tensor_model_parallel_world_size,
@@ -56,7 +54,7 @@ class ServiceRanks:
         return self.is_spread and SIZES["ep"]() > 1
 
 
-def join_ranks(engine: DynamicInferenceEngine) -> ServiceRanks:
+def join_ranks(engine: EngineControl) -> ServiceRanks:
     """Connect the ranks of the job; collective. Whole models on each rank need no connection.
 
     Raises:
@@ -138,7 +136,7 @@ class FollowerTask:
         states: of the engine; changed on the event loop alone.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, states: CoordinatedStates) -> None:
+    def __init__(self, engine: EngineControl, states: CoordinatedStates) -> None:
         self._engine = engine
         self._states = states
 

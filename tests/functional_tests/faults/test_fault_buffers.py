@@ -91,7 +91,7 @@ def test_an_interrupted_wait_leaves_the_rings_alone(
     monkeypatch: pytest.MonkeyPatch,
     lookahead: int,
 ) -> None:
-    """Break `launch_step`: go on with more than `lookahead` in flight, so that a step is launched
+    """Break `launch_next`: go on with more than `lookahead` in flight, so that a step is launched
     on top of steps that nobody has resolved."""
     engine = make_tiny_engine(lookahead=lookahead, device=LateDevice(), **SAME_AGAIN)
     wait, calls = engine.group.wait, 0

@@ -107,7 +107,7 @@ def test_no_token_is_lost_or_doubled_by_memory_pressure(
     - `update_requests`: `is_first=length <= slots.prompt_length[rows] + 1`
     - `_pause`: `slots.count_back(newly, 1)` besides
     - `_resume`: leave the state `PAUSED` (nobody is admitted any more)
-    - `_num_due`: resolve all that is in flight (`return len(self.in_flight)`)
+    - `StepLoop.due`: all that is in flight (`return list(in_flight)`)
     """
     watched = make_watched(**CRAMPED, paused_buffer_size_gb=1e-9 if evicts else None)
     futures = [watched.add(number) for number in range(4)]
@@ -184,7 +184,7 @@ def test_no_token_is_late(make_watched: Callable[..., Watched]) -> None:
 
     Break one of these, and it fails:
 
-    - `_num_due`: `max(len(self.in_flight) - self.lookahead - 1, 0)`, one step too late
+    - `StepLoop.due`: `max(len(in_flight) - self.lookahead - 1, 0)`, one step too late
     - `_may_admit`: `return False` if `running.any()`, so that a newcomer waits
     """
     watched = make_watched()

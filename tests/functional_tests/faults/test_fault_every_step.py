@@ -42,7 +42,7 @@ def test_failures_end(tiny_model: torch.nn.Module, lookahead: int, fails: str) -
             raise ValueError("planned")
         return original(*arguments)
 
-    launch, controller.launch_step = controller.launch_step, launching  # type: ignore[method-assign]
+    launch, controller.enqueue_step = controller.enqueue_step, launching  # type: ignore[method-assign]
     controller._compute_step = fail  # type: ignore[method-assign]
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(number, prompt, greedy(6))
@@ -59,7 +59,7 @@ def test_failures_end(tiny_model: torch.nn.Module, lookahead: int, fails: str) -
             assert request.status == Status.FAILED
         elif request.status != Status.FAILED:
             assert request.generated_tokens == expected[number]
-    del controller._compute_step, controller.launch_step
+    del controller._compute_step, controller.enqueue_step
     after = engine.generate(PROMPTS, greedy(6))
     assert [r.generated_tokens for r in after] == expected
     drain(engine)

@@ -275,11 +275,11 @@ def test_a_launch_that_raises_on_the_host(
     interrupt: type[BaseException],
 ) -> None:
     """An error fails the step; what interrupts goes to the caller, and all requests are prefilled
-    again. Break `StepLaunching`'s `launch_failed_step`, or `Turn.__exit__`: the engine says "none
+    again. Break `StepLoop`'s `enqueue_failed_step`, or `Turn.__exit__`: the engine says "none
     can run" from then on."""
     owner, name = {
         "pack": (engine.context._staging, "pack"),
-        "launch": (engine.controller, "launch_step"),
+        "launch": (engine.controller, "enqueue_step"),
         "deliver": (engine.controller, "_deliver"),
     }[place]
     method, calls = getattr(owner, name), 0

@@ -71,8 +71,8 @@ def test_a_follower_that_is_interrupted_follows_on(
         make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
     )
     channel = MemoryChannel()
-    leader.group = Leader(channel, channel.check)
-    follower.group = Follower(channel, channel.check)
+    leader.loop.join(Leader(channel, channel.check))
+    follower.loop.join(Follower(channel, channel.check))
     assert right(leader, expected)
     leader.group.release()
     ended: list[list[int]] = []

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.engines import generation
 from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.interrupts import HeldInterrupts
 from tests.support.attention_model import AttentionModel
@@ -43,7 +42,7 @@ def test_ctrl_c_waits_for_the_end_of_a_turn(
     moment: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All of a turn is done, and no report loses what it had. Break `end_turn`: no `take_back`; or
+    """All of a turn is done, and no report loses what it had. Break `_end_turn`: no `take_back`; or
     `step_modern`: keep a step's outputs in a local variable."""
     listener = At(moment, ctrl_c)
     engine.listeners.append(listener)
@@ -104,8 +103,8 @@ def test_ctrl_c_again_while_an_interrupted_generate_ends(
     signals: int,
 ) -> None:
     """At any bytecode of that: all of its requests end all the same, and others go on. Of two
-    signals the second takes effect at once. Break `run_to_end`: call `_abandon` once."""
-    abandon, number, tried = generation._abandon, 1, 0
+    signals the second takes effect at once. Break `generate`: call `_abandon` once."""
+    abandon, number, tried = engine._abandon, 1, 0
     other = engine.add_request(77, PROMPTS[0], greedy(TOKENS))
     interrupted: AtBytecode | None = None
 
@@ -120,7 +119,7 @@ def test_ctrl_c_again_while_an_interrupted_generate_ends(
         with AtBytecode(number, act) as interrupted:
             return abandon(*arguments)
 
-    monkeypatch.setattr(generation, "_abandon", traced)
+    monkeypatch.setattr(engine, "_abandon", traced)
     while interrupted is None or interrupted.where is not None:
         interrupted = None
         engine.listeners.append(At("launched", ctrl_c, call=2))
@@ -337,7 +336,7 @@ def test_a_stop_that_is_interrupted_may_be_repeated(
 def test_a_loop_that_is_cancelled_at_any_await_begins_again(
     engine: DynamicInferenceEngine, expected: list[list[int]]
 ) -> None:
-    """Steps in flight of requests that are gone are resolved by the next `run_engine`. Break `run`:
+    """Steps in flight of requests that are gone are resolved by the next `run_engine`. Break that:
     wait for requests first."""
 
     async def main() -> None:

@@ -19,8 +19,8 @@ import pytest
 from megatron_async import LLM
 from megatron_async.devices import CpuDevice
 from megatron_async.engines import admission
-from megatron_async.engines.engine_thread import EngineThread
 from megatron_async.engines.listener import EngineListener
+from megatron_async.engines.turn import EngineThread
 from megatron_async.errors import JobFailed, RanksDisagree
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import RecordingError
@@ -102,7 +102,7 @@ def test_a_grammar_s_future_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None
 
     def wait(job: Future[None]) -> None:
         entry = SimpleNamespace(grammar_job=job)
-        waiting: Any = SimpleNamespace(_compiling={0: (entry, 0)})
+        waiting: Any = SimpleNamespace(_requests=SimpleNamespace(compiling={0: (entry, 0)}))
         admission.Admission.wait_for_a_grammar(waiting)
 
     for job in interrupted_everywhere(Future, wait):

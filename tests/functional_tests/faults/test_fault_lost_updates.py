@@ -37,7 +37,7 @@ def place(engine: DynamicInferenceEngine, where: str) -> tuple[Any, str]:
     if where == "pack":
         return engine.context._staging, "pack"
     if where == "launch":
-        return engine.controller, "launch_step"
+        return engine.controller, "enqueue_step"
     return engine.context.gpu_view, where
 
 

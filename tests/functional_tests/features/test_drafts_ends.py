@@ -212,7 +212,7 @@ def test_grammars_beside_drafts(lookahead: int) -> None:
         num_speculative_tokens=DRAFTS, max_requests=5, block_size_tokens=4, max_tokens=64,
         num_kv_blocks=60,
     )  # fmt: skip
-    launch, seen = engine.controller.launch_step, 0
+    launch, seen = engine.controller.enqueue_step, 0
 
     def launch_and_look(plan: Any) -> Any:
         nonlocal seen
@@ -222,7 +222,7 @@ def test_grammars_beside_drafts(lookahead: int) -> None:
         seen += bool(constrained.any()) and plan.width > 1 and plan.widths.max() > 1
         return launch(plan)
 
-    engine.controller.launch_step = launch_and_look  # type: ignore[method-assign]
+    engine.controller.enqueue_step = launch_and_look  # type: ignore[method-assign]
     for each in params:  # so that all run together
         if each.structured_output is not None:
             engine.grammars.begin(each.structured_output).result()

@@ -97,8 +97,8 @@ def test_plain_requests_cost_nothing(
         TokenSampler, "_sample_processed", lambda *given: pytest.fail("was processed")
     )
     plans = []
-    launch = engine.controller.launch_step
-    engine.controller.launch_step = lambda plan: plans.append(plan) or launch(plan)
+    launch = engine.controller.enqueue_step
+    engine.controller.enqueue_step = lambda plan: plans.append(plan) or launch(plan)
     jobs = [Job([1, 2, 3], SamplingParams(temperature=0.9, top_k=5, num_tokens_to_generate=9))]
     run_at(engine, {0: jobs, 2: [Job([4, 5], greedy(9))]})
     assert plans

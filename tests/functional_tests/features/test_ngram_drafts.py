@@ -154,14 +154,14 @@ def test_requests_that_ask_for_fewer(lookahead: int) -> None:
     params = [greedy(60, num_speculative_tokens=n) for n in (0, 1, 3, None)]
     prompts = [[1, 5, 7]] * len(params)
     engine = ngram_engine(model, 3, lookahead=lookahead, block_size_tokens=4)
-    launch, most = engine.controller.launch_step, np.zeros(len(params), dtype=int)
+    launch, most = engine.controller.enqueue_step, np.zeros(len(params), dtype=int)
 
     def launch_and_look(plan: Any) -> Any:
         requests = engine.context.slots.request_id[plan.slots]
         np.maximum.at(most, requests, plan.widths)
         return launch(plan)
 
-    engine.controller.launch_step = launch_and_look  # type: ignore[method-assign]
+    engine.controller.enqueue_step = launch_and_look  # type: ignore[method-assign]
     found = engine.generate(prompts, params)
     assert len({tuple(request.generated_tokens) for request in found}) == 1
     assert most.tolist() == [1, 2, 4, 4]

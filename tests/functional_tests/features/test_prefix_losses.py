@@ -96,14 +96,14 @@ def test_a_failed_steps_blocks_are_not_found(
     jobs = [Job([*TEXT[:30], number], greedy(5)) for number in range(6)]
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_tokens=14)
-    launch = engine.controller.launch_step
+    launch = engine.controller.enqueue_step
 
     def fail_once(plan: Any) -> Any:
         if plan.step == failing:
             raise RuntimeError("planted")
         return launch(plan)
 
-    monkeypatch.setattr(engine.controller, "launch_step", fail_once)
+    monkeypatch.setattr(engine.controller, "enqueue_step", fail_once)
     futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(jobs)]
     while engine.has_unfinished_requests():
         engine.step_modern()
@@ -135,14 +135,14 @@ def test_a_failed_step_feeds_no_token(
     expected = alone_once(serial, [late])[0]
     engine = caching(model, lookahead=lookahead)
     poison_blocks(engine)
-    launch = engine.controller.launch_step
+    launch = engine.controller.enqueue_step
 
     def fail_once(plan: Any) -> Any:
         if plan.step == failing:
             raise RuntimeError("planted")
         return launch(plan)
 
-    monkeypatch.setattr(engine.controller, "launch_step", fail_once)
+    monkeypatch.setattr(engine.controller, "enqueue_step", fail_once)
     future = engine.add_request(0, TEXT[:6], greedy(30))
     while engine.has_unfinished_requests():
         engine.step_modern()

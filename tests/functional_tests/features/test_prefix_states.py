@@ -298,14 +298,14 @@ def test_a_failed_steps_states_are_not_found(
     jobs = [Job([*TEXT[:300], *OTHER[n : n + 90]], greedy(3)) for n in range(5)]
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, prefix_caching_mamba_interval=0)
-    launch = engine.controller.launch_step
+    launch = engine.controller.enqueue_step
 
     def fail_once(plan: Any) -> Any:
         if plan.step == failing:
             raise RuntimeError("planted")
         return launch(plan)
 
-    monkeypatch.setattr(engine.controller, "launch_step", fail_once)
+    monkeypatch.setattr(engine.controller, "enqueue_step", fail_once)
     for first_id in (0, 10):
         futures = []
         for number, job in enumerate(jobs, first_id):

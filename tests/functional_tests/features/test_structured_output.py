@@ -162,7 +162,7 @@ def test_the_next_forward_is_launched_before_the_token_is_known(
     and all that before the step after it is launched."""
     engine = make_tiny_engine(lookahead=1, tokenizer=ascii_tokenizer)
     controller, events = engine.controller, []
-    launch, finish = controller.launch_step, controller.sample_constrained
+    launch, finish = controller.enqueue_step, controller.sample_constrained
     book = engine.booking.book
 
     def watched(name: str, call: Any) -> Any:
@@ -173,7 +173,7 @@ def test_the_next_forward_is_launched_before_the_token_is_known(
 
         return note
 
-    controller.launch_step = watched("launch", launch)
+    controller.enqueue_step = watched("launch", launch)
     controller.sample_constrained = watched("masks", finish)
     engine.booking.book = watched("book", book)
     run_at(engine, {0: [JOBS[2]]})

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from megatron_async import SamplingParams
+from megatron_async.engines.late_launch import LateLaunch
 from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -168,9 +169,9 @@ class EngineMachine(RuleBasedStateMachine):
         watch_state_plans(self.engine)
         self.watch = StepWatch(self.engine)
         self.launches: TickingLaunches | None = None
-        if self.engine.launching.late is not None:
-            self.script.append("TickingLaunches(engine.launching.late)")
-            self.launches = TickingLaunches(self.engine.launching.late)
+        if isinstance(self.engine.launching, LateLaunch):
+            self.script.append("TickingLaunches(engine.launching)")
+            self.launches = TickingLaunches(self.engine.launching)
         self.ngrams, self.mtp = None, None
         if settings.get("speculative_method") == NGRAM:
             self.ngrams = NgramWatch(self.engine)

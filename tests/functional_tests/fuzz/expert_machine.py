@@ -23,7 +23,7 @@ class ExpertMachine(EngineMachine):
     def add_requests(self, requests: Any) -> None:
         """The first ones come with a new engine."""
         if not isinstance(self.engine.group, BesideOthers):
-            self.engine.group = BesideOthers(0)
+            self.engine.loop.join(BesideOthers(0))
         super().add_requests(requests)
 
     @rule(steps=st.integers(0, MOST_STEPS))

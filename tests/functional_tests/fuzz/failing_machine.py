@@ -43,13 +43,13 @@ class FailingMachine(EngineMachine):
 
     def _install(self) -> None:
         controller, slots = self.engine.controller, self.engine.context.slots
-        self._compute, launch = controller._compute_step, controller.launch_step
+        self._compute, launch = controller._compute_step, controller.enqueue_step
 
         def launch_step(plan: Any) -> Any:
             self._served.append({slots.request_at(s).request_id for s in plan.slots.tolist()})
             return launch(plan)
 
-        controller.launch_step = launch_step  # type: ignore[method-assign]
+        controller.enqueue_step = launch_step  # type: ignore[method-assign]
         controller._compute_step = self._compute_or_fail  # type: ignore[method-assign]
 
     def _compute_or_fail(self, *arguments: Any) -> Any:

@@ -13,7 +13,6 @@ from hypothesis.stateful import rule
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.engines.listener import EngineListener
-from megatron_async.engines.loop import end_turn
 from tests.functional_tests.fuzz.engine_machine import EngineMachine, runs
 from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
 
@@ -21,7 +20,10 @@ MOST_BYTECODES = 3001
 """Few steps have more; one that has fewer is not interrupted."""
 bytecodes = st.integers(1, MOST_BYTECODES - 1).map(lambda number: number * 1237 % MOST_BYTECODES)
 """All as likely: Hypothesis prefers small numbers."""
-SPARED = (DynamicInferenceEngine.step_modern.__code__, end_turn.__code__)
+SPARED = (
+    DynamicInferenceEngine.step_modern.__code__,
+    DynamicInferenceEngine._end_turn.__code__,
+)
 """What is raised there, where no signal can come, may lose a report that is done."""
 
 

@@ -50,9 +50,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import run_state_machine_as_test
 
-from megatron_async import DynamicInferenceEngine
-from megatron_async.engines.pausing import Pausing
-from megatron_async.engines.step_booking import StepBooking
+from megatron_async.engines.step_loop import StepLoop
 from megatron_async.text import structured_output
 from tests.functional_tests.fuzz.engine_machine import EngineMachine
 from tests.functional_tests.fuzz.expert_machine import ExpertMachine
@@ -211,14 +209,14 @@ def test_overwritten_samples_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that such schedules were made for: a stop ran a step for others while all buffers
     of samples were in use."""
 
-    def drain(pausing: Pausing, engine: DynamicInferenceEngine) -> None:
-        engine.group.stop_together(True)
-        while engine.group.must_keep_up:
-            engine.launch_dummy_step()
-            pausing._resolve_down_to(engine.lookahead, engine)
-        pausing._resolve_down_to(0, engine)
+    def drain(loop: StepLoop) -> None:
+        loop.group.stop_together(True)
+        while loop.group.must_keep_up:
+            loop.launch_dummy()
+            loop.resolve_down_to(loop.lookahead)
+        loop.resolve_down_to(0)
 
-    monkeypatch.setattr(Pausing, "_drain", drain)
+    monkeypatch.setattr(StepLoop, "drain", drain)
     monkeypatch.setattr(EngineMachine, "answers", {})
     before = EngineMachine.counts["schedules"]
     with pytest.raises((AssertionError, KeyError)):
@@ -229,7 +227,7 @@ def test_overwritten_samples_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_endless_failures_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The livelock that such schedules were made for: steps launched while those behind a failed
     one are in flight."""
-    monkeypatch.setattr(StepBooking, "is_recovering", False)
+    monkeypatch.setattr(StepLoop, "is_recovering", False)
     with pytest.raises(AssertionError, match=r"stuck|forgotten"):
         fuzz(MANY, 0, Phase.generate, machine=FailingMachine)
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice
 from megatron_async.ranks.actions import Report, Turn
-from megatron_async.ranks.expert_consensus import ExpertConsensus
+from megatron_async.ranks.expert_consensus import ExpertConsensus, SharedExperts
 from megatron_async.ranks.leader import Leader
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.harness import (
@@ -64,15 +64,14 @@ class ExpertRanks:
         for rank, communicator in enumerate(MemoryCommunicator.group(size)):
             device = CapturingCpu() if captures else CpuDevice()
             engine = make_engine(MODEL, device=device, num_kv_blocks=32, **config)
-            engine.group = Leader(
-                NoFollowers(), lambda: None, consensus=ExpertConsensus(communicator)
-            )
+            leader = Leader(NoFollowers(), lambda: None)
+            engine.loop.join(SharedExperts(leader, ExpertConsensus(communicator)))
             self._watch(engine, self.shapes[rank])
             self.engines.append(engine)
 
     @staticmethod
     def _watch(engine: DynamicInferenceEngine, shapes: list[tuple[Any, int, int]]) -> None:
-        launch = engine.controller.launch_step
+        launch = engine.controller.enqueue_step
 
         def watched(plan: Any) -> Any:
             dims = plan.dims
@@ -80,7 +79,7 @@ class ExpertRanks:
             shapes.append((key, max(dims.tokens, dims.dispatch_tokens), plan.num_rows))
             return launch(plan)
 
-        engine.controller.launch_step = watched  # type: ignore[method-assign]
+        engine.controller.enqueue_step = watched  # type: ignore[method-assign]
 
     def run(self, *work: Callable[[DynamicInferenceEngine], Any]) -> list[Any]:
         """Call `work[rank](engine)` on a thread for each rank."""

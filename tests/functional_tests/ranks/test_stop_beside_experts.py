@@ -47,7 +47,7 @@ def test_tokens_of_steps_in_flight_are_kept(
         max_sequence_length=128, max_tokens=48,
     )  # fmt: skip
     expected = [request.generated_tokens for request in engine.generate(PROMPTS, PARAMS)]
-    group = engine.group = BesideOthers(steps)
+    engine.loop.join(group := BesideOthers(steps))
     loop = asyncio.new_event_loop()
 
     async def serve() -> list[list[int]]:
@@ -69,7 +69,7 @@ def test_tokens_of_steps_in_flight_are_kept(
 def idle(tiny_model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
     """An engine without requests, beside others that run three steps more when it stops."""
     engine = make_engine(tiny_model, max_requests=4, max_sequence_length=128, max_tokens=48)
-    engine.group = BesideOthers(3)
+    engine.loop.join(BesideOthers(3))
     yield engine
     engine.close()
 
@@ -108,7 +108,7 @@ def test_who_ends_has_reported_all_before(
     async def end() -> None:
         idle.pause()
         loop = asyncio.create_task(idle.run_engine())
-        await finishing.finish_together(idle, RankPlace(0, 1))
+        await finishing.finish_together(idle.has_unfinished_requests, RankPlace(0, 1))
         loop.cancel()
         await asyncio.wait([loop])
 

@@ -253,7 +253,7 @@ def test_tokens_are_the_same() -> None:
     expected = [future.result().generated_tokens for future in futures]
     engine = make_engine(model, lookahead=1)
     assert engine.context.device.shares_cores
-    ticking = TickingLaunches(engine.launching.late)
+    ticking = TickingLaunches(engine.launching)
     asyncio.run(_serve(engine, prompts, params, expected))
     assert ticking.waits > 5
 

@@ -1,7 +1,14 @@
-"""A loop of one's own, of the engine's public parts: `launch_step` and `resolve_step`."""
+"""A loop of one's own, of the engine's public parts: `launch_step` and `resolve_step`; and
+the page of the engine's loop."""
+
+import inspect
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_async import DynamicInferenceEngine
+from megatron_async.engines.step_loop import StepLoop
 from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
 
 
@@ -56,3 +63,31 @@ def test_where_nothing_can_be_done_nothing_is(engine):
     finish(engine)
     engine.close()
     assert engine.launch_step() is None
+
+
+def test_the_loop_of_the_page_is_the_code() -> None:
+    """docs/architecture.md. Break it: another name on the page, or a line of `async_step` less."""
+    page = Path("docs/architecture.md").read_text(encoding="utf-8")
+    _, whole, _, launch, *_ = page[page.index("## The loop") :].split("```")
+
+    def lines(text: str) -> list[str]:
+        return [code for line in text.splitlines() if (code := line.split("#")[0].strip())]
+
+    def code(function: Any) -> list[str]:
+        return lines(inspect.getsource(function))
+
+    step = lines(whole)
+    for function, waited in (
+        ("step_modern", "loop.wait("),
+        ("async_step", "await loop.wait_async("),
+    ):
+        found = code(getattr(DynamicInferenceEngine, function))
+        begin = found.index(step[0])
+        expected = [line.replace("loop.wait(", waited) for line in step]
+        assert found[begin : begin + len(step)] == expected, function
+    parts = code(StepLoop.launch_next) + code(StepLoop._launch)
+    places = []
+    for line in lines(launch):
+        begin = line.split("...")[0]
+        places.append(next(i for i, part in enumerate(parts) if part.startswith(begin)))
+    assert places == sorted(places)

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from megatron_async.simulation.cpu_times import CpuTimes
 
 from megatron_async.captured_steps.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.config import InferenceConfig
-from megatron_async.engines.prefill_pace import FIRST_TOKENS
+from megatron_async.engines.prefill_limit import FIRST_TOKENS
 from megatron_async.engines.step_costs import KEPT, StepCosts, StepWork
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
-from megatron_async.simulation.device_times import CpuTimes, DeviceTimes, Machine
+from megatron_async.simulation.device_times import DeviceTimes, Machine
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import PrefillLimit, load_recording
@@ -122,7 +123,7 @@ def test_followers_plan_by_their_leaders_clock() -> None:
     leader = make_engine(MODEL, **SETTINGS, check_ranks_agree=True)
     following = FollowingEngine(leader, make_engine(MODEL, **SETTINGS, check_ranks_agree=True))
     follower = following.engine
-    follower.launching._pace._now_us = lambda: 0.0  # type: ignore[union-attr]  # never late
+    follower.loop._prefill_limit._now_us = lambda: 0.0  # type: ignore[union-attr]  # never late
     leader.generate(long_prompts(), [greedy(40)] * 9)
     drain(leader)
     leader.close()

@@ -19,7 +19,7 @@ from megatron_async.config import InferenceConfig
 from megatron_async.contexts.request_slots import SlotState
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.listener import EngineListener
-from megatron_async.engines.prompt_share import SHARE, PromptShare
+from megatron_async.engines.prefill_limit import SHARE, PromptShare
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace

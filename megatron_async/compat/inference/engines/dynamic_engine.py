@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 
 from megatron_async.compat.conversions import errors
+from megatron_async.compat.conversions.coordinated_states import CoordinatedStates
 from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.errors import refuse
 from megatron_async.compat.conversions.events import TokenTimes
@@ -48,6 +49,10 @@ from megatron_async.engines.validation import check_request_id
 from megatron_async.errors import EngineStopped
 from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 
+if TYPE_CHECKING:
+    from megatron_async.compat.conversions.coordinator_service import CoordinatorService
+    from megatron_async.compat.conversions.service_ranks import ServiceRanks
+
 __all__ = ["DynamicInferenceEngine", "EngineState", "EngineSuspendedError", "RequestEntry"]
 
 
@@ -60,12 +65,19 @@ class DynamicInferenceEngine(EngineControl):
 
     Attributes:
         book: Megatron's requests beside ours.
+        engine_loop_task: serves a coordinator; None without one.
+        use_coordinator: whether it has come behind a coordinator.
 
     Raises:
         ConfigurationError: the parts are not those of `compat`, or a `metrics_writer` cannot write.
     """
 
     controller: TextGenerationController
+    engine_loop_task: asyncio.Task[None] | None = None
+    use_coordinator = False
+    _service: CoordinatorService | None = None
+    _ranks: ServiceRanks | None = None
+    """Once it has come behind a coordinator."""
 
     def __init__(
         self, controller: TextGenerationController, context: DynamicInferenceContext
@@ -215,13 +227,6 @@ class DynamicInferenceEngine(EngineControl):
         """Evictions."""
         return self.context.scheduler.evictions
 
-    def set_generation_epoch(self, epoch: int) -> None:
-        """The weights are those of generation `epoch` from now on: unfinished and new requests are
-        stamped with it (`policy_epoch`, `kv_cache_epoch`). Call it while the engine is suspended,
-        or its steps in flight count as the new ones'. (Megatron's `InferenceClient` has it.)"""
-        self.thread.check()
-        self.book.begin_epoch(epoch)
-
     # ---- The loop ----------------------------------------------------------------------------
 
     @property
@@ -256,7 +261,7 @@ class DynamicInferenceEngine(EngineControl):
         """
         with _megatron_errors():
             if not self._loops:
-                self.pausing.check_can_step(self)
+                self.pausing.check_can_step()
             return await super().async_step()
 
     def step_legacy(
@@ -342,6 +347,85 @@ class DynamicInferenceEngine(EngineControl):
             pass
         finally:
             self._loops = False
+
+    # ---- Behind a coordinator ----------------------------------------------------------------
+
+    async def start_listening_to_data_parallel_coordinator(
+        self,
+        inference_coordinator_port: int | None = None,
+        launch_inference_coordinator: bool = True,
+        *,
+        hostname: str | None = None,
+        coordinator_schedule_output_path: str | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> str:
+        """Come behind a coordinator, and serve its requests in the task `engine_loop_task` until
+        `InferenceClient.stop_engines`. Every rank of the job calls this (it is collective). The
+        first rank of each model gets the requests; the task of its other ranks does what it does.
+
+        Args:
+            inference_coordinator_port: of the coordinator; None, or one that is taken: another.
+            launch_inference_coordinator: the first rank starts one, in a thread.
+            hostname: name or IP address that others reach this host by; None: 127.0.0.1. Whoever
+                reaches it can send requests and stop engines (docs/serving.md).
+            coordinator_schedule_output_path: refused, unless None.
+            loop: the running event loop, or None.
+
+        Returns:
+            the coordinator's address, "tcp://HOST:PORT".
+
+        Raises:
+            ConfigurationError: the ranks' settings differ, the model's groups are not those of
+                Megatron's `parallel_state`, no port can be bound, an argument is not served, or
+                another rank had such an error.
+            RankLost, CommunicationTimeout: a rank died, or did not call this.
+            EngineStopped: the engine is closed.
+        """
+        from megatron_async.compat.conversions.coordinator_service import (
+            CoordinatorService,
+            find_address,
+            share_seed,
+        )
+        from megatron_async.compat.conversions.service_ranks import join_ranks
+
+        self.pausing.check_is_open()
+        if coordinator_schedule_output_path is not None:
+            refuse("coordinator_schedule_output_path", "leave it out")
+        if loop is not None and loop is not asyncio.get_running_loop():
+            refuse("loop= with another loop than the running one", "leave it out")
+        share_seed(self.controller.sampling_rng)
+        if self._ranks is None:
+            self._ranks = join_ranks(self)
+        address = find_address(inference_coordinator_port, launch_inference_coordinator, hostname)
+        self.coordinated = CoordinatedStates()
+        self._service = CoordinatorService(
+            self, self.add_for, address, self.coordinated, self._ranks
+        )
+        self.use_coordinator = True
+        task = self.engine_loop_task = asyncio.create_task(self.run_engine_with_coordinator())
+        await self._service.joined(task)
+        return address
+
+    async def run_engine_with_coordinator(
+        self, *, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """What `engine_loop_task` does: serve until the engines are told to stop.
+
+        Raises:
+            ConfigurationError: there is no coordinator yet.
+        """
+        if self._service is None:
+            refuse(
+                "run_engine_with_coordinator before start_listening_to_data_parallel_coordinator",
+                "await that, which starts it as engine_loop_task",
+            )
+        await self._service.run()
+
+    def close(self) -> None:
+        """End the engine for good; unfinished requests fail."""
+        super().close()
+        if self._ranks is not None:
+            self._ranks.group.close()
 
     # ---- Graphs ------------------------------------------------------------------------------
 

@@ -1,8 +1,15 @@
-"""`PrefillPace`: how many prompt tokens a step may have, so that running requests keep their pace.
+"""How many prompt tokens a step may have beside running requests, which wait for them.
 
-Prompt tokens that join a step of decode rows make the step longer, and each running request waits
-for it. With `InferenceConfig.target_tpot_ms`, a step gets as many prompt tokens as fit the target,
-by the times of booked steps. Without this option, no `PrefillPace` is made.
+`PromptShare` is the usual limit. With the products of few tokens a GPU is bound by the weights'
+bytes, so some prompt tokens beside running requests cost little; from some hundred on, each token
+costs its products, and a step with a long prompt takes several times as long as others. Such a
+prompt is prefilled in several steps (chunked prefill as in Sarathi-Serve, OSDI 2024). How many
+tokens a step has then is measured when steps are captured. Smaller chunks mean a later first token,
+and fewer tokens a second where requests arrive faster than they are served. So the more prompt
+tokens wait, the more a step may have: half of them.
+
+`PrefillPace` is the limit with `InferenceConfig.target_tpot_ms`: a step gets as many prompt tokens
+as fit the target, by the times of booked steps.
 """
 
 from __future__ import annotations
@@ -21,6 +28,8 @@ from megatron_async.engines.step_costs import StepCosts, StepWork
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
+SHARE = 0.5
+"""A step may always have this share of the prompt tokens that wait, however long it lasts then."""
 FIRST_TOKENS = 256
 """Prompt tokens of a step before their cost is known; halved after each step that is late."""
 GROWTH = 2.0
@@ -32,6 +41,51 @@ in twenty may be late, whatever the error of the fit."""
 LEAST_SHARE = 0.7
 FORGET = 0.05
 """Weight of a step in the mean of tokens that a row yields."""
+
+
+def prefill_limit_of(
+    context: DynamicInferenceContext,
+    statistics: EngineStatistics,
+    listeners: list[EngineListener],
+) -> PrefillPace | PromptShare:
+    """The limit of an engine; a `PrefillPace` is put among its listeners."""
+    if context.config.target_tpot_ms is None:
+        return PromptShare(context)
+    pace = PrefillPace(context, statistics)
+    listeners.append(pace)
+    return pace
+
+
+class PromptShare:
+    """Limits prompt tokens of steps that have decode rows.
+
+    Args:
+        context: of the engine.
+    """
+
+    def __init__(self, context: DynamicInferenceContext) -> None:
+        self._context = context
+
+    def limit(self) -> int:
+        """Most prompt tokens of the next step, if it has decode rows; at least
+        `LEAST_PREFILL_TOKENS`, or `mixed_step_tokens` where these are fewer. While no prompt waits,
+        the limit stays what it is."""
+        context, slots, scheduler = self._context, self._context.slots, self._context.scheduler
+        config, shapes = context.config, context.graph_shapes
+        tokens = config.mixed_step_tokens or shapes.mixed_step_tokens
+        if tokens is None or not config.enable_chunked_prefill:
+            return scheduler.prefill_limit
+        started = scheduler.prefilling
+        waits = context.waiting.num_known
+        if started:
+            waits += int((slots.num_known[started] - slots.num_prefilled[started]).sum())
+        if not waits:
+            return scheduler.prefill_limit
+        rows = -(-np.count_nonzero(slots.may_decode()) // slots.num_micro_batches)
+        decode = int(rows) * slots.max_width
+        least = min(LEAST_PREFILL_TOKENS, tokens)
+        room = max(tokens - decode, SHARE * waits)
+        return min(shapes.prefill_that_fits(decode, room, least), config.max_tokens)
 
 
 class PrefillPace(EngineListener):
