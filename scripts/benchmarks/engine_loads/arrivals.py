@@ -30,6 +30,7 @@ from engine_loads.trace_options import add_trace_options, make_trace
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job
+from megatron_async.engines.late_launch import PromptLaunch
 from megatron_async.profiling.arrival_trace import TraceRequest
 from megatron_async.profiling.benchmark_record import distribution, write_record
 from megatron_async.profiling.workloads import greedy
@@ -102,8 +103,8 @@ async def serve(llm: LLM, trace: Sequence[TraceRequest]) -> dict[str, Any]:
 
 async def serve_all(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Figures of this replica: of each round, rate and way of launching."""
-    launching, replica = llm.engine.launching, llm.data_parallel_rank
-    late, vocabulary = launching.late, llm.engine.controller.vocab_size
+    engine, replica = llm.engine, llm.data_parallel_rank
+    late, vocabulary = engine.launching, engine.controller.vocab_size
     # Kernels are compiled and step times are learned before the clock counts.
     seeds = [args.seed + number * llm.data_parallel_size + replica for number in range(args.rounds)]
     other_seed = args.seed + args.rounds * llm.data_parallel_size + replica
@@ -113,7 +114,7 @@ async def serve_all(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     plan = list(itertools.product(range(args.rounds), args.rate, (AT_ONCE, LATE)))
     for round_, rate, way in tqdm(plan, unit="trace", disable=hidden):
         trace = make_trace(args, vocabulary, rate, args.num_requests, seeds[round_])
-        launching.late = late if way == LATE else None
+        engine.launching = late if way == LATE else PromptLaunch()
         key = {"replica": replica, "round": round_, "rate": rate, "launches": way}
         found.append(key | await serve(llm, trace))
     return found

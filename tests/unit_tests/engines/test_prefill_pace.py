@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_async.simulation.cpu_times import CpuTimes
 
 from megatron_async.captured_steps.graph_shapes import LEAST_PREFILL_TOKENS
 from megatron_async.config import InferenceConfig
@@ -15,7 +14,7 @@ from megatron_async.engines.step_costs import KEPT, StepCosts, StepWork
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
-from megatron_async.simulation.device_times import DeviceTimes, Machine
+from megatron_async.simulation.device_times import CpuTimes, DeviceTimes, Machine
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import PrefillLimit, load_recording
