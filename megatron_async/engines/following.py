@@ -35,7 +35,7 @@ PATIENCE = 10
 METHODS = ("pause", "unpause", "suspend", "resume", "reset_prefix_cache")
 
 
-class Followed(Protocol):
+class _Followed(Protocol):
     """The calls of an engine that a log repeats; `METHODS` too."""
 
     loop: StepLoop
@@ -56,7 +56,7 @@ class Followed(Protocol):
     ) -> asyncio.Future[Any]: ...
 
 
-def follow(engine: Followed) -> bool:
+def follow(engine: _Followed) -> bool:
     """Replay until the leader releases its followers or closes its engine.
 
     Returns:
@@ -76,7 +76,7 @@ def follow(engine: Followed) -> bool:
         return _follow(engine, group)
 
 
-def _follow(engine: Followed, group: Follower) -> bool:
+def _follow(engine: _Followed, group: Follower) -> bool:
     in_flight = engine.loop.in_flight
     while True:
         start = time.perf_counter()
@@ -92,7 +92,7 @@ def _follow(engine: Followed, group: Follower) -> bool:
             return isinstance(action, Release)
 
 
-def _replay(engine: Followed, group: Follower, action: Action) -> None:
+def _replay(engine: _Followed, group: Follower, action: Action) -> None:
     """Repeat an action of the leader."""
     if isinstance(action, Launch):
         _check_step("launches", action.step, engine.loop.context.next_step)
