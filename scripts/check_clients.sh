@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Ask a running server by the clients that people use, each in an environment of its own, and write
-# what came out of it to docs/server_clients.md. Rows of clients that are not asked stay.
+# what came out of it to docs/records/clients.md. Rows of clients that are not asked stay.
 #
 #   bash scripts/check_clients.sh                     # starts `megatron-async serve smollm2` itself
 #   bash scripts/check_clients.sh openai-1 litellm    # only these
@@ -13,7 +13,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 ENVS=${CLIENT_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-async-clients}
-REPORT=${REPORT:-docs/server_clients.md}
+REPORT=${REPORT:-docs/records/clients.md}
 TIME_LIMIT=${TIME_LIMIT:-1200}
 ALL=(openai-1 openai-2 openai anthropic inspect-ai litellm instructor pydantic-ai langchain-openai
      llm lm-eval aiperf schemathesis llama.cpp vllm)
