@@ -50,6 +50,8 @@ HOST_ONLY = ("cpu", "eight_bit.py")
 """Folders and files of `ops` that run on a CPU and nowhere else: their tensors are in host
 memory."""
 MAX_LINES = 540
+DOCUMENTED_ELSEWHERE = {"overload", "setter", "gpu", "cpu"}
+"""Decorators of what another function documents: an implementation's op is its reference."""
 EMPTY_BEGINNING = re.compile(r"(See|As|It|Its|They|Who|Of|Those|That|The same)\b")
 
 READ = "keep the value on the device, or copy it with the step's samples and read it in resolve"
@@ -166,7 +168,7 @@ def public_definitions(body: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef
     for node in ast.iter_child_nodes(body):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             decorators = {ast.unparse(d).split(".")[-1] for d in node.decorator_list}
-            if not node.name.startswith("_") and not decorators & {"overload", "setter"}:
+            if not node.name.startswith("_") and not decorators & DOCUMENTED_ELSEWHERE:
                 yield cast("ast.ClassDef | ast.FunctionDef", node)
 
 

@@ -43,7 +43,6 @@ def output_gate(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
 
 @output_gate.gpu
 def output_gate_gpu(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
-    """`output_gate` by a Triton kernel."""
     group = _group(attended, mixed_qkv, kv_heads)
     tokens, heads, dim = attended.shape
     out = torch.empty((tokens, heads, dim), dtype=attended.dtype, device=attended.device)

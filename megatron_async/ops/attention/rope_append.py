@@ -91,7 +91,6 @@ def rope_append_gpu(
     eps: float = 0.0,
     has_gate: bool = False,
 ) -> Tensor:
-    """`rope_append` by a Triton kernel."""
     kv_heads, dim = key_cache.shape[-2:]
     tokens, width = mixed_qkv.shape
     group = (width // (kv_heads * dim) - 2) // (2 if has_gate else 1)
@@ -145,7 +144,6 @@ def rope_append_cpu(
     eps: float = 0.0,
     has_gate: bool = False,
 ) -> Tensor:
-    """`rope_append` by a loop, over rows of float32."""
     whole = serves(mixed_qkv, cos, sin, key_cache, value_cache, q_weight, k_weight)
     if not whole or (q_weight is None) != (k_weight is None):
         return rope_append.reference(

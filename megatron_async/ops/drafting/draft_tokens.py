@@ -140,7 +140,6 @@ def lay_out_entries(of: DraftedStep, sampled: Tensor) -> DraftTokens:
 
 @lay_out_entries.gpu
 def lay_out_entries_gpu(of: DraftedStep, sampled: Tensor) -> DraftTokens:
-    """`lay_out_entries` by two Triton kernels."""
     step, dims = of.step, of.dims
     rows, chunks, tokens = dims.rows, dims.prefill_rows, dims.tokens + dims.prefill_rows
 
@@ -281,7 +280,6 @@ def lay_out_draft(
 def lay_out_draft_gpu(
     of: DraftedStep, entries: DraftTokens, tokens: Tensor, number: int
 ) -> DraftTokens:
-    """`lay_out_draft` by a Triton kernel."""
     step, rows = of.step, len(tokens)
     found = entries._replace(
         token_ids=torch.empty_like(tokens),

@@ -41,7 +41,6 @@ def keep_hidden(
 def keep_hidden_gpu(
     hidden: Tensor, write_index: Tensor, ends: Tensor, block_size: int, kept: Tensor
 ) -> None:
-    """`keep_hidden` by a Triton kernel."""
     tokens, size = hidden.shape
     _keep_hidden_kernel[(tokens + len(ends), triton.cdiv(size, BLOCK))](
         hidden, write_index, ends, kept, tokens, len(kept) - 1, block_size, size, BLOCK,
@@ -67,7 +66,6 @@ def gather_hidden(hidden: Tensor, kept: Tensor, source: Tensor) -> Tensor:
 
 @gather_hidden.gpu
 def gather_hidden_gpu(hidden: Tensor, kept: Tensor, source: Tensor) -> Tensor:
-    """`gather_hidden` by a Triton kernel."""
     size = hidden.size(1)
     out = hidden.new_empty(len(source), size)
     _gather_hidden_kernel[(len(source), triton.cdiv(size, BLOCK))](

@@ -103,7 +103,6 @@ def ngram_drafts_gpu(
     count: int,
     searched: int = SEARCHED,
 ) -> Tensor:
-    """`ngram_drafts` by a Triton kernel."""
     rows, blocks = block_tables.shape
     block_size = block_tokens.size(1)
     parts = max(triton.cdiv(min(searched, blocks * block_size), TILE), 1)

@@ -51,7 +51,6 @@ def store_drafts_gpu(
     host: Tensor,
     first: int,
 ) -> None:
-    """`store_drafts` by a Triton kernel."""
     rows, count = drafts.shape
     _store_drafts_kernel[(triton.cdiv(rows * count, TILE),)](
         drafts, row_slots, entry, by_slot, ring, host, ring.stride(0), ring.size(2), first, rows,

@@ -80,7 +80,6 @@ def expert_mlp_gpu(
     first_expert: int,
     num_experts: int,
 ) -> Tensor:
-    """`expert_mlp` by a Triton kernel."""
     gated = fc1.size(1) != fc2.size(2)
     plan = plan_experts(routing.experts.numel(), num_experts, x.element_size(), gated)
     return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan)

@@ -114,7 +114,6 @@ def route_gpu(
     bias: Tensor | None = None,
     scale: float = 1.0,
 ) -> Routing:
-    """`route` by a Triton kernel."""
     tokens, hidden = x.shape
     experts = weight.size(0)
     _check(x, weight, topk, sigmoid, bias)

@@ -161,7 +161,6 @@ def few_token_experts_gpu(
     dummy_place: int = 0,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
-    """`few_token_experts` by Triton kernels."""
     assert plan is not None, "the caller asked find_plan"
     rows = x.x if isinstance(x, Unnormed) else x
     _check(x, layer, added)

@@ -44,7 +44,6 @@ def add_shared_expert(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -
 
 @add_shared_expert.gpu
 def add_shared_expert_gpu(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """`add_shared_expert` by a Triton kernel."""
     tokens, hidden = sums.shape
     _check(sums, shared, x, weight)
     if hidden > MAX_HIDDEN:

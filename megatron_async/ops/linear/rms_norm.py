@@ -64,7 +64,6 @@ def add_rms_norm(
 def add_rms_norm_gpu(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` by a Triton kernel."""
     parts = x.size(0) if x.dim() == 3 else 1
     if parts > 1 and (residual is None or x.dtype != torch.float32 or not x.is_contiguous()):
         raise ValueError(
@@ -117,7 +116,6 @@ def add_rms_norm_gpu(
 def add_rms_norm_cpu(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` by a loop, over rows of float32."""
     if x.dim() != 2 or not serves(x, residual, weight):
         return add_rms_norm.reference(x, residual, weight, eps)
     from megatron_async.ops.cpu import row_kernels

@@ -83,7 +83,6 @@ def linear_gpu(
     may_split: bool = False,
     added: Tensor | None = None,
 ) -> Tensor:
-    """`linear` by a Triton kernel."""
     return _product(x, weight, bias, "", may_split, added)
 
 
@@ -105,7 +104,6 @@ def linear_swiglu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
 
 @linear_swiglu.gpu
 def linear_swiglu_gpu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
-    """`linear_swiglu` by a Triton kernel."""
     return _product(x, weight, None, "swiglu", False)
 
 
@@ -127,7 +125,6 @@ def linear_squared_relu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
 
 @linear_squared_relu.gpu
 def linear_squared_relu_gpu(x: Tensor | Unnormed, weight: Tensor) -> Tensor:
-    """`linear_squared_relu` by a Triton kernel."""
     return _product(x, weight, None, "squared_relu", False)
 
 
@@ -166,7 +163,6 @@ def linear_rope_append(
 def linear_rope_append_gpu(
     x: Tensor | Unnormed, weight: Tensor, bias: Tensor | None, places: QkvPlaces
 ) -> Tensor:
-    """`linear_rope_append` by a Triton kernel."""
     return _product(x, weight, bias, "", False, places=places)
 
 

@@ -36,7 +36,6 @@ def squared_relu(x: Tensor) -> Tensor:
 
 @squared_relu.gpu
 def squared_relu_gpu(x: Tensor) -> Tensor:
-    """`squared_relu` by a Triton kernel."""
     tokens, ffn = x.shape
     if x.stride(1) != 1:
         raise ValueError(

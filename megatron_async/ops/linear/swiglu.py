@@ -41,7 +41,6 @@ def swiglu(x: Tensor) -> Tensor:
 
 @swiglu.gpu
 def swiglu_gpu(x: Tensor) -> Tensor:
-    """`swiglu` by a Triton kernel."""
     tokens, width = x.shape
     if width % 2 or x.stride(1) != 1:
         raise ValueError(
@@ -60,7 +59,6 @@ def swiglu_gpu(x: Tensor) -> Tensor:
 
 @swiglu.cpu
 def swiglu_cpu(x: Tensor) -> Tensor:
-    """`swiglu` by a loop, over rows of float32."""
     if not serves(x):
         return swiglu.reference(x)
     from megatron_async.ops.cpu import row_kernels

@@ -45,7 +45,6 @@ def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int, scale: float 
 def vocab_embedding_gpu(
     token_ids: Tensor, weight: Tensor, first: int, scale: float = 1.0
 ) -> Tensor:
-    """`vocab_embedding` by a Triton kernel."""
     if not weight.is_contiguous():
         raise ValueError("vocab_embedding: the weight must be contiguous: call .contiguous().")
     tokens, (rows, hidden) = token_ids.numel(), weight.shape

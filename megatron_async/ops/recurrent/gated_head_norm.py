@@ -50,7 +50,6 @@ def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @gated_head_norm.gpu
 def gated_head_norm_gpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`gated_head_norm` by a Triton kernel."""
     heads = _heads(o, z, weight)
     tokens, size = o.size(0), weight.numel()
     if size > MAX_HEAD:
@@ -84,7 +83,6 @@ def gated_head_norm_gpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Ten
 
 @gated_head_norm.cpu
 def gated_head_norm_cpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`gated_head_norm` by a loop, over rows of float32."""
     size = weight.numel()
     fits = o.dim() == 2 and weight.dim() == 1 and size > 0 and o.size(1) % size == 0
     if not (fits and serves_gated(o, z, weight)):

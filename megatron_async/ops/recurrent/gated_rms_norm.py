@@ -48,7 +48,6 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
 
 @gated_rms_norm.gpu
 def gated_rms_norm_gpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """`gated_rms_norm` by a Triton kernel."""
     tokens, channels = y.shape
     if z.shape != y.shape or weight.shape != (channels,) or groups < 1 or channels % groups:
         raise ValueError(
@@ -86,7 +85,6 @@ def gated_rms_norm_gpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: f
 
 @gated_rms_norm.cpu
 def gated_rms_norm_cpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """`gated_rms_norm` by a loop, over rows of float32."""
     fits = y.dim() == 2 and groups > 0 and y.size(1) % groups == 0 and weight.shape == y.shape[1:]
     if not (fits and serves_gated(y, z, weight)):
         return gated_rms_norm.reference(y, z, weight, groups, eps)

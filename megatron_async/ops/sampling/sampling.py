@@ -113,7 +113,8 @@ def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Ten
 def sample_with_cuts(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
-    """`sample.reference`, in the form of `triton_sampling.sample_with_cuts`."""
+    """`sample`, and where its filters cut; None where the mode has none, or where the log probs of
+    the device find that anew."""
     return sample.reference(logits, rows, mode), None
 
 
@@ -125,14 +126,14 @@ def best_tokens(
 
     Args:
         logits: `[rows, local columns]`, any float dtype.
-        rows: as for `sample.reference`.
+        rows: as for `sample`.
         mode: `GREEDY` or `SOFTMAX`.
         first: token id of the first column.
         columns: how many of the columns are tokens, the others being padding.
 
     Returns:
-        float32 `[rows, 1]`, what `sample.reference` takes the largest of, infinity for NaN; and
-        int32 `[rows, 1]` token ids.
+        float32 `[rows, 1]`, what `sample` takes the largest of, infinity for NaN; and int32
+        `[rows, 1]` token ids. An implementation may give several, the best of each part of a row.
     """
     scores = logits.to(torch.float32)
     if mode != SamplingMode.GREEDY and rows is not None:

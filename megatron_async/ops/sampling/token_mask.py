@@ -34,7 +34,7 @@ def apply_token_mask(logits: Tensor, masks: Tensor) -> None:
 
 @apply_token_mask.gpu
 def apply_token_mask_gpu(logits: Tensor, masks: Tensor) -> None:
-    """`apply_token_mask.reference` by a Triton kernel; both must be contiguous."""
+    """Both must be contiguous."""
     rows, vocab = logits.shape
     grid = (triton.cdiv(vocab, TILE), rows)
     _apply_token_mask[grid](logits, masks, vocab, masks.stride(0), TILE)

@@ -40,17 +40,7 @@ def log_probs_gpu(
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    """Log probs and likeliest tokens of a step, by Triton kernels; equal to `log_probs.reference`.
-
-    Args:
-        logits: elements of a row must be adjacent.
-        processed: contiguous.
-        tokens: sampled.
-        cuts: where the filters cut, from `sample_with_cuts` of `processed`.
-        rows: parameters of each row; `records` contiguous.
-        ring: contiguous; written.
-        entry: which entry of it.
-    """
+    """Elements of a row of `logits` must be adjacent, the other tensors contiguous."""
     assert cuts is not None, "of a step with filters"
     count, vocab = logits.shape
     splits = triton.cdiv(vocab, TILE)

@@ -57,7 +57,6 @@ NOTHING = tl.constexpr(NO_TOKEN)
 
 @begin_chunks.gpu
 def begin_chunks_gpu(rows: ProcessingRows, chunks: ChunkTensors) -> None:
-    """Count a chunk's tokens, by a Triton kernel; equal to `begin_chunks.reference`."""
     counts, recent, cached = rows.memory.counts, rows.memory.recent, chunks.cached
     vocab, programs = counts.size(1), triton.cdiv(chunks.max_query_length, CHUNK_TILE)
     tables = tokens = chunks.starts  # any tensors, where there are none
@@ -77,10 +76,8 @@ def begin_chunks_gpu(rows: ProcessingRows, chunks: ChunkTensors) -> None:
 
 @process_logits.gpu
 def process_logits_gpu(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor) -> Tensor:
-    """Edit logits as requests ask, by a Triton kernel; equal to `process_logits.reference`.
-
-    Elements of a row of `logits` must be adjacent, `out`, `kept` and `rows.records` contiguous.
-    """
+    """Elements of a row of `logits` must be adjacent, `out`, `kept` and `rows.records`
+    contiguous."""
     count, vocab = logits.shape
     processed = out[:count]
     drafts = _drafts(rows)
@@ -97,7 +94,6 @@ def process_logits_gpu(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: 
 
 @count_tokens.gpu
 def count_tokens_gpu(tokens: Tensor, rows: ProcessingRows) -> None:
-    """Count sampled tokens, by a Triton kernel; equal to `count_tokens.reference`."""
     count, drafts = tokens.numel(), rows.drafts
     ring = rows.slots if drafts is None else drafts.yielded
     _count_tokens[(triton.cdiv(count, ROW_TILE),)](

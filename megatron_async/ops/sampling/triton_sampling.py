@@ -78,18 +78,8 @@ than the rounding of the sum: whether the filters keep these tokens changes noth
 
 @sample.gpu
 def sample_gpu(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
-    """Sample one token a row; as `sample.reference`, with tensors on a GPU.
-
-    The tokens are the reference's, except where two scores, or a filter and its limit, are equal
-    up to float32 rounding. top_p of 1 or more is off. A row's token depends on that row alone.
-
-    Args:
-        logits: `[rows, vocabulary]`, bfloat16, float16 or float32; elements of a row adjacent.
-        rows: what the rows ask for; None only for `GREEDY`.
-        mode: the highest mode among the rows; a captured step takes `FILTERED`.
-
-    Returns:
-        int64 `[rows]` token ids; -1 as in the reference.
+    """The tokens are the reference's, except where two scores, or a filter and its limit, are equal
+    up to float32 rounding. top_p of 1 or more is off. A captured step takes mode `FILTERED`.
 
     Raises:
         ValueError: the logits' rows are strided or of another dtype, or `rows` is missing or does
@@ -102,7 +92,6 @@ def sample_gpu(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) ->
 def sample_with_cuts_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
-    """`sample`, and where its filters cut; None where the mode has none."""
     count, vocab = logits.shape
     row = _row_arguments(logits, rows, mode, vocab)
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -122,24 +111,8 @@ def sample_with_cuts_gpu(
 def best_tokens_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """The best tokens of every row among a tensor-parallel rank's; as `best_tokens.reference`, with
-    tensors on a GPU.
-
-    Args:
-        logits: `[rows, local columns]`, as for `sample`.
-        rows: as for `sample`.
-        mode: `GREEDY` or `SOFTMAX`.
-        first: token id of the first column.
-        columns: how many of the columns are tokens, the others being padding.
-
-    Returns:
-        float32 scores and int32 token ids, both `[rows, splits]`: the best of each tile. A row's
-        scores have the bits that `sample` compares. NaN counts as infinity. A tile whose best score
-        is minus infinity may name a token that is not this rank's.
-
-    Raises:
-        ValueError: as `sample`.
-    """
+    """The best of each tile, `[rows, splits]`. A row's scores have the bits that `sample` compares.
+    A tile whose best score is minus infinity may name a token that is not this rank's."""
     return best_of_tiles(_row_arguments(logits, rows, mode, columns), mode, first)
 
 

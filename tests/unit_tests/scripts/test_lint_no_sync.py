@@ -133,6 +133,8 @@ def test_file_length():
 def test_functions_of_ops_that_run_on_a_cpu_alone_may_read():
     for decorator, count in (("op", 0), ("op(gpu='a.b')", 0), ("add.cpu", 0), ("add.gpu", 1)):
         source = f"@{decorator}\ndef f(x):\n    return x.item()\n"
+        tree, is_documented = lint_no_sync.ast.parse(source), not decorator.startswith("op")
+        assert list(lint_no_sync.undocumented(tree, {})) == ([] if is_documented else [(2, "f")])
         assert len(lint_no_sync.check_sync(Path("f.py"), source)[0]) == count
 
 

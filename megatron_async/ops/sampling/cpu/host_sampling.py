@@ -36,19 +36,7 @@ LEAST_SHARED, LEAST_SHARED_GREEDY = 2**17, 2**20
 
 @sample.cpu
 def sample_cpu(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
-    """`sample.reference`.
-
-    Args:
-        logits: `[rows, vocabulary]`, any float dtype.
-        rows: what the rows ask for; None only for `GREEDY`.
-        mode: the highest among the rows.
-
-    Returns:
-        int64 `[rows]` token ids; `NO_TOKEN` where a row has none.
-
-    Raises:
-        IndexError: a row is of a slot that does not exist.
-    """
+    """A row of a slot that does not exist is an IndexError."""
     tokens, _ = _choose(logits, rows, mode, 0, logits.size(-1), marks=True)
     return tokens
 
@@ -57,7 +45,6 @@ def sample_cpu(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) ->
 def sample_with_cuts_cpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
-    """`sample`, in the form of `triton_sampling.sample_with_cuts`."""
     return sample_cpu(logits, rows, mode), None
 
 
@@ -65,15 +52,6 @@ def sample_with_cuts_cpu(
 def best_tokens_cpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """`best_tokens.reference`: float32 `[rows, 1]` scores and int32 `[rows, 1]` token ids.
-
-    Args:
-        logits: `[rows, local columns]`, any float dtype.
-        rows: as for `sample`.
-        mode: `GREEDY` or `SOFTMAX`.
-        first: token id of the first column.
-        columns: how many of the columns are tokens, the others being padding.
-    """
     tokens, scores = _choose(logits, rows, mode, first, columns, marks=False)
     return scores[:, None], (tokens + first).to(torch.int32)[:, None]
 
@@ -120,7 +98,6 @@ def log_probs_cpu(
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    """`log_probs.reference`, with its arguments; `ring` is written."""
     _write_log_probs(logits, processed, tokens, rows.features, rows, ring, entry)
 
 
