@@ -202,7 +202,7 @@ class RecurrentState(PerSlotState):
             norm_weight: `[channels]`.
 
         Returns:
-            `[tokens, channels]`, and `Unnormed.squares` of it.
+            `[tokens, channels]`, and `Stream.squares` of it.
         """
         kind = self._kinds[layer]
         assert isinstance(kind, MambaRecurrence), "other layers' gates are of other norms"

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
-from megatron_async.models.linear import InferenceColumnParallelLinear
-from megatron_async.models.norm import factors_of
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.models.decoder_layer import attended
+from megatron_async.ops.linear.stream import Stream
 
 if TYPE_CHECKING:
     from megatron_async.models.step_view import StepView
@@ -47,7 +46,8 @@ class PagedSelfAttention(SelfAttention):
         inference_context: StepView | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of one step.
+        """Attention of one step, called by Megatron's own layers; ours are called as
+        `attention_layer` of `models/decoder_layer.py`.
 
         Args:
             hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
@@ -65,34 +65,9 @@ class PagedSelfAttention(SelfAttention):
                 "PagedSelfAttention runs only inside the engine: it was called without an "
                 "inference_context. Use Megatron-Core's own SelfAttention to train."
             )
-        query = self._rotated(hidden_states, inference_context)
-        if query is not None:
-            scale = self.config.softmax_scale
-            context = inference_context.attend(self.kv_layer_index, query, scale)
-        else:
-            mixed_qkv, _unused = self.linear_qkv(hidden_states)
-            q_norm, k_norm = self.q_layernorm, self.k_layernorm
-            context = inference_context.attention(
-                self.kv_layer_index,
-                # With sequence parallelism rows of padding stand behind the step's tokens.
-                mixed_qkv.squeeze(1)[: inference_context.dims.tokens],
-                factors_of(q_norm) if q_norm is not None else None,
-                factors_of(k_norm) if k_norm is not None else None,
-                self.config.softmax_scale,
-                self.config.attention_output_gate,
-            )
-        output, bias = self.linear_proj(context.view(context.size(0), 1, -1))
+        context = attended(self, Stream(hidden_states.flatten(0, 1)), inference_context)
+        output, bias = self.linear_proj(context[:, None])
         return output, bias
-
-    def _rotated(self, hidden_states: Tensor | Unnormed, view: StepView) -> Tensor | None:
-        """Queries, where the projection rotates and appends too."""
-        layer, dim = self.linear_qkv, self.hidden_size_per_attention_head
-        if self.q_layernorm is not None or self.config.attention_output_gate:
-            return None
-        if not isinstance(layer, InferenceColumnParallelLinear):
-            return None
-        places = view.qkv_places(self.kv_layer_index) if layer.rotates(hidden_states, dim) else None
-        return None if places is None else layer.forward_rotated(hidden_states, places)
 
 
 def stamp_kv_layers(model: nn.Module) -> int:

@@ -14,7 +14,7 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from megatron_async.models.attention import PagedSelfAttention
-from megatron_async.models.layer_kinds import LAYER_KINDS
+from megatron_async.models.decoder_layer import LAYER_KINDS
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
@@ -25,6 +25,7 @@ from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.cpu.products.helpers import CHUNK_BYTES, helpers_of
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.linear.eight_bit import EightBitWeight, LoopedWeight
+from megatron_async.ops.linear.stream import Stream
 
 if TYPE_CHECKING:
     from megatron_async.models.step_view import StepView
@@ -79,16 +80,12 @@ class CompiledLayers:
             and serves(hidden_states, view.rotary.cos)
         )
 
-    def run(self, hidden_states: Tensor, view: StepView) -> tuple[Tensor, Tensor]:
+    def run(self, hidden_states: Tensor, view: StepView) -> Stream:
         """The layers: see `PagedHybridStack.run`.
 
         Args:
-            hidden_states: float32 `[tokens, 1, hidden]`.
+            hidden_states: float32 `[tokens, hidden]`.
             view: of the pass.
-
-        Returns:
-            the last layer's output and the residual stream that it belongs to, each `[tokens, 1,
-            hidden]`.
         """
         from megatron_async.ops.cpu.products.integer_products import scratch_bytes, whole_tiles
 
@@ -106,7 +103,7 @@ class CompiledLayers:
         # Of this call alone: two engines may share a model.
         room = torch.empty(sum(parts) + scratch_bytes(rows, longest), dtype=torch.uint8)
         places = np.cumsum([room.data_ptr(), *parts]).tolist()  # sync-ok: NumPy
-        out = hidden_states.new_empty(tiles, 1, hidden)
+        out = hidden_states.new_empty(tiles, hidden)
         stream, other = torch.empty_like(hidden_states), torch.empty_like(hidden_states)
         sizes = (hidden, self._ffn, self._heads, self._kv_heads, self._dim, cos.size(1), len(cos))
         batch = (
@@ -126,7 +123,7 @@ class CompiledLayers:
                 self._kernels.loop_addresses(), control, least, CHUNK_BYTES, self._table,
                 sizes, batch, addresses, factors.ctypes.data,
             )  # fmt: skip
-        return out[:rows], stream
+        return Stream(out[:rows], stream)
 
     def _factors(self, norm: nn.Module | None) -> int:
         if norm is None:
@@ -145,14 +142,10 @@ class CompiledLayers:
         return weight.address, weight.scale_address
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Give the stacks of `model` their compiled layers, where they can have them; again when its
+def compile_layers(stack: Any) -> CompiledLayers | None:
+    """The compiled layers of a `PagedHybridStack`; None where there can be none. Again when its
     weights have changed."""
-    from megatron_async.models.hybrid_stack import PagedHybridStack
-
-    for stack in model.modules():
-        if isinstance(stack, PagedHybridStack):
-            stack.compiled = CompiledLayers(stack) if can_compile(stack) else None
+    return CompiledLayers(stack) if can_compile(stack) else None
 
 
 def can_compile(stack: Any) -> bool:

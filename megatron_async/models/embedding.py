@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import InferenceColumnParallelLinear
-from megatron_async.ops.linear.skinny_plan import plan_product
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.products import CUBLAS, choose_for
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
 from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
 
@@ -80,7 +79,7 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
 
     def forward(
         self,
-        input_: Tensor | Unnormed,
+        input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -102,7 +101,8 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
             `[rows, columns of this rank]`.
         """
         weight = self.weight if weight is None else weight
-        if not rows.is_cuda or self.bias is not None or plan_product(rows, weight) is not None:
+        is_cublas = rows.is_cuda and choose_for(rows, weight).kernel is CUBLAS
+        if not is_cublas or self.bias is not None:
             return None
         # The first argument is not read: beta is 0.
         return torch.addmm(rows.new_empty(1), rows, weight.t(), beta=0, alpha=scale)

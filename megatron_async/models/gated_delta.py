@@ -31,7 +31,7 @@ from megatron_async.models.mixer_checkpoint import delta_sharded_state_dict
 from megatron_async.models.norm import InferenceRMSNorm
 from megatron_async.models.partition import delta_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 
 if TYPE_CHECKING:
@@ -125,11 +125,11 @@ class GatedDeltaMixer(RecurrentMixer):
 
     def forward(
         self,
-        hidden_states: Tensor | Unnormed,
+        hidden_states: Tensor,
         inference_context: RecurrentStepView | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output for one step.
+        """The layer's output for one step, called by TransformerEngine's stack.
 
         Args:
             hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
@@ -147,13 +147,20 @@ class GatedDeltaMixer(RecurrentMixer):
                 "inference_context. Use Megatron-Core's own GatedDeltaNet to train."
             )
         projected, _unused = self.in_proj(hidden_states)
-        # With sequence parallelism rows of padding stand behind the step's tokens.
-        qkvzba = projected.squeeze(1)[: inference_context.dims.tokens]
-        o = inference_context.recurrent(self.state_layer_index, qkvzba, self.recurrence)
-        z = qkvzba[:, self._first_z : self._first_z + self.sizes.values]
-        normed = self.out_norm.gated(o, z)
-        output, bias = self.out_proj(normed[:, None])
+        output, bias = self.out_proj(self._mixed(projected.squeeze(1), inference_context)[:, None])
         return output, bias
+
+    def run(self, stream: Stream, view: RecurrentStepView, may_split: bool) -> Stream:
+        """The stream behind this layer and the norm before it: `models/decoder_layer.py`."""
+        projected = self.in_proj.product(stream, self.in_proj.choose(stream))
+        return self.out_proj.add(self._mixed(projected, view), stream, may_split)
+
+    def _mixed(self, projected: Tensor, view: RecurrentStepView) -> Tensor:
+        # With sequence parallelism rows of padding stand behind the step's tokens.
+        qkvzba = projected[: view.dims.tokens]
+        o = view.recurrent(self.state_layer_index, qkvzba, self.recurrence)
+        z = qkvzba[:, self._first_z : self._first_z + self.sizes.values]
+        return self.out_norm.gated(o, z)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -11,7 +11,7 @@ reads weights at nearly memory speed. On a 2-core EPYC the matrix products of a 
 take 25 to 32 ms at batch 8 in this layout, and 55 to 63 with torch's linear
 (docs/records/cpu_throughput.md). Or the weight is kept as 8-bit integers
 (`ops/linear/eight_bit.py`). On a GPU, decode steps have their own kernels
-(`ops/linear/skinny_linear.py`).
+(`ops/linear/products.py`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,16 @@ from torch import Tensor, nn
 
 from megatron_async.errors import OutOfMemoryError
 from megatron_async.models.layer_ops import LayerOps
-from megatron_async.models.step_state import OfThread
+from megatron_async.models.norm import normalise
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.ops.linear.eight_bit import EightBitWeight, is_available
 from megatron_async.ops.linear.partial_sums import add_partial_sums
+from megatron_async.ops.linear.product_kernel import Activation
+from megatron_async.ops.linear.products import Choice, choose_for
 from megatron_async.ops.linear.qkv_places import QkvPlaces
-from megatron_async.ops.linear.skinny_plan import (
-    adds_residual,
-    rotates_heads,
-    takes_squares,
-    takes_unnormed,
-)
-from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, Unreduced, collectives_of
+from megatron_async.ops.linear.stream import Stream
+from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
 
 PACKING_BATCH_HINT = 256
 """oneDNN picks a layout for this many rows. Measured: 256 serves 1 to 256 rows well, 1 does not."""
@@ -50,43 +46,28 @@ PackedWeight = Tensor | EightBitWeight
 
 
 def linear(
-    ops: Ops,
-    x: Tensor | Unnormed,
-    weight: Tensor,
-    bias: Tensor | None,
-    packed: PackedWeight | None,
-    may_split: bool = False,
-    added: Tensor | None = None,
+    ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
     Args:
         ops: of the layer.
-        x: `[tokens, 1, in]`, or `[..., in]` on a CPU; or, on a GPU, a row whose norm must be
-            computed first.
+        x: `[..., in]`.
         weight: `[out, in]`.
         bias: `[out]` or None.
         packed: the weight from `pack_weights`, or None.
-        may_split: partial sums may be returned.
-        added: `[tokens, out]`, to be added to the product, on a GPU.
 
     Returns:
-        `[tokens, 1, out]`; or partial sums `[splits, tokens, 1, out]`.
+        `[..., out]`.
     """
     if isinstance(packed, EightBitWeight):
-        assert isinstance(x, Tensor), "on a CPU"
         return packed.product(x, bias)
     if packed is not None:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    if isinstance(x, Unnormed):
-        output = ops.linear(x, weight, bias, may_split, added)
-        return output.unsqueeze(-2)
     if x.is_cuda:
-        rows = x.flatten(0, -2)
-        output = ops.linear(rows, weight, bias, may_split, added)
-        shape = (*output.shape[:-2], *x.shape[:-1], output.size(-1))
-        return output.view(shape)
-    return ops.linear(x, weight, bias)
+        rows = ops.product(x.flatten(0, -2), weight, bias)
+        return rows.view(*x.shape[:-1], rows.size(-1))
+    return ops.product(x, weight, bias)
 
 
 class InferenceColumnParallelLinear(ColumnParallelLinear):
@@ -106,61 +87,61 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
 
     def forward(
         self,
-        input_: Tensor | Unnormed,
+        input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`[..., in]` -> `[..., out of this rank]`, and the bias where the caller adds it later.
-
-        Where `takes_unnormed`, the input may be the arguments of the norm before this layer.
-        """
+        """`[..., in]` -> `[..., out of this rank]`, and the bias where the caller adds it later."""
         bias = None if self.skip_bias_add else self.bias
         weight = self.weight if weight is None else weight
-        output = linear(self.ops, self._all_rows(input_), weight, bias, self.packed_weight)
+        rows = self.collectives.all_gather(input_) if self.sequence_parallel else input_
+        output = linear(self.ops, rows, weight, bias, self.packed_weight)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             output = self.collectives.all_gather_columns(output, self.output_size)
         return output, self.bias if self.skip_bias_add else None
 
-    def forward_activated(self, input_: Tensor | Unnormed, gated: bool) -> Tensor | None:
-        """SwiGLU of the output, `[tokens, 1, out / 2]`, or if not `gated` its squared ReLU,
-        `[tokens, 1, out]`, where one op does both; else None."""
-        row = input_.x if isinstance(input_, Unnormed) else input_
-        if not row.is_cuda or self.bias is not None:
-            return None
-        input_ = self._all_rows(input_)
-        rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
-        product = self.ops.linear_swiglu if gated else self.ops.linear_squared_relu
-        return product(rows, self.weight)[:, None]
-
     @property
     def may_rotate(self) -> bool:
-        """Whether a qkv layer may have an op that also rotates and appends its outputs."""
+        """Whether a qkv layer may have a product that also rotates and appends its outputs."""
         return self.weight.is_cuda and not self.sequence_parallel and not self.skip_bias_add
 
-    def rotates(self, input_: Tensor | Unnormed, dim: int) -> bool:
-        """Whether `forward_rotated` takes such an input, with heads of `dim` elements."""
-        if not self.may_rotate:
-            return False
-        is_normed = isinstance(input_, Unnormed)
-        rows = input_.x if isinstance(input_, Unnormed) else input_.flatten(0, -2)
-        return rotates_heads(rows, self.weight, dim, is_normed)
+    def choose(self, stream: Stream, rotate: int = 0, activation: Activation = "") -> Choice:
+        """How the product of a stream is computed, with the norm before it.
 
-    def forward_rotated(self, input_: Tensor | Unnormed, places: QkvPlaces) -> Tensor:
-        """Rotated queries `[tokens, heads, dim]`, with keys and values appended; of a qkv layer, if
-        it `rotates` such an input."""
-        rows = input_ if isinstance(input_, Unnormed) else input_.flatten(0, -2)
-        return self.ops.linear_rope_append(rows, self.weight, self.bias, places)
+        Args:
+            stream: of this rank's rows.
+            rotate: elements of a head, if outputs may be rotated and appended; else 0.
+            activation: wanted after the product.
+        """
+        return choose_for(
+            stream.rows,
+            self.weight,
+            norm=stream.weight is not None and stream.is_whole and not self.sequence_parallel,
+            rotate=rotate if rotate and self.may_rotate else 0,
+            activation=activation,
+            bias=self.bias is not None,
+        )
 
-    def takes_unnormed(self, hidden_states: Tensor) -> bool:
-        """Whether `forward` should be given the arguments of the norm before it."""
-        whole = hidden_states.is_cuda and not self.sequence_parallel
-        return whole and takes_unnormed(hidden_states.flatten(0, -2))
+    def product(self, stream: Stream, choice: Choice, places: QkvPlaces | None = None) -> Tensor:
+        """The product of a stream, `[rows, out of this rank]`, with the wants that the choice
+        meets. The stream's norm is done before, where it is not among them, and its `total` is set.
 
-    def _all_rows(self, input_: Tensor | Unnormed) -> Tensor | Unnormed:
-        if not self.sequence_parallel or isinstance(input_, Unnormed):
-            return input_
-        return self.collectives.all_gather(input_)
+        Args:
+            stream: of this rank's rows.
+            choice: of `choose`.
+            places: where keys and values go, if the choice meets `rotate`: then the result is
+                rotated queries, `[rows, heads, dim]`.
+        """
+        if not choice.met.norm:
+            normalise(self.ops, stream)
+        rows: Tensor | Stream = stream if choice.met.norm else stream.value
+        if self.sequence_parallel:
+            rows = self.collectives.all_gather(stream.value)
+        bias = None if self.skip_bias_add else self.bias
+        if self.packed_weight is not None and places is None and isinstance(rows, Tensor):
+            return linear(self.ops, rows, self.weight, bias, self.packed_weight)
+        return self.ops.product(rows, self.weight, bias, choice, places=places)
 
 
 class InferenceRowParallelLinear(RowParallelLinear):
@@ -168,17 +149,9 @@ class InferenceRowParallelLinear(RowParallelLinear):
 
     With `sequence_parallel` it takes all rows and gives this rank's, of the tokens padded to a
     multiple of the ranks.
-
-    Attributes:
-        may_split: set by a caller that takes partial sums: `[splits, tokens, 1, out]` of a layer
-            that is alone in its group, `Unreduced` of one that is not.
-        residual: `[tokens, out]`, set by a caller for the next `forward` where `adds_residual`: the
-            product is added to it.
     """
 
     packed_weight: PackedWeight | None = None
-    may_split: bool = False
-    residual = OfThread()
     ops = LayerOps()
 
     @property
@@ -186,50 +159,86 @@ class InferenceRowParallelLinear(RowParallelLinear):
         """Collectives of the ranks that share this layer."""
         return collectives_of(self.tp_group)
 
-    def adds_residual(self, rows: Tensor) -> bool:
-        """Whether the product can be added to `rows`, `[tokens, out]`."""
-        alone = get_pg_size(self.tp_group) == 1 and self.bias is None
-        return alone and adds_residual(rows, self.weight)
-
-    def takes_squares(self, rows: Tensor, groups: int) -> bool:
-        """Whether `forward` takes an `Unnormed` with squares of such `rows`, `[tokens, in]`, in so
-        many groups."""
-        if not rows.is_cuda or get_pg_size(self.tp_group) > 1:
-            return False
-        may_split = self.may_split and self.bias is None
-        return takes_squares(rows, self.weight, groups, may_split)
-
-    def forward(self, input_: Tensor | Unnormed) -> tuple[Tensor | Unreduced, Tensor | None]:
-        """`[..., in of this rank]` -> `[..., out]`, and the bias where the caller adds it later.
-
-        Where `takes_squares`, the input may be one that this layer has to divide.
-        """
-        alone = get_pg_size(self.tp_group) == 1
-        may_split = self.may_split and self.bias is None
-        bias = self.bias if alone and not self.skip_bias_add else None
-        # Among ranks, partial sums are added up on their way into the sum over the ranks.
-        may_split = may_split or not alone
-        residual, self.residual = self.residual, None
-        output: Tensor | Unreduced
-        packed = self.packed_weight
-        output = linear(self.ops, input_, self.weight, bias, packed, may_split, residual)
-        if not alone:
-            assert isinstance(input_, Tensor), "see takes_squares"
-            output = self._reduced(output, input_.dtype)
-            if self.bias is not None and not self.skip_bias_add:
-                assert isinstance(output, Tensor), "a sum with a bias is done here"
-                output = output + self.bias
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`[..., in of this rank]` -> `[..., out]`, and the bias where the caller adds it later."""
+        rows = input_.flatten(0, -2)
+        stream = Stream(rows)
+        output = self._output(rows, stream, self.choose(rows, stream)).value
+        if self.bias is not None and not self.skip_bias_add and get_pg_size(self.tp_group) > 1:
+            output = output + self.bias
+        output = output.view(-1, *input_.shape[1:-1], output.size(-1))
         return output, self.bias if self.skip_bias_add else None
 
-    def _reduced(self, product: Tensor, dtype: torch.dtype) -> Tensor | Unreduced:
-        collectives = self.collectives
+    def choose(
+        self, x: Tensor, stream: Stream, may_split: bool = False, squares: int = 0
+    ) -> Choice:
+        """How the product that ends a block is computed.
+
+        Args:
+            x: `[rows, in of this rank]`, or a tensor of that form.
+            stream: before the block.
+            may_split: a norm follows, which adds up partial sums, or parts of a sum over ranks.
+            squares: groups of elements whose sums of squares `x` comes with; 0: none.
+        """
+        alone, total = get_pg_size(self.tp_group) == 1, stream.early_total
+        return choose_for(
+            x,
+            self.weight,
+            # Among ranks, partial sums are added up on their way into the sum over the ranks.
+            split=(may_split and self.bias is None) or not alone,
+            squares=squares if alone else 0,
+            residual=alone and total is not None and self.bias is None,
+            bias=alone and self.bias is not None and not self.skip_bias_add,
+        )
+
+    def add(
+        self,
+        x: Tensor | Stream,
+        stream: Stream,
+        may_split: bool,
+        choice: Choice | None = None,
+    ) -> Stream:
+        """The stream behind a block that ends with this layer.
+
+        Args:
+            x: `[rows, in of this rank]`; or rows that this layer has to divide, if the choice meets
+                `squares`.
+            stream: before the block, its total known.
+            may_split: as for `choose`.
+            choice: of `choose`, if the caller has asked.
+        """
+        rows = x.value if isinstance(x, Stream) else x
+        if choice is None:
+            choice = self.choose(rows, stream, may_split)
+        behind = self._output(x, stream, choice, may_split)
+        if self.bias is not None and (self.skip_bias_add or get_pg_size(self.tp_group) > 1):
+            behind.value = behind.value + self.bias
+        return behind
+
+    def _output(
+        self, x: Tensor | Stream, stream: Stream, choice: Choice, may_split: bool = False
+    ) -> Stream:
+        alone = get_pg_size(self.tp_group) == 1
+        bias = self.bias if alone and not self.skip_bias_add else None
+        added = stream.early_total if choice.met.residual else None
+        if self.packed_weight is not None and isinstance(x, Tensor):
+            product = linear(self.ops, x, self.weight, bias, self.packed_weight)
+        else:
+            product = self.ops.product(x, self.weight, bias, choice, added)
+        if alone:
+            return Stream(product, None if added is not None else stream.total)
+        assert isinstance(x, Tensor), "see choose"
+        collectives, product = self.collectives, product.unsqueeze(-2)
         if self.explicit_expert_comm:
-            return add_partial_sums(product, dtype)
-        if self.sequence_parallel:
-            return collectives.reduce_scatter(add_partial_sums(product, dtype))
-        if self.may_split and self.bias is None and collectives.adds_with_norm(product, dtype):
-            return Unreduced(product, collectives.all_reduce_add_rms_norm)
-        return collectives.all_reduce(product, dtype)
+            whole = add_partial_sums(product, x.dtype)
+        elif self.sequence_parallel:
+            whole = collectives.reduce_scatter(add_partial_sums(product, x.dtype))
+        elif may_split and self.bias is None and collectives.adds_with_norm(product, x.dtype):
+            add = collectives.all_reduce_add_rms_norm
+            return Stream(product, stream.total, parts_of_ranks=add)
+        else:
+            whole = collectives.all_reduce(product, x.dtype)
+        return Stream(whole.squeeze(-2), stream.total)
 
 
 def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = None) -> int:

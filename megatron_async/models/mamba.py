@@ -29,7 +29,7 @@ from megatron_async.models.linear import (
 from megatron_async.models.mixer_checkpoint import mamba_sharded_state_dict
 from megatron_async.models.partition import mamba_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 
 if TYPE_CHECKING:
@@ -149,11 +149,11 @@ class Mamba2Mixer(RecurrentMixer):
 
     def forward(
         self,
-        hidden_states: Tensor | Unnormed,
+        hidden_states: Tensor,
         inference_context: RecurrentStepView | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output for one step.
+        """The layer's output for one step, called by TransformerEngine's stack.
 
         Args:
             hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
@@ -171,26 +171,27 @@ class Mamba2Mixer(RecurrentMixer):
                 "inference_context. Use Megatron-Core's own MambaMixer to train."
             )
         projected, _unused = self.in_proj(hidden_states)
-        # With sequence parallelism rows of padding stand behind the step's tokens.
         zxbcdt = projected.squeeze(1)[: inference_context.dims.tokens]
-        gate, layer, norm = zxbcdt[:, : self.sizes.inner], self.state_layer_index, self.norm
-        if self._divides(gate, inference_context):
-            y, squares = inference_context.recurrent_gated(
-                layer, zxbcdt, self.recurrence, norm.weight
-            )
-            output, bias = self.out_proj(Unnormed(y, None, norm.weight, norm.eps, squares))
-        else:
-            y = inference_context.recurrent(layer, zxbcdt, self.recurrence)
-            output, bias = self.out_proj(norm(y, gate)[:, None])
+        y = inference_context.recurrent(self.state_layer_index, zxbcdt, self.recurrence)
+        output, bias = self.out_proj(self.norm(y, zxbcdt[:, : self.sizes.inner])[:, None])
         return output, bias
 
-    def _divides(self, rows: Tensor, view: RecurrentStepView) -> bool:
-        """Whether out_proj divides by the norm's root mean squares, so that the norm has no kernel
-        of its own."""
-        product = self.out_proj
-        if self.norm.tp_group is not None or not isinstance(product, InferenceRowParallelLinear):
-            return False
-        return product.takes_squares(rows, self.norm.groups) and view.may_gate
+    def run(self, stream: Stream, view: RecurrentStepView, may_split: bool) -> Stream:
+        """The stream behind this layer and the norm before it: `models/decoder_layer.py`."""
+        projected = self.in_proj.product(stream, self.in_proj.choose(stream))
+        # With sequence parallelism rows of padding stand behind the step's tokens.
+        zxbcdt = projected[: view.dims.tokens]
+        gate, layer, norm = zxbcdt[:, : self.sizes.inner], self.state_layer_index, self.norm
+        groups = norm.groups if norm.tp_group is None else 0
+        choice = self.out_proj.choose(gate, stream, may_split, groups)
+        x: Tensor | Stream
+        if choice.met.squares and view.may_gate:
+            # out_proj divides by the root mean squares, so the norm has no kernel of its own.
+            y, squares = view.recurrent_gated(layer, zxbcdt, self.recurrence, norm.weight)
+            x = Stream(y, None, norm.weight, norm.eps, squares)
+        else:
+            x = norm(view.recurrent(layer, zxbcdt, self.recurrence), gate)
+        return self.out_proj.add(x, stream, may_split, choice)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -15,12 +15,13 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_async.models.decoder_layer import activated
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.stream import Stream
 
 UNGATED = squared_relu
 """The activation that is served without a gate, as `TransformerConfig.activation_func`."""
@@ -33,22 +34,10 @@ class InferenceMLP(MLP):
     ops = LayerOps()
 
     def forward(
-        self,
-        hidden_states: Tensor | Unnormed,
-        per_token_scale: Tensor | None = None,
-        **_: Any,
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """`[tokens, 1, hidden]` -> the same shape, and a bias or None, as in Megatron."""
-        activated = None
-        gated = self.config.gated_linear_unit
-        if isinstance(self.linear_fc1, InferenceColumnParallelLinear):
-            activated = self.linear_fc1.forward_activated(hidden_states, gated)
-        if activated is None:
-            product, _unused = self.linear_fc1(hidden_states)
-            tokens, _one, width = product.shape
-            activation = self.ops.swiglu if gated else self.ops.squared_relu
-            activated = activation(product.view(tokens, width))[:, None]
-        return self.linear_fc2(activated)
+        return self.linear_fc2(activated(self, Stream(hidden_states.flatten(0, 1)))[:, None])
 
 
 class SharedExpertMLP(InferenceMLP):
@@ -82,9 +71,7 @@ class SharedExpertMLP(InferenceMLP):
             gate = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
         self.register_parameter("gate_weight", gate)
 
-    def forward(
-        self, hidden_states: Tensor | Unnormed, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
         """`[tokens, 1, hidden]` -> this rank's summand of the same before the gate, and None."""
         return super().forward(hidden_states)
 

@@ -21,13 +21,13 @@ from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.mlp import SharedExpertMLP
 from megatron_async.models.moe_dispatch import TokenDispatcher
 from megatron_async.models.moe_experts import Experts
-from megatron_async.models.step_state import OfThread
+from megatron_async.models.norm import normalise
 from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
-from megatron_async.ops.linear.skinny_plan import NORM_WIDTH
-from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.ranks.tensor_collectives import Unreduced, collectives_of
+from megatron_async.ops.linear.product_kernel import NORM_WIDTH
+from megatron_async.ops.linear.stream import Stream
+from megatron_async.ops.ranks.tensor_collectives import collectives_of
 
 if TYPE_CHECKING:
     from megatron_async.models.step_view import StepView
@@ -99,17 +99,12 @@ class MoELayer(MegatronModule):
         pg_collection: process groups; `ep` and `tp` are used.
 
     Attributes:
-        may_split: set by a caller that takes an `Unreduced` output.
-        residual: `[tokens, hidden]`, set by a caller for the next `forward` where `adds_residual`:
-            the output is added to it.
         on_routing: called with the routing of this rank's tokens after the kernels that write it
             have been launched; or None.
     """
 
-    ops = LayerOps()
-    may_split: bool = False
-    residual = OfThread()
     on_routing: Callable[[Routing], None] | None = None
+    ops = LayerOps()
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any
@@ -124,47 +119,45 @@ class MoELayer(MegatronModule):
         self.tp_group = pg_collection.tp
 
     def forward(
-        self,
-        hidden_states: Tensor | Unnormed,
-        inference_context: StepView | None = None,
-        **_: Any,
-    ) -> tuple[Tensor | Unreduced, None]:
-        """`[tokens, 1, hidden]` -> the same shape, and no bias.
+        self, hidden_states: Tensor, inference_context: StepView | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """`[tokens, 1, hidden]` -> the same shape, and no bias, as in Megatron."""
+        stream = Stream(hidden_states.flatten(0, 1))
+        return self.run(stream, inference_context, False).value[:, None], None
+
+    def run(self, stream: Stream, view: StepView | None, may_split: bool) -> Stream:
+        """The stream behind this layer; the norm before it is done here, if one is left.
 
         With sequence parallelism the tokens are this rank's share of the group's, before and after.
-        Where `takes_unnormed`, the input may be the arguments of the norm before this layer.
         """
-        collectives = collectives_of(self.tp_group)
-        scatter = self._is_scattered
-        x: Tensor | Unnormed = hidden_states
-        if isinstance(hidden_states, Tensor):
-            x = hidden_states.flatten(0, 1)
-            x = collectives.all_gather(x) if scatter else x
-        output: Tensor | Unreduced | None = self._few_tokens(x, inference_context)
-        if output is None:
-            assert isinstance(x, Tensor), "see takes_unnormed"
-            output = self._dispatched(x, inference_context)
-        if isinstance(output, Unreduced):
-            return output, None
+        collectives, scatter = collectives_of(self.tp_group), self._is_scattered
+        planned = None if scatter else self._planned(stream.rows)
+        if planned is None or stream.parts_of_ranks is not None:
+            normalise(self.ops, stream)
+        x = stream.value
         if scatter:
-            return collectives.reduce_scatter(output), None
-        if self.may_split and collectives.size > 1 and collectives.adds_with_norm(output):
-            return Unreduced(output, collectives.all_reduce_add_rms_norm), None
-        return collectives.all_reduce(output), None
-
-    def adds_residual(self, rows: Tensor) -> bool:
-        """Whether the output can be added to `rows`, `[tokens, hidden]`."""
-        alone = collectives_of(self.tp_group).size == 1
-        return alone and rows.size(1) <= NORM_WIDTH and self._planned(rows) is not None
-
-    def takes_unnormed(self, hidden_states: Tensor) -> bool:
-        """Whether `forward` should be given the arguments of the norm before it.
-
-        Args:
-            hidden_states: `[tokens, 1, hidden]`, or partial sums of that, `[splits, tokens, 1,
-                hidden]`.
-        """
-        return not self._is_scattered and self._planned(hidden_states.flatten(-3, -2)) is not None
+            x = collectives.all_gather(x)
+            planned = self._planned(x)
+        if planned is not None:
+            given = x if stream.weight is None else stream
+            total = stream.early_total if collectives.size == 1 else None
+            added = total if total is not None and total.size(1) <= NORM_WIDTH else None
+            output = self._few_tokens(given, planned, view, added)
+            residual = None if added is not None else stream.total
+        else:
+            residual = stream.total
+            dispatched = self._dispatched(x, view, may_split)
+            if isinstance(dispatched, Stream):
+                dispatched.residual = residual
+                return dispatched
+            output = dispatched
+        if scatter:
+            return Stream(collectives.reduce_scatter(output), residual)
+        summand = output[:, None]
+        if may_split and collectives.size > 1 and collectives.adds_with_norm(summand):
+            add = collectives.all_reduce_add_rms_norm
+            return Stream(summand, residual, parts_of_ranks=add)
+        return Stream(collectives.all_reduce(summand).squeeze(1), residual)
 
     @property
     def _is_scattered(self) -> bool:
@@ -198,22 +191,23 @@ class MoELayer(MegatronModule):
         plan = find_plan(rows, layer)
         return None if plan is None else (layer, plan)
 
-    def _few_tokens(self, x: Tensor | Unnormed, view: StepView | None) -> Tensor | None:
-        """The output of this rank's experts, `[tokens, 1, hidden]`, by the op for few tokens; None
-        where `x` has too many tokens for the op."""
-        rows = x.x if isinstance(x, Unnormed) else x
-        planned = self._planned(rows)
-        if planned is None:
-            return None
-        residual, self.residual = self.residual, None
-        output, routing = self.ops.few_token_experts(x, *planned, *real_tokens(view), residual)
+    def _few_tokens(
+        self,
+        x: Tensor | Stream,
+        planned: tuple[ExpertLayer, FewTokenPlan],
+        view: StepView | None,
+        added: Tensor | None,
+    ) -> Tensor:
+        """The output of this rank's experts, `[tokens, hidden]`, by the op for few tokens, added to
+        `added`."""
+        output, routing = self.ops.few_token_experts(x, *planned, *real_tokens(view), added)
         if self.on_routing is not None:
             self.on_routing(routing)
-        return output[:, None]
+        return output
 
-    def _dispatched(self, x: Tensor, view: StepView | None) -> Tensor | Unreduced:
+    def _dispatched(self, x: Tensor, view: StepView | None, may_split: bool) -> Tensor | Stream:
         """The output of this rank's experts for `[tokens, hidden]`, by routing, dispatch and
-        grouped products."""
+        grouped products: the same shape, or parts for the next norm."""
         ranks = collectives_of(self.tp_group).size
         dispatched = 0 if view is None else view.dims.dispatch_tokens
         if self._is_scattered:
@@ -224,17 +218,16 @@ class MoELayer(MegatronModule):
         gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
         sums = self.experts(gathered, routing)
         alone = ranks == 1 and self.shared_experts is None
-        if self.may_split and alone and self.dispatcher.combines_with_norm(sums):
-            return Unreduced(sums, self.dispatcher.combine_add_rms_norm)
-        output = self.dispatcher.combine(sums, x.size(0))[:, None]
+        if may_split and alone and self.dispatcher.combines_with_norm(sums):
+            return Stream(sums, parts_of_ranks=self.dispatcher.combine_add_rms_norm)
+        output = self.dispatcher.combine(sums, x.size(0))
         return output if self.shared_experts is None else self._add_shared(output, x)
 
     def _add_shared(self, output: Tensor, x: Tensor) -> Tensor:
-        """`output`, `[tokens, 1, hidden]`, plus what the shared expert makes of x, `[tokens,
-        hidden]`."""
+        """`output`, `[tokens, hidden]`, plus what the shared expert makes of x, of that shape."""
         assert self.shared_experts is not None
         shared, gate = self.shared_experts(x[:, None])[0], self.shared_experts.gate_weight
+        shared = shared.squeeze(1)
         if gate is None:
             return output + shared
-        add = self.ops.add_shared_expert
-        return add(output.flatten(0, 1), shared.flatten(0, 1), x, gate)[:, None]
+        return self.ops.add_shared_expert(output, shared, x, gate)

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import KINDS, MTP_KINDS, ModelArchitecture
-from megatron_async.models.hybrid_stack import add_norm
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import InferenceColumnParallelLinear
 from megatron_async.models.model_config import ModelConfig
-from megatron_async.models.norm import factors_of, make_norm
+from megatron_async.models.norm import make_norm, normalised
 from megatron_async.models.parallel_state import ParallelSizes
-from megatron_async.ops.all_ops import Ops
+from megatron_async.ops.linear.stream import Stream
 
 if TYPE_CHECKING:
     from megatron_async.models.step_view import StepView
@@ -98,9 +97,8 @@ class MultiTokenPredictionLayer(MegatronModule):
         """
         # The residual stream begins here.
         projected, _ = self.eh_proj(self.join(embedded, hidden)[:, None])
-        output, residual = self.mtp_model_layer.run(projected, view)
-        normed, _ = add_norm(self.ops, output, residual, self.final_layernorm)
-        return normed
+        stream = self.mtp_model_layer.run(Stream(projected.flatten(0, 1)), view)
+        return normalised(self.ops, stream, self.final_layernorm)[0][:, None]
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """The input of `eh_proj`.
@@ -113,7 +111,8 @@ class MultiTokenPredictionLayer(MegatronModule):
             `[tokens, 2 hidden]`: each normed, the embedding first.
         """
         parts = ((embedded.flatten(0, 1), self.enorm), (hidden, self.hnorm))
-        return torch.cat([_normed(self.ops, rows, norm) for rows, norm in parts], dim=-1)
+        normed = [normalised(self.ops, Stream(rows), norm)[0] for rows, norm in parts]
+        return torch.cat(normed, dim=-1)
 
 
 class MultiTokenPrediction(MegatronModule):
@@ -185,8 +184,3 @@ def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes) -> None:
                 f"{name}={value!r} is not served with multi-token prediction: use {served!r}, or "
                 f"{REMEDY}."
             )
-
-
-def _normed(ops: Ops, rows: Tensor, norm: nn.RMSNorm) -> Tensor:
-    assert norm.eps is not None, "make_norm sets it"
-    return ops.add_rms_norm(rows, None, factors_of(norm), norm.eps)[0]

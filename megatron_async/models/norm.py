@@ -11,6 +11,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_async.ops.all_ops import Ops
+from megatron_async.ops.linear.stream import Stream
+
 
 class InferenceRMSNorm(nn.RMSNorm):
     """torch's RMSNorm (Zhang and Sennrich 2019), whose factors may be 1 + weight.
@@ -77,6 +80,30 @@ def factors_of(norm: nn.Module) -> Tensor:
     weight = norm.weight
     assert isinstance(weight, Tensor), "fitness has refused others"
     return weight
+
+
+def normalise(ops: Ops, stream: Stream) -> None:
+    """Do the sums and the norm of a stream, if one is left, as a kernel of its own: `value` becomes
+    normed, and `total` is set."""
+    if stream.weight is None:
+        return
+    add = stream.parts_of_ranks or ops.add_rms_norm
+    stream.value, stream.total = add(*stream.norm_arguments)
+    stream.weight = stream.residual = stream.parts_of_ranks = None
+
+
+def normalised(ops: Ops, stream: Stream, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    """A stream behind a norm of its own, `[rows, k]`, and without it."""
+    set_norm(stream, norm)
+    normalise(ops, stream)
+    assert stream.total is not None, "normalise sets it"
+    return stream.value, stream.total
+
+
+def set_norm(stream: Stream, norm: nn.RMSNorm) -> None:
+    """The norm before the stream's next product."""
+    assert norm.eps is not None, "make_norm sets it"
+    stream.weight, stream.eps = factors_of(norm), norm.eps
 
 
 def fold_norms(model: nn.Module) -> None:

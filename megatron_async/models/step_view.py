@@ -120,7 +120,7 @@ class RecurrentStepView(StepView, Protocol):
             norm_weight: `[channels]`.
 
         Returns:
-            `[tokens, channels]`, and the squares for `Unnormed`.
+            `[tokens, channels]`, and `Stream.squares`.
         """
 
     @property

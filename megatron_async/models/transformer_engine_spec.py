@@ -36,13 +36,14 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import EXPERTS
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
+from megatron_async.models.decoder_layer import LAYER_KINDS
 from megatron_async.models.gated_delta import GatedDeltaMixer
 from megatron_async.models.hybrid_stack import PagedHybridStack
-from megatron_async.models.layer_kinds import LAYER_KINDS
 from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.norm import make_norm
+from megatron_async.ops.linear.stream import Stream
 
 
 def require_transformer_engine(device: torch.device) -> None:
@@ -73,25 +74,23 @@ class TransformerEngineHybridStack(PagedHybridStack):
             self.final_norm = _on_meta_device(TENorm, config)(
                 hidden_size=config.hidden_size, config=config, eps=config.layernorm_epsilon
             )
-        for module in self.modules():
-            if isinstance(module, MoELayer):
-                module.may_split = False  # no norm here adds up summands
 
     @override
-    def run(self, hidden_states: Tensor, inference_context: Any) -> tuple[Tensor, None]:
+    def run(self, stream: Stream, view: Any) -> Stream:
+        hidden_states = stream.value[:, None]
         for layer, kind in zip(self.layers, self.layer_type_list, strict=True):
             # The norms of the others are inside their first linear layers.
             is_moe = kind == EXPERTS
             x = layer.pre_mlp_layernorm(hidden_states) if is_moe else hidden_states
-            output, bias = LAYER_KINDS[kind].block(layer)(x, inference_context=inference_context)
+            output, bias = LAYER_KINDS[kind].block(layer)(x, inference_context=view)
             if bias is not None:
                 output = output + bias
             hidden_states = hidden_states + output
-        return hidden_states, None
+        return Stream(hidden_states.flatten(0, 1))
 
     @override
-    def finish(self, output: Any, residual: Any) -> tuple[Tensor, Tensor]:
-        return self.final_norm(output), output
+    def finish(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        return self.final_norm(stream.value[:, None]).squeeze(1), stream.value
 
 
 def transformer_engine_stack_spec(config: TransformerConfig) -> ModuleSpec:

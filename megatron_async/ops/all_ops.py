@@ -17,13 +17,8 @@ from megatron_async.ops.experts.expert_mlp import expert_mlp
 from megatron_async.ops.experts.expert_routing import route
 from megatron_async.ops.experts.few_tokens import few_token_experts
 from megatron_async.ops.experts.shared_gate import add_shared_expert
+from megatron_async.ops.linear.products import product
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.linear.skinny_linear import (
-    linear,
-    linear_rope_append,
-    linear_squared_relu,
-    linear_swiglu,
-)
 from megatron_async.ops.linear.squared_relu import squared_relu
 from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.ops.op import Op, Place
@@ -67,10 +62,7 @@ class Ops:
         self.add_rms_norm = bound(add_rms_norm)
         self.rope_append = bound(rope_append)
         self.output_gate = bound(output_gate)
-        self.linear = bound(linear)
-        self.linear_rope_append = bound(linear_rope_append)
-        self.linear_swiglu = bound(linear_swiglu)
-        self.linear_squared_relu = bound(linear_squared_relu)
+        self.product = bound(product)
         self.swiglu = bound(swiglu)
         self.squared_relu = bound(squared_relu)
         self.sample = bound(sample)

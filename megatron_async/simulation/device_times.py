@@ -187,7 +187,7 @@ def _h200(
 
 # Decode: docs/performance.md and docs/records/whole_steps.md ("Late launches on GPUs"), 2026-11-26
 # and 27; a step takes what its kernels take. One row has kernels of its own, and 2 to 16 rows share
-# a tile (ops/linear/skinny_plan.py), so 2 rows take what 16 were measured to. Mixed: the time to
+# a tile (ops/linear/tile.py), so 2 rows take what 16 were measured to. Mixed: the time to
 # the first token of one prompt of 2048 tokens, less the host's 0.2 ms. Eager launches and captured
 # sizes: docs/records/whole_steps.md, "Between steps, and churn".
 MACHINES: dict[str, Machine] = {

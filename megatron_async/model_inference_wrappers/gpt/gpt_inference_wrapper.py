@@ -17,6 +17,7 @@ from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.compiled_layers import compile_layers
 from megatron_async.models.embedding import InferenceOutputLayer
 from megatron_async.models.fitness import check_model
+from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.layer_ops import bind_ops
 from megatron_async.models.linear import linear, pack_weights
 from megatron_async.models.norm import fold_norms
@@ -200,4 +201,6 @@ def keep_packed_weights(model: nn.Module, context: DynamicInferenceContext) -> N
             f"{device.torch_device}: leave it None, or use device='cpu' and dtype='float32'."
         )
     pack_weights(model, device.free_memory(), quantization)
-    compile_layers(model)
+    for stack in model.modules():
+        if isinstance(stack, PagedHybridStack):
+            stack.compiled = compile_layers(stack)

@@ -40,8 +40,8 @@ from megatron_async.ops.experts.few_token_routing import norm_logits_kernel
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from megatron_async.ops.linear.squared_relu import squared_relu
+from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.swiglu import swiglu
-from megatron_async.ops.linear.unnormed import Unnormed
 from megatron_async.ops.op import op
 
 
@@ -109,7 +109,7 @@ def _is_measured(device_index: int) -> bool:
 
 @op
 def few_token_experts(
-    x: Tensor | Unnormed,
+    x: Tensor | Stream,
     layer: ExpertLayer,
     plan: FewTokenPlan | None,
     places: Tensor | None = None,
@@ -120,7 +120,8 @@ def few_token_experts(
 
     Args:
         x: `[tokens, hidden]` on a GPU; rows may be strided, elements not. Or tokens whose residual
-            add and norm are to be done first; their `x` may be partial sums, as for `add_rms_norm`.
+            add and norm are to be done first; their `value` may be partial sums, as for
+            `add_rms_norm`.
         layer: weights, and how experts are chosen.
         plan: from `find_plan`; the reference reads none.
         places, dummy_place: which tokens go to no expert, as for `route`. The shared expert meets
@@ -137,8 +138,8 @@ def few_token_experts(
         out, routing = few_token_experts.reference(x, layer, plan, places, dummy_place)
         return out + added, routing
     _check(x, layer)
-    if isinstance(x, Unnormed):
-        normed, x.total = add_rms_norm.reference(x.x, x.residual, x.weight, x.eps)
+    if isinstance(x, Stream):
+        normed, x.total = add_rms_norm.reference(*x.norm_arguments)
         x = normed
     rule = layer.pre_softmax, places, dummy_place, layer.sigmoid, layer.bias, layer.scale
     routing = route.reference(x, layer.router, layer.topk, *rule)
@@ -154,7 +155,7 @@ def few_token_experts(
 
 @few_token_experts.gpu
 def few_token_experts_gpu(
-    x: Tensor | Unnormed,
+    x: Tensor | Stream,
     layer: ExpertLayer,
     plan: FewTokenPlan | None,
     places: Tensor | None = None,
@@ -162,7 +163,7 @@ def few_token_experts_gpu(
     added: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
     assert plan is not None, "the caller asked find_plan"
-    rows = x.x if isinstance(x, Unnormed) else x
+    rows = x.value if isinstance(x, Stream) else x
     _check(x, layer, added)
     shape = layer.shape
     tokens, hidden = rows.shape[-2:]
@@ -248,11 +249,11 @@ def few_token_experts_gpu(
 
 
 def _norm_and_logits(
-    x: Tensor | Unnormed, layer: ExpertLayer, plan: FewTokenPlan, logits: Tensor
+    x: Tensor | Stream, layer: ExpertLayer, plan: FewTokenPlan, logits: Tensor
 ) -> Tensor:
     """The normed tokens; fills logits."""
-    norm = x if isinstance(x, Unnormed) else None
-    rows = x.x if isinstance(x, Unnormed) else x
+    norm = x if isinstance(x, Stream) else None
+    rows = x.value if isinstance(x, Stream) else x
     tokens, hidden = rows.shape[-2:]
     residual = None if norm is None else norm.residual
     normed = total = rows
@@ -290,9 +291,9 @@ def _norm_and_logits(
     return normed
 
 
-def _check(x: Tensor | Unnormed, layer: ExpertLayer, added: Tensor | None = None) -> None:
+def _check(x: Tensor | Stream, layer: ExpertLayer, added: Tensor | None = None) -> None:
     _check_weights(layer)
-    rows = x.x if isinstance(x, Unnormed) else x
+    rows = x.value if isinstance(x, Stream) else x
     hidden, dtype = layer.fc2.size(1), layer.fc1.dtype
     if added is not None:
         fits = added.shape == rows.shape[-2:] and added.dtype == dtype and added.stride(1) == 1
@@ -302,7 +303,7 @@ def _check(x: Tensor | Unnormed, layer: ExpertLayer, added: Tensor | None = None
                 f"its rows adjacent elements; found {tuple(added.shape)}, {added.dtype}, strides "
                 f"{added.stride()}."
             )
-    parts = isinstance(x, Unnormed) and rows.dim() == 3
+    parts = isinstance(x, Stream) and rows.dim() == 3
     if (rows.dim() != 2 and not parts) or rows.size(-1) != hidden or rows.stride(-1) != 1:
         raise ValueError(
             f"few_token_experts: x must be [tokens, {hidden}], its rows adjacent elements; found "
@@ -313,7 +314,7 @@ def _check(x: Tensor | Unnormed, layer: ExpertLayer, added: Tensor | None = None
             f"few_token_experts: {rows.size(-2)} tokens, but it is for 1 to {MOST_FEW_TOKENS}: use "
             "expert_mlp."
         )
-    if not isinstance(x, Unnormed):
+    if not isinstance(x, Stream):
         if rows.dtype != dtype:
             raise ValueError(f"few_token_experts: x is {rows.dtype}, but the weights are {dtype}.")
         return
@@ -322,10 +323,10 @@ def _check(x: Tensor | Unnormed, layer: ExpertLayer, added: Tensor | None = None
             "few_token_experts: partial sums must be float32, contiguous and have a residual; "
             f"found {rows.dtype}, strides {rows.stride()}, residual {x.residual is not None}."
         )
-    if x.weight.shape != (hidden,) or not x.weight.is_contiguous():
+    if x.weight is None or x.weight.shape != (hidden,) or not x.weight.is_contiguous():
         raise ValueError(
             f"few_token_experts: the norm's weight must be ({hidden},), contiguous; found "
-            f"{tuple(x.weight.shape)}, strides {x.weight.stride()}."
+            f"{None if x.weight is None else (tuple(x.weight.shape), x.weight.stride())}."
         )
     stream = rows if x.residual is None else x.residual
     if stream.shape != rows.shape[-2:] or stream.dtype != dtype or stream.stride(1) != 1:

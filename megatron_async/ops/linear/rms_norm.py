@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.linear.streamed_plan import ONE_WARPGROUP, STREAMED_FROM, STREAMED_INPUTS
+from megatron_async.ops.linear.streamed import ONE_WARPGROUP, STREAMED_FROM, STREAMED_INPUTS
 from megatron_async.ops.op import op
 
 MAX_HIDDEN = 16384

@@ -14,8 +14,6 @@ on this: one rank computes each column and, if needed, the column is copied to t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -194,20 +192,6 @@ class TensorCollectives:
         """`x` with zeros after its rows, up to a multiple of the ranks."""
         missing = -len(x) % self.size
         return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
-
-
-@dataclass(frozen=True)
-class Unreduced:
-    """One rank's part of a sum over ranks; the norm that follows adds the parts up.
-
-    Attributes:
-        product: as `add_rms_norm` takes it.
-        add_rms_norm: of (product, residual, weight, eps): the sum over the ranks, residual add and
-            RMSNorm, as `TensorCollectives.all_reduce_add_rms_norm`.
-    """
-
-    product: Tensor
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 @cache

@@ -8,7 +8,7 @@ in `mamba_decode.py`, take five shuffles for four elements of the state and each
 Neither the state nor the weights may lose bits: each float32 is multiplied as two bfloat16 parts,
 which together have 16 bits of it. C and the inputs are bfloat16 already.
 
-Written in Gluon, for the reason that `ops/linear/resident_kernel.py` gives.
+Written in Gluon, for the reason that `ops/linear/resident.py` gives.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Gating(NamedTuple):
     """Gate and norm after decode rows of one query token, as far as a row's own lanes go.
 
     The outputs are gated and multiplied by the norm's weight; the product after them divides by the
-    root mean squares (`Unnormed.squares`), which are of all heads of a group.
+    root mean squares (`Stream.squares`), which are of all heads of a group.
     """
 
     weight: Tensor

@@ -9,20 +9,17 @@ from torch import Tensor
 
 from kernel_cases.case import Chain
 from kernel_cases.hardware import CACHE_BYTES, Hardware, Need
+from kernel_cases.linear import multiply
 from kernel_cases.tensors import random
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.decoder_layer import activation_of
 from megatron_async.ops.experts.expert_mlp import expert_mlp_by_plan
 from megatron_async.ops.experts.expert_plan import ExpertPlan, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import Routing, route_gpu
 from megatron_async.ops.experts.few_tokens import ExpertLayer, few_token_experts_gpu
 from megatron_async.ops.experts.shared_gate import add_shared_expert_gpu
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
-from megatron_async.ops.linear.skinny_linear import (
-    linear_gpu,
-    linear_squared_relu_gpu,
-    linear_swiglu_gpu,
-)
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.stream import Stream
 
 EPS = 1e-5
 
@@ -154,8 +151,8 @@ class Layers:
             output = expert_mlp_by_plan(normed, routing, layer.fc1, layer.fc2, 0, plan)
             if layer.shared_fc1 is None or layer.shared_fc2 is None:
                 continue
-            first = linear_swiglu_gpu if self.sizes.gated else linear_squared_relu_gpu
-            shared = linear_gpu(first(normed, layer.shared_fc1), layer.shared_fc2)
+            activated = multiply(normed, layer.shared_fc1, activation_of(self.sizes.gated))
+            shared = multiply(activated, layer.shared_fc2)
             if layer.shared_gate is None:
                 output = output + shared
             else:
@@ -164,7 +161,7 @@ class Layers:
     def _few(self, x: Tensor, plan: FewTokenPlan) -> None:
         output, residual = x, torch.zeros_like(x)
         for layer in self.layers:
-            given = Unnormed(output, residual, self.norm, EPS)
+            given = Stream(output, residual, self.norm, EPS)
             output, _routing = few_token_experts_gpu(given, layer, plan)
             assert given.total is not None
             residual = given.total

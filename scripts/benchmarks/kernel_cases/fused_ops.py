@@ -22,10 +22,9 @@ from kernel_cases.tensors import DTYPE, random
 from kernel_cases.timing import repeated
 from megatron_async.ops.attention.rope_append import rope_append_gpu
 from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.linear.products import choose_for, product_gpu
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
-from megatron_async.ops.linear.skinny_linear import linear_gpu, linear_rope_append_gpu
-from megatron_async.ops.linear.skinny_plan import rotates_heads
 from megatron_async.ops.linear.swiglu import swiglu_gpu
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
 from megatron_async.ops.sampling.slot_records import HEADER, RECORD_WORDS, Header, pack_record
@@ -86,9 +85,10 @@ def qkv_pair(shape: Shape, rows: int) -> Pair:
     fused, unfused = rope_calls(shape, rows)
 
     def ours() -> Tensor:
-        if rotates_heads(x, weight, shape.dim, False):
-            return linear_rope_append_gpu(x, weight, None, fused.places)
-        return fused(linear_gpu(x, weight))
+        choice = choose_for(x, weight, rotate=shape.dim)
+        if choice.met.rotate:
+            return product_gpu(x, weight, choice=choice, places=fused.places)
+        return fused(product_gpu(x, weight))
 
     return ours, lambda: unfused(F.linear(x, weight))
 

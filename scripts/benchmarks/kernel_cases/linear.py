@@ -9,7 +9,7 @@ columns of the qkv product stand for attention's output.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -21,11 +21,12 @@ from kernel_cases.hardware import CACHE_BYTES, Hardware, Need
 from kernel_cases.tensors import random
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.ops.linear.product_kernel import Activation
+from megatron_async.ops.linear.products import choose_for, product_gpu
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
-from megatron_async.ops.linear.skinny_linear import linear_gpu, linear_swiglu_gpu
-from megatron_async.ops.linear.skinny_plan import takes_unnormed
+from megatron_async.ops.linear.squared_relu import squared_relu_gpu
+from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.swiglu import swiglu_gpu
-from megatron_async.ops.linear.unnormed import Unnormed
 
 EPS = 1e-5
 ROWS = (1, 4, 16, 64)
@@ -48,6 +49,18 @@ def needs(shape: ModelArchitecture, rows: int, itemsize: int) -> dict[str, Need]
     elements = {name: n * k for name, (n, k) in sizes(shape).items()}
     elements[LAYER] = sum(count for name, count in elements.items() if name != VOCABULARY)
     return {name: Need(n * itemsize, 2.0 * rows * n) for name, n in elements.items()}
+
+
+def multiply(
+    x: Tensor | Stream, weight: Tensor, activation: Activation = "", may_split: bool = False
+) -> Tensor:
+    """A product as the engine computes it, and the activation behind it."""
+    rows, norm = (x.value, True) if isinstance(x, Stream) else (x, False)
+    choice = choose_for(rows, weight, norm=norm, activation=activation, split=may_split)
+    y = product_gpu(x, weight, choice=choice)
+    if activation == choice.met.activation:
+        return y
+    return swiglu_gpu(y) if activation == "swiglu" else squared_relu_gpu(y)
 
 
 class Layers:
@@ -83,9 +96,9 @@ class Layers:
     def _product(self, name: str, x: Tensor, ours: bool) -> None:
         for weight in self.weights[name]:
             if name == "fc1":
-                linear_swiglu_gpu(x, weight) if ours else swiglu_gpu(F.linear(x, weight))
+                multiply(x, weight, "swiglu") if ours else swiglu_gpu(F.linear(x, weight))
             elif ours:
-                linear_gpu(x, weight, may_split=name in ("proj", "fc2"))
+                multiply(x, weight, may_split=name in ("proj", "fc2"))
             else:
                 F.linear(x, weight)
 
@@ -104,25 +117,20 @@ class Layers:
         fc1: Tensor,
         fc2: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self._behind_norm(linear_gpu, x, residual, qkv)
-        x = linear_gpu(x[:, : self.heads], proj, may_split=True)
-        x, residual = self._behind_norm(linear_swiglu_gpu, x, residual, fc1)
-        return linear_gpu(x, fc2, may_split=True), residual
+        stream = Stream(x, residual, self.norm, EPS)
+        x = multiply(self._whole(stream), qkv)
+        x = multiply(x[:, : self.heads], proj, may_split=True)
+        stream = Stream(x, stream.total, self.norm, EPS)
+        x = multiply(self._whole(stream), fc1, "swiglu")
+        assert stream.total is not None
+        return multiply(x, fc2, may_split=True), stream.total
 
-    def _behind_norm(
-        self,
-        product: Callable[[Tensor | Unnormed, Tensor], Tensor],
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        if takes_unnormed(x):
-            unnormed = Unnormed(x, residual, self.norm, EPS)
-            y = product(unnormed, weight)
-            assert unnormed.total is not None
-            return y, unnormed.total
-        x, total = add_rms_norm_gpu(x, residual, self.norm, EPS)
-        return product(x, weight), total
+    def _whole(self, stream: Stream) -> Tensor | Stream:
+        """The stream, or its norm where its value is partial sums."""
+        if stream.is_whole:
+            return stream
+        normed, stream.total = add_rms_norm_gpu(*stream.norm_arguments)
+        return normed
 
     def _cublas_layer(
         self,

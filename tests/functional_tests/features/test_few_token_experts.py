@@ -13,7 +13,7 @@ from megatron_async import LLM, SamplingParams
 from megatron_async.models import moe
 from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan, plan_few_tokens
 from megatron_async.ops.experts.few_tokens import ExpertLayer, few_token_experts
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.stream import Stream
 
 MODELS = ["tiny-moe", "tiny-hybrid", "tiny-gated-delta"]
 """Softmax; sigmoids with a bias and a shared expert without a gate; a shared expert behind one."""
@@ -42,10 +42,10 @@ def test_same_tokens(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(x: torch.Tensor, layer: ExpertLayer) -> FewTokenPlan | None:
         return plan_few_tokens(x.size(-2), layer.shape)
 
-    def watched(x: torch.Tensor | Unnormed, *rest: Any) -> object:
-        rows = x.x if isinstance(x, Unnormed) else x
+    def watched(x: torch.Tensor | Stream, *rest: Any) -> object:
+        rows = x.value if isinstance(x, Stream) else x
         tokens[rows.size(-2)] += 1
-        normed[isinstance(x, Unnormed)] += 1
+        normed[isinstance(x, Stream)] += 1
         return op(x, *rest)
 
     monkeypatch.setattr(moe, "find_plan", planned)

@@ -11,7 +11,6 @@ import torch
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.models.step_state import OfThread
 from tests.support.harness import drain, greedy, make_engine, make_model, random_prompts
 from tests.support.late_device import LateDevice
 
@@ -81,19 +80,3 @@ def test_two_engines_on_two_threads(model: torch.nn.Module) -> None:
     for number, answers in found.items():
         assert answers == [expected[number]] * 4
         engines[number].close()
-
-
-def test_what_a_module_leaves_is_its_threads() -> None:
-    class Product(torch.nn.Module):
-        residual = OfThread()
-
-    product, other, seen = Product(), Product(), []
-    product.residual = stream = torch.ones(2)
-    thread = threading.Thread(target=lambda: seen.append(product.residual))
-    thread.start()
-    thread.join()
-    assert seen == [None]
-    assert product.residual is stream
-    assert other.residual is None
-    product.residual = None
-    assert product.residual is None

@@ -10,6 +10,8 @@ import torch
 
 from megatron_async import SamplingParams
 from megatron_async.models import linear
+from megatron_async.ops.linear.product_kernel import Wants
+from megatron_async.ops.linear.products import CUBLAS, Choice
 from tests.support.harness import (
     TINY,
     EngineFactory,
@@ -100,11 +102,13 @@ def test_the_projection_may_rotate_and_append(
     """One op does both, as on a GPU; here in plain torch, in steps of an odd number of rows."""
     asked: list[bool] = []
 
-    def rotates_heads(rows: torch.Tensor, *_: object) -> bool:
-        asked.append(len(rows) % 2 == 1)
-        return asked[-1]
+    def choose_for(x: torch.Tensor, weight: torch.Tensor, rotate: int = 0, **_: object) -> Choice:
+        rotates = rotate if len(x) % 2 else 0
+        if rotate:
+            asked.append(rotates > 0)
+        return Choice(CUBLAS, None, Wants(len(x), rotate=rotates))
 
-    monkeypatch.setattr(linear, "rotates_heads", rotates_heads)
+    monkeypatch.setattr(linear, "choose_for", choose_for)
     monkeypatch.setattr(linear.InferenceColumnParallelLinear, "may_rotate", True)
     engine = make_tiny_engine(lookahead=1, max_requests=7, max_tokens=61)
     assert run_at(engine, {0: JOBS["greedy"]}) == alone["greedy"]

@@ -15,8 +15,8 @@ from megatron_async.ops.attention.decode_attention import _parts_kernel
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.rope_append import rope_append_gpu
 from megatron_async.ops.batch_dimensions import BatchDimensions
+from megatron_async.ops.linear.products import product_gpu
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
-from megatron_async.ops.linear.skinny_linear import linear_gpu
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 INT32 = ("tables", "items", "splits", "arrived")
@@ -115,9 +115,9 @@ def test_a_chain_of_layers_in_a_graph(name, decode, prompts, monkeypatch):
         x, residual = start, torch.zeros_like(start)
         for w_qkv, w_proj, (keys, values) in zip(qkv, proj, caches, strict=True):
             x, residual = add_rms_norm_gpu(x, residual, norm, 1e-5)
-            query = rope_append_gpu(linear_gpu(x, w_qkv), cos, sin, at, write, keys, values)
+            query = rope_append_gpu(product_gpu(x, w_qkv), cos, sin, at, write, keys, values)
             x = attention.attend(query, keys, values, DIM**-0.5)
-            x = linear_gpu(x.view(len(positions), hidden), w_proj)
+            x = product_gpu(x.view(len(positions), hidden), w_proj)
         return x
 
     monkeypatch.setattr(backend, "lets_others_start", False)

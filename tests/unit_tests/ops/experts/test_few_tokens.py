@@ -24,7 +24,7 @@ from megatron_async.ops.experts.few_tokens import (
     few_token_experts_gpu,
 )
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.stream import Stream
 from tests.unit_tests.ops.experts.test_expert_mlp import make_weights
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
@@ -74,7 +74,7 @@ def plan_of(tokens, layer):
 
 def check(x, layer, plan=None, places=None, dummy_place=0):
     """Equal to torch, the same again, and what was found."""
-    rows = x.x if isinstance(x, Unnormed) else x
+    rows = x.value if isinstance(x, Stream) else x
     plan = plan or plan_of(rows.size(-2), layer)
     out, routing = few_token_experts_gpu(x, layer, plan, places, dummy_place)
     expected, truth = few_token_experts.reference(x, layer, None, places, dummy_place)
@@ -219,7 +219,7 @@ def test_takes_the_norm_along(parts, has_residual, dtype, device):
         x = torch.randn(parts, 2, 64, device=device)
     residual = make_tokens(2, 64, dtype, device) if has_residual else None
     weight = torch.rand(64, device=device) + 0.5
-    given = Unnormed(x, residual, weight, 1e-5)
+    given = Stream(x, residual, weight, 1e-5)
     normed, total = add_rms_norm.reference(x, residual, weight, 1e-5)
     out, routing = few_token_experts_gpu(given, layer, plan_of(2, layer))
     assert given.total is not None
@@ -227,7 +227,7 @@ def test_takes_the_norm_along(parts, has_residual, dtype, device):
     expected, truth = few_token_experts.reference(normed, layer, None)
     assert torch.equal(routing.experts, truth.experts)
     torch.testing.assert_close(out, expected, rtol=LIMITS[dtype], atol=LIMITS[dtype])
-    reference = Unnormed(x, residual, weight, 1e-5)
+    reference = Stream(x, residual, weight, 1e-5)
     torch.testing.assert_close(few_token_experts.reference(reference, layer, None)[0], expected)
     assert reference.total is not None
     assert torch.equal(reference.total, total)
@@ -267,9 +267,9 @@ def test_bad_input():
     refused(r"x must be \[tokens, 64\]", torch.randn(2, 63))
     refused("9 tokens, but it is for 1 to 8", torch.randn(9, 64))
     refused("x is torch.float16, but the weights are torch.float32", x.half())
-    refused("partial sums must be float32", Unnormed(torch.randn(2, 2, 64), None, x[0], 0.0))
-    refused("norm's weight must be", Unnormed(x, None, x[0, :3], 0.0))
-    refused("residual stream must be", Unnormed(x, x[:1], x[0], 0.0))
+    refused("partial sums must be float32", Stream(torch.randn(2, 2, 64), None, x[0], 0.0))
+    refused("norm's weight must be", Stream(x, None, x[0, :3], 0.0))
+    refused("residual stream must be", Stream(x, x[:1], x[0], 0.0))
     refused(r"router must be \(8, 64\)", router=torch.randn(7, 64))
     refused("shared_fc1 must be", shared_fc1=None)
     refused("shared_gate is for a shared expert", shared_gate=x[:1], shared_fc2=None)
@@ -318,7 +318,7 @@ def test_published_shapes(shape, tokens):
     check(x, layer)
     residual = make_tokens(tokens, shape.hidden, torch.bfloat16, "cuda")
     weight = torch.rand(shape.hidden, device="cuda") + 0.5
-    check(Unnormed(x, residual, weight, 1e-5), layer)
+    check(Stream(x, residual, weight, 1e-5), layer)
 
 
 @pytest.mark.gpu
@@ -335,7 +335,7 @@ def test_replays_in_a_graph_with_other_routings():
     def step(op, value):
         residual, routings = torch.zeros_like(value), []
         for layer in layers:
-            given = Unnormed(value, residual, weight, 1e-5)
+            given = Stream(value, residual, weight, 1e-5)
             value, routing = op(given, layer, plan_of(2, layer), places, 1)
             residual = given.total
             routings.append(routing.experts)

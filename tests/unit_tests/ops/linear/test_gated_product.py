@@ -3,25 +3,18 @@
 import pytest
 import torch
 
-from megatron_async.ops.linear import skinny_linear as ops
-from megatron_async.ops.linear.planned_products import (
-    one_row_product,
-    resident_product,
-    warpgroup_product,
-)
-from megatron_async.ops.linear.skinny_plan import (
-    OneRowPlan,
-    ResidentPlan,
-    takes_squares,
-)
-from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WarpgroupPlan
-from tests.unit_tests.ops.linear.test_skinny_linear import (
+from megatron_async.ops.linear.one_row import OneRowPlan, one_row_product
+from megatron_async.ops.linear.products import choose_for, product
+from megatron_async.ops.linear.resident import ResidentPlan, resident_product
+from megatron_async.ops.linear.stream import Stream
+from megatron_async.ops.linear.warpgroup import MOST_ROWS, WarpgroupPlan, warpgroup_product
+from tests.unit_tests.ops.linear.test_products import (
     BRAIN,
     HALF,
     WHOLE,
     assert_close,
     expected_product,
+    multiply,
     random,
     weight_of,
 )
@@ -36,15 +29,15 @@ def divided_product(rows, k, groups, parts, dtype, device, product, outputs=24):
     squares = 2 * k / groups / parts * torch.rand(rows, groups, parts, device=device)
     root = (squares.double().sum(2) / (k // groups) + EPS).sqrt()
     divided = (x.double().unflatten(1, (groups, -1)) / root[..., None]).flatten(1)
-    found = product(Unnormed(x, None, weight[0], EPS, squares), weight)
+    found = product(Stream(x, None, weight[0], EPS, squares), weight)
     return found, expected_product(divided, weight)
 
 
 def test_reference():
-    found, expected = divided_product(3, 32, 2, 3, WHOLE, "cpu", ops.linear.reference)
+    found, expected = divided_product(3, 32, 2, 3, WHOLE, "cpu", product.reference)
     assert_close(found, expected, WHOLE)
     ones = torch.ones(2, 8, dtype=BRAIN)
-    assert not takes_squares(ones, ones, 1, False)  # no GPU
+    assert not choose_for(ones, ones, squares=1).met.squares  # no GPU
 
 
 @pytest.mark.parametrize("dtype", [WHOLE, HALF])
@@ -71,22 +64,22 @@ def test_one_row(k, parts, plan, dtype, device):
     ],
 )
 def test_bad_squares(squares, residual, activation):
-    x = Unnormed(torch.ones(1, 8), residual, torch.ones(8), EPS, squares)
+    x = Stream(torch.ones(1, 8), residual, torch.ones(8), EPS, squares)
     with pytest.raises(ValueError, match="squares must be float32"):
         one_row_product(x, torch.ones(4, 8), None, activation, OneRowPlan(4, 64, 2, 0))
 
 
 def test_products_that_take_none():
-    x = Unnormed(torch.ones(2, 8), None, torch.ones(8), EPS, torch.ones(2, 2, 4))
-    with pytest.raises(ValueError, match="does not take squares"):
-        ops.linear_gpu(x, torch.ones(4, 8))  # there is no plan without a GPU
-    half = Unnormed(x.x.to(BRAIN), None, x.weight, EPS, x.squares)
-    for product, plan in (
+    x = Stream(torch.ones(2, 8), None, torch.ones(8), EPS, torch.ones(2, 2, 4))
+    with pytest.raises(ValueError, match="does not serve squares"):
+        multiply(x, torch.ones(4, 8))  # there is no plan without a GPU
+    half = Stream(x.value.to(BRAIN), None, x.weight, EPS, x.squares)
+    for launch, plan in (
         (resident_product, ResidentPlan(8, 16, 4)),
         (warpgroup_product, WarpgroupPlan(64, 32, 1, 128, 1, 1)),
     ):
         with pytest.raises(ValueError, match="squares must be"):
-            product(half, torch.ones(4, 8, dtype=BRAIN), None, "", plan)
+            launch(half, torch.ones(4, 8, dtype=BRAIN), None, "", plan)
 
 
 @pytest.mark.gpu
@@ -95,10 +88,10 @@ def test_products_that_take_none():
 def test_one_group(rows, k):
     """By each kernel that the plan may choose."""
     weight = torch.ones(768, k, dtype=BRAIN, device="cuda")
-    assert takes_squares(weight[:rows], weight, 1, True)
+    assert choose_for(weight[:rows], weight, squares=1, split=True).met.squares
 
     def product(x, weight):
-        y = ops.linear_gpu(x, weight, may_split=True)
+        y = multiply(x, weight, may_split=True)
         return y if y.dim() == 2 else y.sum(0)
 
     found, expected = divided_product(rows, k, 1, 96, BRAIN, "cuda", product, 768)
@@ -114,6 +107,7 @@ def test_which_products_divide():
         (MOST_ROWS + 1, 1, narrow, False),
         (1, 8, wide, False), (1, 1, wide, True), (2, 1, wide, False),
     ):  # fmt: skip
-        assert takes_squares(weight[:rows], weight, groups, True) is taken
+        found = choose_for(weight[:rows], weight, squares=groups, split=True).met.squares
+        assert bool(found) is taken
     half = narrow.to(HALF)
-    assert not takes_squares(half[:1], half, 1, True)
+    assert not choose_for(half[:1], half, squares=1, split=True).met.squares

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_async.ops.linear.planned_products import long_row_product, one_row_product
-from megatron_async.ops.linear.skinny_plan import LongRowPlan, OneRowPlan
-from megatron_async.ops.linear.unnormed import Unnormed
-from tests.unit_tests.ops.linear.test_skinny_linear import (
+from megatron_async.ops.linear.long_row import LongRowPlan, long_row_product
+from megatron_async.ops.linear.one_row import OneRowPlan, one_row_product
+from megatron_async.ops.linear.stream import Stream
+from tests.unit_tests.ops.linear.test_products import (
     assert_close,
     expected_product,
     random,
@@ -92,13 +92,13 @@ def test_one_row_with_norm(k, block_k, with_residual, activation, dtype, device)
     weight = weight_of(60, k, dtype, device)
     x, residual = random(2, 1, k, dtype=dtype, device=device)
     norm = random(k, dtype=dtype, device=device)
-    unnormed = Unnormed(x, residual if with_residual else None, norm, 1e-5)
+    unnormed = Stream(x, residual if with_residual else None, norm, 1e-5)
     found = one_row_product(unnormed, weight, None, activation, plan)
     total = residual + x if with_residual else x
     normed = F.rms_norm(total.double(), (k,), norm.double(), 1e-5)
     assert torch.equal(unnormed.total, total)
     assert with_residual or unnormed.total is x
     assert_close(found, expected_product(normed, weight, activation=activation), dtype)
-    one_program = Unnormed(x, residual, norm, 1e-5)
+    one_program = Stream(x, residual, norm, 1e-5)
     one_row_product(one_program, weight[:3], None, "", plan)
     assert torch.equal(one_program.total, residual + x)

@@ -11,12 +11,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.ops.linear.resident_kernel import resident_kernel, segments_of
-from megatron_async.ops.linear.skinny_plan import (
+from megatron_async.ops.linear.resident import (
     RESIDENT_ROWS,
     ResidentPlan,
-    choose_plan,
+    resident_kernel,
+    segments_of,
 )
+from tests.unit_tests.ops.linear.test_products import choose_plan
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HOPPER = GPUTarget("cuda", 90, 32)

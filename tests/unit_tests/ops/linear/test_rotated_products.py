@@ -6,27 +6,24 @@ import pytest
 import torch
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.ops.linear import planned_products, skinny_linear
-from megatron_async.ops.linear import warpgroup_kernel as kernel_module
-from megatron_async.ops.linear.planned_products import (
-    one_row_product,
-    resident_product,
-    warpgroup_product,
-)
+from megatron_async.ops.linear import products
+from megatron_async.ops.linear import warpgroup as kernel_module
+from megatron_async.ops.linear.one_row import OneRowPlan, one_row_product
 from megatron_async.ops.linear.qkv_places import QkvPlaces
-from megatron_async.ops.linear.skinny_linear import linear_rope_append, linear_rope_append_gpu
-from megatron_async.ops.linear.skinny_plan import (
-    OneRowPlan,
-    ResidentPlan,
-    choose_plan,
-    rotates_heads,
-)
-from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
+from megatron_async.ops.linear.resident import ResidentPlan, resident_product
+from megatron_async.ops.linear.stream import Stream
+from megatron_async.ops.linear.warpgroup import WarpgroupPlan, warpgroup_product
 from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
+from tests.unit_tests.ops.linear.test_products import (
+    BRAIN,
+    assert_close,
+    choose_plan,
+    multiply,
+    random,
+    weight_of,
+)
 from tests.unit_tests.ops.linear.test_resident_kernel import compiled as compiled_resident
 from tests.unit_tests.ops.linear.test_resident_kernel import spilled_bytes
-from tests.unit_tests.ops.linear.test_skinny_linear import BRAIN, assert_close, random, weight_of
 from tests.unit_tests.ops.linear.test_warpgroup_kernel import compiled as compiled_warpgroup
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
@@ -68,10 +65,10 @@ def check(product, rows, heads, k, dtype, device, normed=False, biased=False):
     if normed:
         residual = random(rows, k, dtype=dtype, device=device)
         factors = (1 + random(k, device=device) / 8).to(dtype)
-        given, reference = (Unnormed(x, residual, factors, 1e-5) for _ in "ab")
+        given, reference = (Stream(x, residual, factors, 1e-5) for _ in "ab")
     else:
         given = reference = x
-    expected = linear_rope_append.reference(reference, weight, bias, expected_places)
+    expected = products.product.reference(reference, weight, bias, places=expected_places)
     found = product(given, weight, bias, places)
     assert found.shape == (rows, kv_heads * group, dim)
     assert_close(found.flatten(1), expected.flatten(1), dtype)
@@ -85,6 +82,10 @@ def check(product, rows, heads, k, dtype, device, normed=False, biased=False):
         assert_close(mine, other, dtype)
     if normed:
         assert torch.equal(given.total, reference.total)
+
+
+def by_the_rule(x, weight, bias, places):
+    return multiply(x, weight, bias, places=places)
 
 
 class TestOneRow:
@@ -109,8 +110,8 @@ class TestEmulated:
     @pytest.fixture
     def emulated(self, monkeypatch):
         kernel = EmulatedKernel(kernel_module, "warpgroup_kernel")
-        monkeypatch.setattr(planned_products, "warpgroup_kernel", kernel)
-        monkeypatch.setattr(planned_products, "launch_options", lambda x: {"overlap": True})
+        monkeypatch.setattr(kernel_module, "warpgroup_kernel", kernel)
+        monkeypatch.setattr(kernel_module, "launch_options", lambda x: {"overlap": True})
 
     @pytest.mark.parametrize("heads", HEADS)
     @pytest.mark.parametrize(
@@ -203,10 +204,9 @@ class TestBadInput:
         with pytest.raises(ValueError, match="must divide heads of 32"):
             one_row_product(arguments["x"], weight, None, "", plan, places=places)
 
-    def test_no_plan(self, arguments, monkeypatch):
-        monkeypatch.setattr(skinny_linear, "plan_product", lambda *_: None)
-        with pytest.raises(ValueError, match="ask rotates_heads first"):
-            linear_rope_append_gpu(arguments["x"], arguments["weight"], None, arguments["places"])
+    def test_no_plan(self, arguments):
+        with pytest.raises(ValueError, match="does not serve rotate"):
+            products.product_gpu(arguments["x"], arguments["weight"], places=arguments["places"])
 
 
 @pytest.mark.gpu
@@ -222,8 +222,8 @@ class TestOnGpu:
             random(rows, k, dtype=BRAIN, device="cuda"),
             weight_of(outputs, k, BRAIN, "cuda"),
         )
-        assert rotates_heads(x, weight, dim, normed)
-        check(linear_rope_append_gpu, rows, heads, k, BRAIN, "cuda", normed, biased=not normed)
+        assert products.choose_for(x, weight, rotate=dim, norm=normed).met.rotate
+        check(by_the_rule, rows, heads, k, BRAIN, "cuda", normed, biased=not normed)
 
     @pytest.mark.parametrize("rows", [2, 8, 16])
     @pytest.mark.parametrize("block_n", [16, 32])

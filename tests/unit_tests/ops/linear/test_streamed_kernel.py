@@ -7,26 +7,26 @@ import torch
 import triton
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from megatron_async.ops.linear import streamed_kernel
+from megatron_async.ops.linear import streamed
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
-from megatron_async.ops.linear.skinny_plan import choose_plan
-from megatron_async.ops.linear.streamed_kernel import (
+from megatron_async.ops.linear.streamed import (
     HALVES_OF_STRIPS,
     MOST_PIECES,
     STRIPS_IN_SHARED_MEMORY,
+    StreamedPlan,
     chunks_per_share,
     streamed_product,
 )
-from megatron_async.ops.linear.streamed_plan import StreamedPlan
 from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
-from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, spilled_bytes
-from tests.unit_tests.ops.linear.test_skinny_linear import (
+from tests.unit_tests.ops.linear.test_products import (
     BRAIN,
     assert_close,
+    choose_plan,
     expected_product,
     random,
     weight_of,
 )
+from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, spilled_bytes
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 CASES = [
@@ -79,9 +79,9 @@ SPLIT_CASES = [(256, 2, 1, 4, 32), (1024, 4, 2, 3, 16), (192, 2, 1, 5, 32), (320
 
 @pytest.fixture
 def emulated(monkeypatch):
-    kernel = EmulatedKernel(streamed_kernel, "streamed_kernel")
-    monkeypatch.setattr(streamed_kernel, "streamed_kernel", kernel)
-    monkeypatch.setattr(streamed_kernel, "launch_options", lambda x: {"overlap": True})
+    kernel = EmulatedKernel(streamed, "streamed_kernel")
+    monkeypatch.setattr(streamed, "streamed_kernel", kernel)
+    monkeypatch.setattr(streamed, "launch_options", lambda x: {"overlap": True})
 
 
 @pytest.fixture(autouse=True)
@@ -150,14 +150,14 @@ def compiled(k, gated, plan):
     pieces = [*plan.pieces, *plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))]
     blocks = [([plan.strips, plan.block_m, 64], STRIPS_IN_SHARED_MEMORY)]
     blocks += [([plan.strips, 2 if gated else 1, p, 64], HALVES_OF_STRIPS) for p in pieces]
-    names = streamed_kernel.streamed_kernel.arg_names
+    names = streamed.streamed_kernel.arg_names
     types = {
         name: f"tensordesc<bf16{block},{layout!r}>"
         for name, (block, layout) in zip(names, blocks, strict=False)
     }
     types |= dict.fromkeys(("rows", "n", "items", "blocks", "programs"), "i32")
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
-    source = GluonASTSource(streamed_kernel.streamed_kernel, signature, constants, {})
+    source = GluonASTSource(streamed.streamed_kernel, signature, constants, {})
     options = {"num_warps": max(4, plan.block_m // 16), "launch_pdl": True}
     return triton.compile(source, target=HOPPER, options=options)
 

@@ -8,32 +8,31 @@ import triton
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.ops.linear import planned_products
-from megatron_async.ops.linear import warpgroup_kernel as kernel_module
-from megatron_async.ops.linear.planned_products import warpgroup_product
-from megatron_async.ops.linear.skinny_linear import linear_gpu, linear_swiglu_gpu
-from megatron_async.ops.linear.skinny_plan import choose_plan
-from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.linear.warpgroup_kernel import (
+from megatron_async.ops.linear import warpgroup as kernel_module
+from megatron_async.ops.linear.stream import Stream
+from megatron_async.ops.linear.warpgroup import (
     HALVES_IN_SHARED_MEMORY,
     IN_SHARED_MEMORY,
+    WarpgroupPlan,
     warpgroup_kernel,
+    warpgroup_product,
 )
-from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
 from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
+from tests.unit_tests.ops.linear.test_products import (
+    BRAIN,
+    HALF,
+    assert_close,
+    choose_plan,
+    expected_product,
+    multiply,
+    random,
+    weight_of,
+)
 from tests.unit_tests.ops.linear.test_resident_kernel import (
     HOPPER,
     TYPES,
     products_of,
     spilled_bytes,
-)
-from tests.unit_tests.ops.linear.test_skinny_linear import (
-    BRAIN,
-    HALF,
-    assert_close,
-    expected_product,
-    random,
-    weight_of,
 )
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
@@ -52,8 +51,8 @@ CASES = [
 @pytest.fixture
 def emulated(monkeypatch):
     kernel = EmulatedKernel(kernel_module, "warpgroup_kernel")
-    monkeypatch.setattr(planned_products, "warpgroup_kernel", kernel)
-    monkeypatch.setattr(planned_products, "launch_options", lambda x: {"overlap": True})
+    monkeypatch.setattr(kernel_module, "warpgroup_kernel", kernel)
+    monkeypatch.setattr(kernel_module, "launch_options", lambda x: {"overlap": True})
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +88,7 @@ def check_squares(rows, device):
     """Rows that are divided by their root mean square behind the product."""
     x, weight = random(rows, 192, dtype=BRAIN, device=device), weight_of(48, 192, BRAIN, device)
     squares = x.float().square().view(rows, 1, 3, 64).sum(3)
-    norm = Unnormed(x, None, torch.ones(192, device=device), 1e-5, squares=squares)
+    norm = Stream(x, None, torch.ones(192, device=device), 1e-5, squares=squares)
     found = warpgroup_product(norm, weight, None, "", WarpgroupPlan(64, 32, 1, 64, 3, 3))
     normed = torch.nn.functional.rms_norm(x.float(), (192,), eps=1e-5).to(BRAIN)
     assert_close(found, expected_product(normed, weight), BRAIN)
@@ -133,9 +132,9 @@ class TestOnGpu:
                 weight = weight_of((1 + gated) * outputs, k, BRAIN, "cuda")
                 x = random(rows, k, dtype=BRAIN, device="cuda")
                 if gated:
-                    found = linear_swiglu_gpu(x, weight)
+                    found = multiply(x, weight, activation="swiglu")
                 else:
-                    found = linear_gpu(x, weight, may_split=not normed)
+                    found = multiply(x, weight, may_split=not normed)
                 whole = found if found.dim() == 2 else found.sum(0)
                 activation = "swiglu" if gated else ""
                 assert_close(whole, expected_product(x, weight, activation=activation), BRAIN)

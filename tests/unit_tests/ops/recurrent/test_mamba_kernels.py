@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_async.ops.linear.unnormed import Unnormed
+from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
 from megatron_async.ops.recurrent.mamba_pools import MambaShape, check_gating, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
@@ -134,7 +134,7 @@ def gated(op, layer):
         found = op(zxbcdt, params, pools, row_index, *step, gating=gating)
         gate = zxbcdt[:rows, : layer.d_inner]
         expected = gated_rms_norm.reference(y[:rows], gate, weight, layer.groups, 1e-5)
-        divided = Unnormed(found, None, weight, 1e-5, gating.squares).divided()
+        divided = Stream(found, None, weight, 1e-5, gating.squares).divided()
         torch.testing.assert_close(divided, expected, rtol=limit, atol=limit)
         return y
 

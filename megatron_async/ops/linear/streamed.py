@@ -27,9 +27,9 @@ Written in Gluon, the form of Triton in which a program states the place of each
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -44,18 +44,210 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.dependent_launch import launch_options
-from megatron_async.ops.linear.planned_products import Activation, outputs_of
+from megatron_async.ops.linear.product_kernel import (
+    PROCESSORS,
+    Activation,
+    Problem,
+    ProductKernel,
+    Wants,
+    may_be_copied,
+    new_sums,
+    outputs_of,
+)
 from megatron_async.ops.linear.qkv_places import split_pairs
-from megatron_async.ops.linear.skinny_plan import may_be_copied
-from megatron_async.ops.linear.streamed_plan import STRIP, StreamedPlan
-from megatron_async.ops.linear.warpgroup_kernel import IN_SHARED_MEMORY
+from megatron_async.ops.linear.warpgroup import IN_ORDER, IN_SHARED_MEMORY
 
+STREAMED_ROWS = 128
+"""Most rows of such a product: what two warpgroups multiply at once."""
+ONE_WARPGROUP = 64
+"""Rows up to which nearly all products gain; beyond, SwiGLU and long rows alone."""
+FEW_ROWS = 16
+"""Fewest rows that are brought."""
+STREAMED_FROM = 9
+"""Fewest rows of such a product: fewer were not measured."""
+STREAMED_INPUTS = 4096
+"""Fewest inputs: shorter products were not measured."""
+STRIP = 64
+"""Inputs of a line in shared memory: 128 bytes, what the matrix units' pattern of lines repeats."""
+STRIPS = 2
+"""Strips of a chunk. Chunks of one strip need more copies, and lost at 64 rows. Beyond, two strips
+leave too few chunks of ring."""
+LEAST_PROGRAMS = 120
+"""Processors run a program each: nearly all must have one."""
+SHARED_MEMORY, MORE_SHARED_MEMORY = 216 << 10, 226 << 10
+"""Bytes for the ring, of 227 KiB that a program may have: three chunks of 64 rows and 112 gated
+outputs; beyond 64 rows five smaller ones. A longer ring for 64 rows made their step 0.6 % longer.
+"""
+SPLIT_OUTPUTS = 64
+"""Outputs of a tile whose inputs are split in two."""
+LONG_INPUTS, LONG_OUTPUTS, LONG_SPLITS = 8192, 128, 4
+"""Fewest inputs of a long row, and outputs and shares of its tiles, beyond 64 rows."""
+LEAST_OUTPUTS, MOST_OUTPUTS, MOST_GATED_OUTPUTS = 40, 64, 112
+"""Outputs of a tile that is not split. Higher ones would leave less than three chunks of ring, and
+lower ones read the rows too often."""
 STRIPS_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 """`IN_SHARED_MEMORY` of several strips, one behind the other."""
 HALVES_OF_STRIPS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 """`IN_SHARED_MEMORY` of several strips, of which each has lines of the gate, then those of up."""
 MOST_PIECES = 3
 """Powers of two that a tile's outputs may be the sum of: each has a descriptor of its own."""
+
+
+@dataclass(frozen=True)
+class StreamedPlan:
+    """Layout of `streamed_kernel`: a tile is `sum(pieces)` outputs of a block of rows over one of
+    `splits` shares of the inputs, and `programs` programs take tiles in turn."""
+
+    pieces: tuple[int, ...]
+    """Outputs of each part of a tile that is multiplied at once: powers of two from 8 on, at most
+    three of them."""
+    splits: int
+    strips: int
+    """Strips of 64 inputs that a chunk has: what is brought, and waited for, at a time."""
+    ring: int
+    """Chunks that are in shared memory, or asked for, at a time; at least 2."""
+    programs: int
+    block_m: int
+    """Rows that are brought: 16, 32, 64 or 128; of more rows each block has tiles of its own."""
+
+
+def streamed_plan(problem: Problem) -> StreamedPlan | None:
+    """The layout of a product whose tiles all run at once; None: another kernel's.
+
+    Measured: steps of Llama-3.1-8B's shape at 16, 32 and 64 rows and of Nemotron-H-8B's at 16 and
+    64, 0.6 to 4 % shorter (docs/records/products.md, 2026-11-25); layers of the former at 96 and
+    128 rows, 5 to 7 % (2026-11-27). Other lengths were not measured.
+    """
+    rows, outputs, k, dtype, gated, may_split, *_ = problem
+    if not problem.aligned or dtype.itemsize != 2:
+        return None
+    if not STREAMED_FROM <= rows <= STREAMED_ROWS:
+        return None
+    if k < STREAMED_INPUTS or k % (STRIPS * STRIP):
+        return None
+    block_m = max(FEW_ROWS, triton.next_power_of_2(rows))
+    is_wide = rows > ONE_WARPGROUP
+    if may_split:
+        if not is_wide:
+            return _tiles((SPLIT_OUTPUTS,), 2, outputs, gated, block_m)
+        if k >= LONG_INPUTS:
+            return _tiles((LONG_OUTPUTS,), LONG_SPLITS, outputs, gated, block_m)
+        return None
+    height = -(-outputs // (8 * PROCESSORS)) * 8
+    if not LEAST_OUTPUTS <= height <= (MOST_GATED_OUTPUTS if gated else MOST_OUTPUTS):
+        return None
+    if is_wide and not gated:
+        return None
+    pieces = tuple(1 << bit for bit in range(7, 2, -1) if height >> bit & 1)
+    return _tiles(pieces, 1, outputs, gated, block_m)
+
+
+def _tiles(
+    pieces: tuple[int, ...], splits: int, outputs: int, gated: bool, block_m: int
+) -> StreamedPlan | None:
+    """None: its programs would not be about as many as run at once."""
+    height = sum(pieces)
+    programs = -(-outputs // height) * splits
+    if not LEAST_PROGRAMS <= programs <= PROCESSORS:
+        return None
+    strips = STRIPS if block_m <= ONE_WARPGROUP else 1
+    chunk_bytes = (block_m + height * (2 if gated else 1)) * strips * STRIP * 2
+    room = SHARED_MEMORY if block_m <= ONE_WARPGROUP else MORE_SHARED_MEMORY
+    return StreamedPlan(pieces, splits, strips, room // chunk_bytes, programs, block_m)
+
+
+def _served(problem: Problem, wants: Wants, plan: StreamedPlan) -> set[str]:
+    return {"activation"}
+
+
+def streamed_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: StreamedPlan
+) -> Tensor:
+    """`linear`, or with the activation after it, by a given plan; bfloat16 or float16, on a GPU
+    with warpgroups (Hopper).
+
+    Args:
+        x: `[rows, k]`, rows that begin at multiples of 16 bytes.
+        weight: `[outputs, k]`, or [gate; up] `[2 * outputs, k]` of SwiGLU, same dtype.
+        bias: `[outputs]` or None.
+
+    Returns:
+        `[rows, outputs]`; of a plan that splits partial sums `[splits, rows, outputs]`, float32, to
+        be added in order.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or alignment do not fit; inputs that are not whole
+            strips; a plan that splits what cannot be added up later, or whose pieces or ring do not
+            fit.
+    """
+    n = outputs_of(x, weight, bias, activation)
+    rows, k = x.shape
+    if x.itemsize != 2:
+        raise ValueError(f"streamed_product: x is {x.dtype}; the plan is for 16-bit numbers.")
+    if not may_be_copied(x) or not may_be_copied(weight):
+        raise ValueError(
+            "streamed_product: rows of x and weight must begin at multiples of 16 bytes; found "
+            f"strides {x.stride()} and {weight.stride()}."
+        )
+    if k % STRIP:
+        raise ValueError(f"streamed_product: {k} inputs are not whole strips of {STRIP} each.")
+    if plan.splits > 1 and (activation or bias is not None):
+        raise ValueError("streamed_product: partial sums can have neither bias nor activation.")
+    if not 1 <= len(plan.pieces) <= MOST_PIECES or plan.ring < 2:
+        raise ValueError(
+            f"streamed_product: a tile has 1 to {MOST_PIECES} pieces, and a ring at least 2 "
+            f"chunks; found {plan.pieces} and {plan.ring}."
+        )
+    out = new_sums(x, n, plan.splits)
+    blocks = triton.cdiv(rows, plan.block_m)
+    items = triton.cdiv(n, sum(plan.pieces)) * plan.splits * blocks
+    programs = min(plan.programs, items)
+    pieces = plan.pieces + plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))
+    gated = activation == "swiglu"
+    streamed_kernel[(programs,)](
+        rows_of(x, plan),
+        *(weights_of(weight, piece, gated, plan) for piece in pieces),
+        weight if bias is None else bias,
+        out,
+        rows,
+        n,
+        items,
+        blocks,
+        programs,
+        chunks=chunks_per_share(k, plan),
+        splits=plan.splits,
+        pieces=plan.pieces,
+        ring=plan.ring,
+        gated=gated,
+        squared=activation == "squared_relu",
+        has_bias=bias is not None,
+        num_warps=_warps(plan.block_m),
+        **launch_options(x),
+    )
+    return out
+
+
+def rows_of(x: Tensor, plan: StreamedPlan) -> TensorDescriptor:
+    """What the copy engine must know of x, `[rows, k]`, of which it brings a block of rows of all
+    strips of a chunk at a time; zeros for what is outside."""
+    strips = x.unflatten(1, (-1, STRIP)).transpose(0, 1)
+    block = [plan.strips, plan.block_m, STRIP]
+    return TensorDescriptor.from_tensor(strips, block, STRIPS_IN_SHARED_MEMORY)
+
+
+def weights_of(weight: Tensor, piece: int, gated: bool, plan: StreamedPlan) -> TensorDescriptor:
+    """What it must know of a weight `[outputs, k]`, or `[2 * outputs, k]` of gate and up, of which
+    it brings `piece` outputs."""
+    halves = 2 if gated else 1
+    strips = weight.view(halves, -1, weight.size(1) // STRIP, STRIP).permute(2, 0, 1, 3)
+    block = [plan.strips, halves, piece, STRIP]
+    return TensorDescriptor.from_tensor(strips, block, HALVES_OF_STRIPS)
+
+
+def chunks_per_share(k: int, plan: StreamedPlan) -> int:
+    """Chunks of each of a plan's shares of `k` inputs; the last ones of the last share may lie
+    beyond the inputs, and are zeros."""
+    return triton.cdiv(triton.cdiv(k, STRIP * plan.strips), plan.splits)
 
 
 @gluon.constexpr_function
@@ -260,94 +452,6 @@ def streamed_kernel(
         item += programs
 
 
-def streamed_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: StreamedPlan
-) -> Tensor:
-    """`linear`, or with the activation after it, by a given plan; bfloat16 or float16, on a GPU
-    with warpgroups (Hopper).
-
-    Args:
-        x: `[rows, k]`, rows that begin at multiples of 16 bytes.
-        weight: `[outputs, k]`, or [gate; up] `[2 * outputs, k]` of SwiGLU, same dtype.
-        bias: `[outputs]` or None.
-
-    Returns:
-        `[rows, outputs]`; of a plan that splits partial sums `[splits, rows, outputs]`, float32, to
-        be added in order.
-
-    Raises:
-        ValueError: shapes, dtypes, strides or alignment do not fit; inputs that are not whole
-            strips; a plan that splits what cannot be added up later, or whose pieces or ring do not
-            fit.
-    """
-    n = outputs_of(x, weight, bias, activation)
-    rows, k = x.shape
-    if x.itemsize != 2:
-        raise ValueError(f"streamed_product: x is {x.dtype}; the plan is for 16-bit numbers.")
-    if not may_be_copied(x) or not may_be_copied(weight):
-        raise ValueError(
-            "streamed_product: rows of x and weight must begin at multiples of 16 bytes; found "
-            f"strides {x.stride()} and {weight.stride()}."
-        )
-    if k % STRIP:
-        raise ValueError(f"streamed_product: {k} inputs are not whole strips of {STRIP} each.")
-    if plan.splits > 1 and (activation or bias is not None):
-        raise ValueError("streamed_product: partial sums can have neither bias nor activation.")
-    if not 1 <= len(plan.pieces) <= MOST_PIECES or plan.ring < 2:
-        raise ValueError(
-            f"streamed_product: a tile has 1 to {MOST_PIECES} pieces, and a ring at least 2 "
-            f"chunks; found {plan.pieces} and {plan.ring}."
-        )
-    if plan.splits > 1:
-        out = torch.empty((plan.splits, rows, n), dtype=torch.float32, device=x.device)
-    else:
-        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(rows, plan.block_m)
-    items = triton.cdiv(n, sum(plan.pieces)) * plan.splits * blocks
-    programs = min(plan.programs, items)
-    pieces = plan.pieces + plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))
-    gated = activation == "swiglu"
-    streamed_kernel[(programs,)](
-        rows_of(x, plan),
-        *(weights_of(weight, piece, gated, plan) for piece in pieces),
-        weight if bias is None else bias,
-        out,
-        rows,
-        n,
-        items,
-        blocks,
-        programs,
-        chunks=chunks_per_share(k, plan),
-        splits=plan.splits,
-        pieces=plan.pieces,
-        ring=plan.ring,
-        gated=gated,
-        squared=activation == "squared_relu",
-        has_bias=bias is not None,
-        num_warps=_warps(plan.block_m),
-        **launch_options(x),
-    )
-    return out
-
-
-def rows_of(x: Tensor, plan: StreamedPlan) -> TensorDescriptor:
-    """What the copy engine must know of x, `[rows, k]`, of which it brings a block of rows of all
-    strips of a chunk at a time; zeros for what is outside."""
-    strips = x.unflatten(1, (-1, STRIP)).transpose(0, 1)
-    block = [plan.strips, plan.block_m, STRIP]
-    return TensorDescriptor.from_tensor(strips, block, STRIPS_IN_SHARED_MEMORY)
-
-
-def weights_of(weight: Tensor, piece: int, gated: bool, plan: StreamedPlan) -> TensorDescriptor:
-    """What it must know of a weight `[outputs, k]`, or `[2 * outputs, k]` of gate and up, of which
-    it brings `piece` outputs."""
-    halves = 2 if gated else 1
-    strips = weight.view(halves, -1, weight.size(1) // STRIP, STRIP).permute(2, 0, 1, 3)
-    block = [plan.strips, halves, piece, STRIP]
-    return TensorDescriptor.from_tensor(strips, block, HALVES_OF_STRIPS)
-
-
-def chunks_per_share(k: int, plan: StreamedPlan) -> int:
-    """Chunks of each of a plan's shares of `k` inputs; the last ones of the last share may lie
-    beyond the inputs, and are zeros."""
-    return triton.cdiv(triton.cdiv(k, STRIP * plan.strips), plan.splits)
+STREAMED = ProductKernel(
+    "streamed", streamed_plan, _served, streamed_product, IN_ORDER._replace(factor="rows")
+)

@@ -4,23 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_async.ops.linear import skinny_linear as ops
-from megatron_async.ops.linear.planned_products import (
-    long_row_product,
-    one_row_product,
-    resident_product,
-    tile_product,
-    warpgroup_product,
-)
+from megatron_async.ops.linear.long_row import long_row_product
+from megatron_async.ops.linear.one_row import one_row_product
+from megatron_async.ops.linear.product_kernel import Wants
+from megatron_async.ops.linear.products import WeightShape, choose, choose_for, product_gpu
+from megatron_async.ops.linear.resident import ResidentPlan, resident_product
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
-from megatron_async.ops.linear.skinny_plan import (
-    ResidentPlan,
-    TilePlan,
-    adds_residual,
-    takes_unnormed,
-)
-from megatron_async.ops.linear.unnormed import Unnormed
-from megatron_async.ops.linear.warpgroup_plan import WarpgroupPlan
+from megatron_async.ops.linear.squared_relu import squared_relu_gpu
+from megatron_async.ops.linear.stream import Stream
+from megatron_async.ops.linear.swiglu import swiglu_gpu
+from megatron_async.ops.linear.tile import TilePlan, tile_product
+from megatron_async.ops.linear.warpgroup import WarpgroupPlan, warpgroup_product
 
 HALF, WHOLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -46,6 +40,32 @@ def weight_of(n, k, dtype, device):
     memory = torch.full((n + 8, k), torch.nan, dtype=dtype, device=device)
     memory[4:-4] = random(n, k, dtype=dtype, device=device, scale=k**-0.5)
     return memory[4:-4]
+
+
+def choose_plan(rows, outputs, k, dtype, gated=False, may_split=False, normed=False):
+    """The plan for a product on a GPU of those that were measured; None: cuBLAS's."""
+    wants = Wants(rows, normed, activation="swiglu" if gated else "", split=may_split)
+    return choose(WeightShape(2 * outputs if gated else outputs, k, dtype), wants).plan
+
+
+def multiply(x, weight, bias=None, activation="", may_split=False, added=None, places=None):
+    """A product by the rule, and what its kernel does not serve."""
+    rows, squares = (x.value, x.squares) if isinstance(x, Stream) else (x, None)
+    choice = choose_for(
+        rows,
+        weight,
+        norm=isinstance(x, Stream) and squares is None,
+        squares=0 if squares is None else squares.size(1),
+        residual=added is not None,
+        rotate=0 if places is None else places.dim,
+        activation=activation,
+        split=may_split,
+        bias=bias is not None,
+    )
+    y = product_gpu(x, weight, bias, choice, added, places)
+    if activation == choice.met.activation:
+        return y
+    return swiglu_gpu(y) if activation == "swiglu" else squared_relu_gpu(y)
 
 
 def expected_product(x, weight, bias=None, activation=""):
@@ -136,23 +156,21 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
         (lambda: one_row_product(ROW, torch.ones(4, 8), torch.ones(3), "", None), r"be \(4,\)"),
         (
             lambda: one_row_product(
-                Unnormed(ROW, torch.ones(2, 8), torch.ones(8), 0.0), torch.ones(4, 8), None, "",
+                Stream(ROW, torch.ones(2, 8), torch.ones(8), 0.0), torch.ones(4, 8), None, "",
                 None,
             ),
             "residual is",
         ),
         (
             lambda: one_row_product(
-                Unnormed(ROW, None, torch.ones(7), 0.0), torch.ones(4, 8), None, "", None
+                Stream(ROW, None, torch.ones(7), 0.0), torch.ones(4, 8), None, "", None
             ),
             "norm's weight",
         ),
         (lambda: long_row_product(torch.ones(2, 8), torch.ones(4, 8), None, "", None), "2 rows"),
         (
-            lambda: ops._product(
-                torch.ones(2, 8), torch.ones(4, 8), None, "", False, torch.ones(2, 4)
-            ),
-            "adds nothing",
+            lambda: multiply(torch.ones(2, 8), torch.ones(4, 8), added=torch.ones(2, 4)),
+            r"\(cuBLAS\) does not serve residual",
         ),
         (lambda: resident_product(ROW, torch.ones(4, 8), None, "", None), "float32; use"),
         (lambda: warpgroup_product(ROW, torch.ones(4, 8), None, "", None), "16-bit numbers"),
@@ -203,30 +221,30 @@ class TestOnGpu:
             weight = weight_of(n, k, dtype, "cuda")
             x = random(rows, k, dtype=dtype, device="cuda")
             expected = expected_product(x, weight)
-            assert_close(ops.linear_gpu(x, weight), expected, dtype)
-            parts = ops.linear_gpu(x, weight, may_split=True)
+            assert_close(multiply(x, weight), expected, dtype)
+            parts = multiply(x, weight, may_split=True)
             assert_close(parts if parts.dim() == 2 else parts.sum(0), expected, dtype)
         weight = weight_of(2 * ffn, hidden, dtype, "cuda")
         x = random(rows, hidden, dtype=dtype, device="cuda")
-        found = ops.linear_swiglu_gpu(x, weight)
+        found = multiply(x, weight, activation="swiglu")
         assert_close(found, expected_product(x, weight, activation="swiglu"), dtype)
-        found = ops.linear_squared_relu_gpu(x, weight)
+        found = multiply(x, weight, activation="squared_relu")
         assert_close(found, expected_product(x, weight, activation="squared_relu"), dtype)
 
     @pytest.mark.parametrize("k", [576, 4096, 8192, 14336])
     def test_a_row_that_is_added(self, k):
         x, stream = random(1, k, dtype=BRAIN, device="cuda"), random(1, 96, device="cuda").to(BRAIN)
         weight = weight_of(96, k, BRAIN, "cuda")
-        assert adds_residual(stream, weight)
-        assert not adds_residual(stream.repeat(2, 1), weight)
-        rounded = ops.linear_gpu(x, weight, may_split=True)
-        found = ops.linear_gpu(x, weight, None, True, stream)
+        assert choose_for(x, weight, residual=True).met.residual
+        assert not choose_for(x.repeat(2, 1), weight, residual=True).met.residual
+        rounded = multiply(x, weight, may_split=True)
+        found = multiply(x, weight, may_split=True, added=stream)
         assert torch.equal(found, rounded + stream)
 
     def test_rows_that_the_copy_engine_does_not_take(self):
         x = random(40, 577, dtype=BRAIN, device="cuda")[:, 1:]
         weight = weight_of(72, 576, BRAIN, "cuda")
-        assert_close(ops.linear_gpu(x, weight), expected_product(x, weight), BRAIN)
+        assert_close(multiply(x, weight), expected_product(x, weight), BRAIN)
 
     @pytest.mark.parametrize(
         ("rows", "n", "k", "plan"),
@@ -249,7 +267,7 @@ class TestOnGpu:
         if norm:
             residual = random(rows, k, dtype=BRAIN, device="cuda") if "and" in norm else None
             scale = random(k, dtype=BRAIN, device="cuda")
-            given = Unnormed(x, residual, scale, 1e-5)
+            given = Stream(x, residual, scale, 1e-5)
             total = x if residual is None else x + residual
             values = F.rms_norm(total.double(), (k,), scale.double(), 1e-5)
         found = resident_product(given, weight, None, activation, plan)
@@ -276,13 +294,14 @@ class TestOnGpu:
             def chain(start=start):
                 x, residual = start, torch.zeros_like(start)
                 for fc1, fc2 in zip(up, down, strict=True):
-                    if takes_unnormed(x):
-                        unnormed = Unnormed(x, residual, norm, 1e-5)
-                        wide, residual = ops.linear_swiglu_gpu(unnormed, fc1), unnormed.total
-                    else:
+                    stream = Stream(x, residual, norm, 1e-5)
+                    if not stream.is_whole:
                         x, residual = add_rms_norm_gpu(x, residual, norm, 1e-5)
-                        wide = ops.linear_swiglu_gpu(x, fc1)
-                    x = ops.linear_gpu(wide, fc2, may_split=True)
+                        wide = multiply(x, fc1, activation="swiglu")
+                    else:
+                        wide = multiply(stream, fc1, activation="swiglu")
+                        residual = stream.total
+                    x = multiply(wide, fc2, may_split=True)
                 return add_rms_norm_gpu(x, residual, norm, 1e-5)[0]
 
             chain()

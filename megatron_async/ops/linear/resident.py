@@ -16,16 +16,170 @@ own choice loads the weights in another order, and moves them through shared mem
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from megatron_async.ops.linear.qkv_places import first_of_pairs, split_pairs, store_heads
+from megatron_async.ops.dependent_launch import launch_options
+from megatron_async.ops.linear.product_kernel import (
+    PROCESSORS,
+    WHOLE_ROW,
+    WIDE,
+    Activation,
+    Problem,
+    ProductKernel,
+    Rounding,
+    Wants,
+    outputs_of,
+    residual_and_total,
+    squares_of,
+)
+from megatron_async.ops.linear.qkv_places import (
+    QkvPlaces,
+    check_places,
+    first_of_pairs,
+    new_outputs,
+    place_arguments,
+    place_constants,
+    split_pairs,
+    store_heads,
+)
+from megatron_async.ops.linear.stream import Stream
 
 Segments = tuple[tuple[int, int], ...]
+RESIDENT_ROWS = 32
+"""Most rows of products whose weights are resident: each program loads rows anew, and beyond this
+many that takes longer than the weights do."""
+RESIDENT_INPUTS = 3072
+"""Most inputs of such a product: a thread holds its share of a weight row in registers."""
+RESIDENT_GATED_INPUTS = 1024
+"""`RESIDENT_INPUTS` for two weights, for products as wide as `WIDE`, and for products that include
+a norm of several rows."""
+RESIDENT_ELEMENTS = 7_000_000
+"""Most weights of such a product: more programs than fit the device begin after the wait."""
+RESIDENT_ELEMENTS_OF_MANY = 3_200_000
+"""`RESIDENT_ELEMENTS` for more than 16 rows."""
+RESIDENT_ELEMENTS_OF_LONG = 2_100_000
+"""`RESIDENT_ELEMENTS` for more than 8 rows of `WHOLE_ROW` inputs or more: a split product takes as
+long alone, and less beside others (Llama-3.2-1B's step at 16 rows: 0.96 and 1.00 ms)."""
+ROTATED_ROWS = 16
+"""Most rows of a product with resident weights that also rotates and appends: SmolLM2's step takes
+0.579 instead of 0.570 ms at 32 rows with it, and 0.431 instead of 0.463 at 16."""
+
+
+@dataclass(frozen=True)
+class ResidentPlan:
+    """Layout of `resident_kernel`: each program takes `block_n` outputs of `block_m` rows."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    """Each takes a share of the inputs."""
+
+
+def resident_plan(problem: Problem) -> ResidentPlan | None:
+    """For products whose weights the processors can hold, which is known to pay from two rows on;
+    of one row where `one_row_kernel` would load its weights behind the wait, or loads two."""
+    rows, outputs, k, dtype, gated, *_ = problem
+    # float16 would overflow where a row meets its norm's factors before it is normalised.
+    if dtype != torch.bfloat16:
+        return None
+    if rows == 1 and not gated and k <= WHOLE_ROW:
+        return None
+    is_wide = outputs >= WIDE
+    if rows > (16 if is_wide else RESIDENT_ROWS):
+        return None
+    if k > (RESIDENT_GATED_INPUTS if gated or is_wide else RESIDENT_INPUTS):
+        return None
+    if is_wide:
+        return None if gated else ResidentPlan(8 if rows <= 8 else 16, 32, 4)
+    most = RESIDENT_ELEMENTS if rows <= 16 else RESIDENT_ELEMENTS_OF_MANY
+    if rows > 8 and k >= WHOLE_ROW:
+        most = RESIDENT_ELEMENTS_OF_LONG
+    if outputs * k * (2 if gated else 1) > most:
+        return None
+    many = gated or outputs > 16 * PROCESSORS
+    block_n = 32 if many and k <= WHOLE_ROW else 16
+    warps = 8 if gated or k >= 768 else 4
+    # Rows in eights load fewer at once; sixteens load the weights once where programs are many.
+    in_eights = triton.cdiv(outputs, block_n) * triton.cdiv(rows, 8)
+    in_eights_fit = k <= 1536 and in_eights <= PROCESSORS
+    return ResidentPlan(8 if rows <= 8 or in_eights_fit else 16, block_n, warps)
+
+
+def _served(problem: Problem, wants: Wants, plan: ResidentPlan) -> set[str]:
+    served = {"activation", "squares"}
+    if problem.k <= RESIDENT_GATED_INPUTS:
+        served.add("norm")
+    if wants.rotate and problem.rows <= ROTATED_ROWS and wants.rotate % plan.block_n == 0:
+        served.add("rotate")
+    return served
+
+
+def resident_product(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: ResidentPlan,
+    places: QkvPlaces | None = None,
+) -> Tensor:
+    """`linear`, or with the activation after it, by a given plan; bfloat16, on a GPU.
+
+    With `places`, `linear_rope_append`.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    norm = x if isinstance(x, Stream) else None
+    inputs = x.value if isinstance(x, Stream) else x
+    n = outputs_of(inputs, weight, bias, activation)
+    if inputs.dtype != torch.bfloat16:
+        raise ValueError(f"resident_product: x is {inputs.dtype}; use tile_product.")
+    residual, total = residual_and_total(x)
+    squares, parts = squares_of(x, activation)
+    rows, k = inputs.shape
+    check_places(places, plan.block_n, activation, parts)
+    out = new_outputs(places, rows, n, inputs)
+    resident_kernel[(triton.cdiv(n, plan.block_n), triton.cdiv(rows, plan.block_m))](
+        inputs,
+        residual,
+        weight if norm is None else norm.weight,
+        total,
+        weight,
+        weight if bias is None else bias,
+        squares,
+        *place_arguments(places, n, inputs),
+        out,
+        inputs.stride(0),
+        residual.stride(0),
+        rows,
+        n,
+        0.0 if norm is None else norm.eps,
+        k=k,
+        segments=segments_of(k, plan.warps),
+        warps=plan.warps,
+        block_m=plan.block_m,
+        block_n=plan.block_n,
+        **place_constants(places, n),
+        gated=activation == "swiglu",
+        squared=activation == "squared_relu",
+        has_norm=norm is not None and not parts,
+        has_residual=norm is not None and norm.residual is not None,
+        parts=parts,
+        block_parts=triton.next_power_of_2(parts),
+        has_bias=bias is not None,
+        num_warps=plan.warps,
+        **launch_options(inputs),
+    )
+    return out
 
 
 def segments_of(k: int, warps: int) -> Segments:
@@ -277,3 +431,12 @@ def resident_kernel(
                 sum_row = first_row + _lines(segments, s, 1, warps, block_m)
                 in_sum = (sum_row < rows) & (sum_column < k)
                 gl.store(total + sum_row * k + sum_column, totals[s], mask=in_sum)
+
+
+RESIDENT = ProductKernel(
+    "resident",
+    resident_plan,
+    _served,
+    resident_product,
+    Rounding("16 at a time, a warp's share of each segment; then the warps", "sums"),
+)

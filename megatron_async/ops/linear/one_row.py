@@ -1,17 +1,152 @@
-"""Kernels of matrix products with few rows; `ops/linear/skinny_linear.py` launches them.
+"""Product of one row, on the CUDA cores.
 
-Such a product takes as long as the reads of its weights. No kernel of a step writes weights. So
-both kernels start to load their first weights before they wait for the previous kernel, and let
-their successor, which does the same, start at once. So memory stays busy between kernels.
+Such a product takes as long as the reads of its weights. No kernel of a step writes weights. So the
+kernel starts to load its first weights before it waits for the previous kernel, and lets its
+successor, which does the same, start at once. So memory stays busy between kernels.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megatron_async.ops.dependent_launch import await_previous, let_next_start, prefetch_rows
-from megatron_async.ops.linear.qkv_places import first_of_pairs, store_heads
+from megatron_async.ops.dependent_launch import (
+    await_previous,
+    launch_options,
+    let_next_start,
+    prefetch_rows,
+)
+from megatron_async.ops.linear.product_kernel import (
+    NORM_WIDTH,
+    WHOLE_ROW,
+    WIDE,
+    Activation,
+    Problem,
+    ProductKernel,
+    Rounding,
+    Wants,
+    check_added,
+    outputs_of,
+    residual_and_total,
+    squares_of,
+)
+from megatron_async.ops.linear.qkv_places import (
+    QkvPlaces,
+    check_places,
+    first_of_pairs,
+    new_outputs,
+    place_arguments,
+    place_constants,
+    store_heads,
+)
+from megatron_async.ops.linear.stream import Stream
+
+PREFETCH = 2048
+"""Bytes of each weight row that are asked for before the wait, where the row is not loaded then."""
+
+
+@dataclass(frozen=True)
+class OneRowPlan:
+    """Layout of `one_row_kernel`: each program takes `block_n` outputs, `block_k` elements of their
+    weight rows at a time."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    ahead: int
+    """Bytes of each weight row to prefetch."""
+
+
+def one_row_plan(problem: Problem) -> OneRowPlan | None:
+    """The layout of a product of one row; None: of more."""
+    if problem.rows != 1:
+        return None
+    outputs, k, itemsize, gated = problem.outputs, problem.k, problem.itemsize, problem.gated
+    if k > WHOLE_ROW:
+        block_k = 2048 if k <= 4096 else 1024
+        # A thread holds a product's partial sums: 16 of them, however wide an element is.
+        return OneRowPlan(2, block_k, 8, min(PREFETCH, k * itemsize))
+    block_k = triton.next_power_of_2(max(k, 64))
+    if outputs >= WIDE:
+        return OneRowPlan(4 if gated else 8, block_k, 4, 0)
+    warps = 2
+    if problem.norm:
+        # One warp adds its squares up without the others; SwiGLU's two weights fill four.
+        warps = 4 if gated else max(block_k // 1024, 1)
+    return OneRowPlan(2 if gated else 4, block_k, warps, 0)
+
+
+def _served(problem: Problem, wants: Wants, plan: OneRowPlan) -> set[str]:
+    served = {"activation", "squares"}
+    if problem.k <= NORM_WIDTH:
+        served.add("norm")
+    # Where every program of the next product normalises the rows again, it reads half as much.
+    if problem.outputs <= NORM_WIDTH:
+        served.add("residual")
+    if wants.rotate and problem.k <= plan.block_k and wants.rotate % plan.block_n == 0:
+        served.add("rotate")
+    return served
+
+
+def one_row_product(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: OneRowPlan,
+    added: Tensor | None = None,
+    places: QkvPlaces | None = None,
+) -> Tensor:
+    """`linear` of one row, or with the activation after it, by a given plan.
+
+    `added`, `[1, outputs]`, is added to the rounded outputs. With `places`, `linear_rope_append`.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    norm = x if isinstance(x, Stream) else None
+    row = x.value if isinstance(x, Stream) else x
+    n = outputs_of(row, weight, bias, activation)
+    if row.size(0) != 1:
+        raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
+    residual, total = residual_and_total(x)
+    squares, parts = squares_of(x, activation)
+    check_added(added, n, row)
+    check_places(places, plan.block_n, activation, parts)
+    out = new_outputs(places, 1, n, row)
+    one_row_kernel[(triton.cdiv(n, plan.block_n),)](
+        row,
+        residual,
+        weight if norm is None else norm.weight,
+        total,
+        weight,
+        weight if bias is None else bias,
+        squares,
+        row if added is None else added,
+        *place_arguments(places, n, row),
+        out,
+        n,
+        0.0 if norm is None else norm.eps,
+        k=row.size(1),
+        block_n=plan.block_n // 2 if places else plan.block_n,
+        block_k=plan.block_k,
+        **place_constants(places, n),
+        parts=parts,
+        block_parts=triton.next_power_of_2(parts),
+        gated=activation == "swiglu",
+        squared=activation == "squared_relu",
+        has_norm=norm is not None and not parts,
+        has_residual=norm is not None and norm.residual is not None,
+        has_bias=bias is not None,
+        has_added=added is not None,
+        ahead=plan.ahead,
+        num_warps=plan.warps,
+        **launch_options(row),
+    )
+    return out
 
 
 @triton.jit
@@ -166,87 +301,10 @@ def one_row_kernel(
         tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def tile_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    x_stride: tl.tensor,
-    rows: tl.tensor,
-    n: tl.tensor,
-    k: tl.constexpr,
-    splits: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    gated: tl.constexpr,
-    squared: tl.constexpr,
-    has_bias: tl.constexpr,
-    swap: tl.constexpr,
-    ahead: tl.constexpr,
-    overlap: tl.constexpr,
-) -> None:
-    """All rows times `block_n` weight rows, over one share of the inputs, on the matrix units."""
-    let_next_start(overlap)
-    first = tl.program_id(0) * block_n
-    part = tl.program_id(1)
-    share: tl.constexpr = (k + splits * block_k - 1) // (splits * block_k) * block_k
-    row_bytes: tl.constexpr = k * (weight.dtype.element_ty.primitive_bitwidth // 8)
-    even: tl.constexpr = k % (splits * block_k) == 0
-    start = weight + first.to(tl.int64) * k + part * share
-    up_start = start + n.to(tl.int64) * k
-    here = tl.minimum(n - first, block_n)
-    # The last share is shorter: its last row's prefetch must end with the weight.
-    fits = here if even else tl.where(part == splits - 1, 0, here)
-    prefetch_rows(start, fits, row_bytes, ahead, overlap)
-    if gated:
-        prefetch_rows(up_start, fits, row_bytes, ahead, overlap)
-    line = tl.arange(0, block_n)
-    inside = (line < here)[:, None]
-    batch = tl.arange(0, block_m)
-    exists = (batch < rows)[:, None]
-    column = tl.arange(0, block_k)
-    cell = line[:, None] * k + column[None, :]
-    source = x + batch[:, None].to(tl.int64) * x_stride + part * share + column[None, :]
-    if has_bias:
-        shift = tl.load(bias + first + line, mask=line < here, other=0.0).to(tl.float32)
-    await_previous(overlap)
-    if swap:
-        sums = tl.zeros((block_n, block_m), tl.float32)
-        up_sums = tl.zeros((block_n, block_m), tl.float32)
-    else:
-        sums = tl.zeros((block_m, block_n), tl.float32)
-        up_sums = tl.zeros((block_m, block_n), tl.float32)
-    limit = tl.minimum(k - part * share, share)
-    for at in range(0, limit, block_k):
-        if even:
-            row_mask, cell_mask = exists, inside
-        else:
-            left = (column < limit - at)[None, :]
-            row_mask, cell_mask = exists & left, inside & left
-        v = tl.load(source + at, mask=row_mask, other=0.0)
-        w = tl.load(start + cell + at, mask=cell_mask, other=0.0)
-        if swap:
-            sums = tl.dot(w, tl.trans(v), sums, input_precision="ieee")
-        else:
-            sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
-        if gated:
-            u = tl.load(up_start + cell + at, mask=cell_mask, other=0.0)
-            if swap:
-                up_sums = tl.dot(u, tl.trans(v), up_sums, input_precision="ieee")
-            else:
-                up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
-    if swap:
-        sums = tl.trans(sums)
-        up_sums = tl.trans(up_sums)
-    if has_bias:
-        sums = sums + shift[None, :]
-    if gated:
-        sums = sums * tl.sigmoid(sums) * up_sums
-    elif squared:
-        sums = tl.maximum(sums, 0.0)
-        sums = sums * sums
-    row = (part * rows + batch[:, None]).to(tl.int64)
-    target = out + row * n + first + line[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=exists & (line < here)[None, :])
+ONE_ROW = ProductKernel(
+    "one row",
+    one_row_plan,
+    _served,
+    one_row_product,
+    Rounding("an element of each of the thread's tiles, then a tree", "sums"),
+)

@@ -3,21 +3,20 @@
 import pytest
 import torch
 
-from megatron_async.ops.linear.skinny_plan import (
-    LONG_ROW_PROGRAMS,
-    LONG_ROW_REGISTERS,
-    MAX_ROWS,
-    ONE_WAVE,
-    LongRowPlan,
-    ResidentPlan,
-    TilePlan,
-    adds_residual,
-    choose_plan,
-    takes_unnormed,
+from megatron_async.ops.linear.long_row import LONG_ROW_PROGRAMS, LONG_ROW_REGISTERS, LongRowPlan
+from megatron_async.ops.linear.product_kernel import MAX_ROWS, PROCESSORS, Wants
+from megatron_async.ops.linear.products import (
+    CUBLAS,
+    WITHOUT_WANTS,
+    WeightShape,
+    choose,
+    choose_for,
 )
-from megatron_async.ops.linear.streamed_plan import StreamedPlan
-from megatron_async.ops.linear.warpgroup_plan import MOST_ROWS, WarpgroupPlan
-from tests.unit_tests.ops.linear.test_skinny_linear import BRAIN, HALF, WHOLE
+from megatron_async.ops.linear.resident import ResidentPlan
+from megatron_async.ops.linear.streamed import StreamedPlan
+from megatron_async.ops.linear.tile import TilePlan
+from megatron_async.ops.linear.warpgroup import MOST_ROWS, WarpgroupPlan
+from tests.unit_tests.ops.linear.test_products import BRAIN, HALF, WHOLE, choose_plan
 
 
 @pytest.mark.parametrize("dtype", [HALF, WHOLE, BRAIN])
@@ -54,7 +53,7 @@ def test_plans_are_possible(rows, outputs, k, dtype):
             assert memory <= 227 * 1024
             if rows > 64:  # all programs run at once; a processor keeps 1 KB of each for itself
                 programs = -(-outputs // plan.block_n) * plan.splits * -(-rows // plan.block_m)
-                assert programs <= (2 if 2 * (memory + 1024) <= 228 * 1024 else 1) * ONE_WAVE
+                assert programs <= (2 if 2 * (memory + 1024) <= 228 * 1024 else 1) * PROCESSORS
             assert 0 < plan.ring <= plan.chunks
             assert plan.splits == 1 or may_split
             share = plan.chunks * plan.chunk
@@ -65,7 +64,7 @@ def test_plans_are_possible(rows, outputs, k, dtype):
             assert k % (64 * plan.strips) == 0
             height = sum(plan.pieces)
             assert plan.splits == 1 or may_split
-            assert plan.programs == -(-outputs // height) * plan.splits <= ONE_WAVE
+            assert plan.programs == -(-outputs // height) * plan.splits <= PROCESSORS
             lines = plan.block_m + height * (1 + gated)
             assert plan.ring * (lines * 64 * plan.strips * itemsize + 8) <= 227 * 1024
             # Registers of a thread: its sums, of all pieces at once.
@@ -77,7 +76,7 @@ def test_plans_are_possible(rows, outputs, k, dtype):
             # All programs run at once.
             assert LONG_ROW_REGISTERS * 32 * plan.warps * LONG_ROW_PROGRAMS <= 65536
             programs = -(-outputs // (plan.block_n * plan.turns))
-            assert programs <= LONG_ROW_PROGRAMS * ONE_WAVE
+            assert programs <= LONG_ROW_PROGRAMS * PROCESSORS
         elif plan is not None:
             assert rows == 1
             assert plan.ahead % 16 == 0
@@ -124,12 +123,47 @@ def test_which_weights_are_resident():
     assert not is_resident(2, 128256, 4096)
 
 
-def test_partial_sums_are_normed_before():
-    assert takes_unnormed(torch.ones(1, 8))
-    assert not takes_unnormed(torch.ones(1, 1, 8))
-    assert not takes_unnormed(torch.ones(2, 8, dtype=BRAIN))  # no GPU
-    assert not takes_unnormed(torch.ones(1, 4096))
-    assert not adds_residual(torch.ones(1, 4), torch.ones(4, 8))  # no GPU
+def test_wants_that_are_dropped():
+    """Which wants a kernel does not serve; none of them changes the kernel."""
+
+    def met(rows, outputs, k, dtype=BRAIN, **wants):
+        choice = choose(WeightShape(outputs, k, dtype), Wants(rows, **wants))
+        plain = {name: wants[name] for name in ("bias", "activation", "split") if name in wants}
+        assert choice.kernel is choose(WeightShape(outputs, k, dtype), Wants(rows, **plain)).kernel
+        served = choice.met._asdict().items()
+        return choice.kernel.name, {name: want for name, want in served if want and name != "rows"}
+
+    norm = {"norm": True}
+    assert met(1, 960, 576, norm=True, rotate=64) == ("one row", norm | {"rotate": 64})
+    assert met(1, 960, 576, norm=True, rotate=18) == ("one row", norm)
+    assert met(1, 6144, 4096, norm=True, rotate=128) == ("one row", {})
+    assert met(1, 576, 1536, residual=True, split=True) == (
+        "one row",
+        {"residual": True, "split": True},
+    )
+    assert met(1, 2048, 8192, residual=True) == ("long row", {"residual": True})
+    assert met(1, 1024, 3072, residual=True) == ("resident", {})
+    assert met(1, 4096, 8192, residual=True) == ("long row", {})
+    assert met(1, 576, 1536, residual=True, bias=True) == ("one row", {"bias": True})
+    assert met(8, 960, 576, norm=True, rotate=64, residual=True) == (
+        "resident",
+        norm | {"rotate": 64},
+    )
+    assert met(32, 960, 576, norm=True, rotate=64) == ("resident", norm)
+    assert met(8, 3072, 2048, norm=True) == ("resident", {})
+    assert met(64, 960, 576, norm=True, rotate=64) == ("warpgroup", {"rotate": 64})
+    assert met(64, 768, 1536, squares=1, split=True) == ("warpgroup", {"squares": 1, "split": True})
+    assert met(64, 768, 1536, squares=2, split=True) == ("warpgroup", {"split": True})
+    assert met(1, 768, 1536, HALF, squares=1) == ("one row", {})
+    assert met(16, 28672, 4096, norm=True, activation="swiglu", split=True) == (
+        "streamed",
+        {"activation": "swiglu"},
+    )
+    assert met(16, 28672, 4096, activation="swiglu", bias=True) == ("tile", {"bias": True})
+    assert met(769, 1536, 576, norm=True, activation="squared_relu") == ("cuBLAS", {})
+    assert choose(WeightShape(576, 576, BRAIN, 8), Wants(1)).kernel is CUBLAS  # not measured
+    ones = torch.ones(1, 8)
+    assert choose_for(ones, ones, norm=True, rotate=8) is WITHOUT_WANTS  # no GPU
 
 
 def test_many_rows_of_narrow_products():

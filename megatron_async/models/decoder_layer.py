@@ -1,0 +1,120 @@
+"""The forward of a decoder layer, from norm to norm: what `PagedHybridStack` runs for each layer.
+
+A layer takes the residual stream and gives it to the next one. The additions and norms between two
+layers belong to the stream, so that they become parts of the products beside them where these serve
+that (`ops/linear/products.py`). Megatron's layers have their parts under different names; the table
+at the end has the names of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from megatron_async.models.linear import InferenceColumnParallelLinear
+from megatron_async.models.norm import factors_of, set_norm
+from megatron_async.ops.linear.product_kernel import Activation
+from megatron_async.ops.linear.stream import Stream
+
+if TYPE_CHECKING:
+    from megatron_async.models.step_view import StepView
+
+
+def attention_layer(attention: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:
+    """Norm, qkv, rotary embedding and append; attention; projection and residual."""
+    context = attended(attention, stream, view)
+    return attention.linear_proj.add(context, stream, may_split)
+
+
+def attended(attention: Any, stream: Stream, view: StepView) -> Tensor:
+    """Attention of a stream, `[rows, heads * dim]`, before the projection. Of another linear layer
+    than ours (TransformerEngine's) the stream has no norm left."""
+    qkv, layer, config = attention.linear_qkv, attention.kv_layer_index, attention.config
+    q_norm, k_norm = attention.q_layernorm, attention.k_layernorm
+    scale, has_gate, places = config.softmax_scale, config.attention_output_gate, None
+    if isinstance(qkv, InferenceColumnParallelLinear):
+        dim = 0 if q_norm is not None or has_gate else attention.hidden_size_per_attention_head
+        choice = qkv.choose(stream, rotate=dim)
+        places = view.qkv_places(layer) if choice.met.rotate else None
+        product = qkv.product(stream, choice, places)
+    else:
+        product = qkv(stream.value[:, None])[0].squeeze(1)
+    if places is not None:
+        return view.attend(layer, product, scale).flatten(1)
+    q_factors = None if q_norm is None else factors_of(q_norm)
+    k_factors = None if k_norm is None else factors_of(k_norm)
+    # With sequence parallelism rows of padding stand behind the step's tokens.
+    mixed = product[: view.dims.tokens]
+    return view.attention(layer, mixed, q_factors, k_factors, scale, has_gate).flatten(1)
+
+
+def mlp_layer(mlp: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:
+    """Norm, first product and activation; second product and residual."""
+    return mlp.linear_fc2.add(activated(mlp, stream), stream, may_split)
+
+
+def activated(mlp: Any, stream: Stream) -> Tensor:
+    """First product and activation of an MLP, `[rows, ffn]`; see `attended` about other layers."""
+    fc1, activation = mlp.linear_fc1, activation_of(mlp.config.gated_linear_unit)
+    if isinstance(fc1, InferenceColumnParallelLinear):
+        choice = fc1.choose(stream, activation=activation)
+        product = fc1.product(stream, choice)
+        if choice.met.activation:
+            return product
+    else:
+        product = fc1(stream.value[:, None])[0].squeeze(1)
+    return (mlp.ops.swiglu if activation == "swiglu" else mlp.ops.squared_relu)(product)
+
+
+def activation_of(gated: bool) -> Activation:
+    """The activation of an MLP, with a gate (Shazeer 2020) or without (So et al. 2021)."""
+    return "swiglu" if gated else "squared_relu"
+
+
+def own_layer(block: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:
+    """A block that has its forward in its own file: `MoELayer`, `Mamba2Mixer`,
+    `GatedDeltaMixer`."""
+    return block.run(stream, view, may_split)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer runs, and names of modules inside it.
+
+    Attributes:
+        norm_name: of the layer's norm.
+        block_name: of the module between norm and residual add.
+        run: the block, of (block, stream, view, may_split): the stream behind it. Its output may be
+            partial sums if `may_split`, for the next norm.
+    """
+
+    norm_name: str
+    block_name: str
+    run: Callable[[Any, Stream, Any, bool], Stream]
+
+    def norm(self, layer: Any) -> nn.RMSNorm:
+        """The norm of a layer of this kind."""
+        norm: nn.RMSNorm = getattr(layer, self.norm_name)
+        return norm
+
+    def block(self, layer: Any) -> Any:
+        """The block after the norm."""
+        return getattr(layer, self.block_name)
+
+    def __call__(self, layer: Any, stream: Stream, view: Any, may_split: bool) -> Stream:
+        """The stream behind a layer of this kind."""
+        set_norm(stream, self.norm(layer))
+        return self.run(self.block(layer), stream, view, may_split)
+
+
+LAYER_KINDS = {
+    "*": LayerKind("input_layernorm", "self_attention", attention_layer),
+    "-": LayerKind("pre_mlp_layernorm", "mlp", mlp_layer),
+    "E": LayerKind("pre_mlp_layernorm", "mlp", own_layer),
+    "M": LayerKind("norm", "mixer", own_layer),
+    "G": LayerKind("input_layernorm", "self_attention", own_layer),
+}
+"""By the character of Megatron's layer pattern."""

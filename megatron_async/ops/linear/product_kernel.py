@@ -1,0 +1,216 @@
+"""What a product of few rows is asked for, and what a kernel of such products is.
+
+Each kernel's file has its plan (how the product is laid out), its rule (when the kernel is chosen,
+the measurements beside the constants), its launch, and its entry of the table in
+`ops/linear/products.py`. The rules depend on the number of rows, the shape of the weight, the dtype
+and the device only, so a captured step and an eager one of as many rows agree. Their constants are
+measurements on an H200 (docs/records/products.md): sweeps of SmolLM2's and Llama-3.1-8B's shapes at
+1, 16 and 64 rows, and for weights that wait in registers or in shared memory of those of SmolLM2,
+Granite-4.0-H-350M, Qwen3-0.6B and Llama-3.2-1B at 2 to 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.ops.linear.stream import Stream
+
+Activation = Literal["", "swiglu", "squared_relu"]
+"""The activation after a product."""
+
+PROCESSORS = 132
+"""Of an H100 or H200: programs beyond this many, each with a deep pipeline, queue up."""
+WIDE = 16384
+"""Outputs from which on a product is a vocabulary's: not `warpgroup_kernel`'s, and beyond one row
+cuBLAS's if weights are short and not resident."""
+WHOLE_ROW = 2048
+"""One-row kernel: a weight row of up to this many elements is loaded before the wait."""
+NORM_WIDTH = 2048
+"""Longest input that every program of the one-row kernel normalises again. At 4096 that costs
+2 us a product, and a kernel of its own 1 us."""
+MAX_ROWS = 64
+"""More rows go to cuBLAS, but for products of narrow models (`warpgroup.py`) and long rows
+(`streamed.py`)."""
+
+
+class Wants(NamedTuple):
+    """What a caller wants of one product, besides the product.
+
+    Attributes:
+        rows: of the input.
+        norm: residual add and RMSNorm before it, of whole rows.
+        squares: groups of elements whose sums of squares the input comes with, to be divided by; 0:
+            none.
+        residual: the product is added to the residual stream.
+        rotate: elements of a head, of a qkv product whose queries and keys are rotated, and whose
+            keys and values are appended to the cache; 0: not.
+        activation: after the product.
+        split: partial sums may be returned.
+        bias: one is added.
+        adapter: the name of a small product beside this one, of the same input; no kernel takes one
+            along yet.
+    """
+
+    rows: int
+    norm: bool = False
+    squares: int = 0
+    residual: bool = False
+    rotate: int = 0
+    activation: Activation = ""
+    split: bool = False
+    bias: bool = False
+    adapter: str | None = None
+
+
+class Problem(NamedTuple):
+    """What rules read of a product: `[rows, k]` by a weight of `outputs`, or twice as many if
+    `gated` (SwiGLU follows).
+
+    Attributes:
+        split: the caller takes partial sums.
+        norm: the kernel computes the norm too, if it can.
+        aligned: rows of both begin at multiples of 16 bytes, as the copy engine wants it.
+    """
+
+    rows: int
+    outputs: int
+    k: int
+    dtype: torch.dtype
+    gated: bool
+    split: bool
+    norm: bool
+    aligned: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+
+class Rounding(NamedTuple):
+    """Where a kernel rounds. Kernels of one rounding give the same bits for the same numbers.
+
+    Attributes:
+        order: in which the products along the inputs are added up, in float32.
+        factor: what the norm's factor multiplies: "rows" (rounded before the product) or "sums".
+    """
+
+    order: str
+    factor: Literal["rows", "sums"]
+
+
+@dataclass(frozen=True)
+class ProductKernel:
+    """One kernel of the table.
+
+    Attributes:
+        name: as programs are printed.
+        plan: the layout for a problem; None: another kernel's.
+        served: names of the extra `Wants` that it serves, of (problem, wants, plan).
+        launch: (x, weight, bias, activation, plan), and what is served of `added` and `places` by
+            name.
+        rounding: see there.
+    """
+
+    name: str
+    plan: Callable[[Problem], Any]
+    served: Callable[[Problem, Wants, Any], set[str]]
+    launch: Callable[..., Tensor]
+    rounding: Rounding
+
+
+def may_be_copied(rows: Tensor) -> bool:
+    """Whether the copy engine takes these rows, `[rows, elements]`: each must begin at a multiple
+    of 16 bytes."""
+    return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0
+
+
+def new_sums(x: Tensor, outputs: int, splits: int) -> Tensor:
+    """A place for a product of x, `[rows, k]`: `[rows, outputs]`, or of several splits `[splits,
+    rows, outputs]`, float32."""
+    if splits > 1:
+        return torch.empty((splits, len(x), outputs), dtype=torch.float32, device=x.device)
+    return torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+
+
+def residual_and_total(x: Tensor | Stream) -> tuple[Tensor, Tensor]:
+    """The residual of a `Stream` and a place for the new one, which it is given; x where there
+    is none. Raises on what would read the wrong memory."""
+    if not isinstance(x, Stream):
+        return x, x
+    rows, _, weight, _ = x.norm_arguments
+    if weight.shape != rows.shape[1:] or not weight.is_contiguous():
+        raise ValueError(
+            f"product: the norm's weight is {tuple(weight.shape)}, strides "
+            f"{weight.stride()}; it must be ({rows.size(1)},), contiguous."
+        )
+    if x.residual is None:
+        x.total = rows
+        return rows, rows
+    if x.residual.shape != rows.shape or x.residual.stride(1) != 1:
+        raise ValueError(
+            f"product: residual is {tuple(x.residual.shape)}; it must be like x, "
+            f"{tuple(rows.shape)}, its elements adjacent."
+        )
+    x.total = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    return x.residual, x.total
+
+
+def squares_of(x: Tensor | Stream, activation: Activation) -> tuple[Tensor, int]:
+    """Sums of squares, and the parts of a row's; x and 0 where there are none. Raises on what would
+    read the wrong memory."""
+    if not isinstance(x, Stream):
+        return x, 0
+    squares, rows = x.squares, x.value
+    if squares is None:
+        return rows, 0
+    fits = squares.dim() == 3 and squares.shape[:2] == (rows.size(0), 1) and squares.is_contiguous()
+    if not fits or squares.dtype != torch.float32 or x.residual is not None or activation:
+        raise ValueError(
+            f"product: squares must be float32 [{rows.size(0)}, 1, parts], contiguous, "
+            "without a residual or an activation; found "
+            f"{squares.dtype} {tuple(squares.shape)}, residual {x.residual is not None}, "
+            f"activation {activation!r}."
+        )
+    return squares, squares.size(2)
+
+
+def check_added(added: Tensor | None, n: int, row: Tensor) -> None:
+    """Raise ValueError where a product of `row` with n outputs cannot be added to `added`."""
+    if added is None:
+        return
+    if added.shape != (1, n) or added.dtype != row.dtype or added.stride(1) != 1:
+        raise ValueError(
+            f"product: what is added must be (1, {n}) of {row.dtype}, its elements adjacent; "
+            f"found {tuple(added.shape)} of {added.dtype}, strides {added.stride()}."
+        )
+
+
+def outputs_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:
+    """Number of outputs; raises on what would read or write the wrong memory."""
+    gated = activation == "swiglu"
+    n = weight.size(0) // 2 if gated else weight.size(0)
+    if x.dim() != 2 or weight.dim() != 2 or x.size(1) != weight.size(1):
+        raise ValueError(
+            f"product: x must be [rows, k] and weight [outputs, k]; found {tuple(x.shape)} "
+            f"and {tuple(weight.shape)}."
+        )
+    if x.dtype != weight.dtype or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(
+            f"product: x ({x.dtype}, strides {x.stride()}) and weight ({weight.dtype}, "
+            f"strides {weight.stride()}) must have one dtype, the elements of a row of x be "
+            "adjacent and weight be contiguous: call .contiguous()."
+        )
+    if gated and weight.size(0) % 2:
+        raise ValueError(f"product: {weight.size(0)} weight rows are not [gate; up].")
+    if bias is not None and (activation or bias.shape != (n,) or not bias.is_contiguous()):
+        raise ValueError(
+            f"product: bias must be ({n},), without activation; found {tuple(bias.shape)}, "
+            f"{activation!r}."
+        )
+    return n

@@ -1,0 +1,263 @@
+"""Matrix products of decode steps: few rows, in the time of reading the weights.
+
+cuBLAS does not use programmatic dependent launch, so memory idles before and after each of its
+kernels. The kernels of the table below load their first weights early, small products all weights.
+Products include the operations around them: before, RMSNorm of one or few rows; after, an MLP's
+activation, or rotation of queries and keys and their append to the KV cache.
+
+A product is chosen once: `choose` gives the first kernel of the table that has a plan, with the
+wants that it serves, for the weight's shape, the rows and the wants. The answer is kept, so it
+costs a step nothing. A new kernel is a file with its plan, rule, launch and rounding, and a row in
+the table.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async.ops.attention.rope_append import rope_append
+from megatron_async.ops.linear.long_row import LONG_ROW_KERNEL
+from megatron_async.ops.linear.one_row import ONE_ROW
+from megatron_async.ops.linear.product_kernel import (
+    Problem,
+    ProductKernel,
+    Rounding,
+    Wants,
+    may_be_copied,
+)
+from megatron_async.ops.linear.qkv_places import QkvPlaces
+from megatron_async.ops.linear.resident import RESIDENT
+from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
+from megatron_async.ops.linear.squared_relu import squared_relu
+from megatron_async.ops.linear.stream import Stream
+from megatron_async.ops.linear.streamed import STREAMED
+from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.linear.tile import TILE
+from megatron_async.ops.linear.warpgroup import WARPGROUP
+from megatron_async.ops.op import op
+
+MEASURED_MAJOR = 9
+"""Compute capability of the devices that the rules were measured on (Hopper); others keep
+cuBLAS."""
+
+
+def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+CUBLAS = ProductKernel(
+    "cuBLAS",
+    lambda _problem: None,
+    lambda _problem, _wants, _plan: set(),
+    _cublas,
+    Rounding("cuBLAS's", "rows"),
+)
+PRODUCTS = (RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, TILE)
+"""In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
+
+
+class WeightShape(NamedTuple):
+    """What a choice depends on of a weight `[outputs, k]`.
+
+    Attributes:
+        major: compute capability of the GPU.
+        aligned: whether rows of weight and input begin at multiples of 16 bytes.
+    """
+
+    outputs: int
+    k: int
+    dtype: torch.dtype
+    major: int = MEASURED_MAJOR
+    aligned: bool = True
+
+
+class Choice(NamedTuple):
+    """How a product is computed.
+
+    Attributes:
+        kernel: of the table, or `CUBLAS`.
+        plan: its layout; None of cuBLAS.
+        met: the wants that it serves. All others are kernels of their own.
+    """
+
+    kernel: ProductKernel
+    plan: Any
+    met: Wants
+
+
+WITHOUT_WANTS = Choice(CUBLAS, None, Wants(0))
+"""What a CPU gets, and a weight that is not contiguous: torch's product, and nothing with it."""
+
+
+@lru_cache(maxsize=4096)
+def choose(weight: WeightShape, wants: Wants) -> Choice:
+    """The kernel for a product, and which wants it serves.
+
+    No kernel is passed over for a want: the kernel is the one that multiplies fastest, and a want
+    that it does not serve is dropped, to become a kernel of its own, in this order:
+
+    1. with a bias: the activation, partial sums, and the sum with the residual stream;
+    2. with an activation, or heads that are rotated: partial sums;
+    3. of float16 (it would overflow before it is divided) and of several groups: squares;
+    4. of several rows: the sum with the residual stream;
+    5. what is not `ProductKernel.served`, each for itself: norm, squares, rotation, residual,
+       activation.
+
+    The answer to 1 and 2 has a say in the choice of the kernel; that to 3, 4 and 5 has none.
+    """
+    if wants.bias:
+        wants = wants._replace(activation="", split=False, residual=False)
+    if wants.activation or wants.rotate:
+        wants = wants._replace(split=False)
+    if wants.squares > 1 or weight.dtype == torch.float16:
+        wants = wants._replace(squares=0)
+    if wants.rows > 1:
+        wants = wants._replace(residual=False)
+    gated = wants.activation == "swiglu"
+    problem = Problem(
+        wants.rows,
+        weight.outputs // 2 if gated else weight.outputs,
+        weight.k,
+        weight.dtype,
+        gated,
+        wants.split,
+        wants.norm,
+        weight.aligned,
+    )
+    kernel, plan = _first(weight, problem)
+    served = kernel.served(problem, wants, plan)
+    met = wants._replace(
+        norm=wants.norm and "norm" in served,
+        squares=wants.squares if "squares" in served else 0,
+        rotate=wants.rotate if "rotate" in served else 0,
+        residual=wants.residual and "residual" in served,
+        activation=wants.activation if "activation" in served else "",
+    )
+    return Choice(kernel, plan, met)
+
+
+def _first(weight: WeightShape, problem: Problem) -> tuple[ProductKernel, Any]:
+    is_ours = weight.major == MEASURED_MAJOR and problem.rows > 0
+    if is_ours and problem.k * problem.itemsize % 16 == 0:
+        for kernel in PRODUCTS:
+            plan = kernel.plan(problem)
+            if plan is not None:
+                return kernel, plan
+    return CUBLAS, None
+
+
+def choose_for(x: Tensor, weight: Tensor, **wants: Any) -> Choice:
+    """`choose` for rows x, `[rows, k]` or partial sums of them, and a weight `[outputs, k]`.
+
+    Args:
+        x: whose rows are the product's input, or what the input is made of.
+        weight: of the same dtype; maybe [gate; up].
+        wants: fields of `Wants`, but for the rows.
+    """
+    if not x.is_cuda or not weight.is_contiguous():
+        return WITHOUT_WANTS
+    major, aligned = _major(x.device.index), may_be_copied(x) and may_be_copied(weight)
+    outputs, k = weight.shape
+    shape = WeightShape(outputs, k, weight.dtype, major, aligned)
+    return choose(shape, Wants(x.size(-2), **wants))
+
+
+@lru_cache
+def _major(device_index: int) -> int:
+    return torch.cuda.get_device_capability(device_index)[0]
+
+
+@op
+def product(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    choice: Choice | None = None,
+    added: Tensor | None = None,
+    places: QkvPlaces | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias`, by a choice, with the wants that the choice meets.
+
+    An activation behind it is `silu(gate) * up` where `[gate; up] = x @ weight.T`, the gated MLP's
+    first half, or `relu(x @ weight.T) ** 2`, that of an MLP without a gate (So et al. 2021). Where
+    `places` are given, the product's rows are rotated and appended as by `rope_append`.
+
+    Args:
+        x: `[rows, k]` on a GPU, bfloat16, float16 or float32; or rows whose norm is to be taken, or
+            ended, first: a norm that the choice does not meet is launched here.
+        weight: `[n, k]`, same dtype; of SwiGLU `[2 * n, k]`.
+        bias: `[n]` or None.
+        choice: from `choose_for` of x and the weight; None: without any wants.
+        added: `[rows, n]`, added to the rounded product; if the choice meets `residual`.
+        places: where keys and values go, and what turns queries and keys; if it meets `rotate`. The
+            weight is of `linear_qkv` in Megatron's order, `[kv_heads * (group + 2) * dim, k]`.
+
+    Returns:
+        `[rows, n]`; partial sums `[splits, rows, n]`, float32, to be added in order; or queries
+        `[rows, kv_heads * group, dim]`, contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit, or the choice does not meet what is given.
+    """
+    if not isinstance(x, Stream):
+        rows = x
+    elif x.squares is not None:
+        rows = x.divided()
+    else:
+        rows, x.total = add_rms_norm.reference(*x.norm_arguments)
+    y = F.linear(rows, weight, bias)
+    if choice is not None and choice.met.activation:
+        gated = choice.met.activation == "swiglu"
+        return swiglu.reference(y) if gated else squared_relu.reference(y)
+    if added is not None:
+        return y + added
+    if places is None:
+        return y
+    places.group(weight.size(0))
+    return rope_append.reference(
+        y,
+        places.cos,
+        places.sin,
+        places.position_ids[: len(y)],
+        places.write_index[: len(y)],
+        places.key_cache,
+        places.value_cache,
+    )
+
+
+@product.gpu
+def product_gpu(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    choice: Choice | None = None,
+    added: Tensor | None = None,
+    places: QkvPlaces | None = None,
+) -> Tensor:
+    rows = x.value if isinstance(x, Stream) else x
+    if choice is None:
+        choice = choose_for(rows, weight, bias=bias is not None)
+    kernel, plan, met = choice
+    given: dict[str, Any] = {}
+    squares = x.squares if isinstance(x, Stream) else None
+    for want, name, value in (
+        ("residual", "added", added), ("rotate", "places", places), ("squares", "", squares),
+    ):  # fmt: skip
+        if value is None:
+            continue
+        if not getattr(met, want):
+            raise ValueError(
+                f"product: {tuple(rows.shape)} by {tuple(weight.shape)} ({kernel.name}) does not "
+                f"serve {want}: choose with Wants({want}=...) first, and ask what is met."
+            )
+        if name:
+            given[name] = value
+    given_x: Tensor | Stream = x
+    if isinstance(x, Stream) and not met.norm and squares is None:
+        given_x, x.total = add_rms_norm_gpu(*x.norm_arguments)
+    return kernel.launch(given_x, weight, bias, met.activation, plan, **given)

@@ -1,0 +1,246 @@
+"""Product of few rows on the matrix units, in Triton's own loop.
+
+As `one_row_kernel`, it starts to load its first weights before it waits. A larger product with
+fewer outputs than fill the device is split along its inputs. The next kernel adds the partial sums
+in order (`ops/linear/rms_norm.py`), so that results are the same in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import (
+    await_previous,
+    launch_options,
+    let_next_start,
+    prefetch_rows,
+)
+from megatron_async.ops.linear.one_row import PREFETCH
+from megatron_async.ops.linear.product_kernel import (
+    MAX_ROWS,
+    PROCESSORS,
+    WHOLE_ROW,
+    WIDE,
+    Activation,
+    Problem,
+    ProductKernel,
+    Rounding,
+    Wants,
+    new_sums,
+    outputs_of,
+)
+
+MAX_ROWS_FLOAT32 = 16
+"""`MAX_ROWS` in float32, which has no matrix units here; not measured."""
+A_WAVE_AND_SOME = 144
+"""Most programs of a split product."""
+LEAST_SHARE = 192
+"""Least inputs of a split product's share."""
+LEAST_SHARE_OF_MANY = 512
+"""`LEAST_SHARE` for more than 16 rows and 1024 inputs or more."""
+SHARED_MEMORY = 200_000
+"""Bytes of pipeline stages that one program may take."""
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Layout of `tile_kernel`: each program takes `block_n` outputs of all rows and one of `splits`
+    shares of the inputs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+    swap: bool
+    """Multiply weights by inputs instead of inputs by weights: 64 outputs fill the matrix units
+    where few rows do not."""
+    ahead: int
+    """Bytes of each weight row's share to prefetch."""
+
+
+def tile_plan(problem: Problem) -> TilePlan | None:
+    """The layout of a product that no other kernel takes; None: cuBLAS's."""
+    rows, outputs, k, dtype, gated, may_split, *_ = problem
+    itemsize = dtype.itemsize
+    if rows > MAX_ROWS or (outputs >= WIDE and k < WHOLE_ROW):
+        return None
+    if itemsize > 2 and rows > MAX_ROWS_FLOAT32:
+        return None
+    block_m = max(16, triton.next_power_of_2(rows))
+    few = block_m == 16
+    # Partial sums of many rows are many bytes: fewer parts, and longer ones where there is room.
+    least = LEAST_SHARE if few or k < 1024 else LEAST_SHARE_OF_MANY
+    most = min(8 if few else 4, k // least) if may_split else 1
+    if most > 1:
+        enough = PROCESSORS * 3 // 4 if few else PROCESSORS * 3 // 8
+        block_n = next((n for n in (64, 32) if triton.cdiv(outputs, n) * most >= enough), 16)
+    else:
+        sizes = (32, 64) if gated and few else (16, 32, 64)
+        block_n = next((n for n in sizes if triton.cdiv(outputs, n) <= PROCESSORS), 64)
+        if not few and outputs > 64 * 1024:
+            block_n = 128
+    programs = triton.cdiv(outputs, block_n)
+    splits = max(1, min(most, A_WAVE_AND_SOME // programs))
+    if few and gated and block_n == 32:
+        block_k = 256
+    else:
+        block_k = 128 if k // splits >= 256 else 64
+    block_k = block_k * 2 // max(itemsize, 2)
+    share = triton.cdiv(k, splits * block_k) * block_k
+    splits = triton.cdiv(k, share)
+    stage = (block_m + (2 if gated else 1) * block_n) * block_k * itemsize
+    deep = programs * splits <= A_WAVE_AND_SOME
+    budget = SHARED_MEMORY if deep else SHARED_MEMORY // 2
+    stages = max(budget // stage, min(4, SHARED_MEMORY // stage), 2)
+    # Deep unsplit products lose 2 % by a prefetch: their pipelines start after the wait anyway.
+    wanted = PREFETCH if splits > 1 or k <= WHOLE_ROW else 0
+    return TilePlan(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        splits=splits,
+        warps=4 if not few or gated or block_n > 32 else block_n // 16,
+        stages=min(stages, share // block_k + 1, 12),
+        swap=few and block_n >= 64 and itemsize == 2,
+        ahead=min(wanted, share * itemsize, k * itemsize) // 16 * 16,
+    )
+
+
+def _served(problem: Problem, wants: Wants, plan: TilePlan) -> set[str]:
+    return {"activation"}
+
+
+def tile_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: TilePlan
+) -> Tensor:
+    """`linear`, or with the activation after it, by a given plan; partial sums if it splits.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit; more rows than the plan's; a plan that
+            splits what cannot be added up later.
+    """
+    n = outputs_of(x, weight, bias, activation)
+    rows = x.size(0)
+    if rows > plan.block_m:
+        raise ValueError(f"tile_product: x has {rows} rows, and the plan is for {plan.block_m}.")
+    if plan.splits > 1 and (activation or bias is not None):
+        raise ValueError("tile_product: partial sums can have neither bias nor activation.")
+    out = new_sums(x, n, plan.splits)
+    tile_kernel[(triton.cdiv(n, plan.block_n), plan.splits)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        x.stride(0),
+        rows,
+        n,
+        k=x.size(1),
+        splits=plan.splits,
+        block_m=plan.block_m,
+        block_n=plan.block_n,
+        block_k=plan.block_k,
+        gated=activation == "swiglu",
+        squared=activation == "squared_relu",
+        has_bias=bias is not None,
+        swap=plan.swap,
+        ahead=plan.ahead,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **launch_options(x),
+    )
+    return out
+
+
+@triton.jit
+def tile_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    rows: tl.tensor,
+    n: tl.tensor,
+    k: tl.constexpr,
+    splits: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    gated: tl.constexpr,
+    squared: tl.constexpr,
+    has_bias: tl.constexpr,
+    swap: tl.constexpr,
+    ahead: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """All rows times `block_n` weight rows, over one share of the inputs, on the matrix units."""
+    let_next_start(overlap)
+    first = tl.program_id(0) * block_n
+    part = tl.program_id(1)
+    share: tl.constexpr = (k + splits * block_k - 1) // (splits * block_k) * block_k
+    row_bytes: tl.constexpr = k * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    even: tl.constexpr = k % (splits * block_k) == 0
+    start = weight + first.to(tl.int64) * k + part * share
+    up_start = start + n.to(tl.int64) * k
+    here = tl.minimum(n - first, block_n)
+    # The last share is shorter: its last row's prefetch must end with the weight.
+    fits = here if even else tl.where(part == splits - 1, 0, here)
+    prefetch_rows(start, fits, row_bytes, ahead, overlap)
+    if gated:
+        prefetch_rows(up_start, fits, row_bytes, ahead, overlap)
+    line = tl.arange(0, block_n)
+    inside = (line < here)[:, None]
+    batch = tl.arange(0, block_m)
+    exists = (batch < rows)[:, None]
+    column = tl.arange(0, block_k)
+    cell = line[:, None] * k + column[None, :]
+    source = x + batch[:, None].to(tl.int64) * x_stride + part * share + column[None, :]
+    if has_bias:
+        shift = tl.load(bias + first + line, mask=line < here, other=0.0).to(tl.float32)
+    await_previous(overlap)
+    if swap:
+        sums = tl.zeros((block_n, block_m), tl.float32)
+        up_sums = tl.zeros((block_n, block_m), tl.float32)
+    else:
+        sums = tl.zeros((block_m, block_n), tl.float32)
+        up_sums = tl.zeros((block_m, block_n), tl.float32)
+    limit = tl.minimum(k - part * share, share)
+    for at in range(0, limit, block_k):
+        if even:
+            row_mask, cell_mask = exists, inside
+        else:
+            left = (column < limit - at)[None, :]
+            row_mask, cell_mask = exists & left, inside & left
+        v = tl.load(source + at, mask=row_mask, other=0.0)
+        w = tl.load(start + cell + at, mask=cell_mask, other=0.0)
+        if swap:
+            sums = tl.dot(w, tl.trans(v), sums, input_precision="ieee")
+        else:
+            sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+        if gated:
+            u = tl.load(up_start + cell + at, mask=cell_mask, other=0.0)
+            if swap:
+                up_sums = tl.dot(u, tl.trans(v), up_sums, input_precision="ieee")
+            else:
+                up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
+    if swap:
+        sums = tl.trans(sums)
+        up_sums = tl.trans(up_sums)
+    if has_bias:
+        sums = sums + shift[None, :]
+    if gated:
+        sums = sums * tl.sigmoid(sums) * up_sums
+    elif squared:
+        sums = tl.maximum(sums, 0.0)
+        sums = sums * sums
+    row = (part * rows + batch[:, None]).to(tl.int64)
+    target = out + row * n + first + line[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=exists & (line < here)[None, :])
+
+
+TILE = ProductKernel("tile", tile_plan, _served, tile_product, Rounding("tiles in turn", "rows"))
