@@ -25,7 +25,7 @@ class LayersAtOnce(Protocol):
         """Whether `run` does a pass over hidden states `[tokens, hidden]`."""
 
     def run(self, hidden_states: Tensor, view: Any) -> Stream:
-        """As `PagedHybridStack.run`."""
+        """The layers, as `PagedHybridStack.run`."""
 
 
 class PagedHybridStack(HybridStack):

@@ -59,7 +59,7 @@ class Stream:
 
     @property
     def norm_arguments(self) -> tuple[Tensor, Tensor | None, Tensor, float]:
-        """Those of `add_rms_norm`, of a stream whose norm is left to be done."""
+        """Arguments of `add_rms_norm`, of a stream whose norm is left to be done."""
         assert self.weight is not None, "the norm is done"
         return self.value, self.residual, self.weight, self.eps
 
