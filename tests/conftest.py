@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.cards import Cards, lack_of, needed_by
+from tests.support.house import house
 from tests.support.pairs import ALL_CASES, left_out
 
 if TYPE_CHECKING:
@@ -23,6 +26,10 @@ LARGE = frozenset({"smollm2_llm", "smollm2", "demo", "transformers_smollm2", "re
 """Fixtures that take seconds to make."""
 LONG_S = 600
 """Tests that may take longer take a minute or two."""
+CPU_S = "cpu_s"
+"""Property of a test's report: CPU seconds of its process in the test, without its fixtures."""
+_spent: Counter[str] = Counter()
+"""CPU seconds by test file, of all workers."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,9 +97,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _place(item: pytest.Item) -> tuple[bool, ...]:
+    return not _is_long(item), not _wants_demo_model(item), not _starts_ranks(item)
+
+
+def _is_long(item: pytest.Item) -> bool:
     marker = item.get_closest_marker("timeout")
-    is_long = marker is not None and marker.args[0] >= LONG_S
-    return not is_long, not _wants_demo_model(item), not _starts_ranks(item)
+    return marker is not None and marker.args[0] >= LONG_S
 
 
 def _wants_demo_model(item: pytest.Item) -> bool:
@@ -110,6 +120,43 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking all imported modules again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Measure the CPU time of a test; the wall's depends on what else runs."""
+    start = time.process_time()
+    try:
+        yield
+    finally:
+        if not _is_long(item) and not item.get_closest_marker("gpu"):
+            item.user_properties.append((CPU_S, time.process_time() - start))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add a test's CPU time to that of its file; with workers, in the process that reports."""
+    if report.when == "call":
+        _spent[report.location[0]] += dict(report.user_properties).get(CPU_S, 0.0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where a file of tests takes longer than tests/house.toml says."""
+    if _slow_files() and not hasattr(session.config, "workerinput"):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the files that take too long."""
+    for file, seconds in _slow_files().items():
+        terminalreporter.write_line(
+            f"{file} takes {seconds:.0f} s of CPU: make it quicker, or edit tests/house.toml",
+            red=True,
+        )
+
+
+def _slow_files() -> dict[str, float]:
+    most = house()["time"]["cpu_seconds_of_a_test_file"]
+    return {file: seconds for file, seconds in _spent.most_common() if seconds > most}
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:

@@ -1,39 +1,22 @@
-"""Rooms, the folders of the package, do not import each other in a circle."""
+"""The house: who imports whom, and how large everything is, against `tests/house.toml`."""
 
 import ast
 import re
 from collections import Counter
-from pathlib import Path
 
 import codeowners
+import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "megatron_async"
-
-
-def statements(body):
-    """What runs when a module is imported, but for what is there for type checkers alone."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from statements(node.orelse)
-        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef):
-            for part in ("body", "orelse", "finalbody"):
-                yield from statements(getattr(node, part, []))
-
-
-def rooms_imported(file):
-    """The folders directly in the package from which a file imports."""
-    for node in statements(ast.parse(file.read_text("utf-8")).body):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            package, _, inside = name.partition(".")
-            room = inside.split(".")[0]
-            if package == PACKAGE.name and (PACKAGE / room).is_dir():
-                yield room
+from tests.support.house import (
+    PACKAGE,
+    Import,
+    back_arrows,
+    ceiling,
+    circles,
+    house,
+    imports,
+    numbers,
+)
 
 
 def test_every_room_says_what_is_in_it():
@@ -58,19 +41,88 @@ def test_every_room_has_owners():
         assert all(re.fullmatch(r"@[\w-]+(/[\w-]+)?|[^@\s]+@[\w.-]+", each) for each in owners)
 
 
-def test_no_circles():
-    imports = {
-        room.name: {each for file in room.rglob("*.py") for each in rooms_imported(file)}
-        - {room.name}
-        for room in PACKAGE.iterdir()
-        if (room / "__init__.py").is_file()
-    }
-    assert "contexts" in imports["engines"]  # it sees something at all
-    while ends := [room for room, others in imports.items() if not others & imports.keys()]:
-        for room in ends:
-            del imports[room]
-    circle = {room: sorted(others & imports.keys()) for room, others in imports.items()}
-    assert circle == {}, (
-        "rooms import each other: import types under TYPE_CHECKING, or move what both need below "
-        f"both: {circle}"
+@pytest.fixture(scope="module")
+def found():
+    """The imports of the package."""
+    return imports()
+
+
+def test_no_circle_of_files(found):
+    """Counting imports in functions and for type checkers too: files in a circle can only be
+    understood together."""
+    assert Import("engines.dynamic_engine", "contexts.dynamic_context", "top") in found
+    groups = circles((each.importer, each.imported) for each in found)
+    known = set(house()["order"]["files_in_circles"])
+    new = [sorted(map(str, _within(group, found))) for group in groups if not group <= known]
+    assert new == [], f"files import each other: move what both need below both: {new}"
+
+
+def _within(group, found):
+    return [each for each in found if {each.importer, each.imported} <= group]
+
+
+def test_rooms_import_what_is_below(found):
+    """The order of rooms is a list from the ground up; an arrow that runs back up has a reason."""
+    order = house()["order"]
+    rooms = {file.parent.name if file.stem == "__init__" else file.stem
+             for file in (*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("*.py"))}  # fmt: skip
+    assert set(order["rooms"]) == rooms - {PACKAGE.name} | {"face"}, "edit tests/house.toml"
+    arrows = back_arrows(found, order["rooms"])
+    new = {pair: list(map(str, each)) for pair, each in arrows.items() if pair not in order["back"]}
+    assert new == {}, (
+        "a room imports a room above it: move what both need below both, or edit tests/house.toml "
+        f"on purpose: {new}"
     )
+    assert all(each.when != "top" for pair in arrows.values() for each in pair)
+    assert len(order["back"]) <= 5
+
+
+def test_the_house_has_not_grown():
+    """A ceiling that is too low, or much too high, is edited by the change that made it so."""
+    said = house()
+    for table, rows in numbers().items():
+        ceilings = said[table]
+        grown = {name: n for name, n in rows.items() if n > ceilings.get(name, 0)}
+        assert grown == {}, (
+            f"larger than [{table}] of tests/house.toml says: {grown}. Make it smaller, or edit "
+            "tests/house.toml on purpose (python -m tests.support.house prints today's numbers)"
+        )
+        assert ceilings.keys() == rows.keys(), "edit tests/house.toml on purpose"
+
+
+FILES = {
+    "__init__.py": "if TYPE_CHECKING:\n    from house.b import c\n",
+    "a.py": "def late():\n    from house import b\n",
+    "b/__init__.py": "from house.b.c import d\n",
+    "b/c.py": "import json\nfrom house.b.e import f\nif 1:\n    import house.a\nd = 0\n",
+    "b/e.py": "if TYPE_CHECKING:\n    from house.b import c\nf = 0\n",
+}
+
+
+def test_imports_are_seen(tmp_path):
+    """Of modules and names, at the top, in functions, for type checkers; the face takes part."""
+    package = tmp_path / "house"
+    for name, text in FILES.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    found = imports(package)
+    assert set(found) == {
+        Import("", "b.c", "type"), Import("a", "b", "late"), Import("b", "b.c", "top"),
+        Import("b.c", "b.e", "top"), Import("b.c", "a", "top"), Import("b.e", "b.c", "type"),
+    }  # fmt: skip
+    assert circles((each.importer, each.imported) for each in found) == [{"a", "b", "b.c", "b.e"}]
+    assert list(back_arrows(found, ["a", "b", "face"])) == ["a -> b"]
+    assert list(back_arrows(found, ["face", "b", "a"])) == ["face -> b", "b -> a"]
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "number", "expected"),
+    [
+        ("lines", "ops", 101, 150),
+        ("lines", "tests", 501, 1000),
+        ("counts", "words of docs", 500, 500),
+        ("counts", "x", 7, 7),
+    ],
+)
+def test_ceilings(table, name, number, expected):
+    assert ceiling(table, name, number) == expected
