@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -32,25 +32,33 @@ class PoolWidths(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MambaRecurrence:
-    """Mamba-2 (Dao and Gu 2024). Its rings hold x and B, decays and step sizes."""
+class Recurrence[Sizes: (MambaSizes, DeltaSizes)]:
+    """A kind of layer, of some sizes. The ops of all kinds take the same arguments, but for inputs
+    and parameters.
 
-    sizes: MambaSizes
-    """On this rank."""
-    name = "Mamba-2"
-    """Of the kind of layer, for messages."""
+    Attributes:
+        sizes: on this rank.
+        name: of the kind, for messages.
+        gates: numbers of a token and head in the ring.
+    """
+
+    sizes: Sizes
+    name: ClassVar[str]
+    gates: ClassVar[int]
 
     @property
     def channels(self) -> int:
         """Elements of a token's output."""
-        return self.sizes.inner
+        heads, size, _columns = self.sizes.state_shape
+        return heads * size
 
     @property
     def pool_widths(self) -> PoolWidths:
         """What the layer's pools hold."""
-        sizes = self.sizes
-        kept = sizes.inner + sizes.groups * sizes.state_dim
-        return PoolWidths(sizes.state_shape, kept, (mamba_pools.GATES, sizes.heads), sizes.conv)
+        state, conv = self.sizes.state_shape, self.sizes.conv
+        # The convolution has two vectors that heads share (B and C, or q and k); the ring has one.
+        kept = (self.channels + conv) // 2
+        return PoolWidths(state, kept, (self.gates, state[0]), conv)
 
     def check(self) -> None:
         """Refuse state sizes that the ops do not serve.
@@ -58,6 +66,24 @@ class MambaRecurrence:
         Raises:
             ConfigurationError: one of them; names it and what is served.
         """
+        raise NotImplementedError
+
+    def decode(self, ops: Ops) -> Callable[..., Tensor]:
+        """The op of decode rows."""
+        raise NotImplementedError
+
+    def prefill(self, ops: Ops) -> Callable[..., Tensor]:
+        """The op of prefill chunks."""
+        raise NotImplementedError
+
+
+class MambaRecurrence(Recurrence[MambaSizes]):
+    """Mamba-2 (Dao and Gu 2024). Its rings hold x and B, decays and step sizes."""
+
+    name = "Mamba-2"
+    gates = mamba_pools.GATES
+
+    def check(self) -> None:
         size = self.sizes.state_dim
         if size < mamba_pools.LEAST_STATE or size & (size - 1):
             raise ConfigurationError(
@@ -66,39 +92,20 @@ class MambaRecurrence:
             )
 
     def decode(self, ops: Ops) -> Callable[..., Tensor]:
-        """The op of decode rows."""
         return ops.mamba_decode
 
     def prefill(self, ops: Ops) -> Callable[..., Tensor]:
-        """The op of prefill chunks."""
         return ops.mamba_prefill
 
 
-@dataclass(frozen=True)
-class DeltaRecurrence:
+class DeltaRecurrence(Recurrence[DeltaSizes]):
     """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024). Its rings hold pseudo values and keys, and
-    the logarithms of decays. Its ops take the arguments of Mamba-2's, with another input and other
-    parameters."""
+    the logarithms of decays."""
 
-    sizes: DeltaSizes
     name = "Gated DeltaNet"
-
-    @property
-    def channels(self) -> int:
-        """Elements of a token's output."""
-        return self.sizes.values
-
-    @property
-    def pool_widths(self) -> PoolWidths:
-        """What the layer's pools hold."""
-        sizes = self.sizes
-        kept = sizes.values + sizes.keys
-        return PoolWidths(
-            sizes.state_shape, kept, (delta_pools.GATES, sizes.value_heads), sizes.conv
-        )
+    gates = delta_pools.GATES
 
     def check(self) -> None:
-        """Refuse head sizes that the ops do not serve, by a ConfigurationError."""
         keys, values = self.sizes.key_dim, self.sizes.value_dim
         try:
             delta_pools.check_dims(self.name, keys, values)
@@ -109,17 +116,12 @@ class DeltaRecurrence:
             ) from error
 
     def decode(self, ops: Ops) -> Callable[..., Tensor]:
-        """The op of decode rows."""
         return ops.delta_decode
 
     def prefill(self, ops: Ops) -> Callable[..., Tensor]:
-        """The op of prefill chunks."""
         return ops.delta_prefill
 
 
-Recurrence = MambaRecurrence | DeltaRecurrence
-
-
-def recurrence_of(sizes: MambaSizes | DeltaSizes) -> Recurrence:
+def recurrence_of(sizes: MambaSizes | DeltaSizes) -> MambaRecurrence | DeltaRecurrence:
     """The recurrence of a layer of these sizes, which are one rank's."""
     return MambaRecurrence(sizes) if isinstance(sizes, MambaSizes) else DeltaRecurrence(sizes)

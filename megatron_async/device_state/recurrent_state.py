@@ -26,6 +26,7 @@ from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
 from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,
+    DecodeRows,
     FlushRule,
     PrefillRows,
     RecurrentPools,
@@ -92,8 +93,7 @@ class RecurrentState(PerSlotState):
         self.base = torch.zeros(self._rows, dtype=torch.int32, device=device)
         self._prefill: PrefillRows | None = None
         self._chunk_dest: Tensor | None = None
-        self._decode_rows = self.base[:0]
-        self._after: Tensor | None = None
+        self._decode_rows: DecodeRows | None = None
 
     @property
     def bytes_per_slot(self) -> int:
@@ -143,12 +143,13 @@ class RecurrentState(PerSlotState):
             is_last = (step.features[dims.decode_tokens :] & int(RowFeature.PRODUCES)) != 0
             first = step.lengths[decode:] - starts.diff()
             self._prefill = PrefillRows(starts, first, reads, rows[decode:], is_last)
-        ops, self._decode_rows = view.ops, rows[:decode]
-        before, self._after = ops.next_bases(
-            self.base, self._decode_rows, step.positions, dims.width, self._prefill, self.rule
+        ops, index = view.ops, rows[:decode]
+        before, after = ops.next_bases(
+            self.base, index, step.positions, dims.width, self._prefill, self.rule
         )
+        self._decode_rows = DecodeRows(index, step.positions, after, dims.width)
         for pools in self._by_kind:
-            ops.flush(pools, self._decode_rows, before, self._after, self.rule, saves)
+            ops.flush(pools, index, before, after, self.rule, saves)
 
     def run(self, view: StateStep, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.
@@ -163,7 +164,7 @@ class RecurrentState(PerSlotState):
             `[tokens, channels]`, before the gated norm.
         """
         kind, pools = self._kinds[layer], self._layers[layer]
-        assert self._after is not None, "a layer before its step has begun"
+        assert self._decode_rows is not None, "a layer before its step has begun"
         dims, ops = view.dims, view.ops
         shape = (len(projected), kind.channels)
         out = torch.empty(shape, dtype=projected.dtype, device=projected.device)
@@ -176,7 +177,7 @@ class RecurrentState(PerSlotState):
                 params,
                 pools,
                 self._prefill,
-                self._after[dims.decode_rows :],
+                self._decode_rows.bases[dims.decode_rows :],
                 self.rule,
                 out[tokens:],
                 self._chunk_dest,
@@ -227,9 +228,6 @@ class RecurrentState(PerSlotState):
             params,
             self._layers[layer],
             self._decode_rows,
-            view.step.positions,
-            self._after,
-            view.dims.width,
             self.rule,
             out,
             *gating,

@@ -26,8 +26,7 @@ from megatron_async.ops.ranks.vocab_embedding import vocab_embedding
 from megatron_async.ops.recurrent.bases import next_bases
 from megatron_async.ops.recurrent.delta_reference import delta_decode, delta_prefill
 from megatron_async.ops.recurrent.flush import flush
-from megatron_async.ops.recurrent.gated_head_norm import gated_head_norm
-from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
+from megatron_async.ops.recurrent.gated_norms import gated_head_norm, gated_rms_norm
 from megatron_async.ops.recurrent.mamba_reference import mamba_decode, mamba_prefill
 from megatron_async.ops.sampling.log_probs import log_probs
 from megatron_async.ops.sampling.logits_processing import begin_chunks, count_tokens, process_logits

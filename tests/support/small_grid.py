@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron_async.contexts import dynamic_context
 from megatron_async.device_state import state_table
-from megatron_async.ops.recurrent import delta_reference, mamba_reference, recurrent_pools
+from megatron_async.ops.recurrent import recurrent_pools, reference_parts
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
 
 GRID = 4
-MODULES = (dynamic_context, state_table, delta_reference, mamba_reference, recurrent_pools)
+MODULES = (dynamic_context, state_table, recurrent_pools, reference_parts)
 
 
 def use_small_grid(change: Callable[[Any, str, Any], None] = setattr) -> None:

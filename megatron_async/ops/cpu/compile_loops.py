@@ -63,7 +63,7 @@ def _parts(has_float64: bool) -> dict[Callable[[], None], float]:
     import torch
 
     from megatron_async.ops.cpu import step_kernels
-    from megatron_async.ops.cpu.recurrent import host_flush, host_recurrent
+    from megatron_async.ops.recurrent.cpu import host_recurrent
     from megatron_async.ops.sampling.cpu import host_sampling
 
     parts: dict[Callable[[], None], float] = {
@@ -74,7 +74,7 @@ def _parts(has_float64: bool) -> dict[Callable[[], None], float]:
     }
     for dtype in (torch.float32, torch.float64)[: 1 + has_float64]:
         parts[partial(host_recurrent.compile_loops, dtype)] = 5.2
-        parts[partial(host_flush.compile_loops, dtype)] = 1.4
+        parts[partial(host_recurrent.compile_step_loops, dtype)] = 1.4
     if multiplies_integers():
         from megatron_async.ops.cpu import layer_kernels
         from megatron_async.ops.cpu.products.helpers import compile_products

@@ -18,7 +18,7 @@ from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 TILE = 128
 
 
-@op(cpu="cpu.recurrent.host_flush")
+@op(cpu="recurrent.cpu.host_recurrent")
 def next_bases(
     base: Tensor,
     row_index: Tensor,
@@ -76,7 +76,6 @@ def next_bases_gpu(
     prefill: PrefillRows | None,
     rule: FlushRule,
 ) -> tuple[Tensor, Tensor]:
-    """`next_bases` by a Triton kernel."""
     decode_rows, chunks = _sizes(row_index, positions, width, prefill, rule)
     total = decode_rows + chunks
     before, after = torch.empty((2, total), dtype=torch.int32, device=base.device)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.delta_pools import DeltaShape
+from megatron_async.ops.recurrent.prefill_parts import scan_chunks_before
 from megatron_async.ops.recurrent.recurrent_pools import PrefillRows
-from megatron_async.ops.recurrent.scan_history import scan_chunks_before
 
 BLOCK = tl.constexpr(16)
 """Size of the blocks that forward substitution inverts."""
@@ -57,13 +57,9 @@ def tile_factors(
         rows.first_positions,
         chunks,
         factors,
-        key_heads=shape.key_heads,
-        key_dim=shape.key_dim,
-        value_heads=shape.value_heads,
-        conv_dim=shape.conv_dim,
+        shape=shape,
         tile=tile,
         chunks_tile=max(triton.next_power_of_2(chunks), 16),
-        is_exact=qkv.dtype == torch.float32,
         num_warps=4,
         num_stages=1,
         **launch_options(qkv),
@@ -117,17 +113,15 @@ def _factors_kernel(
     first_positions: tl.tensor,
     chunks: tl.tensor,
     factors: tl.tensor,
-    key_heads: tl.constexpr,
-    key_dim: tl.constexpr,
-    value_heads: tl.constexpr,
-    conv_dim: tl.constexpr,
+    shape: tl.constexpr,
     tile: tl.constexpr,
     chunks_tile: tl.constexpr,
-    is_exact: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
+    key_dim: tl.constexpr = shape.key_dim
+    value_heads: tl.constexpr = shape.value_heads
     head = tl.program_id(1)
-    key_head = head // (value_heads // key_heads)
+    key_head = head // shape.group
     number = tl.program_id(0)
     wait_for_previous(overlap)
     # The chunk whose tile this is, by how many tiles the chunks up to each have.
@@ -145,10 +139,10 @@ def _factors_kernel(
         position = (first // tile + number) * tile + tl.arange(0, tile)
         exists = (position >= first) & (position < end)
         token = (start - first + position).to(tl.int64)
-        place = qkv + token[:, None] * conv_dim + key_head * key_dim
+        place = qkv + token[:, None] * shape.conv_dim + key_head * key_dim
         place = place + tl.arange(0, key_dim)[None, :]
         q = tl.load(place, mask=exists[:, None], other=0.0)
-        k = tl.load(place + key_heads * key_dim, mask=exists[:, None], other=0.0)
+        k = tl.load(place + shape.key_inner, mask=exists[:, None], other=0.0)
         place = gates + head.to(tl.int64) * tokens + token
         beta = tl.load(place, mask=exists, other=0.0)
         g = tl.load(place + tokens.to(tl.int64) * value_heads, mask=exists, other=0.0)

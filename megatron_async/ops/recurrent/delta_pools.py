@@ -24,9 +24,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_async.ops.recurrent.recurrent_pools import (
-    CONV_WIDTH,
     FlushRule,
     RecurrentPools,
+    check_params,
     check_pools,
 )
 
@@ -77,6 +77,11 @@ class DeltaShape(NamedTuple):
         return 2 * self.key_inner + self.value_inner
 
     @property
+    def ring_dim(self) -> int:
+        """Channels of `ring_xb`: pseudo values and keys."""
+        return self.value_inner + self.key_inner
+
+    @property
     def in_proj(self) -> int:
         """Columns of in_proj's output: q, k, v, z, beta and alpha."""
         return self.conv_dim + self.value_inner + 2 * self.value_heads
@@ -116,9 +121,8 @@ def shape_of(
             "pass in_proj's output and this layer's pools."
         )
     check_dims(op, key_dim, value_dim)
-    ring_dim = shape.value_inner + shape.key_inner
-    check_pools(op, qkvzba, pools, ring_dim, GATES, shape.conv_dim, rule, width)
-    _check_params(op, params, shape)
+    check_pools(op, qkvzba, pools, shape.ring_dim, GATES, shape.conv_dim, rule, width)
+    check_params(op, params, ("dt_bias", "a_log"), shape.conv_dim, value_heads)
     return shape
 
 
@@ -137,14 +141,3 @@ def check_dims(op: str, key_dim: int, value_dim: int) -> None:
         raise ValueError(f"{op}: key_dim {key_dim} must be one of {KEY_DIMS}.")
     if value_dim < VALUE_STEP or value_dim % VALUE_STEP:
         raise ValueError(f"{op}: value_dim {value_dim} must be a multiple of {VALUE_STEP}.")
-
-
-def _check_params(op: str, params: DeltaParams, shape: DeltaShape) -> None:
-    heads, conv_dim = shape.value_heads, shape.conv_dim
-    fits = params.conv_weight.numel() == conv_dim * CONV_WIDTH
-    fits = fits and params.dt_bias.shape == params.a_log.shape == (heads,)
-    if not fits or not all(tensor.is_contiguous() for tensor in params):
-        raise ValueError(
-            f"{op}: parameters must be contiguous, conv_weight ({conv_dim}, {CONV_WIDTH}), dt_bias "
-            f"and a_log ({heads},); found {[tuple(tensor.shape) for tensor in params]}."
-        )

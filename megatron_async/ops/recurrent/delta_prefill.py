@@ -1,10 +1,19 @@
 """Gated DeltaNet prefill: packed chunks of prompts, their history carried from rows of the pools.
 
-Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024. Three kernels. This file's takes the convolution,
-norms and gates of tiles of tokens, each of which finds its chunk by the chunks' starts.
-`delta_factors.py` prepares what depends on no state, in parallel; the scan (`delta_scan.py`) walks
-through each chunk and leaves what later steps need. All read lengths and places on the device, so
-that a captured step serves any chunks that fit its shape.
+Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024. Three kernels: the convolution, norms and gates
+(`prefill_parts.py`); what depends on no state, prepared in parallel (`delta_factors.py`); and the
+scan, one program of which walks through a chunk with a tile of one value head's state and leaves
+what later steps need.
+
+Within a tile of tokens the pseudo values solve a triangular system whose inverse `delta_factors.py`
+has made; between tiles the recurrence is a state, which stays in registers. Tiles are cut at
+multiples of their size in the request's own positions, so a program's arithmetic depends on its
+chunk alone.
+
+With inputs of 16 bits the products inside a tile, and of q and k with the state, take factors
+rounded to 16 bits, as attention does. The state itself is kept in float32; pseudo values are
+rounded before anything uses them, and with their decay multiplied as two 16-bit parts, which is
+exact to 2^-17.
 """
 
 from __future__ import annotations
@@ -14,18 +23,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.dependent_launch import wait_for_previous
 from megatron_async.ops.recurrent.delta_factors import tile_factors
-from megatron_async.ops.recurrent.delta_pools import NORM_EPS, DeltaParams, DeltaShape, shape_of
+from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape, shape_of
 from megatron_async.ops.recurrent.delta_reference import delta_prefill
-from megatron_async.ops.recurrent.delta_scan import scan_chunks, scan_tile
-from megatron_async.ops.recurrent.recurrent_math import silu, softplus
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
-from megatron_async.ops.recurrent.step_arguments import check_chunks, output_for
-
-TOKENS = 16
-"""Tokens that a program of the convolution processes, for as many channels as a key has."""
-EPS = tl.constexpr(NORM_EPS)
+from megatron_async.ops.recurrent.kernel_parts import add_products
+from megatron_async.ops.recurrent.prefill_parts import (
+    BORDERS,
+    MANY_PROGRAMS,
+    SCAN,
+    ConvolutionSizes,
+    Tile,
+    convolve_chunks,
+    keep_inputs,
+    keep_snapshot,
+    launch_scan,
+    scan_chunks_before,
+    scan_cut,
+    scan_turns,
+)
+from megatron_async.ops.recurrent.recurrent_pools import (
+    FlushRule,
+    PrefillRows,
+    RecurrentPools,
+    check_chunks,
+    output_for,
+)
 
 
 @delta_prefill.gpu
@@ -39,182 +62,193 @@ def delta_prefill_gpu(
     out: Tensor | None = None,
     chunk_dest: Tensor | None = None,
 ) -> Tensor:
-    """Convolution and scan of a step's prefill chunks.
-
-    A chunk that does not begin its request starts from the state and the last inputs in its read
-    row. Its write row gets the state at `base_after`, the ring's entries from there to the chunk's
-    end, and the last three inputs of the convolution. Scans are cut at multiples of 128 of a
-    request's own positions, so with a float32 state a prompt that is cut there gives the same bits
-    as one that is not.
-
-    Args:
-        qkvzba: `[tokens, 2 key_inner + 2 value_inner + 2 value heads]`, output of in_proj in
-            Megatron's order q, k, v, z, beta, alpha, of the prefill tokens alone; bfloat16, float16
-            or float32 on a GPU; rows may be strided.
-        params: the layer's parameters.
-        pools: the layer's pools, changed in place.
-        rows: the step's chunks.
-        base_after: int32 `[chunks]`, of `next_bases`.
-        rule: when ring entries move into the state; that of `next_bases`.
-        out: `[tokens, value_inner]`, adjacent elements; None: made here.
-        chunk_dest: int32 `[scan chunks]`: the pool row that gets the state at the end of each scan
-            chunk that ends at a multiple of 128, and the three inputs before it; -1: none does. A
-            chunk of tokens s to e - 1 has ceil(e / 128) - floor(s / 128) scan chunks; they are
-            counted through all chunks. The rows are no other chunk's read or write row.
-
-    Returns:
-        o `[tokens, value_inner]`, dtype of `qkvzba`: before norm and gate; 0 for padding tokens.
-
-    Raises:
-        ValueError: sizes, dtypes or layouts do not fit each other, or a size is not served.
-    """
     op = "delta_prefill"
     shape = shape_of(op, qkvzba, params, pools, rule, 1)
     check_chunks(op, rows, base_after)
     tokens, chunks = qkvzba.size(0), rows.write_rows.numel()
     out = output_for(op, out, qkvzba, tokens, shape.value_inner)
     if tokens and chunks:
-        qkv, gates = _convolve(qkvzba, params, pools, rows, out, shape)
+        sizes = ConvolutionSizes(
+            0, shape.conv_dim, shape.value_inner, shape.conv_dim + shape.value_inner,
+            shape.value_heads, shape.key_dim, shape.key_heads,
+        )  # fmt: skip
+        qkv, gates = convolve_chunks(qkvzba, params, pools, rows, out, sizes)
         tile = scan_tile(qkvzba.dtype, shape, chunks)
         factors = tile_factors(qkv, gates, rows, shape, tile.tokens)
-        scan_chunks(
-            qkvzba, qkv, gates, factors, pools, rows, base_after, out, chunk_dest, shape, tile
+        launch_scan(
+            _scan_kernel,
+            _programs(shape, tile.lanes),
+            qkvzba,
+            qkv,
+            gates,
+            factors,
+            pools,
+            rows,
+            base_after,
+            out,
+            chunk_dest,
+            0,
+            tile,
+            shape=shape,
         )
     return out
 
 
-def _convolve(
-    qkvzba: Tensor,
-    params: DeltaParams,
-    pools: RecurrentPools,
-    rows: PrefillRows,
-    out: Tensor,
-    shape: DeltaShape,
-) -> tuple[Tensor, Tensor]:
-    """Q and k, normalised, and v `[tokens, conv_dim]`, and the gates beta and g `[2, value heads,
-    tokens]` of all tokens; zeros in `out` for padding."""
-    tokens, chunks = qkvzba.size(0), rows.write_rows.numel()
-    qkv = torch.empty((tokens, shape.conv_dim), dtype=qkvzba.dtype, device=qkvzba.device)
-    gates = torch.empty((2, shape.value_heads, tokens), device=qkvzba.device)
-    parts = 2 * shape.key_heads + triton.cdiv(shape.value_inner, shape.key_dim)
-    _conv_kernel[(parts + 1, triton.cdiv(tokens, TOKENS))](
-        qkvzba,
-        qkvzba.stride(0),
-        params.conv_weight,
-        params.dt_bias,
-        params.a_log,
-        pools.conv,
-        pools.conv.stride(0),
-        rows.starts,
-        rows.first_positions,
-        rows.read_rows,
-        chunks,
-        tokens,
-        qkv,
-        gates,
-        out,
-        out.stride(0),
-        key_heads=shape.key_heads,
-        key_dim=shape.key_dim,
-        value_heads=shape.value_heads,
-        value_inner=shape.value_inner,
-        heads_tile=triton.next_power_of_2(shape.value_heads),
-        conv_ring=pools.conv.size(1),
-        chunks_tile=max(triton.next_power_of_2(chunks), 16),
-        token_tile=TOKENS,
-        num_warps=4,
-        **launch_options(qkvzba),
-    )
-    return qkv, gates
+def scan_tile(dtype: torch.dtype, shape: DeltaShape, chunks: int) -> Tile:
+    """The tile for a step.
+
+    Its tokens depend on the layer only: another cut is another order of sums, and a prompt must
+    give the same bits whatever the batch. Lanes do not meet in a sum: narrow ones fill the device
+    where chunks are few.
+
+    Args:
+        dtype: of the inputs.
+        shape: sizes of the layer.
+        chunks: of the step.
+    """
+    if dtype == torch.float32:
+        return Tile(16, 16, 4, 1)
+    # Two stages also where one would do: what Triton 3.6 makes of 64 tokens and one stage reads
+    # beyond its shared memory (compute-sanitizer; outputs of wide keys were wrong).
+    if shape.key_dim > 128:
+        return Tile(64, 16, 4, 2)
+    is_wide = shape.value_dim > 16 and chunks * _programs(shape, 32) >= MANY_PROGRAMS
+    return Tile(64, 32 if is_wide else 16, 4, 2)
 
 
-# Where prefill rows begin among a step's rows varies, and with it what is aligned.
-@triton.jit(
-    do_not_specialize=["chunks", "tokens"],
-    do_not_specialize_on_alignment=["starts", "first_positions", "read_rows"],
-)
-def _conv_kernel(
-    qkvzba: tl.tensor,
+def _programs(shape: DeltaShape, lanes: int) -> int:
+    return shape.value_heads * triton.cdiv(shape.value_dim, lanes)
+
+
+@triton.jit
+def _advance(
+    state: tl.tensor,
+    u: tl.tensor,
+    k: tl.tensor,
+    g: tl.tensor,
+    decay: tl.tensor,
+    counts: tl.tensor,
+    is_exact: tl.constexpr,
+) -> tl.tensor:
+    """The state `[key_dim, lanes]` after those tokens of a tile that count."""
+    total = tl.sum(tl.where(counts, g, 0.0), 0)
+    weight = tl.where(counts, tl.exp(tl.where(counts, total - decay, 0.0)), 0.0)
+    added = u.to(tl.float32) * weight[:, None]
+    return add_products(state * tl.exp(total), tl.trans(k), added, is_exact)
+
+
+@triton.jit(**SCAN)
+def _scan_kernel(
+    inputs: tl.tensor,
     input_stride: tl.tensor,
-    conv_weight: tl.tensor,
-    dt_bias: tl.tensor,
-    a_log: tl.tensor,
-    conv: tl.tensor,
-    conv_stride: tl.tensor,
+    convolved: tl.tensor,
+    gates: tl.tensor,
+    factors: tl.tensor,
+    tokens: tl.tensor,
+    pools: tl.tuple,
+    strides: tl.tuple,
     starts: tl.tensor,
     first_positions: tl.tensor,
     read_rows: tl.tensor,
-    chunks: tl.tensor,
-    tokens: tl.tensor,
-    qkv: tl.tensor,
-    gates: tl.tensor,
+    write_rows: tl.tensor,
+    base_after: tl.tensor,
+    chunk_dest: tl.tensor,
     out: tl.tensor,
     out_stride: tl.tensor,
-    key_heads: tl.constexpr,
-    key_dim: tl.constexpr,
-    value_heads: tl.constexpr,
-    value_inner: tl.constexpr,
-    heads_tile: tl.constexpr,
-    conv_ring: tl.constexpr,
+    shape: tl.constexpr,
+    ring: tl.constexpr,
+    kept: tl.constexpr,
+    tile: tl.constexpr,
+    lanes: tl.constexpr,
     chunks_tile: tl.constexpr,
-    token_tile: tl.constexpr,
+    has_dest: tl.constexpr,
+    is_exact: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    conv_dim: tl.constexpr = 2 * key_heads * key_dim + value_inner
+    """A chunk of one value head's lanes: `convolved` is q, k and v, `gates` beta and g."""
+    key_dim: tl.constexpr = shape.key_dim
+    value_heads: tl.constexpr = shape.value_heads
+    value_dim: tl.constexpr = shape.value_dim
+    key_inner: tl.constexpr = shape.key_inner
+    value_inner: tl.constexpr = shape.value_inner
+    conv_dim: tl.constexpr = shape.conv_dim
+    xb_dim: tl.constexpr = shape.ring_dim
+    tiles: tl.constexpr = (value_dim + lanes - 1) // lanes
+    head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    key_head = head // shape.group
+    row = tl.program_id(1)
     wait_for_previous(overlap)
-    part = tl.program_id(0)
-    token = tl.program_id(1) * token_tile + tl.arange(0, token_tile)
-    row = token.to(tl.int64)
-    source = qkvzba + row[:, None] * input_stride
-    if part < (conv_dim + key_dim - 1) // key_dim:
-        each = tl.arange(0, chunks_tile)
-        ends = tl.load(starts + 1 + each, mask=each < chunks, other=2**31 - 1)
-        chunk = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
-        exists = (chunk < chunks) & (token < tokens)
-        local = token - tl.load(starts + chunk, mask=exists, other=0)
-        position = local + tl.load(first_positions + chunk, mask=exists, other=0)
-        pool_row = tl.load(read_rows + chunk, mask=exists, other=0).to(tl.int64)
-        kept = conv + pool_row * conv_stride
-        channel = part * key_dim + tl.arange(0, key_dim)
-        inside = channel < conv_dim
-        value = tl.zeros((token_tile, key_dim), tl.float32)
-        for tap in tl.static_range(4):
-            back = 3 - tap
-            weight = tl.load(conv_weight + channel * 4 + tap, mask=inside, other=0.0)
-            in_batch = exists & (local >= back)
-            place = source - back * input_stride + channel[None, :]
-            raw = tl.load(place, mask=in_batch[:, None] & inside[None, :], other=0.0)
-            raw = raw.to(tl.float32)
-            if back > 0:
-                # From steps before; nothing is before position 0.
-                is_kept = exists & (local < back) & (position >= back)
-                entry = tl.maximum(position - back, 0) % conv_ring
-                place = (kept + entry * conv_dim)[:, None] + channel[None, :]
-                old = tl.load(place, mask=is_kept[:, None] & inside[None, :], other=0.0)
-                raw += old.to(tl.float32)
-            value += raw * weight.to(tl.float32)[None, :]
-        # The convolution's output has the dtype of the activations.
-        value = silu(value).to(qkv.dtype.element_ty).to(tl.float32)
-        if part < 2 * key_heads:
-            scale = tl.where(part < key_heads, key_dim**-0.5, 1.0)
-            value = value * (tl.rsqrt(tl.sum(value * value, 1) + EPS) * scale)[:, None]
-        place = qkv + row[:, None] * conv_dim + channel[None, :]
-        stored = exists[:, None] & inside[None, :]
-        tl.store(place, value.to(qkv.dtype.element_ty), mask=stored)
-        place = out + row[:, None] * out_stride + channel[None, :]
-        padding = (token < tokens) & (chunk >= chunks)
-        zeros = tl.zeros((token_tile, key_dim), out.dtype.element_ty)
-        tl.store(place, zeros, mask=padding[:, None] & (channel < value_inner)[None, :])
-    else:
-        head = tl.arange(0, heads_tile)
-        is_head = head < value_heads
-        loaded = (token < tokens)[:, None] & is_head[None, :]
-        strip = source + conv_dim + value_inner + head[None, :]
-        beta = tl.load(strip, mask=loaded, other=0.0).to(tl.float32)
-        alpha = tl.load(strip + value_heads, mask=loaded, other=0.0).to(tl.float32)
-        bias = tl.load(dt_bias + head, mask=is_head, other=0.0).to(tl.float32)
-        rate = -tl.exp(tl.load(a_log + head, mask=is_head, other=0.0).to(tl.float32))
-        g = rate[None, :] * softplus(alpha + bias[None, :])
-        target = gates + head[None, :].to(tl.int64) * tokens + token[:, None]
-        tl.store(target, tl.sigmoid(beta), mask=loaded)
-        tl.store(target + tokens.to(tl.int64) * value_heads, g, mask=loaded)
+    start = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - start
+    if length > 0:
+        first, base = tl.load(first_positions + row), tl.load(base_after + row)
+        end = first + length
+        read_row = tl.load(read_rows + row).to(tl.int64)
+        write_row = tl.load(write_rows + row).to(tl.int64)
+        lane = part * lanes + tl.arange(0, lanes)
+        inside = lane < value_dim
+        column = tl.arange(0, key_dim)
+        # The state as [key_dim, lanes]; in memory a lane's key_dim numbers are adjacent.
+        cell = head * (value_dim * key_dim) + lane[:, None] * key_dim + column[None, :]
+        in_state = inside[:, None] & (column >= 0)[None, :]
+        # Nothing of the row is read where a request begins: its former owner's numbers lie there.
+        loaded = in_state & (first > 0)
+        s = tl.load(pools.state + read_row * strides.state + cell, mask=loaded, other=0.0)
+        target = pools.state + write_row * strides.state + cell
+        if base == first:
+            # No token of the chunk is in the state yet.
+            tl.store(target, s, mask=in_state)
+        s = tl.trans(s.to(tl.float32))
+        values = pools.ring_xb + write_row * strides.ring_xb
+        offset = tl.arange(0, tile)
+        dest = chunk_dest
+        if has_dest:
+            number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
+            dest = chunk_dest + number - first // BORDERS
+        chunk = (inputs, input_stride, pools, strides, start, first)
+        for turn in range(scan_turns(first, end, base, tile)):
+            begin, lower, upper = scan_cut(turn, first, end, base, tile)
+            position = begin + offset
+            exists = (position >= lower) & (position < upper)
+            token = (start - first + position).to(tl.int64)
+            source = convolved + token[:, None] * conv_dim
+            place = source + key_head * key_dim + column[None, :]
+            q = tl.load(place, mask=exists[:, None], other=0.0)
+            k = tl.load(place + key_inner, mask=exists[:, None], other=0.0)
+            channel = head * value_dim + lane[None, :]
+            in_tile = exists[:, None] & inside[None, :]
+            v = tl.load(source + 2 * key_inner + channel, mask=in_tile, other=0.0)
+            place = factors + (token[:, None] * value_heads + head) * (2 * tile) + offset[None, :]
+            t = tl.load(place, mask=exists[:, None], other=0.0)
+            p = tl.load(place + tile, mask=exists[:, None], other=0.0)
+            place = gates + (head + value_heads).to(tl.int64) * tokens + token
+            g = tl.load(place, mask=exists, other=0.0)
+            decay = tl.cumsum(g, 0)
+            since = tl.exp(decay)[:, None]
+            held = s.to(k.dtype)
+            found = tl.dot(k, held, input_precision="ieee") * since
+            u = tl.dot(t, (v.to(tl.float32) - found).to(k.dtype), input_precision="ieee")
+            u = u.to(k.dtype)
+            o = tl.dot(q, held, input_precision="ieee") * since
+            o = tl.dot(p, u, o, input_precision="ieee")
+            place = out + token[:, None] * out_stride + channel
+            tl.store(place, o.to(out.dtype.element_ty), mask=in_tile)
+            if upper > base:
+                # What decode steps add to the state themselves.
+                is_later = exists & (position >= base)
+                entry = position % ring
+                slot = values + entry[:, None] * xb_dim
+                tl.store(slot + channel, u, mask=is_later[:, None] & inside[None, :])
+                if part == 0:
+                    if head % shape.group == 0:
+                        key_slot = slot + value_inner + key_head * key_dim + column[None, :]
+                        tl.store(key_slot, k, mask=is_later[:, None])
+                    gate_slot = pools.ring_gates + write_row * strides.ring_gates
+                    gate_slot += entry * value_heads + head
+                    tl.store(gate_slot, g, mask=is_later)
+            s = _advance(s, u, k, g, decay, exists, is_exact)
+            if upper == base:
+                tl.store(target, tl.trans(s).to(pools.state.dtype.element_ty), mask=in_state)
+            if has_dest:
+                keep_snapshot(s, dest, cell, in_state, *chunk, upper, read_row, kept)
+        keep_inputs(*chunk, end, read_row, write_row, kept)

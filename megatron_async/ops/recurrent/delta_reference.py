@@ -1,10 +1,5 @@
-"""`delta_decode` and `delta_prefill` in plain torch: what runs on a CPU, and what kernels are
-tested against.
-
-Arguments are those of the ops; the arithmetic is float32 (float64 for float64 inputs), in the same
-order of thought: a decode step adds what the rings hold to what the state gives, a prefill is cut
-at multiples of 128, and within a cut all pseudo values are found at once.
-"""
+"""`delta_decode` and `delta_prefill` in plain torch: what they mean, what runs on a CPU, and what
+kernels are tested against. Within a cut of a prefill all pseudo values are found at once."""
 
 from __future__ import annotations
 
@@ -15,46 +10,63 @@ from torch import Tensor
 from megatron_async.ops.op import op
 from megatron_async.ops.recurrent.delta_pools import NORM_EPS, DeltaParams, DeltaShape, shape_of
 from megatron_async.ops.recurrent.recurrent_pools import (
-    CONV_WIDTH,
-    GRID,
+    DecodeRows,
     FlushRule,
     PrefillRows,
     RecurrentPools,
     wide_dtype,
 )
-from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs, with_history
+from megatron_async.ops.recurrent.reference_parts import (
+    Chunk,
+    Entries,
+    convolve,
+    prefill_reference,
+    queries_of,
+    ring_inputs,
+    with_history,
+)
 
 
-@op(gpu="recurrent.delta_decode", cpu="cpu.recurrent.host_recurrent")
+@op(gpu="recurrent.delta_decode", cpu="recurrent.cpu.host_recurrent")
 def delta_decode(
     qkvzba: Tensor,
     params: DeltaParams,
     pools: RecurrentPools,
-    row_index: Tensor,
-    positions: Tensor,
-    base: Tensor,
-    width: int,
+    step: DecodeRows,
     rule: FlushRule,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`delta_decode` in plain torch."""
-    shape = shape_of("delta_decode", qkvzba, params, pools, rule, width)
-    rows = row_index.numel()
-    row = row_index.to(torch.int64)[:, None]
-    after = base[:rows, None]
-    given = positions[: rows * width].view(rows, width)
-    first = given[:, :1]
-    at = first + torch.arange(width, device=given.device)
-    brought = (given == at) & (first > 0)
-    strips = qkvzba[: rows * width].unflatten(0, (rows, width))
+    """Convolution and recurrence of a step's decode rows.
+
+    Args:
+        qkvzba: `[decode rows * width, 2 key_inner + 2 value_inner + 2 value heads]` or more rows:
+            output of in_proj in Megatron's order q, k, v, z, beta, alpha; bfloat16, float16 or
+            float32 on a GPU; rows may be strided.
+        params: the layer's parameters.
+        pools: the layer's pools, changed in place.
+        step: the decode rows.
+        rule: when ring entries move into the state; that of `next_bases`.
+        out: `[decode rows * width, value_inner]`, adjacent elements; None: made here.
+
+    Returns:
+        o `[decode rows * width, value_inner]`, dtype of `qkvzba`: before norm and gate.
+
+    Raises:
+        ValueError: sizes, dtypes or layouts do not fit each other, or a size is not served.
+    """
+    shape = shape_of("delta_decode", qkvzba, params, pools, rule, step.width)
+    rows, width = step.row_index.numel(), step.width
+    queries = queries_of(step)
+    row, first, at, brought = queries
+    after = step.bases[:rows, None]
+    strips = queries.tokens(qkvzba)
     raw = strips[..., : shape.conv_dim]
     convolved = convolve(with_history(raw, pools.conv, row, first), params.conv_weight, None)
     q, k, v = _normalised(convolved, shape)
     beta, g = _gates(strips[..., -2 * shape.value_heads :], params, shape)
 
     wide = wide_dtype(qkvzba.dtype)
-    is_fed = (first > 0)[..., None, None]
-    state = torch.where(is_fed, pools.state[row[:, 0]], 0).to(wide)
+    state = queries.states(pools, wide)
     values, keys, gates, _gain = ring_inputs(pools, row, after, first)
     position = after + torch.arange(keys.size(1), device=keys.device)
     q_heads, k_heads = _by_head(q, shape), _by_head(k, shape)
@@ -77,11 +89,7 @@ def delta_decode(
         o = torch.einsum("rhpn,rhn->rhp", state, q_own) * here.exp()[..., None]
         outputs.append(o + torch.einsum("rih,rihp->rhp", weight, values))
 
-    ring = torch.cat((torch.stack(pseudo, 1), k.flatten(2)), 2)
-    ring_g = pools.ring_gates[:, :, 0]
-    for pool, entries in ((pools.conv, raw), (pools.ring_xb, ring), (ring_g, g)):
-        place = row, at % pool.size(1)
-        pool[place] = torch.where(brought[..., None], entries, pool[place])
+    queries.store(pools, raw, torch.cat((torch.stack(pseudo, 1), k.flatten(2)), 2), g[:, :, None])
     y = torch.stack(outputs, 1).flatten(2)
     y = torch.where(brought[..., None], y, 0).flatten(0, 1).to(qkvzba.dtype)
     return y if out is None else out.copy_(y)
@@ -98,72 +106,46 @@ def delta_prefill(
     out: Tensor | None = None,
     chunk_dest: Tensor | None = None,
 ) -> Tensor:
-    """`delta_prefill` in plain torch."""
+    """Convolution and scan of a step's prefill chunks.
+
+    As `mamba_prefill` does them, with the state of Gated DeltaNet.
+
+    Args:
+        qkvzba: `[tokens, 2 key_inner + 2 value_inner + 2 value heads]`, output of in_proj in
+            Megatron's order q, k, v, z, beta, alpha, of the prefill tokens alone; bfloat16, float16
+            or float32 on a GPU; rows may be strided.
+        params: the layer's parameters.
+        pools: the layer's pools, changed in place.
+        rows, base_after, rule, chunk_dest: as of `mamba_prefill`.
+        out: `[tokens, value_inner]`, adjacent elements; None: made here.
+
+    Returns:
+        o `[tokens, value_inner]`, dtype of `qkvzba`: before norm and gate; 0 for padding tokens.
+
+    Raises:
+        ValueError: sizes, dtypes or layouts do not fit each other, or a size is not served.
+    """
     shape = shape_of("delta_prefill", qkvzba, params, pools, rule, 1)
-    y = qkvzba.new_zeros(qkvzba.size(0), shape.value_inner)
-    y = y if out is None else out.zero_()
-    numbers = torch.stack(
-        (rows.starts[:-1], rows.starts[1:], rows.first_positions, rows.read_rows, rows.write_rows)
-    )
-    bases = base_after.tolist()
-    dests = [] if chunk_dest is None else chunk_dest.tolist()
-    for chunk, (start, end, first, read, write) in enumerate(numbers.t().tolist()):
-        if start == end:
-            continue
-        count = -(-(first + end - start) // GRID) - first // GRID
-        own_dests, dests = dests[:count], dests[count:]
-        y[start:end] = _prefill_chunk(
-            qkvzba[start:end], params, pools, shape, (first, read, write, bases[chunk]), own_dests
-        )
-    return y
-
-
-def _prefill_chunk(
-    qkvzba: Tensor,
-    params: DeltaParams,
-    pools: RecurrentPools,
-    shape: DeltaShape,
-    numbers: tuple[int, int, int, int],
-    dests: list[int],
-) -> Tensor:
-    """One chunk: its first position, read row, write row and base."""
-    first, read, write, base = numbers
-    end = first + len(qkvzba)
-    raw = with_history(qkvzba[:, : shape.conv_dim], pools.conv, read, first)
-    q, k, v = _normalised(convolve(raw, params.conv_weight, None), shape)
-    beta, g = _gates(qkvzba[:, -2 * shape.value_heads :], params, shape)
     wide = wide_dtype(qkvzba.dtype)
-    state = pools.state[read].to(wide) if first else torch.zeros_like(pools.state[read], dtype=wide)
-    q_heads, k_heads = _by_head(q, shape), _by_head(k, shape)
 
-    def keep_inputs(behind: int, row: int) -> None:
-        for position in range(max(behind + 1 - CONV_WIDTH, 0), behind):
-            place = row, position % pools.conv.size(1)
-            pools.conv[place] = raw[position - first + CONV_WIDTH - 1]
+    def convolved(inputs: Tensor, read: int, first: int) -> Chunk:
+        raw = with_history(inputs[:, : shape.conv_dim], pools.conv, read, first)
+        q, k, v = _normalised(convolve(raw, params.conv_weight, None), shape)
+        beta, g = _gates(inputs[:, -2 * shape.value_heads :], params, shape)
+        q_heads, k_heads = _by_head(q, shape), _by_head(k, shape)
 
-    outputs, at_base = [], state
-    for begin in range(first // GRID * GRID, end, GRID):
-        cut = slice(max(begin - first, 0), min(begin + GRID, end) - first)
-        u = _pseudo_values(state, k_heads[cut], v[cut].to(wide), beta[cut], g[cut])
-        u = u.to(qkvzba.dtype)
-        outputs.append(_outputs(state, q_heads[cut], k_heads[cut], u.to(wide), g[cut]))
-        for position in range(max(base, first + cut.start), first + cut.stop):
-            place = write, position % pools.ring_xb.size(1)
-            values = u[position - first - cut.start].flatten(), k[position - first].flatten()
-            pools.ring_xb[place] = torch.cat(values)
-            pools.ring_gates[place] = g[position - first]
-        added = u.to(wide), k_heads[cut], g[cut]
-        if begin <= base < begin + GRID:
-            due = slice(max(base - first - cut.start, 0))
-            at_base = _advance(state[None], *(part[None, due] for part in added))[0]
-        state = _advance(state[None], *(part[None] for part in added))[0]
-        dest = dests[begin // GRID - first // GRID] if dests else -1
-        if dest >= 0 and begin + GRID <= end:
-            pools.state[dest] = state
-            keep_inputs(begin + GRID, dest)
-    pools.state[write] = state if base == end else at_base
-    keep_inputs(end, write)
-    return torch.cat(outputs).flatten(1).to(qkvzba.dtype)
+        def scan(state: Tensor, cut: slice) -> tuple[Tensor, Entries, Tensor, Tensor]:
+            u = _pseudo_values(state, k_heads[cut], v[cut].to(wide), beta[cut], g[cut])
+            u = u.to(qkvzba.dtype)
+            entries = Entries(u.to(wide), k_heads[cut], g[cut], None)
+            y = _outputs(state, q_heads[cut], k_heads[cut], entries.left, g[cut])
+            return y, entries, torch.cat((u.flatten(1), k[cut].flatten(1)), 1), g[cut, None]
+
+        return Chunk(raw, scan)
+
+    return prefill_reference(
+        qkvzba, pools, rows, base_after, out, chunk_dest, shape.value_inner, convolved
+    )
 
 
 def _pseudo_values(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
@@ -195,16 +177,6 @@ def _shares(decay: Tensor) -> Tensor:
     order = torch.arange(len(decay), device=decay.device)
     behind = order > order[:, None]
     return (by_head[:, :, None] - by_head[:, None]).masked_fill(behind, -torch.inf).exp()
-
-
-def _advance(state: Tensor, u: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """States `[rows, heads, value_dim, key_dim]` after entries `[rows, entries, ...]`; one whose u
-    and g are 0 changes nothing."""
-    decay = g.cumsum(1)
-    total = decay[:, -1:] if g.size(1) else g.new_zeros(g.size(0), 1, g.size(2))
-    weight = (total - decay).exp()
-    added = torch.einsum("rihp,rihn->rhpn", u * weight[..., None], k)
-    return state * total[:, 0].exp()[..., None, None] + added
 
 
 def _normalised(convolved: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,8 @@ key, the gain is 1. That inputs wait in a ring is ReplaySSM's idea (Dao AI Lab a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,16 +22,17 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import await_previous, launch_options
 from megatron_async.ops.op import op
-from megatron_async.ops.recurrent.recurrent_math import add_products
+from megatron_async.ops.recurrent.kernel_parts import add_products
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,
     FlushRule,
     RecurrentPools,
+    RowStrides,
     wide_dtype,
 )
-from megatron_async.ops.recurrent.reference_inputs import ring_inputs
+from megatron_async.ops.recurrent.reference_parts import ring_inputs
 
-ENTRIES = 16
+ENTRIES = tl.constexpr(16)
 """Inputs that move into the state together: the least depth of a product."""
 STATE_TILE = 4096
 """Elements of the state that a program holds."""
@@ -42,7 +45,30 @@ Granite-4.0-H-350M's 1.36 ms; with 16 rows a program, 256 rows that are due at o
 (Nemotron-H-8B's step 14.8 ms, with 4 14.4; an H200, 2026-11-24)."""
 
 
-@op(cpu="cpu.recurrent.host_flush")
+class FlushSizes(NamedTuple):
+    """Constants of the kernel: sizes of a layer and of its pools, and a program's share."""
+
+    heads: int
+    head_dim: int
+    columns: int
+    """Of a head's state."""
+    channels: int
+    """Of `ring_xb`."""
+    ring: int
+    """Entries of the rings."""
+    gates: int
+    inputs: int
+    """Numbers of a row of `conv`."""
+    parts: int
+    """Programs of a layer."""
+    lanes: int
+    turns: int
+    """Times `ENTRIES` inputs are moved."""
+    has_saves: bool
+    is_exact: bool
+
+
+@op(cpu="recurrent.cpu.host_recurrent")
 def flush(
     pools: RecurrentPools,
     row_index: Tensor,
@@ -87,40 +113,36 @@ def flush_gpu(
     rule: FlushRule,
     saves: Tensor | None = None,
 ) -> None:
-    """`flush` by a Triton kernel."""
     rows, (layers, _rows, heads, size, columns) = row_index.numel(), pools.state.shape
     if not rows:
         return
     lanes = max(min(STATE_TILE // columns, triton.next_power_of_2(size)), 16)
     parts = min(PROGRAMS, heads)
     block = min(triton.next_power_of_2(triton.cdiv(rows, GROUPS)), ROWS)
+    sizes = FlushSizes(
+        heads,
+        size,
+        columns,
+        channels=pools.ring_xb.size(3),
+        ring=pools.ring_xb.size(2),
+        gates=pools.ring_gates.size(3),
+        inputs=pools.conv.size(2) * pools.conv.size(3),
+        parts=parts,
+        lanes=lanes,
+        turns=triton.cdiv(max(rule.period, MAX_WIDTH), ENTRIES.value),
+        has_saves=saves is not None,
+        is_exact=pools.ring_xb.dtype == torch.float32,
+    )
     _flush_kernel[(layers * parts, triton.cdiv(rows, block))](
-        pools.state,
-        *pools.state.stride()[:2],
-        pools.ring_xb,
-        *pools.ring_xb.stride()[:2],
-        pools.ring_gates,
-        *pools.ring_gates.stride()[:2],
+        pools,
+        RowStrides(*(pool.stride(0) for pool in pools)),
+        RowStrides(*(pool.stride(1) for pool in pools)),
         row_index,
         base_before,
         base_after,
         base_after if saves is None else saves,
-        pools.conv,
-        *pools.conv.stride()[:2],
         rows,
-        heads=heads,
-        head_dim=size,
-        columns=columns,
-        channels=pools.ring_xb.size(3),
-        ring=pools.ring_xb.size(2),
-        gates=pools.ring_gates.size(3),
-        parts=parts,
-        lanes=lanes,
-        entries=ENTRIES,
-        turns=triton.cdiv(max(rule.period, MAX_WIDTH), ENTRIES),
-        inputs=pools.conv.size(2) * pools.conv.size(3),
-        has_saves=saves is not None,
-        is_exact=pools.ring_xb.dtype == torch.float32,
+        sizes=sizes,
         block=block,
         num_warps=4,
         **launch_options(row_index),
@@ -143,36 +165,15 @@ def _flush_rows(pools: RecurrentPools, row: Tensor, before: Tensor, after: Tenso
     do_not_specialize_on_alignment=["row_index", "base_before", "base_after", "saves"],
 )
 def _flush_kernel(
-    state: tl.tensor,
-    state_layer: tl.tensor,
-    state_row: tl.tensor,
-    ring_xb: tl.tensor,
-    xb_layer: tl.tensor,
-    xb_row: tl.tensor,
-    ring_gates: tl.tensor,
-    gates_layer: tl.tensor,
-    gates_row: tl.tensor,
+    pools: tl.tuple,
+    layer_strides: tl.tuple,
+    row_strides: tl.tuple,
     row_index: tl.tensor,
     base_before: tl.tensor,
     base_after: tl.tensor,
     saves: tl.tensor,
-    conv: tl.tensor,
-    conv_layer: tl.tensor,
-    conv_row: tl.tensor,
     rows: tl.tensor,
-    heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    columns: tl.constexpr,
-    channels: tl.constexpr,
-    ring: tl.constexpr,
-    gates: tl.constexpr,
-    parts: tl.constexpr,
-    lanes: tl.constexpr,
-    entries: tl.constexpr,
-    turns: tl.constexpr,
-    inputs: tl.constexpr,
-    has_saves: tl.constexpr,
-    is_exact: tl.constexpr,
+    sizes: tl.constexpr,
     block: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -184,95 +185,62 @@ def _flush_kernel(
     begin = tl.load(base_before + each, mask=each < rows, other=0)
     end = tl.load(base_after + each, mask=each < rows, other=0)
     wanted = end > begin
-    if has_saves:
+    if sizes.has_saves:
         wanted = wanted | (tl.load(saves + each, mask=each < rows, other=-1) >= 0)
     last = tl.max(tl.where(wanted, each + 1, 0))
     for row in range(first, last):
         _flush_row(
             row,
-            state,
-            state_layer,
-            state_row,
-            ring_xb,
-            xb_layer,
-            xb_row,
-            ring_gates,
-            gates_layer,
-            gates_row,
+            pools,
+            layer_strides,
+            row_strides,
             row_index,
             base_before,
             base_after,
             saves,
-            conv,
-            conv_layer,
-            conv_row,
-            heads,
-            head_dim,
-            columns,
-            channels,
-            ring,
-            gates,
-            parts,
-            lanes,
-            entries,
-            turns,
-            inputs,
-            has_saves,
-            is_exact,
+            sizes,
         )
 
 
 @triton.jit
 def _flush_row(
     row: tl.tensor,
-    state: tl.tensor,
-    state_layer: tl.tensor,
-    state_row: tl.tensor,
-    ring_xb: tl.tensor,
-    xb_layer: tl.tensor,
-    xb_row: tl.tensor,
-    ring_gates: tl.tensor,
-    gates_layer: tl.tensor,
-    gates_row: tl.tensor,
+    pools: tl.tuple,
+    layer_strides: tl.tuple,
+    row_strides: tl.tuple,
     row_index: tl.tensor,
     base_before: tl.tensor,
     base_after: tl.tensor,
     saves: tl.tensor,
-    conv: tl.tensor,
-    conv_layer: tl.tensor,
-    conv_row: tl.tensor,
-    heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    columns: tl.constexpr,
-    channels: tl.constexpr,
-    ring: tl.constexpr,
-    gates: tl.constexpr,
-    parts: tl.constexpr,
-    lanes: tl.constexpr,
-    entries: tl.constexpr,
-    turns: tl.constexpr,
-    inputs: tl.constexpr,
-    has_saves: tl.constexpr,
-    is_exact: tl.constexpr,
+    sizes: tl.constexpr,
 ) -> None:
     """A program's part of a row, if the row is due or is to be kept.
 
     A row that is neither has no units. It is not left out by a branch: in a loop, Triton 3.6 lets
     the loads of the next turn overwrite what a product in a branch reads (docs/records/hybrid.md).
     """
+    heads: tl.constexpr = sizes.heads
+    head_dim: tl.constexpr = sizes.head_dim
+    columns: tl.constexpr = sizes.columns
+    channels: tl.constexpr = sizes.channels
+    parts: tl.constexpr = sizes.parts
+    lanes: tl.constexpr = sizes.lanes
+    entries: tl.constexpr = ENTRIES
+    turns: tl.constexpr = sizes.turns
     before, after = tl.load(base_before + row), tl.load(base_after + row)
     save_row = tl.full((), -1, tl.int64)
-    if has_saves:
+    if sizes.has_saves:
         save_row = tl.load(saves + row).to(tl.int64)
     wanted = (after > before) | (save_row >= 0)
     pool_row = tl.load(row_index + row).to(tl.int64)
     layer = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
-    state += layer * state_layer
-    kept = state + save_row * state_row
-    state += pool_row * state_row
-    ring_xb += layer * xb_layer + pool_row * xb_row
-    ring_gates += layer * gates_layer + pool_row * gates_row
+    state = pools.state + layer * layer_strides.state
+    kept = state + save_row * row_strides.state
+    state += pool_row * row_strides.state
+    ring_xb = pools.ring_xb + (layer * layer_strides.ring_xb + pool_row * row_strides.ring_xb)
+    ring_gates = pools.ring_gates
+    ring_gates += layer * layer_strides.ring_gates + pool_row * row_strides.ring_gates
     group_heads: tl.constexpr = heads * columns // (channels - heads * head_dim)
     tiles: tl.constexpr = (head_dim + lanes - 1) // lanes
     number, column = tl.arange(0, entries), tl.arange(0, columns)
@@ -288,11 +256,11 @@ def _flush_row(
         for turn in tl.static_range(turns):
             position = before + turn * entries + number
             due = position < after
-            entry = position % ring
-            gate = ring_gates + entry * (gates * heads) + head
+            entry = position % sizes.ring
+            gate = ring_gates + entry * (sizes.gates * heads) + head
             decay = tl.load(gate, mask=due, other=0.0)
             weight = tl.exp(tl.sum(decay, 0) - tl.cumsum(decay, 0))
-            if gates > 1:
+            if sizes.gates > 1:
                 weight *= tl.load(gate + heads, mask=due, other=0.0)
             source = ring_xb + entry * channels
             left = tl.load(
@@ -304,15 +272,15 @@ def _flush_row(
                 source[:, None] + right_channel + column[None, :], mask=due[:, None], other=0.0
             )
             weighed = right.to(tl.float32) * weight[:, None]
-            s = add_products(s * tl.exp(tl.sum(decay, 0)), left, weighed, is_exact)
+            s = add_products(s * tl.exp(tl.sum(decay, 0)), left, weighed, sizes.is_exact)
         tl.store(place, s.to(stored.dtype), mask=in_state)
-        if has_saves:
+        if sizes.has_saves:
             copy = kept + (head * head_dim + lane)[:, None] * columns + column[None, :]
             tl.store(copy, s.to(stored.dtype), mask=in_state & (save_row >= 0))
     if save_row >= 0:
-        conv += layer * conv_layer
-        for begin in range(part * lanes * 16, inputs, parts * lanes * 16):
+        conv = pools.conv + layer * layer_strides.conv
+        for begin in range(part * lanes * 16, sizes.inputs, parts * lanes * 16):
             element = begin + tl.arange(0, lanes * 16)
-            there = element < inputs
-            given = tl.load(conv + pool_row * conv_row + element, mask=there)
-            tl.store(conv + save_row * conv_row + element, given, mask=there)
+            there = element < sizes.inputs
+            given = tl.load(conv + pool_row * row_strides.conv + element, mask=there)
+            tl.store(conv + save_row * row_strides.conv + element, given, mask=there)

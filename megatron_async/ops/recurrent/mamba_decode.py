@@ -30,8 +30,13 @@ from megatron_async.ops.recurrent.mamba_pools import (
 )
 from megatron_async.ops.recurrent.mamba_reference import mamba_decode
 from megatron_async.ops.recurrent.mamba_row import MOST_ROWS, decode_row
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
-from megatron_async.ops.recurrent.step_arguments import check_decode_rows, output_for
+from megatron_async.ops.recurrent.recurrent_pools import (
+    DecodeRows,
+    FlushRule,
+    RecurrentPools,
+    check_decode_rows,
+    output_for,
+)
 
 WARPS = 2
 
@@ -41,42 +46,14 @@ def mamba_decode_gpu(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,
-    row_index: Tensor,
-    positions: Tensor,
-    base: Tensor,
-    width: int,
+    step: DecodeRows,
     rule: FlushRule,
     out: Tensor | None = None,
     gating: Gating | None = None,
 ) -> Tensor:
-    """Convolution and recurrence of a step's decode rows.
-
-    Args:
-        zxbcdt: `[decode rows * width, 2 d_inner + 2 groups d_state + heads]` or more rows: output
-            of in_proj in Megatron's order z, x, B, C, dt; bfloat16, float16 or float32 on a GPU;
-            rows may be strided.
-        params: the layer's parameters.
-        pools: the layer's pools, changed in place.
-        row_index: int32 or int64 `[decode rows]`: pool row of each decode row, all different but
-            for the dummy row.
-        positions: int64 `[decode rows * width]` or more. Query tokens that do not follow the row's
-            first are padding, and so are all where the first is 0: they write nothing and give 0.
-        base: int32 `[decode rows]` or more, of `next_bases`: the tokens that are in the states,
-            which `flush` has brought there.
-        width: query tokens of a row, 1 to 8.
-        rule: when inputs move into the state; that of `next_bases`.
-        out: `[decode rows * width, d_inner]`, adjacent elements; None: made here.
-        gating: gate the outputs; of rows of one query token.
-
-    Returns:
-        y `[decode rows * width, d_inner]`, dtype of `zxbcdt`: before gate and norm, or as `gating`
-        says.
-
-    Raises:
-        ValueError: sizes, dtypes or layouts do not fit each other.
-    """
     op = "mamba_decode"
-    check_decode_rows(op, zxbcdt, row_index, positions, base, width)
+    check_decode_rows(op, zxbcdt, step)
+    row_index, positions, bases, width = step
     shape, rows = shape_of(op, zxbcdt, params, pools, rule, width), row_index.numel()
     out = output_for(op, out, zxbcdt, rows * width, shape.d_inner)
     if gating is not None:
@@ -84,37 +61,27 @@ def mamba_decode_gpu(
     if not rows:
         return out
     if rows <= MOST_ROWS and width == 1 and gating is None:
-        decode_row(zxbcdt, params, pools, row_index, positions, base, rule, shape, out)
+        decode_row(zxbcdt, params, pools, step, rule, shape, out)
         return out
-    step = row_index, positions, base, width, rule
-    inputs = take_inputs(zxbcdt, params, pools, *step, shape, gating is not None)
+    inputs = take_inputs(zxbcdt, params, pools, step, rule, shape, gating is not None)
     by_matrix_units = width > 1 and shape.d_state <= MAX_STATE
     if by_matrix_units and zxbcdt.is_cuda and zxbcdt.dtype == torch.bfloat16:
-        outputs_by_matrix_units(inputs, pools, row_index, positions, base, width, shape, out)
+        outputs_by_matrix_units(inputs, pools, step, shape, out)
         return out
     _outputs_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), rows)](
-        inputs.c,
-        inputs.weights,
-        inputs.decays,
-        pools.ring_xb,
-        pools.ring_xb.stride(0),
-        pools.state,
-        pools.state.stride(0),
+        inputs,
+        pools,
+        pools.strides,
         row_index,
         positions,
-        base,
-        inputs.decays if gating is None else inputs.gates,
+        bases,
         out if gating is None else gating.weight,
         out if gating is None else gating.squares,
         out,
         out.stride(0),
+        shape=shape,
         width=width,
-        heads=shape.heads,
-        head_dim=shape.head_dim,
-        d_state=shape.d_state,
         ring=pools.ring_xb.size(1),
-        d_inner=shape.d_inner,
-        bc_dim=shape.bc_dim,
         tile=LANES,
         window=window_of(rule, width),
         is_gated=gating is not None,
@@ -126,38 +93,33 @@ def mamba_decode_gpu(
 
 @triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "bases", "out"])
 def _outputs_kernel(
-    c_in: tl.tensor,
-    weights: tl.tensor,
-    decays: tl.tensor,
-    ring_xb: tl.tensor,
-    xb_stride: tl.tensor,
-    state: tl.tensor,
-    state_stride: tl.tensor,
+    inputs: tl.tuple,
+    pools: tl.tuple,
+    strides: tl.tuple,
     row_index: tl.tensor,
     positions: tl.tensor,
     bases: tl.tensor,
-    gates: tl.tensor,
     norm_weight: tl.tensor,
     squares: tl.tensor,
     out: tl.tensor,
     out_stride: tl.tensor,
+    shape: tl.constexpr,
     width: tl.constexpr,
-    heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    d_state: tl.constexpr,
     ring: tl.constexpr,
-    d_inner: tl.constexpr,
-    bc_dim: tl.constexpr,
     tile: tl.constexpr,
     window: tl.constexpr,
     is_gated: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
+    heads: tl.constexpr = shape.heads
+    head_dim: tl.constexpr = shape.head_dim
+    d_state: tl.constexpr = shape.d_state
+    bc_dim: tl.constexpr = shape.bc_dim
+    xb_dim: tl.constexpr = shape.ring_dim
     tiles: tl.constexpr = (head_dim + tile - 1) // tile
-    xb_dim: tl.constexpr = d_inner + bc_dim
     head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = tl.program_id(1).to(tl.int64)
-    group = head // (heads * d_state // bc_dim)
+    group = head // shape.group_heads
     lane = part * tile + tl.arange(0, tile)
     inside = lane < head_dim
     column = tl.arange(0, d_state)
@@ -166,7 +128,7 @@ def _outputs_kernel(
     pool_row = tl.load(row_index + row).to(tl.int64)
     first = tl.load(positions + row * width).to(tl.int32)
     base = tl.load(bases + row)
-    place = state + pool_row * state_stride + head * (head_dim * d_state)
+    place = pools.state + pool_row * strides.state + head * (head_dim * d_state)
     place = place + lane[:, None] * d_state + column[None, :]
     s = tl.load(place, mask=inside[:, None] & (first > 0), other=0.0, cache_modifier=".cg")
     s = s.to(tl.float32)
@@ -183,16 +145,16 @@ def _outputs_kernel(
     since = tl.arange(0, window)
     position = base + since
     exists = position < first + count
-    place = ring_xb + pool_row * xb_stride + (position % ring)[:, None] * xb_dim
+    place = pools.ring_xb + pool_row * strides.ring_xb + (position % ring)[:, None] * xb_dim
     place = place + (head * head_dim + lane)[None, :]
     x = tl.load(place, mask=exists[:, None] & inside[None, :], other=0.0).to(tl.float32)
     if is_gated:
-        gate = tl.load(gates + row * (heads * head_dim) + channel, mask=inside, other=0.0)
+        gate = tl.load(inputs.gates + row * (heads * head_dim) + channel, mask=inside, other=0.0)
     for query in tl.static_range(width):
         token = row * width + query
-        c = tl.load(c_in + token * bc_dim + group * d_state + column).to(tl.float32)
-        weight = tl.load(weights + (token * heads + head) * window + since)
-        y = tl.sum(s * c[None, :], 1) * tl.load(decays + token * heads + head)
+        c = tl.load(inputs.c + token * bc_dim + group * d_state + column).to(tl.float32)
+        weight = tl.load(inputs.weights + (token * heads + head) * window + since)
+        y = tl.sum(s * c[None, :], 1) * tl.load(inputs.decays + token * heads + head)
         y += tl.sum(x * weight[:, None], 0)
         if is_gated:
             y *= gate

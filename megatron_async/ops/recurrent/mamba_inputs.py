@@ -16,14 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, let_next_start, wait_for_previous
-from megatron_async.ops.recurrent.decode_convolution import (
-    convolve_into_ring,
-    history,
-    taps,
-)
+from megatron_async.ops.recurrent.kernel_parts import history, silu, softplus, taps
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
-from megatron_async.ops.recurrent.recurrent_math import silu, softplus
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
+from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, FlushRule, RecurrentPools
 
 CHANNELS = 256
 """Channels of x that a program takes."""
@@ -46,7 +41,7 @@ class DecodeInputs(NamedTuple):
     decays: Tensor
     """float32 `[tokens, heads]`: what is left of the state at the query token."""
     gates: Tensor
-    """float32 `[tokens, d_inner]`: SiLU of z; empty where outputs are not gated."""
+    """float32 `[tokens, d_inner]`: SiLU of z; anything where outputs are not gated."""
 
 
 def window_of(rule: FlushRule, width: int) -> int:
@@ -58,10 +53,7 @@ def take_inputs(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,
-    row_index: Tensor,
-    positions: Tensor,
-    base: Tensor,
-    width: int,
+    step: DecodeRows,
     rule: FlushRule,
     shape: MambaShape,
     is_gated: bool = False,
@@ -69,51 +61,34 @@ def take_inputs(
     """Put the inputs of a step's query tokens into the pools, and make what their outputs need.
 
     Args:
-        zxbcdt: `[decode rows * width, 2 d_inner + 2 groups d_state + heads]` or more rows.
-        params: the layer's parameters.
-        pools: the layer's pools; rings and conv are changed in place.
-        row_index: int32 or int64 `[decode rows]`: pool row of each decode row.
-        positions: int64 `[decode rows * width]` or more.
-        base: int32 `[decode rows]` or more: tokens that are in the state, which `flush` has
-            brought there.
-        width: query tokens of a row.
-        rule: when inputs move into the state.
+        zxbcdt, params, pools, step, rule: of `mamba_decode`; rings and conv are changed in place.
         shape: sizes of the layer.
         is_gated: make gates too; of rows of one query token. Here a thread makes one or two of
             them. The second kernel would make each in 32 threads.
     """
+    row_index, positions, bases, width = step
     rows, window = row_index.numel(), window_of(rule, width)
     tokens, device = rows * width, zxbcdt.device
     c = torch.empty((tokens, shape.bc_dim), dtype=zxbcdt.dtype, device=device)
     weights = torch.empty((tokens, shape.heads, window), dtype=torch.float32, device=device)
     decays = torch.empty((tokens, shape.heads), dtype=torch.float32, device=device)
-    gates = decays.new_empty((tokens if is_gated else 0, shape.d_inner))
-    group_heads = shape.heads // shape.groups
-    heads_tile = min(triton.next_power_of_2(group_heads), HEADS)
-    parts = shape.groups * triton.cdiv(group_heads, heads_tile)
+    gates = decays.new_empty((tokens, shape.d_inner)) if is_gated else decays
+    inputs = DecodeInputs(c, weights, decays, gates)
+    heads_tile = min(triton.next_power_of_2(shape.group_heads), HEADS)
+    parts = shape.groups * triton.cdiv(shape.group_heads, heads_tile)
     _inputs_kernel[(parts + triton.cdiv(shape.d_inner, CHANNELS), rows)](
         zxbcdt,
         zxbcdt.stride(0),
-        *params,
-        pools.ring_xb,
-        pools.ring_xb.stride(0),
-        pools.ring_gates,
-        pools.ring_gates.stride(0),
-        pools.conv,
-        pools.conv.stride(0),
+        params,
+        pools,
+        pools.strides,
         row_index,
         positions,
-        base,
-        c,
-        weights,
-        decays,
-        gates if is_gated else decays,
+        bases,
+        inputs,
+        shape=shape,
         width=width,
-        heads=shape.heads,
-        groups=shape.groups,
         heads_tile=heads_tile,
-        d_state=shape.d_state,
-        d_inner=shape.d_inner,
         ring=pools.ring_xb.size(1),
         conv_ring=pools.conv.size(1),
         window=window,
@@ -122,7 +97,7 @@ def take_inputs(
         num_warps=2 if rows >= MANY_ROWS and width == 1 else 4,
         **launch_options(zxbcdt),
     )
-    return DecodeInputs(c, weights, decays, gates)
+    return inputs
 
 
 @triton.jit
@@ -131,59 +106,49 @@ def _take_group(
     row: tl.tensor,
     zxbcdt: tl.tensor,
     input_stride: tl.tensor,
-    conv_weight: tl.tensor,
-    conv_bias: tl.tensor,
-    dt_bias: tl.tensor,
-    a_log: tl.tensor,
-    d: tl.tensor,
-    ring_xb: tl.tensor,
-    xb_stride: tl.tensor,
-    ring_gates: tl.tensor,
-    gates_stride: tl.tensor,
-    conv: tl.tensor,
-    conv_stride: tl.tensor,
+    parameters: tl.tuple,
+    pools: tl.tuple,
+    strides: tl.tuple,
     row_index: tl.tensor,
     positions: tl.tensor,
     bases: tl.tensor,
-    c_out: tl.tensor,
-    weights: tl.tensor,
-    decays: tl.tensor,
+    outputs: tl.tuple,
+    shape: tl.constexpr,
     width: tl.constexpr,
-    heads: tl.constexpr,
-    groups: tl.constexpr,
     heads_tile: tl.constexpr,
-    d_state: tl.constexpr,
-    d_inner: tl.constexpr,
-    bc_dim: tl.constexpr,
-    xb_dim: tl.constexpr,
-    conv_dim: tl.constexpr,
     ring: tl.constexpr,
     conv_ring: tl.constexpr,
     window: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """B, C and dt of a group: convolution and rings, and the weights of a block of its heads."""
-    group_heads: tl.constexpr = heads // groups
+    heads: tl.constexpr = shape.heads
+    group_heads: tl.constexpr = shape.group_heads
+    d_state: tl.constexpr = shape.d_state
+    d_inner: tl.constexpr = shape.d_inner
+    bc_dim: tl.constexpr = shape.bc_dim
+    xb_dim: tl.constexpr = shape.ring_dim
+    conv_dim: tl.constexpr = shape.conv_dim
     blocks: tl.constexpr = (group_heads + heads_tile - 1) // heads_tile
     group, block = part // blocks, part % blocks
     column = tl.arange(0, d_state)
     always = column < d_state
     b_channel = d_inner + group * d_state + column
     c_channel = b_channel + bc_dim
-    b_weight_0, b_weight_1, b_weight_2, b_weight_3 = taps(conv_weight, b_channel, always)
-    c_weight_0, c_weight_1, c_weight_2, c_weight_3 = taps(conv_weight, c_channel, always)
-    b_bias = tl.load(conv_bias + b_channel).to(tl.float32)
-    c_bias = tl.load(conv_bias + c_channel).to(tl.float32)
+    b_weight_0, b_weight_1, b_weight_2, b_weight_3 = taps(parameters.conv_weight, b_channel, always)
+    c_weight_0, c_weight_1, c_weight_2, c_weight_3 = taps(parameters.conv_weight, c_channel, always)
+    b_bias = tl.load(parameters.conv_bias + b_channel).to(tl.float32)
+    c_bias = tl.load(parameters.conv_bias + c_channel).to(tl.float32)
     local = block * heads_tile + tl.arange(0, heads_tile)
     has_head = local < group_heads
     head = group * group_heads + local
-    rate = -tl.exp(tl.load(a_log + head, mask=has_head, other=0.0).to(tl.float32))
-    through = tl.load(d + head, mask=has_head, other=0.0).to(tl.float32)
-    shift = tl.load(dt_bias + head, mask=has_head, other=0.0).to(tl.float32)
+    rate = -tl.exp(tl.load(parameters.a_log + head, mask=has_head, other=0.0).to(tl.float32))
+    through = tl.load(parameters.d + head, mask=has_head, other=0.0).to(tl.float32)
+    shift = tl.load(parameters.dt_bias + head, mask=has_head, other=0.0).to(tl.float32)
     pool_row = tl.load(row_index + row).to(tl.int64)
     first = tl.load(positions + row * width).to(tl.int32)
     base = tl.load(bases + row)
-    kept = conv + pool_row * conv_stride
+    kept = pools.conv + pool_row * strides.conv
     b_input_0, b_input_1, b_input_2 = history(kept + b_channel, first, always, conv_dim, conv_ring)
     c_input_0, c_input_1, c_input_2 = history(kept + c_channel, first, always, conv_dim, conv_ring)
     # Of the inputs since the base: those of steps before from the rings, this step's below.
@@ -191,8 +156,8 @@ def _take_group(
     at = base + place_in
     is_old = at < first
     entry = at % ring
-    xb_row = ring_xb + pool_row * xb_stride
-    gates_row = ring_gates + pool_row * gates_stride
+    xb_row = pools.ring_xb + pool_row * strides.ring_xb
+    gates_row = pools.ring_gates + pool_row * strides.ring_gates
     b_place = xb_row + entry[:, None] * xb_dim + b_channel[None, :]
     b_all = tl.load(b_place, mask=is_old[:, None], other=0.0).to(tl.float32)
     gate_place = gates_row + entry[None, :] * (2 * heads) + head[:, None]
@@ -241,7 +206,7 @@ def _take_group(
         gate_place = gates_row + (position % ring) * (2 * heads) + head
         tl.store(gate_place, g, mask=has_head & brought)
         tl.store(gate_place + heads, dt, mask=has_head & brought)
-        place = c_out + token * bc_dim + group * d_state + column
+        place = outputs.c + token * bc_dim + group * d_state + column
         tl.store(place, c, mask=always & (block == 0))
 
         own = (at == position) & brought
@@ -252,9 +217,61 @@ def _take_group(
         score = tl.sum(b_all * c.to(tl.float32)[None, :], 1)
         weight = score[None, :] * share + tl.where(own[None, :], through[:, None], 0.0)
         target = token * heads + head
-        place = weights + target[:, None] * window + place_in[None, :]
+        place = outputs.weights + target[:, None] * window + place_in[None, :]
         tl.store(place, weight, mask=has_head[:, None])
-        tl.store(decays + target, left, mask=has_head)
+        tl.store(outputs.decays + target, left, mask=has_head)
+
+
+@triton.jit
+def _convolve_into_ring(
+    part: tl.tensor,
+    row: tl.tensor,
+    zxbcdt: tl.tensor,
+    input_stride: tl.tensor,
+    parameters: tl.tuple,
+    pools: tl.tuple,
+    strides: tl.tuple,
+    row_index: tl.tensor,
+    positions: tl.tensor,
+    shape: tl.constexpr,
+    width: tl.constexpr,
+    ring: tl.constexpr,
+    conv_ring: tl.constexpr,
+    tile: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """Channels of x: convolution and ring."""
+    d_inner: tl.constexpr = shape.d_inner
+    conv_dim: tl.constexpr = shape.conv_dim
+    channel = part * tile + tl.arange(0, tile)
+    inside = channel < d_inner
+    weight_0, weight_1, weight_2, weight_3 = taps(parameters.conv_weight, channel, inside)
+    bias = tl.load(parameters.conv_bias + channel, mask=inside, other=0.0).to(tl.float32)
+    pool_row = tl.load(row_index + row).to(tl.int64)
+    first = tl.load(positions + row * width).to(tl.int32)
+    kept = pools.conv + pool_row * strides.conv + channel
+    xb_row = pools.ring_xb + pool_row * strides.ring_xb
+    input_0, input_1, input_2 = history(kept, first, inside, conv_dim, conv_ring)
+    wait_for_previous(overlap)
+    # All loads before the first store: none may be moved ahead of a store that it could alias.
+    counts: tl.tuple = ()
+    raws: tl.tuple = ()
+    for query in tl.static_range(width):
+        token = row * width + query
+        counts += (tl.load(positions + token).to(tl.int32),)
+        source = zxbcdt + token * input_stride + d_inner
+        raws += (tl.load(source + channel, mask=inside, other=0.0),)
+    for query in tl.static_range(width):
+        position = first + query
+        brought = (first > 0) & (counts[query] == position)
+        raw = raws[query]
+        input_3 = raw.to(tl.float32)
+        tl.store(kept + (position % conv_ring) * conv_dim, raw, mask=inside & brought)
+        value = bias + weight_0 * input_0 + weight_1 * input_1
+        value = silu(value + weight_2 * input_2 + weight_3 * input_3).to(raw.dtype)
+        place = xb_row + (position % ring) * shape.ring_dim + channel
+        tl.store(place, value, mask=inside & brought)
+        input_0, input_1, input_2 = input_1, input_2, input_3
 
 
 # Before its wait this kernel reads what steps before have left in the pools, and what the step's
@@ -264,30 +281,16 @@ def _take_group(
 def _inputs_kernel(
     zxbcdt: tl.tensor,
     input_stride: tl.tensor,
-    conv_weight: tl.tensor,
-    conv_bias: tl.tensor,
-    dt_bias: tl.tensor,
-    a_log: tl.tensor,
-    d: tl.tensor,
-    ring_xb: tl.tensor,
-    xb_stride: tl.tensor,
-    ring_gates: tl.tensor,
-    gates_stride: tl.tensor,
-    conv: tl.tensor,
-    conv_stride: tl.tensor,
+    parameters: tl.tuple,
+    pools: tl.tuple,
+    strides: tl.tuple,
     row_index: tl.tensor,
     positions: tl.tensor,
     bases: tl.tensor,
-    c_out: tl.tensor,
-    weights: tl.tensor,
-    decays: tl.tensor,
-    gates: tl.tensor,
+    outputs: tl.tuple,
+    shape: tl.constexpr,
     width: tl.constexpr,
-    heads: tl.constexpr,
-    groups: tl.constexpr,
     heads_tile: tl.constexpr,
-    d_state: tl.constexpr,
-    d_inner: tl.constexpr,
     ring: tl.constexpr,
     conv_ring: tl.constexpr,
     window: tl.constexpr,
@@ -295,76 +298,40 @@ def _inputs_kernel(
     is_gated: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
+    """The parts of groups, then those of x's channels. `outputs`: `DecodeInputs`."""
     if is_gated:
         # The states that the next kernel reads are there since the flush.
         let_next_start(overlap)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    bc_dim: tl.constexpr = groups * d_state
-    xb_dim: tl.constexpr = d_inner + bc_dim
-    conv_dim: tl.constexpr = xb_dim + bc_dim
-    group_parts: tl.constexpr = groups * ((heads // groups + heads_tile - 1) // heads_tile)
+    d_inner: tl.constexpr = shape.d_inner
+    blocks: tl.constexpr = (shape.group_heads + heads_tile - 1) // heads_tile
+    group_parts: tl.constexpr = shape.groups * blocks
+    layer = (zxbcdt, input_stride, parameters, pools, strides)
     if part < group_parts:
         _take_group(
             part,
             row,
-            zxbcdt,
-            input_stride,
-            conv_weight,
-            conv_bias,
-            dt_bias,
-            a_log,
-            d,
-            ring_xb,
-            xb_stride,
-            ring_gates,
-            gates_stride,
-            conv,
-            conv_stride,
+            *layer,
             row_index,
             positions,
             bases,
-            c_out,
-            weights,
-            decays,
+            outputs,
+            shape,
             width,
-            heads,
-            groups,
             heads_tile,
-            d_state,
-            d_inner,
-            bc_dim,
-            xb_dim,
-            conv_dim,
             ring,
             conv_ring,
             window,
             overlap,
         )
     else:
-        convolve_into_ring(
-            part - group_parts,
-            row,
-            zxbcdt,
-            input_stride,
-            conv_weight,
-            conv_bias,
-            ring_xb,
-            xb_stride,
-            conv,
-            conv_stride,
-            row_index,
-            positions,
-            width,
-            d_inner,
-            xb_dim,
-            conv_dim,
-            ring,
-            conv_ring,
-            tile,
-            overlap,
+        own = part - group_parts
+        _convolve_into_ring(
+            own, row, *layer, row_index, positions, shape, width, ring, conv_ring, tile, overlap
         )
         if is_gated:
-            channel = (part - group_parts) * tile + tl.arange(0, tile)
+            channel = own * tile + tl.arange(0, tile)
             inside = channel < d_inner
             z = tl.load(zxbcdt + row * input_stride + channel, mask=inside, other=0.0)
-            tl.store(gates + row * d_inner + channel, silu(z.to(tl.float32)), mask=inside)
+            place = outputs.gates + row * d_inner + channel
+            tl.store(place, silu(z.to(tl.float32)), mask=inside)

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.recurrent.mamba_inputs import DecodeInputs
 from megatron_async.ops.recurrent.mamba_pools import MambaShape
-from megatron_async.ops.recurrent.recurrent_pools import RecurrentPools
+from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, RecurrentPools
 
 WARPS = 2
 """Warps of a program; each processes 16 lanes of a head."""
@@ -34,10 +34,7 @@ MAX_STATE = 128
 def outputs_by_matrix_units(
     inputs: DecodeInputs,
     pools: RecurrentPools,
-    row_index: Tensor,
-    positions: Tensor,
-    base: Tensor,
-    width: int,
+    step: DecodeRows,
     shape: MambaShape,
     out: Tensor,
     warps: int = WARPS,
@@ -47,35 +44,25 @@ def outputs_by_matrix_units(
     Args:
         inputs: what `take_inputs` has made.
         pools: the layer's pools; rings of bfloat16.
-        row_index: int32 or int64 `[decode rows]`: pool row of each decode row.
-        positions: int64 `[decode rows * width]` or more.
-        base: int32 `[decode rows]` or more: tokens that are in the state.
-        width: query tokens of a row, 1 to 8.
+        step: the rows.
         shape: sizes of the layer.
         out: bfloat16 `[decode rows * width, d_inner]`, adjacent elements; written.
         warps: of a program.
     """
+    row_index, positions, bases, width = step
     tiles = triton.cdiv(shape.head_dim, 16 * warps)
     _products_kernel[(shape.heads * tiles, row_index.numel())](
-        inputs.c,
-        inputs.weights,
-        inputs.decays,
-        pools.ring_xb,
-        pools.ring_xb.stride(0),
-        pools.state,
-        pools.state.stride(0),
+        inputs,
+        pools,
+        pools.strides,
         row_index,
         positions,
-        base,
+        bases,
         out,
         out.stride(0),
+        shape=shape,
         width=width,
-        heads=shape.heads,
-        head_dim=shape.head_dim,
-        d_state=shape.d_state,
         ring=pools.ring_xb.size(1),
-        d_inner=shape.d_inner,
-        bc_dim=shape.bc_dim,
         window=inputs.weights.size(2),
         warps=warps,
         num_warps=warps,
@@ -92,51 +79,47 @@ def _split(x: gl.tensor) -> gl.tensor:
 
 @gluon.jit(do_not_specialize_on_alignment=["row_index", "positions", "bases", "out"])
 def _products_kernel(
-    c_in: gl.tensor,
-    weights: gl.tensor,
-    decays: gl.tensor,
-    ring_xb: gl.tensor,
-    xb_stride: gl.tensor,
-    state: gl.tensor,
-    state_stride: gl.tensor,
+    inputs: gl.tuple,
+    pools: gl.tuple,
+    strides: gl.tuple,
     row_index: gl.tensor,
     positions: gl.tensor,
     bases: gl.tensor,
     out: gl.tensor,
     out_stride: gl.tensor,
+    shape: gl.constexpr,
     width: gl.constexpr,
-    heads: gl.constexpr,
-    head_dim: gl.constexpr,
-    d_state: gl.constexpr,
     ring: gl.constexpr,
-    d_inner: gl.constexpr,
-    bc_dim: gl.constexpr,
     window: gl.constexpr,
     warps: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
+    heads: gl.constexpr = shape.heads
+    head_dim: gl.constexpr = shape.head_dim
+    d_state: gl.constexpr = shape.d_state
+    bc_dim: gl.constexpr = shape.bc_dim
     lanes: gl.constexpr = 16 * warps
     tokens: gl.constexpr = 8  # columns of the matrix units' product
     tiles: gl.constexpr = (head_dim + lanes - 1) // lanes
-    xb_dim: gl.constexpr = d_inner + bc_dim
+    xb_dim: gl.constexpr = shape.ring_dim
     product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
     # Adjacent elements that a thread takes: 16 bytes of the state. With 32, in two loads, each load
     # would use half of what it fetches.
-    wide: gl.constexpr = min(d_state // 8, 128 // state.dtype.element_ty.primitive_bitwidth)
+    wide: gl.constexpr = min(d_state // 8, 128 // pools.state.dtype.element_ty.primitive_bitwidth)
     states: gl.constexpr = gl.DotOperandLayout(0, product, wide)
     queries: gl.constexpr = gl.DotOperandLayout(1, product, wide)
     values: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     shares: gl.constexpr = gl.DotOperandLayout(1, product, 2)
     head, part = gl.program_id(0) // tiles, gl.program_id(0) % tiles
     row = gl.program_id(1).to(gl.int64)
-    group = head // (heads * d_state // bc_dim)
+    group = head // shape.group_heads
     # No kernel of this step's layers writes what is read before the wait, as in `mamba_decode.py`.
     pool_row = gl.load(row_index + row).to(gl.int64)
     first = gl.load(positions + row * width).to(gl.int32)
     base = gl.load(bases + row)
     lane = part * lanes + gl.arange(0, lanes, layout=gl.SliceLayout(1, states))[:, None]
     column = gl.arange(0, d_state, layout=gl.SliceLayout(0, states))[None, :]
-    place = state + pool_row * state_stride + head * (head_dim * d_state)
+    place = pools.state + pool_row * strides.state + head * (head_dim * d_state)
     is_state = (lane < head_dim) & (first > 0)
     s = gl.load(place + lane * d_state + column, mask=is_state, other=0.0, cache_modifier=".cg")
     if overlap:
@@ -149,20 +132,21 @@ def _products_kernel(
         count += ((first > 0) & follows).to(gl.int32)
     token = gl.arange(0, tokens, layout=gl.SliceLayout(0, queries))[None, :]
     column = gl.arange(0, d_state, layout=gl.SliceLayout(1, queries))[:, None]
-    place = c_in + (row * width + token) * bc_dim + group * d_state + column
+    place = inputs.c + (row * width + token) * bc_dim + group * d_state + column
     c = gl.load(place, mask=token < width, other=0.0)
     lane = part * lanes + gl.arange(0, lanes, layout=gl.SliceLayout(1, values))[:, None]
     since = gl.arange(0, window, layout=gl.SliceLayout(0, values))[None, :]
-    place = ring_xb + pool_row * xb_stride + ((base + since) % ring) * xb_dim
+    place = pools.ring_xb + pool_row * strides.ring_xb + ((base + since) % ring) * xb_dim
     is_input = (base + since < first + count) & (lane < head_dim)
     x = gl.load(place + head * head_dim + lane, mask=is_input, other=0.0)
     token = gl.arange(0, tokens, layout=gl.SliceLayout(0, shares))[None, :]
     since = gl.arange(0, window, layout=gl.SliceLayout(1, shares))[:, None]
-    place = weights + ((row * width + token) * heads + head) * window + since
+    place = inputs.weights + ((row * width + token) * heads + head) * window + since
     share = gl.load(place, mask=token < width, other=0.0)
     lane = part * lanes + gl.arange(0, lanes, layout=gl.SliceLayout(1, product))[:, None]
     token = gl.arange(0, tokens, layout=gl.SliceLayout(0, product))[None, :]
-    decay = gl.load(decays + (row * width + token) * heads + head, mask=token < width, other=0.0)
+    place = inputs.decays + (row * width + token) * heads + head
+    decay = gl.load(place, mask=token < width, other=0.0)
 
     y = gl.zeros([lanes, tokens], gl.float32, layout=product)
     if s.dtype == gl.float32:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.recurrent.recurrent_pools import (
-    CONV_WIDTH,
     FlushRule,
     RecurrentPools,
+    check_params,
     check_pools,
 )
 
@@ -89,6 +89,21 @@ class MambaShape(NamedTuple):
         """Channels of the convolution: x, B and C."""
         return self.d_inner + 2 * self.bc_dim
 
+    @property
+    def ring_dim(self) -> int:
+        """Channels of `ring_xb`: x and B."""
+        return self.d_inner + self.bc_dim
+
+    @property
+    def in_proj(self) -> int:
+        """Columns of in_proj's output: z, x, B, C and dt."""
+        return self.d_inner + self.conv_dim + self.heads
+
+    @property
+    def group_heads(self) -> int:
+        """Heads of a group."""
+        return self.heads // self.groups
+
 
 def check_gating(op: str, gating: Gating, shape: MambaShape, rows: int, width: int) -> None:
     """Refuse a gating that does not fit a layer's decode rows.
@@ -129,7 +144,7 @@ def shape_of(
     d_inner = heads * head_dim
     groups = (pools.ring_xb.size(2) - d_inner) // d_state
     shape = MambaShape(heads, head_dim, groups, d_state)
-    wanted = 2 * d_inner + 2 * groups * d_state + heads
+    wanted = shape.in_proj
     if groups < 1 or heads % groups or zxbcdt.size(1) != wanted:
         raise ValueError(
             f"{op}: a state of {heads} heads x {head_dim} x {d_state} and a ring of "
@@ -138,21 +153,6 @@ def shape_of(
         )
     if d_state < LEAST_STATE or d_state & (d_state - 1):
         raise ValueError(f"{op}: d_state {d_state} must be a power of two from {LEAST_STATE} on.")
-    ring_dim = shape.d_inner + shape.bc_dim
-    check_pools(op, zxbcdt, pools, ring_dim, GATES, shape.conv_dim, rule, width)
-    _check_params(op, params, shape)
+    check_pools(op, zxbcdt, pools, shape.ring_dim, GATES, shape.conv_dim, rule, width)
+    check_params(op, params, ("dt_bias", "a_log", "d"), shape.conv_dim, heads)
     return shape
-
-
-def _check_params(op: str, params: MambaParams, shape: MambaShape) -> None:
-    heads, conv_dim = shape.heads, shape.conv_dim
-    fits = params.conv_weight.numel() == conv_dim * CONV_WIDTH
-    fits = fits and params.conv_bias.shape == (conv_dim,)
-    per_head = (params.dt_bias, params.a_log, params.d)
-    fits = fits and all(tensor.shape == (heads,) for tensor in per_head)
-    if not fits or not all(tensor.is_contiguous() for tensor in params):
-        raise ValueError(
-            f"{op}: parameters must be contiguous, conv_weight ({conv_dim}, {CONV_WIDTH}), "
-            f"conv_bias ({conv_dim},), dt_bias, a_log and d ({heads},); found "
-            f"{[tuple(tensor.shape) for tensor in params]}."
-        )

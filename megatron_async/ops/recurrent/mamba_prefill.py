@@ -1,9 +1,16 @@
 """Mamba-2 prefill: packed chunks of prompts, their history carried from rows of the pools.
 
-Mamba-2: Dao and Gu 2024. Two kernels. This file's takes the convolution of tiles of tokens, each of
-which finds its chunk by the chunks' starts; the scan (`mamba_scan.py`) walks through each chunk,
-head by head, and leaves what later steps need. Both read lengths and places on the device, so that
-a captured step serves any chunks that fit its shape.
+Two kernels: the convolution (`prefill_parts.py`), and the scan, one program of which walks through
+a chunk with a tile of one head's state and leaves what later steps need.
+
+State-space duality (Dao and Gu 2024): within a tile of tokens the recurrence is a masked product
+like attention's, between tiles it is a state. Tiles are cut at multiples of their size in the
+request's own positions. The state stays in registers: no states of tiles go through memory, and a
+program's arithmetic depends on its chunk alone.
+
+With inputs of 16 bits the products inside a tile, and of C with the state, take factors rounded to
+16 bits, as attention does. The state itself is kept in float32, and what a token adds to it is
+multiplied as two 16-bit parts, which is exact to 2^-17.
 """
 
 from __future__ import annotations
@@ -13,15 +20,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.dependent_launch import wait_for_previous
+from megatron_async.ops.recurrent.kernel_parts import add_products
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape, shape_of
 from megatron_async.ops.recurrent.mamba_reference import mamba_prefill
-from megatron_async.ops.recurrent.mamba_scan import scan_chunks
-from megatron_async.ops.recurrent.recurrent_math import silu, softplus
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
-from megatron_async.ops.recurrent.step_arguments import check_chunks, output_for
+from megatron_async.ops.recurrent.prefill_parts import (
+    BORDERS,
+    MANY_PROGRAMS,
+    SCAN,
+    ConvolutionSizes,
+    Tile,
+    convolve_chunks,
+    keep_inputs,
+    keep_snapshot,
+    launch_scan,
+    scan_chunks_before,
+    scan_cut,
+    scan_turns,
+)
+from megatron_async.ops.recurrent.recurrent_pools import (
+    FlushRule,
+    PrefillRows,
+    RecurrentPools,
+    check_chunks,
+    output_for,
+)
 
-TOKENS = 16
 CHANNELS = 128
 """Channels that a program of the convolution processes."""
 
@@ -37,166 +61,202 @@ def mamba_prefill_gpu(
     out: Tensor | None = None,
     chunk_dest: Tensor | None = None,
 ) -> Tensor:
-    """Convolution and scan of a step's prefill chunks.
-
-    A chunk that does not begin its request starts from the state and the last inputs in its read
-    row. Its write row gets the state at `base_after`, the ring's inputs from there to the chunk's
-    end, and the last three inputs of the convolution. Scans are cut at multiples of 128 of a
-    request's own positions, so with a float32 state a prompt that is cut there gives the same bits
-    as one that is not.
-
-    Args:
-        zxbcdt: `[tokens, 2 d_inner + 2 groups d_state + heads]`, output of in_proj in Megatron's
-            order z, x, B, C, dt, of the prefill tokens alone; bfloat16, float16 or float32 on a
-            GPU; rows may be strided.
-        params: the layer's parameters.
-        pools: the layer's pools, changed in place.
-        rows: the step's chunks.
-        base_after: int32 `[chunks]`, of `next_bases`.
-        rule: when inputs move into the state; that of `next_bases`.
-        out: `[tokens, d_inner]`, adjacent elements; None: made here.
-        chunk_dest: int32 `[scan chunks]`: the pool row that gets the state at the end of each scan
-            chunk that ends at a multiple of 128, and the three inputs before it; -1: none does. A
-            chunk of tokens s to e - 1 has ceil(e / 128) - floor(s / 128) scan chunks; they are
-            counted through all chunks. The rows are no other chunk's read or write row.
-
-    Returns:
-        y `[tokens, d_inner]`, dtype of `zxbcdt`: before gate and norm; 0 for padding tokens.
-
-    Raises:
-        ValueError: sizes, dtypes or layouts do not fit each other.
-    """
     shape = shape_of("mamba_prefill", zxbcdt, params, pools, rule, 1)
     check_chunks("mamba_prefill", rows, base_after)
     tokens, chunks = zxbcdt.size(0), rows.write_rows.numel()
     out = output_for("mamba_prefill", out, zxbcdt, tokens, shape.d_inner)
     if tokens and chunks:
-        xbc, dt = _convolve(zxbcdt, params, pools, rows, out, shape)
-        scan_chunks(zxbcdt, xbc, dt, params, pools, rows, base_after, rule, out, chunk_dest, shape)
+        sizes = ConvolutionSizes(
+            shape.d_inner, shape.conv_dim, shape.d_inner, shape.conv_dim, shape.heads, CHANNELS, 0
+        )
+        xbc, dt = convolve_chunks(zxbcdt, params, pools, rows, out, sizes)
+        tile = scan_tile(zxbcdt.dtype, shape, chunks)
+        launch_scan(
+            _scan_kernel,
+            _programs(shape, tile.lanes),
+            zxbcdt,
+            xbc,
+            dt,
+            params,
+            pools,
+            rows,
+            base_after,
+            out,
+            chunk_dest,
+            shape.d_inner,
+            tile,
+            shape=shape,
+            window=triton.next_power_of_2(rule.window(1)),
+        )
     return out
 
 
-def _convolve(
-    zxbcdt: Tensor,
-    params: MambaParams,
-    pools: RecurrentPools,
-    rows: PrefillRows,
-    out: Tensor,
-    shape: MambaShape,
-) -> tuple[Tensor, Tensor]:
-    """x, B and C `[tokens, conv_dim]` and dt `[heads, tokens]` of all tokens; zeros in `out` for
-    padding."""
-    tokens, chunks = zxbcdt.size(0), rows.write_rows.numel()
-    xbc = torch.empty((tokens, shape.conv_dim), dtype=zxbcdt.dtype, device=zxbcdt.device)
-    dt = torch.empty((shape.heads, tokens), dtype=torch.float32, device=zxbcdt.device)
-    parts = triton.cdiv(shape.conv_dim, CHANNELS)
-    _conv_kernel[(parts + 1, triton.cdiv(tokens, TOKENS))](
-        zxbcdt,
-        zxbcdt.stride(0),
-        params.conv_weight,
-        params.conv_bias,
-        params.dt_bias,
-        pools.conv,
-        pools.conv.stride(0),
-        rows.starts,
-        rows.first_positions,
-        rows.read_rows,
-        chunks,
-        tokens,
-        xbc,
-        dt,
-        out,
-        out.stride(0),
-        heads=shape.heads,
-        heads_tile=triton.next_power_of_2(shape.heads),
-        conv_ring=pools.conv.size(1),
-        d_inner=shape.d_inner,
-        conv_dim=shape.conv_dim,
-        chunks_tile=max(triton.next_power_of_2(chunks), 16),
-        token_tile=TOKENS,
-        channel_tile=CHANNELS,
-        num_warps=4,
-        **launch_options(zxbcdt),
-    )
-    return xbc, dt
+def scan_tile(dtype: torch.dtype, shape: MambaShape, chunks: int) -> Tile:
+    """The tile for a step.
+
+    Its tokens depend on the layer only: another cut is another order of sums, and a prompt must
+    give the same bits whatever the batch. Wide tiles make C by B less often, narrow ones fill the
+    device where chunks are few; lanes do not meet in a sum. Tried on an H200 with heads of 64 and
+    80 (docs/records/hybrid.md).
+
+    Args:
+        dtype: of the inputs.
+        shape: sizes of the layer.
+        chunks: of the step.
+    """
+    if dtype == torch.float32:
+        return Tile(16, 16, 8, 1)
+    lanes = 64
+    while lanes > 16 and lanes >= 2 * shape.head_dim:
+        lanes //= 2
+    if shape.d_state > 128:
+        return Tile(64, min(lanes, 32), 8, 2)
+    if chunks * _programs(shape, lanes) >= MANY_PROGRAMS:
+        return Tile(64, lanes, 4, 2)
+    return Tile(64, max(lanes // 2, 16), 4, 3)
 
 
-# Where prefill rows begin among a step's rows varies, and with it what is aligned.
-@triton.jit(
-    do_not_specialize=["chunks", "tokens"],
-    do_not_specialize_on_alignment=["starts", "first_positions", "read_rows"],
-)
-def _conv_kernel(
-    zxbcdt: tl.tensor,
+def _programs(shape: MambaShape, lanes: int) -> int:
+    return shape.heads * triton.cdiv(shape.head_dim, lanes)
+
+
+@triton.jit
+def _advance(
+    state: tl.tensor,
+    x: tl.tensor,
+    b: tl.tensor,
+    dt: tl.tensor,
+    decay: tl.tensor,
+    rate: tl.tensor,
+    counts: tl.tensor,
+    is_exact: tl.constexpr,
+) -> tl.tensor:
+    """The state `[d_state, lanes]` after those tokens of a tile that count."""
+    gain = tl.where(counts, dt, 0.0)
+    total = tl.sum(gain * rate, 0)
+    weight = tl.exp(tl.where(counts, total - decay, 0.0)) * gain
+    added = x.to(tl.float32) * weight[:, None]
+    return add_products(state * tl.exp(total), tl.trans(b), added, is_exact)
+
+
+@triton.jit(**SCAN)
+def _scan_kernel(
+    inputs: tl.tensor,
     input_stride: tl.tensor,
-    conv_weight: tl.tensor,
-    conv_bias: tl.tensor,
-    dt_bias: tl.tensor,
-    conv: tl.tensor,
-    conv_stride: tl.tensor,
+    convolved: tl.tensor,
+    gates: tl.tensor,
+    parameters: tl.tuple,
+    tokens: tl.tensor,
+    pools: tl.tuple,
+    strides: tl.tuple,
     starts: tl.tensor,
     first_positions: tl.tensor,
     read_rows: tl.tensor,
-    chunks: tl.tensor,
-    tokens: tl.tensor,
-    xbc: tl.tensor,
-    dt_out: tl.tensor,
+    write_rows: tl.tensor,
+    base_after: tl.tensor,
+    chunk_dest: tl.tensor,
     out: tl.tensor,
     out_stride: tl.tensor,
-    heads: tl.constexpr,
-    heads_tile: tl.constexpr,
-    conv_ring: tl.constexpr,
-    d_inner: tl.constexpr,
-    conv_dim: tl.constexpr,
+    shape: tl.constexpr,
+    ring: tl.constexpr,
+    kept: tl.constexpr,
+    tile: tl.constexpr,
+    lanes: tl.constexpr,
+    window: tl.constexpr,
     chunks_tile: tl.constexpr,
-    token_tile: tl.constexpr,
-    channel_tile: tl.constexpr,
+    has_dest: tl.constexpr,
+    is_exact: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
+    """A chunk of one head's lanes: `convolved` is x, B and C, `gates` dt."""
+    heads: tl.constexpr = shape.heads
+    head_dim: tl.constexpr = shape.head_dim
+    d_state: tl.constexpr = shape.d_state
+    d_inner: tl.constexpr = shape.d_inner
+    bc_dim: tl.constexpr = shape.bc_dim
+    conv_dim: tl.constexpr = shape.conv_dim
+    xb_dim: tl.constexpr = shape.ring_dim
+    group_heads: tl.constexpr = shape.group_heads
+    tiles: tl.constexpr = (head_dim + lanes - 1) // lanes
+    head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    group = head // group_heads
+    row = tl.program_id(1)
+    rate = -tl.exp(tl.load(parameters.a_log + head).to(tl.float32))
+    through = tl.load(parameters.d + head).to(tl.float32)
     wait_for_previous(overlap)
-    part = tl.program_id(0)
-    token = tl.program_id(1) * token_tile + tl.arange(0, token_tile)
-    row = token.to(tl.int64)
-    source = zxbcdt + row[:, None] * input_stride + d_inner
-    if part < (conv_dim + channel_tile - 1) // channel_tile:
-        each = tl.arange(0, chunks_tile)
-        ends = tl.load(starts + 1 + each, mask=each < chunks, other=2**31 - 1)
-        chunk = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
-        exists = (chunk < chunks) & (token < tokens)
-        local = token - tl.load(starts + chunk, mask=exists, other=0)
-        position = local + tl.load(first_positions + chunk, mask=exists, other=0)
-        pool_row = tl.load(read_rows + chunk, mask=exists, other=0).to(tl.int64)
-        kept = conv + pool_row * conv_stride
-        channel = part * channel_tile + tl.arange(0, channel_tile)
-        inside = channel < conv_dim
-        bias = tl.load(conv_bias + channel, mask=inside, other=0.0).to(tl.float32)
-        value = tl.zeros((token_tile, channel_tile), tl.float32) + bias[None, :]
-        for tap in tl.static_range(4):
-            back = 3 - tap
-            weight = tl.load(conv_weight + channel * 4 + tap, mask=inside, other=0.0)
-            in_batch = exists & (local >= back)
-            place = source - back * input_stride + channel[None, :]
-            raw = tl.load(place, mask=in_batch[:, None] & inside[None, :], other=0.0)
-            raw = raw.to(tl.float32)
-            if back > 0:
-                # From steps before; nothing is before position 0.
-                is_kept = exists & (local < back) & (position >= back)
-                entry = tl.maximum(position - back, 0) % conv_ring
-                place = (kept + entry * conv_dim)[:, None] + channel[None, :]
-                old = tl.load(place, mask=is_kept[:, None] & inside[None, :], other=0.0)
-                raw += old.to(tl.float32)
-            value += raw * weight.to(tl.float32)[None, :]
-        place = xbc + row[:, None] * conv_dim + channel[None, :]
-        stored = exists[:, None] & inside[None, :]
-        tl.store(place, silu(value).to(xbc.dtype.element_ty), mask=stored)
-        place = out + row[:, None] * out_stride + channel[None, :]
-        padding = (token < tokens) & (chunk >= chunks)
-        zeros = tl.zeros((token_tile, channel_tile), out.dtype.element_ty)
-        tl.store(place, zeros, mask=padding[:, None] & (channel < d_inner)[None, :])
-    else:
-        head = tl.arange(0, heads_tile)
-        loaded = (token < tokens)[:, None] & (head < heads)[None, :]
-        dt = tl.load(source + conv_dim + head[None, :], mask=loaded, other=0.0).to(tl.float32)
-        dt += tl.load(dt_bias + head, mask=head < heads, other=0.0).to(tl.float32)[None, :]
-        dt_place = dt_out + head[None, :].to(tl.int64) * tokens + token[:, None]
-        tl.store(dt_place, softplus(dt), mask=loaded)
+    start = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - start
+    if length > 0:
+        first, base = tl.load(first_positions + row), tl.load(base_after + row)
+        end = first + length
+        read_row = tl.load(read_rows + row).to(tl.int64)
+        write_row = tl.load(write_rows + row).to(tl.int64)
+        lane = part * lanes + tl.arange(0, lanes)
+        inside = lane < head_dim
+        column = tl.arange(0, d_state)
+        cell = head * (head_dim * d_state) + lane[:, None] * d_state + column[None, :]
+        in_state = inside[:, None] & (column >= 0)[None, :]
+        # Nothing of the row is read where a request begins: its former owner's numbers lie there.
+        loaded = in_state & (first > 0)
+        s = tl.load(pools.state + read_row * strides.state + cell, mask=loaded, other=0.0)
+        target = pools.state + write_row * strides.state + cell
+        if base == first:
+            # No token of the chunk is in the state yet.
+            tl.store(target, s, mask=in_state)
+        s = tl.trans(s.to(tl.float32))
+        offset = tl.arange(0, tile)
+        dest = chunk_dest
+        if has_dest:
+            number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
+            dest = chunk_dest + number - first // BORDERS
+        chunk = (inputs, input_stride, pools, strides, start, first)
+        for turn in range(scan_turns(first, end, base, tile)):
+            begin, lower, upper = scan_cut(turn, first, end, base, tile)
+            position = begin + offset
+            exists = (position >= lower) & (position < upper)
+            token = (start - first + position).to(tl.int64)
+            source = convolved + token[:, None] * conv_dim
+            place = source + d_inner + group * d_state + column[None, :]
+            b = tl.load(place, mask=exists[:, None], other=0.0)
+            c = tl.load(place + bc_dim, mask=exists[:, None], other=0.0)
+            place = source + head * head_dim + lane[None, :]
+            in_tile = exists[:, None] & inside[None, :]
+            x = tl.load(place, mask=in_tile, other=0.0)
+            dt = tl.load(gates + head.to(tl.int64) * tokens + token, mask=exists, other=0.0)
+            decay = tl.cumsum(dt * rate, 0)
+            weight = tl.dot(c, tl.trans(b), input_precision="ieee")
+            seen = offset[:, None] >= offset[None, :]
+            share_of = tl.where(seen, decay[:, None] - decay[None, :], -float("inf"))
+            weight = weight * tl.exp(share_of) * dt[None, :]
+            y = tl.dot(c, s.to(c.dtype), input_precision="ieee")
+            y = y * tl.exp(decay)[:, None] + x.to(tl.float32) * through
+            y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
+            place = out + token[:, None] * out_stride + head * head_dim + lane[None, :]
+            tl.store(place, y.to(out.dtype.element_ty), mask=in_tile)
+            s = _advance(s, x, b, dt, decay, rate, exists, is_exact)
+            if upper == base:
+                tl.store(target, tl.trans(s).to(pools.state.dtype.element_ty), mask=in_state)
+            if has_dest:
+                keep_snapshot(s, dest, cell, in_state, *chunk, upper, read_row, kept)
+        # What decode steps add to the state themselves.
+        later = base + tl.arange(0, window)
+        is_later = later < end
+        given = (start - first + later).to(tl.int64)
+        xb_source = convolved + given[:, None] * conv_dim
+        xb_target = pools.ring_xb + write_row * strides.ring_xb + (later % ring)[:, None] * xb_dim
+        x_channel = head * head_dim + lane[None, :]
+        in_ring = is_later[:, None] & inside[None, :]
+        kept_x = tl.load(xb_source + x_channel, mask=in_ring, other=0.0)
+        tl.store(xb_target + x_channel, kept_x, mask=in_ring)
+        if part == 0:
+            if head % group_heads == 0:
+                b_channel = d_inner + group * d_state + column[None, :]
+                kept_b = tl.load(xb_source + b_channel, mask=is_later[:, None], other=0.0)
+                tl.store(xb_target + b_channel, kept_b, mask=is_later[:, None])
+            dt_source = gates + head.to(tl.int64) * tokens + given
+            kept_dt = tl.load(dt_source, mask=is_later, other=0.0)
+            gates_target = pools.ring_gates + write_row * strides.ring_gates + head
+            gates_target = gates_target + (later % ring) * (2 * heads)
+            tl.store(gates_target, kept_dt * rate, mask=is_later)
+            tl.store(gates_target + heads, kept_dt, mask=is_later)
+        keep_inputs(*chunk, end, read_row, write_row, kept)

@@ -1,10 +1,5 @@
-"""`mamba_decode` and `mamba_prefill` in plain torch: what runs on a CPU, and what kernels are
-tested against.
-
-Arguments are those of the ops; the arithmetic is float32 (float64 for float64 inputs), in the same
-order of thought: a decode step adds what the rings hold to what the state gives, a scan is cut at
-multiples of 128.
-"""
+"""`mamba_decode` and `mamba_prefill` in plain torch: what they mean, what runs on a CPU, and what
+kernels are tested against."""
 
 from __future__ import annotations
 
@@ -22,54 +17,68 @@ from megatron_async.ops.recurrent.mamba_pools import (
     shape_of,
 )
 from megatron_async.ops.recurrent.recurrent_pools import (
-    CONV_WIDTH,
-    GRID,
+    DecodeRows,
     FlushRule,
     PrefillRows,
     RecurrentPools,
     wide_dtype,
 )
-from megatron_async.ops.recurrent.reference_inputs import convolve, ring_inputs, with_history
+from megatron_async.ops.recurrent.reference_parts import (
+    Chunk,
+    Entries,
+    convolve,
+    prefill_reference,
+    queries_of,
+    ring_inputs,
+    with_history,
+)
 
 
-@op(gpu="recurrent.mamba_decode", cpu="cpu.recurrent.host_recurrent")
+@op(gpu="recurrent.mamba_decode", cpu="recurrent.cpu.host_recurrent")
 def mamba_decode(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,
-    row_index: Tensor,
-    positions: Tensor,
-    base: Tensor,
-    width: int,
+    step: DecodeRows,
     rule: FlushRule,
     out: Tensor | None = None,
     gating: Gating | None = None,
 ) -> Tensor:
-    """`mamba_decode` in plain torch."""
-    shape = shape_of("mamba_decode", zxbcdt, params, pools, rule, width)
-    rows = row_index.numel()
+    """Convolution and recurrence of a step's decode rows.
+
+    Args:
+        zxbcdt: `[decode rows * width, 2 d_inner + 2 groups d_state + heads]` or more rows: output
+            of in_proj in Megatron's order z, x, B, C, dt; bfloat16, float16 or float32 on a GPU;
+            rows may be strided.
+        params: the layer's parameters.
+        pools: the layer's pools, changed in place.
+        step: the decode rows.
+        rule: when inputs move into the state; that of `next_bases`.
+        out: `[decode rows * width, d_inner]`, adjacent elements; None: made here.
+        gating: gate the outputs; of rows of one query token.
+
+    Returns:
+        y `[decode rows * width, d_inner]`, dtype of `zxbcdt`: before gate and norm, or as `gating`
+        says.
+
+    Raises:
+        ValueError: sizes, dtypes or layouts do not fit each other.
+    """
+    shape = shape_of("mamba_decode", zxbcdt, params, pools, rule, step.width)
+    rows = step.row_index.numel()
     if gating is not None:
-        check_gating("mamba_decode", gating, shape, rows, width)
-    row = row_index.to(torch.int64)[:, None]
-    given = positions[: rows * width].view(rows, width)
-    first = given[:, :1]
-    at = first + torch.arange(width, device=given.device)
-    brought = (given == at) & (first > 0)
-    x_bc_dt = zxbcdt[: rows * width, shape.d_inner :].unflatten(0, (rows, width))
-    raw, dt = x_bc_dt.split([shape.conv_dim, shape.heads], dim=2)
+        check_gating("mamba_decode", gating, shape, rows, step.width)
+    queries = queries_of(step)
+    row, first, at, brought = queries
+    raw, dt = queries.tokens(zxbcdt)[..., shape.d_inner :].split([shape.conv_dim, shape.heads], 2)
     xbc = convolve(with_history(raw, pools.conv, row, first), params.conv_weight, params.conv_bias)
     dt = _dt(dt, params)
-    xb, c = xbc.split([shape.d_inner + shape.bc_dim, shape.bc_dim], dim=2)
-    gates = torch.stack((dt * -torch.exp(params.a_log), dt), 2)
-    for pool, values in ((pools.conv, raw), (pools.ring_xb, xb), (pools.ring_gates, gates)):
-        place = row, at % pool.size(1)
-        is_new = brought.view(*brought.shape, *(1,) * (pool.dim() - 2))
-        pool[place] = torch.where(is_new, values, pool[place])
+    xb, c = xbc.split([shape.ring_dim, shape.bc_dim], dim=2)
+    queries.store(pools, raw, xb, torch.stack((dt * -torch.exp(params.a_log), dt), 2))
 
     wide = wide_dtype(zxbcdt.dtype)
-    is_fed = (first > 0)[..., None, None]
-    state = torch.where(is_fed, pools.state[row[:, 0]], 0).to(wide)
-    after = base[:rows, None]
+    state = queries.states(pools, wide)
+    after = step.bases[:rows, None]
     end = first + brought.sum(1, keepdim=True)
     x, b, decay, dt = ring_inputs(pools, row, after, end)
     decay = decay.cumsum(1)
@@ -109,95 +118,68 @@ def mamba_prefill(
     out: Tensor | None = None,
     chunk_dest: Tensor | None = None,
 ) -> Tensor:
-    """`mamba_prefill` in plain torch."""
+    """Convolution and scan of a step's prefill chunks.
+
+    A chunk that does not begin its request starts from the state and the last inputs in its read
+    row. Its write row gets the state at `base_after`, the ring's inputs from there to the chunk's
+    end, and the last three inputs of the convolution. Scans are cut at multiples of 128 of a
+    request's own positions, so with a float32 state a prompt that is cut there gives the same bits
+    as one that is not.
+
+    Args:
+        zxbcdt: `[tokens, 2 d_inner + 2 groups d_state + heads]`, output of in_proj in Megatron's
+            order z, x, B, C, dt, of the prefill tokens alone; bfloat16, float16 or float32 on a
+            GPU; rows may be strided.
+        params: the layer's parameters.
+        pools: the layer's pools, changed in place.
+        rows: the step's chunks.
+        base_after: int32 `[chunks]`, of `next_bases`.
+        rule: when inputs move into the state; that of `next_bases`.
+        out: `[tokens, d_inner]`, adjacent elements; None: made here.
+        chunk_dest: int32 `[scan chunks]`: the pool row that gets the state at the end of each scan
+            chunk that ends at a multiple of 128, and the three inputs before it; -1: none does. A
+            chunk of tokens s to e - 1 has ceil(e / 128) - floor(s / 128) scan chunks; they are
+            counted through all chunks. The rows are no other chunk's read or write row.
+
+    Returns:
+        y `[tokens, d_inner]`, dtype of `zxbcdt`: before gate and norm; 0 for padding tokens.
+
+    Raises:
+        ValueError: sizes, dtypes or layouts do not fit each other.
+    """
     shape = shape_of("mamba_prefill", zxbcdt, params, pools, rule, 1)
-    y = torch.zeros((zxbcdt.size(0), shape.d_inner), dtype=zxbcdt.dtype, device=zxbcdt.device)
-    y = y if out is None else out.zero_()
-    numbers = torch.stack(
-        (rows.starts[:-1], rows.starts[1:], rows.first_positions, rows.read_rows, rows.write_rows)
+    wide, rate = wide_dtype(zxbcdt.dtype), -torch.exp(params.a_log)
+
+    def convolved(inputs: Tensor, read: int, first: int) -> Chunk:
+        raw, dt = inputs[:, shape.d_inner :].split([shape.conv_dim, shape.heads], dim=1)
+        raw = with_history(raw, pools.conv, read, first)
+        xbc, dt = convolve(raw, params.conv_weight, params.conv_bias), _dt(dt, params)
+        xb, c = xbc.split([shape.ring_dim, shape.bc_dim], dim=1)
+        x, b = xb.split([shape.d_inner, shape.bc_dim], dim=1)
+        x, b = x.unflatten(1, (shape.heads, -1)).to(wide), _by_head(b, shape)
+        c, g = _by_head(c, shape), dt * rate
+        gates = torch.stack((g, dt), 1)
+
+        def scan(state: Tensor, cut: slice) -> tuple[Tensor, Entries, Tensor, Tensor]:
+            y = _scan(state, x[cut], b[cut], dt[cut], c[cut], g[cut]) + x[cut] * params.d[:, None]
+            return y, Entries(x[cut], b[cut], g[cut], dt[cut]), xb[cut], gates[cut]
+
+        return Chunk(raw, scan)
+
+    return prefill_reference(
+        zxbcdt, pools, rows, base_after, out, chunk_dest, shape.d_inner, convolved
     )
-    bases = base_after.tolist()
-    dests = [] if chunk_dest is None else chunk_dest.tolist()
-    for chunk, (start, end, first, read, write) in enumerate(numbers.t().tolist()):
-        if start == end:
-            continue
-        count = -(-(first + end - start) // GRID) - first // GRID
-        own_dests, dests = dests[:count], dests[count:]
-        y[start:end] = _prefill_chunk(
-            zxbcdt[start:end], params, pools, shape, (first, read, write, bases[chunk]), own_dests
-        )
-    return y
 
 
-def _prefill_chunk(
-    zxbcdt: Tensor,
-    params: MambaParams,
-    pools: RecurrentPools,
-    shape: MambaShape,
-    numbers: tuple[int, int, int, int],
-    dests: list[int],
-) -> Tensor:
-    """One chunk: its first position, read row, write row and base."""
-    first, read, write, base = numbers
-    end = first + len(zxbcdt)
-    raw, dt = zxbcdt[:, shape.d_inner :].split([shape.conv_dim, shape.heads], dim=1)
-    raw = with_history(raw, pools.conv, read, first)
-    xbc, dt = convolve(raw, params.conv_weight, params.conv_bias), _dt(dt, params)
-    xb, c = xbc.split([shape.d_inner + shape.bc_dim, shape.bc_dim], dim=1)
-    x, b = xb.split([shape.d_inner, shape.bc_dim], dim=1)
-    wide = wide_dtype(zxbcdt.dtype)
-    x, b = x.unflatten(1, (shape.heads, -1)).to(wide), _by_head(b, shape)
-    c = _by_head(c, shape)
-    rate = -torch.exp(params.a_log)
-    state = pools.state[read].to(wide) if first else torch.zeros_like(pools.state[read], dtype=wide)
-
-    def keep_inputs(behind: int, row: int) -> None:
-        for position in range(max(behind + 1 - CONV_WIDTH, 0), behind):
-            place = row, position % pools.conv.size(1)
-            pools.conv[place] = raw[position - first + CONV_WIDTH - 1]
-
-    outputs, at_base = [], state
-    for begin in range(first // GRID * GRID, end, GRID):
-        cut = slice(max(begin - first, 0), min(begin + GRID, end) - first)
-        outputs.append(_scan(state, x[cut], b[cut], dt[cut], c[cut], rate))
-        if begin <= base < begin + GRID:
-            due = slice(cut.start, base - first)
-            at_base = _advance(state[None], x[None, due], b[None, due], dt[None, due], rate)[0]
-        state = _advance(state[None], x[None, cut], b[None, cut], dt[None, cut], rate)[0]
-        dest = dests[begin // GRID - first // GRID] if dests else -1
-        if dest >= 0 and begin + GRID <= end:
-            pools.state[dest] = state
-            keep_inputs(begin + GRID, dest)
-    pools.state[write] = state if base == end else at_base
-    for position in range(base, end):
-        place = write, position % pools.ring_xb.size(1)
-        own = dt[position - first]
-        pools.ring_xb[place] = xb[position - first]
-        pools.ring_gates[place] = torch.stack((own * rate, own))
-    keep_inputs(end, write)
-    y = torch.cat(outputs) + x * params.d[:, None]
-    return y.flatten(1).to(zxbcdt.dtype)
-
-
-def _scan(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, c: Tensor, rate: Tensor) -> Tensor:
+def _scan(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, c: Tensor, g: Tensor) -> Tensor:
     """Outputs `[tokens, heads, head_dim]` of up to 128 tokens after a state."""
-    decay = (dt * rate).cumsum(0)
+    decay = g.cumsum(0)
     order = torch.arange(len(dt), device=dt.device)
     seen = (order <= order[:, None])[..., None]
     share = (decay[:, None] - decay).masked_fill(~seen, -torch.inf).exp()
     weight = torch.einsum("jhn,ihn->jih", c, b) * share * dt
     y = torch.einsum("jih,ihp->jhp", weight, x)
     return y + torch.einsum("hpn,jhn->jhp", state, c) * decay.exp()[..., None]
-
-
-def _advance(state: Tensor, x: Tensor, b: Tensor, dt: Tensor, rate: Tensor) -> Tensor:
-    """States `[rows, heads, head_dim, d_state]` after inputs `[rows, entries, ...]`; an entry
-    whose dt is 0 changes nothing."""
-    decay = (dt * rate).cumsum(1)
-    total = decay[:, -1:] if dt.size(1) else dt.new_zeros(dt.size(0), 1, dt.size(2))
-    weight = (total - decay).exp() * dt
-    added = torch.einsum("rihp,rihn->rhpn", x * weight[..., None], b)
-    return state * total[:, 0].exp()[..., None, None] + added
 
 
 def _dt(dt: Tensor, params: MambaParams) -> Tensor:

@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.recurrent.decode_convolution import history, taps
+from megatron_async.ops.recurrent.kernel_parts import history, silu, softplus, taps
 from megatron_async.ops.recurrent.mamba_inputs import window_of
 from megatron_async.ops.recurrent.mamba_pools import LANES, MambaParams, MambaShape
-from megatron_async.ops.recurrent.recurrent_math import silu, softplus
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
+from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, FlushRule, RecurrentPools
 
 MOST_ROWS = 1
 """Rows of such a step. Each head's program makes B and C again, in 32 programs of a group of
@@ -37,9 +36,7 @@ def decode_row(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,
-    row_index: Tensor,
-    positions: Tensor,
-    base: Tensor,
+    step: DecodeRows,
     rule: FlushRule,
     shape: MambaShape,
     out: Tensor,
@@ -51,28 +48,20 @@ def decode_row(
         shape: sizes of the layer.
         out: `[decode rows, d_inner]`, written.
     """
+    row_index, positions, bases, _width = step
     window = window_of(rule, 1)
     _row_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), row_index.numel())](
         zxbcdt,
         zxbcdt.stride(0),
-        *params,
-        pools.ring_xb,
-        pools.ring_xb.stride(0),
-        pools.ring_gates,
-        pools.ring_gates.stride(0),
-        pools.conv,
-        pools.conv.stride(0),
-        pools.state,
-        pools.state.stride(0),
+        params,
+        pools,
+        pools.strides,
         row_index,
         positions,
-        base,
+        bases,
         out,
         out.stride(0),
-        heads=shape.heads,
-        groups=shape.groups,
-        head_dim=shape.head_dim,
-        d_state=shape.d_state,
+        shape=shape,
         ring=pools.ring_xb.size(1),
         conv_ring=pools.conv.size(1),
         window=window,
@@ -84,8 +73,7 @@ def decode_row(
 
 @triton.jit
 def _convolved(
-    conv_weight: tl.tensor,
-    conv_bias: tl.tensor,
+    parameters: tl.tuple,
     channel: tl.tensor,
     inside: tl.tensor,
     input_0: tl.tensor,
@@ -94,8 +82,8 @@ def _convolved(
 ) -> tuple[tl.tensor, tl.tensor]:
     """What the three tokens before add to a channel's convolution, its bias included, and the
     weight of the token's own input."""
-    weight_0, weight_1, weight_2, weight_3 = taps(conv_weight, channel, inside)
-    bias = tl.load(conv_bias + channel, mask=inside, other=0.0).to(tl.float32)
+    weight_0, weight_1, weight_2, weight_3 = taps(parameters.conv_weight, channel, inside)
+    bias = tl.load(parameters.conv_bias + channel, mask=inside, other=0.0).to(tl.float32)
     return bias + weight_0 * input_0 + weight_1 * input_1 + weight_2 * input_2, weight_3
 
 
@@ -106,28 +94,15 @@ def _convolved(
 def _row_kernel(
     zxbcdt: tl.tensor,
     input_stride: tl.tensor,
-    conv_weight: tl.tensor,
-    conv_bias: tl.tensor,
-    dt_bias: tl.tensor,
-    a_log: tl.tensor,
-    d: tl.tensor,
-    ring_xb: tl.tensor,
-    xb_stride: tl.tensor,
-    ring_gates: tl.tensor,
-    gates_stride: tl.tensor,
-    conv: tl.tensor,
-    conv_stride: tl.tensor,
-    state: tl.tensor,
-    state_stride: tl.tensor,
+    parameters: tl.tuple,
+    pools: tl.tuple,
+    strides: tl.tuple,
     row_index: tl.tensor,
     positions: tl.tensor,
     bases: tl.tensor,
     out: tl.tensor,
     out_stride: tl.tensor,
-    heads: tl.constexpr,
-    groups: tl.constexpr,
-    head_dim: tl.constexpr,
-    d_state: tl.constexpr,
+    shape: tl.constexpr,
     ring: tl.constexpr,
     conv_ring: tl.constexpr,
     window: tl.constexpr,
@@ -135,12 +110,15 @@ def _row_kernel(
     overlap: tl.constexpr,
 ) -> None:
     """A tile of one head's output, `tile` of its elements."""
-    d_inner: tl.constexpr = heads * head_dim
-    bc_dim: tl.constexpr = groups * d_state
-    xb_dim: tl.constexpr = d_inner + bc_dim
-    conv_dim: tl.constexpr = xb_dim + bc_dim
+    heads: tl.constexpr = shape.heads
+    head_dim: tl.constexpr = shape.head_dim
+    d_state: tl.constexpr = shape.d_state
+    d_inner: tl.constexpr = shape.d_inner
+    bc_dim: tl.constexpr = shape.bc_dim
+    xb_dim: tl.constexpr = shape.ring_dim
+    conv_dim: tl.constexpr = shape.conv_dim
     tiles: tl.constexpr = (head_dim + tile - 1) // tile
-    group_heads: tl.constexpr = heads // groups
+    group_heads: tl.constexpr = shape.group_heads
     head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = tl.program_id(1).to(tl.int64)
     group = head // group_heads
@@ -155,31 +133,31 @@ def _row_kernel(
     position = tl.load(positions + row).to(tl.int32)
     base = tl.load(bases + row)
     brought = position > 0
-    place = state + pool_row * state_stride + head * (head_dim * d_state)
+    place = pools.state + pool_row * strides.state + head * (head_dim * d_state)
     place = place + lane[:, None] * d_state + column[None, :]
     s = tl.load(place, mask=inside[:, None] & brought, other=0.0, cache_modifier=".cg")
     s = s.to(tl.float32)
     at = base + tl.arange(0, window)
     is_old = at < position
     entry = at % ring
-    xb_row = ring_xb + pool_row * xb_stride
-    gates_row = ring_gates + pool_row * gates_stride + head
+    xb_row = pools.ring_xb + pool_row * strides.ring_xb
+    gates_row = pools.ring_gates + pool_row * strides.ring_gates + head
     b_place = xb_row + entry[:, None] * xb_dim + b_channel[None, :]
     b_all = tl.load(b_place, mask=is_old[:, None], other=0.0)
     x_place = xb_row + entry[:, None] * xb_dim + x_channel[None, :]
     x_all = tl.load(x_place, mask=is_old[:, None] & inside[None, :], other=0.0)
     decay = tl.load(gates_row + entry * (2 * heads), mask=is_old, other=0.0)
     share = tl.load(gates_row + entry * (2 * heads) + heads, mask=is_old, other=0.0)
-    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
-    through = tl.load(d + head).to(tl.float32)
-    shift = tl.load(dt_bias + head).to(tl.float32)
-    kept = conv + pool_row * conv_stride
+    rate = -tl.exp(tl.load(parameters.a_log + head).to(tl.float32))
+    through = tl.load(parameters.d + head).to(tl.float32)
+    shift = tl.load(parameters.dt_bias + head).to(tl.float32)
+    kept = pools.conv + pool_row * strides.conv
     x_0, x_1, x_2 = history(kept + x_channel, position, inside, conv_dim, conv_ring)
     b_0, b_1, b_2 = history(kept + b_channel, position, always, conv_dim, conv_ring)
     c_0, c_1, c_2 = history(kept + c_channel, position, always, conv_dim, conv_ring)
-    x_sum, x_tap = _convolved(conv_weight, conv_bias, x_channel, inside, x_0, x_1, x_2)
-    b_sum, b_tap = _convolved(conv_weight, conv_bias, b_channel, always, b_0, b_1, b_2)
-    c_sum, c_tap = _convolved(conv_weight, conv_bias, c_channel, always, c_0, c_1, c_2)
+    x_sum, x_tap = _convolved(parameters, x_channel, inside, x_0, x_1, x_2)
+    b_sum, b_tap = _convolved(parameters, b_channel, always, b_0, b_1, b_2)
+    c_sum, c_tap = _convolved(parameters, c_channel, always, c_0, c_1, c_2)
     # What is left now of each input, times its dt, and of the state: the token's own decay
     # multiplies both.
     left = tl.sum(decay, 0)

@@ -1,4 +1,5 @@
-"""What all recurrent layers share: a layer's pools by row, the flush rule, and a step's chunks.
+"""What all recurrent layers share: a layer's pools by row, the flush rule, a step's rows and
+chunks, and the checks of these.
 
 A row is what one sequence keeps in a recurrent layer. The state is written every few tokens only:
 `state` holds the recurrence after the first `base` tokens, and rings hold what the tokens since
@@ -9,6 +10,7 @@ is copied and nothing is zeroed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,6 +85,36 @@ class RecurrentPools(NamedTuple):
     conv: Tensor
     """`[rows, conv ring, conv_dim]`, params dtype: inputs of the convolution. Mamba-2: x, B and C;
     Gated DeltaNet: q, k and v."""
+
+    @property
+    def strides(self) -> RowStrides:
+        """Elements from a row of each pool of a layer to the next."""
+        state, ring_xb, ring_gates, conv = self
+        return RowStrides(state.stride(0), ring_xb.stride(0), ring_gates.stride(0), conv.stride(0))
+
+
+class RowStrides(NamedTuple):
+    """Elements from a row of each pool to the next."""
+
+    state: int
+    ring_xb: int
+    ring_gates: int
+    conv: int
+
+
+class DecodeRows(NamedTuple):
+    """The decode rows of a step; all on the device."""
+
+    row_index: Tensor
+    """int32 or int64 `[rows]`: pool row of each decode row, all different but for the dummy row."""
+    positions: Tensor
+    """int64 `[rows * width]` or more. Query tokens that do not follow the row's first are padding,
+    and so are all where the first is 0: they write nothing and give 0."""
+    bases: Tensor
+    """int32 `[rows]` or more, of `next_bases`: the tokens that are in the states, which `flush` has
+    brought there."""
+    width: int
+    """Query tokens of a row, 1 to 8."""
 
 
 class PrefillRows(NamedTuple):
@@ -165,3 +197,100 @@ def check_pools(
             f"{op}: elements of an input row, and of a row of a pool, must be adjacent: pass whole "
             "rows."
         )
+
+
+def check_params(
+    op: str, params: tuple[Tensor, ...], names: Sequence[str], conv_dim: int, heads: int
+) -> None:
+    """Refuse a layer's parameters if one has another size, or is not contiguous.
+
+    Args:
+        op: name of who asks, for messages.
+        params: of the layer: `conv_weight`, perhaps `conv_bias`, then those of one number a head.
+        names: of the last.
+        conv_dim: channels of the convolution.
+        heads: of the layer.
+
+    Raises:
+        ValueError: names all parameters and their sizes.
+    """
+    first = len(params) - len(names)
+    fits = params[0].numel() == conv_dim * CONV_WIDTH
+    fits = fits and all(tensor.shape == (conv_dim,) for tensor in params[1:first])
+    fits = fits and all(tensor.shape == (heads,) for tensor in params[first:])
+    if not fits or not all(tensor.is_contiguous() for tensor in params):
+        bias = f" conv_bias ({conv_dim},)," if first > 1 else ""
+        raise ValueError(
+            f"{op}: parameters must be contiguous, conv_weight ({conv_dim}, {CONV_WIDTH}),{bias} "
+            f"{', '.join(names[:-1])} and {names[-1]} ({heads},); found "
+            f"{[tuple(tensor.shape) for tensor in params]}."
+        )
+
+
+def check_decode_rows(op: str, inputs: Tensor, step: DecodeRows) -> None:
+    """Refuse a step's decode rows if their numbers are fewer than the rows.
+
+    Args:
+        op: name of who asks, for messages.
+        inputs: `[tokens, channels]`, output of the layer's first product.
+        step: the rows.
+
+    Raises:
+        ValueError: the width is not served, or something is too short.
+    """
+    row_index, positions, base, width = step
+    if not 1 <= width <= MAX_WIDTH:
+        raise ValueError(f"{op}: rows have 1 to {MAX_WIDTH} query tokens, not {width}.")
+    rows = row_index.numel()
+    if inputs.size(0) < rows * width or positions.numel() < rows * width:
+        raise ValueError(
+            f"{op}: {rows} rows of {width} query tokens want {rows * width} input rows and "
+            f"positions; found {inputs.size(0)} and {positions.numel()}."
+        )
+    if base.numel() < rows:
+        raise ValueError(
+            f"{op}: {rows} rows want as many bases; found {base.numel()}: pass the second tensor "
+            "that next_bases returned."
+        )
+
+
+def check_chunks(op: str, rows: PrefillRows, base_after: Tensor) -> None:
+    """Refuse a step's prefill chunks if their numbers are not one for each.
+
+    Args:
+        op: name of who asks, for messages.
+        rows: the chunks.
+        base_after: `[chunks]`.
+
+    Raises:
+        ValueError: there are too few or too many starts or bases.
+    """
+    chunks = rows.write_rows.numel()
+    if rows.starts.numel() != chunks + 1 or base_after.numel() != chunks:
+        raise ValueError(
+            f"{op}: {chunks} chunks want {chunks + 1} starts and {chunks} bases; found "
+            f"{rows.starts.numel()} and {base_after.numel()}: slice what next_bases returned."
+        )
+
+
+def output_for(op: str, out: Tensor | None, inputs: Tensor, tokens: int, channels: int) -> Tensor:
+    """The output of an op: `out`, or a new tensor.
+
+    Args:
+        op: name of who asks, for messages.
+        out: given by the caller, or None.
+        inputs: its dtype and device are the output's.
+        tokens: rows of the output.
+        channels: columns of the output.
+
+    Raises:
+        ValueError: `out` has another shape or dtype, or its elements are not adjacent.
+    """
+    if out is None:
+        return torch.empty((tokens, channels), dtype=inputs.dtype, device=inputs.device)
+    if out.shape != (tokens, channels) or out.stride(1) != 1 or out.dtype != inputs.dtype:
+        raise ValueError(
+            f"{op}: out must be ({tokens}, {channels}) of {inputs.dtype} with adjacent elements; "
+            f"found {tuple(out.shape)} of {out.dtype}, strides {out.stride()}."
+        )
+    return out

@@ -22,7 +22,7 @@ from megatron_async.models.hybrid import build_model, init_dummy_weights, transf
 from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.partition import check_partition, mamba_sizes, recurrent_layers
-from megatron_async.ops.recurrent.gated_rms_norm import gated_rms_norm
+from megatron_async.ops.recurrent.gated_norms import gated_rms_norm
 from tests.support.ranks import run_ranks
 from tests.support.whole_sequence import whole_logits
 from tests.unit_tests.checkpoints.hybrid_families import save_hybrid

@@ -6,7 +6,7 @@ import re
 import benchmark_kernels
 import pytest
 import torch
-from kernel_cases import decode_attention, delta, fused_ops, linear, mamba, prefill_attention
+from kernel_cases import decode_attention, fused_ops, linear, prefill_attention, recurrent
 from kernel_cases.case import OURS, Case, Chain, Family, Shelf, Work
 from kernel_cases.expert_layers import ExpertSizes
 from kernel_cases.hardware import BANDWIDTH, MATRIX_RATE, Hardware, Need
@@ -114,13 +114,13 @@ def test_prefill_attention_counts_what_each_query_sees():
 
 
 def test_recurrent_layers_move_their_states():
-    shape = mamba.SHAPES["nemotron-3-nano"]
-    need, more = (mamba.decode_need(shape, rows, 1) for rows in (1, 64))
+    layer = recurrent.SHAPES["nemotron-3-nano"]
+    need, more = (recurrent.decode_need(layer, rows, 1) for rows in (1, 64))
     assert more.moved == pytest.approx(64 * need.moved, rel=1e-4)
     assert need.moved > 64 * 64 * 128 * 4
-    prefill = mamba.prefill_need(shape, [8192])
+    prefill = recurrent.prefill_need(layer, [8192])
     assert prefill.operations == 8192 * (64 * (2 * 128 * 64 + 4 * 64 * 128) + 2 * 128 * 8 * 128)
-    other = delta.prefill_need(delta.SHAPES["qwen3-next"], [64] * 4)
+    other = recurrent.prefill_need(recurrent.SHAPES["qwen3-next"], [64] * 4)
     assert other.operations == 256 * 32 * (4 * 64 * 128 + 4 * 64 * 128 + 6 * 128 * 128)
 
 

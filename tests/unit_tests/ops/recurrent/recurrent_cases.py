@@ -1,15 +1,20 @@
 """Recurrent ops against a plain recurrence: sequences of a layer's inputs, and steps over them.
 
-What a check does is the same for Mamba-2 and Gated DeltaNet (a layer of `mamba_cases` or
-`delta_cases` brings inputs, pools and the truth), and for references and kernels (`Ops`). Every
-pool begins full of NaN, and the dummy row stays so.
+What a check does is the same for Mamba-2 and Gated DeltaNet (a layer of `recurrent_layers` brings
+inputs, pools and the truth), and for references, kernels and loops (`Ops`). Every pool begins full
+of NaN, and the dummy row stays so.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
+from megatron_async.ops.recurrent.recurrent_pools import (
+    DecodeRows,
+    FlushRule,
+    PrefillRows,
+    RecurrentPools,
+)
 
 
 class Ops(NamedTuple):
@@ -129,7 +134,8 @@ class Runner:
             saves = [decode.save for decode in decodes] + [-1] * dummies
             saves = self.tensor(saves) if max(saves) >= 0 else None
             self.ops.flush(every, index, before, after, self.rule, saves)
-            self.ops.decode(*arguments, index, positions, after, width, self.rule, out=y[:tokens])
+            step = DecodeRows(index, positions, after, width)
+            self.ops.decode(*arguments, step, self.rule, out=y[:tokens])
         if has_chunks:
             most = sum(c.tokens // 128 + 2 for c in chunks) + 2 * empty
             dests = [dest for c in chunks for dest in c.dests]

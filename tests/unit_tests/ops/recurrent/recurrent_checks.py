@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, FlushRule, PrefillRows
 from tests.unit_tests.ops.recurrent.recurrent_cases import (
     Chunk,
     Decode,
@@ -270,7 +270,8 @@ def check_replays_in_a_graph(layer, kernels, references):
         before, after = ops.next_bases(base, index, positions, 1, prefill, rule)
         arguments = (layer.params, pools)
         ops.flush(type(pools)(*(pool[None] for pool in pools)), index, before, after, rule, saves)
-        y = ops.decode(projected[:4], *arguments, index, positions, after, 1, rule)
+        rows = DecodeRows(index, positions, after, 1)
+        y = ops.decode(projected[:4], *arguments, rows, rule)
         last = ops.prefill(projected[4:], *arguments, prefill, after[4:], rule, chunk_dest=dests)
         return y, last
 

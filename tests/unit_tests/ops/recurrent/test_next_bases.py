@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
-from tests.unit_tests.ops.recurrent.mamba_cases import KERNELS, REFERENCES
+from tests.unit_tests.ops.recurrent import recurrent_layers
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+KERNELS, REFERENCES = recurrent_layers.KERNELS["mamba"], recurrent_layers.REFERENCES["mamba"]
 
 
 def chunks(starts, firsts, writes, last, device="cpu"):

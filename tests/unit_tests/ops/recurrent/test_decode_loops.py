@@ -9,42 +9,28 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
-from megatron_async.ops.cpu.recurrent import host_flush, host_recurrent
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, RecurrentPools
-from tests.unit_tests.ops.recurrent import delta_cases, mamba_cases
+from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, FlushRule, RecurrentPools
 from tests.unit_tests.ops.recurrent import recurrent_checks as checks
+from tests.unit_tests.ops.recurrent.recurrent_layers import (
+    LOOPS,
+    REFERENCES,
+    DeltaLayer,
+    MambaLayer,
+)
 
 pytestmark = pytest.mark.skipif(
     not compiler.compiles(), reason="Numba is not here, or switched off"
 )
 
-ONCE_A_STEP = {"next_bases": host_flush.next_bases_cpu, "flush": host_flush.flush_cpu}
-MAMBA = mamba_cases.REFERENCES._replace(decode=host_recurrent.mamba_decode_cpu, **ONCE_A_STEP)
-DELTA = delta_cases.REFERENCES._replace(decode=host_recurrent.delta_decode_cpu, **ONCE_A_STEP)
-KINDS = {
-    "mamba": (MAMBA, mamba_cases.REFERENCES, mamba_cases.Layer()),
-    "one group": (
-        MAMBA,
-        mamba_cases.REFERENCES,
-        mamba_cases.Layer(heads=3, groups=1, head_dim=21, d_state=64),
-    ),
-    "many groups": (
-        MAMBA,
-        mamba_cases.REFERENCES,
-        mamba_cases.Layer(heads=8, groups=8, head_dim=3),
-    ),
-    "delta": (DELTA, delta_cases.REFERENCES, delta_cases.Layer()),
-    "one key head": (
-        DELTA,
-        delta_cases.REFERENCES,
-        delta_cases.Layer(key_heads=1, value_heads=3, key_dim=64, value_dim=48),
-    ),
-    "a head each": (
-        DELTA,
-        delta_cases.REFERENCES,
-        delta_cases.Layer(key_heads=5, value_heads=5, key_dim=32),
-    ),
+LAYERS = {
+    "mamba": MambaLayer(),
+    "one group": MambaLayer(heads=3, groups=1, head_dim=21, d_state=64),
+    "many groups": MambaLayer(heads=8, groups=8, head_dim=3),
+    "delta": DeltaLayer(),
+    "one key head": DeltaLayer(key_heads=1, value_heads=3, key_dim=64, value_dim=48),
+    "a head each": DeltaLayer(key_heads=5, value_heads=5, key_dim=32),
 }
+KINDS = {name: (LOOPS[one.kind], REFERENCES[one.kind], one) for name, one in LAYERS.items()}
 ROWS, POISON = 7, 77.0
 """Rows of the pools, the last for rows without a request; and what stands around the pools."""
 
@@ -109,7 +95,7 @@ def test_steps(kind: tuple[Any, Any, Any], width: int, dtype: torch.dtype) -> No
             inputs = layer.inputs(len(positions)).to(dtype)
             if turn % 2:
                 index = index.int()
-            arguments = index, positions, bases, width, rule
+            arguments = DecodeRows(index, positions, bases, width), rule
             found = ops.decode(inputs, cast(layer.params, dtype), given, *arguments)
             wanted = references.decode(inputs, cast(layer.params, dtype), expected, *arguments)
             for one, other in zip((found, *given), (wanted, *expected), strict=True):
@@ -153,19 +139,17 @@ def test_a_row_depends_on_no_other(kind: tuple[Any, Any, Any]) -> None:
     index = torch.tensor([3, 0, 5])
     positions = torch.tensor([20, 21, 22, 7, 8, 0, 40, 0, 0])
     bases, inputs = torch.tensor([16, 0, 32], dtype=torch.int32), layer.inputs(9)
-    together = ops.decode(inputs, layer.params, pools[0], index, positions, bases, width, rule)
+    step = DecodeRows(index, positions, bases, width)
+    together = ops.decode(inputs, layer.params, pools[0], step, rule)
     for row in (2, 0, 1):
         own = slice(row * width, row * width + width)
-        alone = ops.decode(
-            inputs[own], layer.params, pools[1], index[row:][:1], positions[own], bases[row:],
-            width, rule,
-        )  # fmt: skip
+        step = DecodeRows(index[row:][:1], positions[own], bases[row:], width)
+        alone = ops.decode(inputs[own], layer.params, pools[1], step, rule)
         assert torch.equal(alone, together[own])
     for found, expected in zip(*pools, strict=True):
         assert torch.equal(found, expected)
-    found = ops.decode(
-        inputs[6:7], layer.params, first, index[2:], positions[6:], bases[2:], 1, rule
-    )
+    step = DecodeRows(index[2:], positions[6:], bases[2:], 1)
+    found = ops.decode(inputs[6:7], layer.params, first, step, rule)
     assert torch.equal(found[0], together[6])
 
 
@@ -178,8 +162,9 @@ def test_a_row_that_is_not_there_fails_the_step(kind: tuple[Any, Any, Any], wron
     positions, bases = torch.tensor([5, 6]), torch.zeros(2, dtype=torch.int32)
     for dtype in (torch.int32, torch.int64):
         index = torch.tensor([1, wrong]).to(dtype)
+        step = DecodeRows(index, positions, bases, 1)
         with pytest.raises(IndexError, match="a row that the pools"):
-            ops.decode(layer.inputs(2), layer.params, pools, index, positions, bases, 1, rule)
+            ops.decode(layer.inputs(2), layer.params, pools, step, rule)
     for pool, kept in zip(pools, before, strict=True):
         assert torch.equal(pool, kept)
 
@@ -195,7 +180,8 @@ def test_wrong_positions_and_bases_write_in_their_own_row(kind: tuple[Any, Any, 
             positions = torch.tensor([first, first + 1, 20, 21])
             bases = torch.tensor([base, 16], dtype=torch.int32)
             index = torch.tensor([1, 4])
-            ops.decode(layer.inputs(4), layer.params, pools, index, positions, bases, width, rule)
+            step = DecodeRows(index, positions, bases, width)
+            ops.decode(layer.inputs(4), layer.params, pools, step, rule)
             for pool, kept in zip(pools, before, strict=True):
                 assert torch.equal(pool[[0, 2, 3, 5, 6]], kept[[0, 2, 3, 5, 6]])
                 around = pool._base
@@ -215,7 +201,7 @@ def test_too_few_inputs_are_refused(kind: tuple[Any, Any, Any]) -> None:
         (layer.inputs(2), positions, bases[:1]),
     ):
         with pytest.raises(ValueError, match="want"):
-            ops.decode(inputs, layer.params, pools, index, at, base, 1, rule)
+            ops.decode(inputs, layer.params, pools, DecodeRows(index, at, base, 1), rule)
 
 
 @pytest.mark.parametrize("case", ["16 bits", "state of 16 bits", "parameters of another dtype"])
@@ -233,19 +219,20 @@ def test_what_the_loops_do_not_take_goes_to_the_references(
         pools = pools._replace(state=pools.state.bfloat16())
     else:
         params = params._replace(dt_bias=params.dt_bias.double())
-    step = torch.tensor([2, 6]), torch.tensor([9, 0]), torch.tensor([4, 0], dtype=torch.int32)
+    bases = torch.tensor([4, 0], dtype=torch.int32)
+    step = DecodeRows(torch.tensor([2, 6]), torch.tensor([9, 0]), bases, 1)
     others = RecurrentPools(*(pool.clone() for pool in pools))
-    found = ops.decode(inputs, params, pools, *step, 1, rule)
-    assert torch.equal(found, references.decode(inputs, params, others, *step, 1, rule))
+    found = ops.decode(inputs, params, pools, step, rule)
+    assert torch.equal(found, references.decode(inputs, params, others, step, rule))
     for pool, other in zip(pools, others, strict=True):
         assert torch.equal(pool, other)
 
 
 def test_a_loop_is_compiled_once_for_a_dtype() -> None:
-    from megatron_async.ops.cpu.recurrent import delta_kernels, mamba_kernels
+    from megatron_async.ops.recurrent.cpu import decode_loops, host_recurrent
 
     host_recurrent.compile_loops()
-    loops = mamba_kernels.mamba_decode, delta_kernels.delta_decode
+    loops = decode_loops.mamba_decode, decode_loops.delta_decode
     before = [len(loop.signatures) for loop in loops]
     for ops, _references, layer in KINDS.values():
         checks.check_packed(layer, ops)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
-from megatron_async.ops.cpu.recurrent import host_flush
 from megatron_async.ops.recurrent.bases import next_bases
+from megatron_async.ops.recurrent.cpu import host_recurrent
 from megatron_async.ops.recurrent.flush import flush
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
 
@@ -59,7 +59,7 @@ def test_flush(heads: int, groups: int, gates: int, dtype: torch.dtype, kind: to
     before, after = ints(16, 0, 1, 35, 0, 0, 9), ints(32, 0, 16, 36, 0, 0, 99)
     for saves in (None, ints(-1, 3, 1, -1, -1, -1, -1), ints(*[-1] * 6)):
         kept, expected = copy_of(given), copy_of(given)
-        host_flush.flush_cpu(given, index, before, after, FlushRule(), saves)
+        host_recurrent.flush_cpu(given, index, before, after, FlushRule(), saves)
         flush.reference(expected, index, before, after, FlushRule(), saves)
         for one, other in zip(given, expected, strict=True):
             scale = 1 + other.abs().max()
@@ -79,15 +79,15 @@ def test_a_row_that_is_not_there_fails_the_step(wrong: int) -> None:
     kept = copy_of(pools)
     before, after = ints(16, 0), ints(32, 16)
     with pytest.raises(IndexError, match="a row that the pools"):
-        host_flush.flush_cpu(pools, ints(1, wrong), before, after, rule)
+        host_recurrent.flush_cpu(pools, ints(1, wrong), before, after, rule)
     if wrong > 0:  # below 0 nothing is kept
         with pytest.raises(IndexError, match="a row for a state to keep"):
-            host_flush.flush_cpu(pools, ints(1, 2), before, after, rule, ints(-1, wrong))
+            host_recurrent.flush_cpu(pools, ints(1, 2), before, after, rule, ints(-1, wrong))
     for pool, source in zip(pools, kept, strict=True):
         assert torch.equal(pool, source)
     base = ints(*range(ROWS))
     with pytest.raises(IndexError, match="a row that the pools"):
-        host_flush.next_bases_cpu(base, ints(1, wrong), torch.tensor([50, 50]), 1, None, rule)
+        host_recurrent.next_bases_cpu(base, ints(1, wrong), torch.tensor([50, 50]), 1, None, rule)
     assert torch.equal(base, ints(*range(ROWS)))
 
 
@@ -96,7 +96,7 @@ def test_wrong_bases_write_in_their_own_row() -> None:
     kept = copy_of(pools)
     for begin in far:
         for end in far:
-            host_flush.flush_cpu(pools, ints(1), ints(begin), ints(end), FlushRule())
+            host_recurrent.flush_cpu(pools, ints(1), ints(begin), ints(end), FlushRule())
             for pool, source in zip(pools, kept, strict=True):
                 others = [0, *range(2, ROWS)]
                 assert torch.equal(pool[:, others], source[:, others])
@@ -109,11 +109,11 @@ def test_what_the_loop_does_not_take_goes_to_the_reference() -> None:
     whole = pools_of(4, 2, 2, torch.float32)
     half = whole._replace(state=whole.state.bfloat16())
     found, expected = copy_of(half), copy_of(half)
-    host_flush.flush_cpu(found, ints(1), ints(0), ints(16), FlushRule())
+    host_recurrent.flush_cpu(found, ints(1), ints(0), ints(16), FlushRule())
     flush.reference(expected, ints(1), ints(0), ints(16), FlushRule())
     assert torch.equal(found.state, expected.state)
     assert not torch.equal(found.state, half.state)
-    host_flush.flush_cpu(whole, ints(), ints(), ints(), FlushRule())
+    host_recurrent.flush_cpu(whole, ints(), ints(), ints(), FlushRule())
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -132,7 +132,7 @@ def test_next_bases(width: int, kind: torch.dtype) -> None:
             index = torch.cat((index, torch.tensor([ROWS - 1] * 2).to(kind)))
             positions = torch.where(first.repeat_interleave(width) > 0, positions, 0)
             other = base.clone()
-            found = host_flush.next_bases_cpu(base, index, positions, width, None, rule)
+            found = host_recurrent.next_bases_cpu(base, index, positions, width, None, rule)
             expected = next_bases.reference(other, index, positions, width, None, rule)
             for one, wanted in zip((*found, base), (*expected, other), strict=True):
                 assert one.dtype == torch.int32
@@ -143,22 +143,24 @@ def test_steps_with_chunks_are_the_references() -> None:
     base, rule = ints(0, 5, 16, 0), FlushRule()
     chunks = PrefillRows(ints(0, 40), ints(0), ints(1), ints(1), torch.tensor([True]))
     index, positions = torch.tensor([2]), torch.tensor([33])
-    before, after = host_flush.next_bases_cpu(base, index, positions, 1, chunks, rule)
+    before, after = host_recurrent.next_bases_cpu(base, index, positions, 1, chunks, rule)
     assert before.tolist() == [16, 0]
     assert after.tolist() == [32, 32]
     assert base.tolist() == [0, 32, 32, 0]
     with pytest.raises(ValueError, match="decode rows"):
-        host_flush.next_bases_cpu(base, index, positions[:0], 1, None, rule)
+        host_recurrent.next_bases_cpu(base, index, positions[:0], 1, None, rule)
     with pytest.raises(ValueError, match="period"):
-        host_flush.next_bases_cpu(base, index, positions, 1, None, FlushRule(period=3))
+        host_recurrent.next_bases_cpu(base, index, positions, 1, None, FlushRule(period=3))
 
 
 def test_a_loop_is_compiled_once_for_a_dtype() -> None:
-    from megatron_async.ops.cpu.recurrent import flush_kernels
+    from megatron_async.ops.recurrent.cpu import step_loops
 
-    loops = flush_kernels.flush, flush_kernels.next_bases
-    host_flush.compile_loops()
-    host_flush.flush_cpu(pools_of(4, 2, 2, torch.float64), ints(1), ints(0), ints(16), FlushRule())
+    loops = step_loops.flush, step_loops.next_bases
+    host_recurrent.compile_step_loops()
+    host_recurrent.flush_cpu(
+        pools_of(4, 2, 2, torch.float64), ints(1), ints(0), ints(16), FlushRule()
+    )
     before = [len(loop.signatures) for loop in loops]
     for kind in (torch.float32, torch.float64):
         test_flush(4, 2, 2, kind, torch.int64)

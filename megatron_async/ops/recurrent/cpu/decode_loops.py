@@ -1,5 +1,5 @@
-"""Loop of Gated DeltaNet's decode rows on a CPU; what it computes:
-`ops/recurrent/delta_reference.py`.
+"""Loops of the decode rows of Mamba-2 and of Gated DeltaNet on a CPU; what they compute:
+`mamba_reference.py` and `delta_reference.py`.
 
 Imported only where loops are compiled.
 """
@@ -14,17 +14,124 @@ from numba import carray
 
 from megatron_async.ops.cpu.float_math import exp
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.recurrent.recurrent_loops import (
+from megatron_async.ops.cpu.row_kernels import REORDERS, longs, words
+from megatron_async.ops.recurrent.cpu.step_loops import (
     add_entries,
     convolve,
     dot,
     numbers,
     pool_rows,
+    read_state,
     read_state_twice,
     softplus,
     taps_of,
 )
-from megatron_async.ops.cpu.row_kernels import REORDERS, longs, words
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)
+def mamba_decode(
+    at: Any, strides: Any, sizes: Any, is_long: Any, one: Any
+) -> None:  # pragma: no cover - compiled
+    """Convolution and recurrence of decode rows.
+
+    Args:
+        at: addresses of zxbcdt, of conv_weight, conv_bias, dt_bias, a_log and d of `MambaParams`,
+            of the state, ring_xb, ring_gates and conv of `RecurrentPools`, of row_index, positions
+            and base, and of the output, which is written.
+        strides: bytes from a row to the next of zxbcdt, of the four pools, and of the output.
+        sizes: decode rows, width, rows of the pools, heads, head_dim, groups, d_state, entries of
+            the ring and of the convolution's, bytes of a number.
+        is_long: whether row_index is int64, not int32.
+        one: 1 in the dtype of all numbers.
+
+    Raises:
+        IndexError: the pools do not have a row; nothing was changed.
+    """
+    inputs_at, weight_at, bias_at, shift_at, a_log_at, d_at = at[:6]
+    state_at, ring_at, gates_at, conv_at, index_at, positions_at, base_at, out_at = at[6:]
+    input_row, state_row, ring_row, gates_row, conv_row, out_row = strides
+    rows, width, count, heads, head_dim, groups, d_state, ring, conv_ring, size = sizes
+    inner, strip, each = heads * head_dim, groups * d_state, heads // groups
+    channels = inner + 2 * strip
+    own_rows = pool_rows(index_at, is_long, rows, count)
+    positions = carray(longs(positions_at), (rows * width,))
+    bases = carray(words(base_at), (rows,))
+    taps = taps_of(numbers(weight_at, (channels, 4), one))
+    bias = numbers(bias_at, (channels,), one)
+    shift, through = numbers(shift_at, (heads,), one), numbers(d_at, (heads,), one)
+    a_log, rate = numbers(a_log_at, (heads,), one), np.empty(heads, bias.dtype)
+    for h in range(heads):
+        rate[h] = -exp(a_log[h])
+    # Of a row's query tokens: all channels behind the convolution, C, and what C finds of each B.
+    convolved, zeros = np.empty(channels, bias.dtype), np.zeros(channels, bias.dtype)
+    c = np.empty((width, groups, d_state), bias.dtype)
+    scores = np.empty((width, groups, ring), bias.dtype)
+    # Of the tokens behind the state: bytes to each in the ring, sums of decays, gains.
+    places, weights = np.empty(ring, np.int64), np.empty(ring, bias.dtype)
+    decays, gains = np.empty((heads, ring), bias.dtype), np.empty((heads, ring), bias.dtype)
+    for row in range(rows):
+        first, base, pool_row = positions[row * width], np.int64(bases[row]), own_rows[row]
+        raw_at = inputs_at + row * width * input_row + inner * size
+        own_ring, own_gates = ring_at + pool_row * ring_row, gates_at + pool_row * gates_row
+        end = first
+        for query in range(width):
+            position = first + query
+            if first <= 0 or positions[row * width + query] != position:
+                y = numbers(out_at + (row * width + query) * out_row, (inner,), one)
+                for i in range(inner):
+                    y[i] = one - one
+                continue
+            end += 1
+            convolve(
+                raw_at, input_row, conv_at + pool_row * conv_row, conv_ring, first, query, True,
+                taps, bias, zeros, convolved, size, one,
+            )  # fmt: skip
+            entry = position % ring
+            kept = numbers(own_ring + entry * (inner + strip) * size, (inner + strip,), one)
+            for i in range(kept.shape[0]):
+                kept[i] = convolved[i]
+            for g in range(groups):
+                for i in range(d_state):
+                    c[query, g, i] = convolved[inner + strip + g * d_state + i]
+            gates = numbers(own_gates + entry * 2 * heads * size, (2, heads), one)
+            dts = numbers(raw_at + query * input_row + channels * size, (heads,), one)
+            for h in range(heads):
+                dt = bias.dtype.type(softplus(np.float64(dts[h]) + np.float64(shift[h])))
+                gates[0, h], gates[1, h] = dt * rate[h], dt
+        if end == first:
+            continue
+        exist = min(max(end - base, 0), ring)
+        for i in range(exist):
+            entry = (base + i) % ring
+            places[i] = entry * (inner + strip) * size
+            gates = numbers(own_gates + entry * 2 * heads * size, (2, heads), one)
+            for h in range(heads):
+                before = decays[h, i - 1] if i > 0 else one - one
+                decays[h, i], gains[h, i] = before + gates[0, h], gates[1, h]
+        for query in range(width):
+            for g in range(groups):
+                for i in range(min(first + query + 1 - base, exist)):
+                    b_at = own_ring + places[i] + (inner + g * d_state) * size
+                    scores[query, g, i] = dot(c[query, g], numbers(b_at, (d_state,), one), one)
+        for h in range(heads):
+            state_of_head = state_at + pool_row * state_row + h * head_dim * d_state * size
+            state = numbers(state_of_head, (head_dim, d_state), one)
+            decay, gain = decays[h], gains[h]
+            for query in range(width):
+                if positions[row * width + query] != first + query:
+                    continue
+                seen = min(first + query + 1 - base, exist)
+                here, score = one - one, scores[query, h // each]
+                if seen > 0:
+                    here = decay[seen - 1]
+                for i in range(seen):
+                    weights[i] = exp(here - decay[i]) * gain[i] * score[i]
+                if seen > 0:
+                    weights[seen - 1] += through[h]
+                y_at = out_at + (row * width + query) * out_row + h * head_dim * size
+                y = numbers(y_at, (head_dim,), one)
+                read_state(state, c[query, h // each], exp(here), y, one)
+                add_entries(own_ring + h * head_dim * size, places, weights, 0, seen, y, one)
 
 
 @njit(cache=True, error_model="numpy", fastmath=REORDERS)
