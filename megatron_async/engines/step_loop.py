@@ -103,12 +103,7 @@ class StepLoop:
     # ---- Launch ------------------------------------------------------------------------------
 
     def launch_next(self) -> LaunchedStep | None:
-        """Plan the next step and launch it after those in flight, without waiting.
-
-        Returns:
-            the step; None if none was launched: the loop is stopped, no request can run before a
-            step in flight is resolved (or at all), or more than `lookahead` are in flight.
-        """
+        """Plan the next step and launch it: `DynamicInferenceEngine.launch_step`."""
         self.turn.make_whole()
         if self.is_stopped or self.invalidation.is_draining or self.is_recovering:
             return None

@@ -85,13 +85,7 @@ class Follower(ConnectedGroup):
         """What `receive` has returned is done."""
         self._received.popleft()
 
-    def launching(
-        self,
-        step: int,
-        prefill_limit: int,
-        shape: StepShape | None = None,
-        is_dummy: bool = False,
-    ) -> int:
+    def launching(self, step: int, prefill_limit: int) -> int:
         return self.prefill_limit
 
     def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:

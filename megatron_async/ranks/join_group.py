@@ -12,7 +12,7 @@ from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.channel import StepChannel
 from megatron_async.communication.communicator import AsyncZMQCommunicator
 from megatron_async.ranks.actions import Report, Turn, to_builtin
-from megatron_async.ranks.expert_consensus import ExpertConsensus, SharedExperts
+from megatron_async.ranks.expert_consensus import SharedExperts
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
 from megatron_async.ranks.rank_group import RankGroup
@@ -66,4 +66,4 @@ def join_group(check_agreement: bool) -> tuple[RankGroup, RankPlace]:
     if len(experts) == 1:
         return leader, place
     communicator = AsyncZMQCommunicator(job, experts, "the shape of a step")
-    return SharedExperts(leader, ExpertConsensus(communicator)), place
+    return SharedExperts(leader, communicator), place

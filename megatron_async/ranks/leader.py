@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, override
 
 from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.contexts.step_shape import StepShape
 from megatron_async.errors import RanksDisagree
 from megatron_async.interrupts import HeldInterrupts
 from megatron_async.ranks.actions import (
@@ -27,15 +26,12 @@ from megatron_async.ranks.actions import (
     Turn,
 )
 from megatron_async.ranks.plan_digest import PlanComparer, plan_digest, sample_digest
-from megatron_async.ranks.rank_group import (
-    CONFIRMATION_TIMEOUT_S,
-    Channel,
-    ConnectedGroup,
-    failed_alone,
-)
+from megatron_async.ranks.rank_group import Channel, ConnectedGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
+CONFIRMATION_TIMEOUT_S = 5.0
+"""Seconds. Ranks launch a step together, so a failure on all ranks occurs within a step's time."""
 TOLD_EVERY_S = 1e-3
 """Seconds between two looks whether followers have taken in what they were told."""
 
@@ -67,7 +63,7 @@ class Leader(ConnectedGroup):
         """Follower -> number of the last `Tell` that it has taken in."""
 
     def compiling(self, request: DynamicInferenceRequest) -> None:
-        self._send(Compile(request.sampling_params))
+        self.log(Compile(request.sampling_params))
 
     def added(self, request: DynamicInferenceRequest) -> None:
         tokens = request.prompt_tokens.astype("int32").tobytes()
@@ -79,16 +75,10 @@ class Leader(ConnectedGroup):
         self._pending.append(Abort(request_id))
 
     def controlled(self, method: str, argument: bool | None = None) -> None:
-        self._send(Control(method, argument))
+        self.log(Control(method, argument))
 
-    def launching(
-        self,
-        step: int,
-        prefill_limit: int,
-        shape: StepShape | None = None,
-        is_dummy: bool = False,
-    ) -> int:
-        self._send(Launch(step, shape, is_dummy, prefill_limit))
+    def launching(self, step: int, prefill_limit: int) -> int:
+        self.log(Launch(step, prefill_limit=prefill_limit))
         return prefill_limit
 
     def planned(self, plan: StepPlan) -> None:
@@ -97,7 +87,7 @@ class Leader(ConnectedGroup):
 
     def resolving(self, step: LaunchedStep) -> None:
         number, error = step.plan.step, step.error
-        self._send(Resolve(number))
+        self.log(Resolve(number))
         if self._checks and error is None:
             self._comparer.expect(number, sample_digest(step))
         self._read_reports()
@@ -109,7 +99,7 @@ class Leader(ConnectedGroup):
     @override
     def tell(self, what: str, value: Any = None) -> None:
         self._tells += 1
-        self._send(Tell(self._tells, what, value))
+        self.log(Tell(self._tells, what, value))
 
     @override
     async def until_told(self) -> None:
@@ -120,18 +110,19 @@ class Leader(ConnectedGroup):
             await asyncio.sleep(TOLD_EVERY_S)
 
     def release(self) -> None:
-        self._send(Release())
+        self.log(Release())
 
     def close(self, error: BaseException | None = None) -> None:
         if self._is_closed:
             return
         try:
-            self._send(Close(None if error is None else repr(error)))
+            self.log(Close(None if error is None else repr(error)))
         finally:
             self._is_closed = True
             self._channel.close()
 
-    def _send(self, action: Action) -> None:
+    def log(self, action: Action) -> None:
+        """Send an action, and those that wait, in one message."""
         if self._is_closed:  # nobody listens any more
             return
         with HeldInterrupts():  # also outside of a turn: an action is sent once
@@ -179,3 +170,13 @@ class Leader(ConnectedGroup):
             self._read_reports()
         self._failed.pop(step, None)
         self._failed_since.pop(step, None)
+
+
+def failed_alone(step: int, error: BaseException, others: str) -> RanksDisagree:
+    """The error where a step failed here, and not on `others`."""
+    found = RanksDisagree(
+        f"step {step} failed on this rank ({error!r}), but not on {others}: the ranks of its model "
+        "are out of step, start the job again."
+    )
+    found.__cause__ = error
+    return found

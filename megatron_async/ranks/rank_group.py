@@ -15,7 +15,7 @@ from typing import Any, Protocol, override
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.contexts.step_shape import StepShape
 from megatron_async.devices import Event
-from megatron_async.errors import JobFailed, RanksDisagree
+from megatron_async.errors import JobFailed
 from megatron_async.ranks.actions import Report, Turn
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.request_registry import RequestRegistry
@@ -25,8 +25,6 @@ WATCH_EVERY_S = 0.05
 """Seconds between two checks whether the other ranks are alive, during a wait for the device."""
 LOSS_TIMEOUT_S = 5.0
 """Seconds after a rank's death within which the others know of it."""
-CONFIRMATION_TIMEOUT_S = 5.0
-"""Seconds. Ranks launch a step together, so a failure on all ranks occurs within a step's time."""
 LOOK_AGAIN_S = 0.01
 """Seconds between two looks whether they know of one."""
 
@@ -64,11 +62,12 @@ class RankGroup:
     """Whether no other rank follows what this one does."""
     agrees = False
     """Whether `agree` is a round with ranks that have other requests."""
-
-    @property
-    def agreement_ns(self) -> int:
-        """Nanoseconds spent in `agree` so far."""
-        return 0
+    agreement_ns = 0
+    """Nanoseconds spent in `agree` so far."""
+    others_work = False
+    """Whether a rank with other requests had unfinished ones at the last agreement."""
+    must_keep_up = False
+    """Whether ranks with other requests have not stopped yet, and need this one's experts."""
 
     def check_leads(self) -> None:
         """Raise RanksDisagree if this rank is a follower, which takes no calls."""
@@ -89,20 +88,12 @@ class RankGroup:
         """A method that stops the engine or lets it continue is about to act; the steps in flight
         are booked."""
 
-    def launching(
-        self,
-        step: int,
-        prefill_limit: int,
-        shape: StepShape | None = None,
-        is_dummy: bool = False,
-    ) -> int:
+    def launching(self, step: int, prefill_limit: int) -> int:
         """A step is planned next.
 
         Args:
             step: its number.
             prefill_limit: `Scheduler.prefill_limit` by this rank's own clock.
-            shape: on which ranks with other requests have agreed; None: there are none.
-            is_dummy: no request of this rank runs, but other ranks need its experts.
 
         Returns:
             the leader's limit, with which to plan the step.
@@ -123,11 +114,6 @@ class RankGroup:
         return wanted
 
     @property
-    def others_work(self) -> bool:
-        """Whether a rank with other requests had unfinished ones at the last agreement."""
-        return False
-
-    @property
     def others_wait(self) -> bool:
         """Whether a rank with other requests waits for this one to agree on a step."""
         return False
@@ -137,11 +123,6 @@ class RankGroup:
 
     def stop_together(self, is_stopping: bool) -> None:
         """The engine of this rank stops, or continues; the engines of its group must do so too."""
-
-    @property
-    def must_keep_up(self) -> bool:
-        """Whether ranks with other requests have not stopped yet, and need this one's experts."""
-        return False
 
     async def wait_for_work(self, requests: RequestRegistry) -> None:
         """Wait until there is a request, or another rank has work.
@@ -249,13 +230,3 @@ class ConnectedGroup(RankGroup):
     @abstractmethod
     def _look(self) -> None:
         """Read what the other ranks have sent; raises if one has given up."""
-
-
-def failed_alone(step: int, error: BaseException, others: str) -> RanksDisagree:
-    """The error where a step failed here, and not on `others`."""
-    found = RanksDisagree(
-        f"step {step} failed on this rank ({error!r}), but not on {others}: the ranks of its model "
-        "are out of step, start the job again."
-    )
-    found.__cause__ = error
-    return found

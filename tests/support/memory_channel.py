@@ -11,7 +11,7 @@ import msgspec
 from megatron_async import DynamicInferenceEngine
 from megatron_async.errors import CommunicationTimeout, RankLost
 from megatron_async.ranks.actions import Report, Turn, to_builtin
-from megatron_async.ranks.expert_consensus import ExpertConsensus, SharedExperts
+from megatron_async.ranks.expert_consensus import Communicator, SharedExperts
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
 from tests.support.patience import PATIENCE_S
@@ -74,7 +74,7 @@ class FollowingEngine:
     Args:
         leader: gets the group's leader; make it with check_ranks_agree.
         follower: made like it.
-        consensus: of the leader.
+        communicator: of a leader that shares experts.
 
     Attributes:
         engine: the follower.
@@ -86,14 +86,14 @@ class FollowingEngine:
         self,
         leader: DynamicInferenceEngine,
         follower: DynamicInferenceEngine,
-        consensus: ExpertConsensus | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         self.channel = MemoryChannel()
         self.engine = follower
         self.error: BaseException | None = None
         self.ended: dict[int, Any] = {}
         leads = Leader(self.channel, self.channel.check, True)
-        leader.loop.join(leads if consensus is None else SharedExperts(leads, consensus))
+        leader.loop.join(leads if communicator is None else SharedExperts(leads, communicator))
         follower.loop.join(Follower(self.channel, self.channel.check, check_agreement=True))
         self._end, follower.requests.end = follower.requests.end, self._note_end
         self._thread = threading.Thread(target=self._run, daemon=True)

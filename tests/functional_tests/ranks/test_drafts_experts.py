@@ -4,7 +4,7 @@ Break one of these, and a test fails:
 
 - `HostStaging.pack`: write `plan.dims.width` as `decode_width`
 - `unpack_rows`: take the step's width for that of its rows
-- `ExpertConsensus.agree`: keep each rank's own width
+- `SharedExperts.agree`: keep each rank's own width
 """
 
 from __future__ import annotations

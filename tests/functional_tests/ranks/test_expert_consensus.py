@@ -12,7 +12,7 @@ import pytest
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice
 from megatron_async.ranks.actions import Report, Turn
-from megatron_async.ranks.expert_consensus import ExpertConsensus, SharedExperts
+from megatron_async.ranks.expert_consensus import SharedExperts
 from megatron_async.ranks.leader import Leader
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.harness import (
@@ -65,7 +65,7 @@ class ExpertRanks:
             device = CapturingCpu() if captures else CpuDevice()
             engine = make_engine(MODEL, device=device, num_kv_blocks=32, **config)
             leader = Leader(NoFollowers(), lambda: None)
-            engine.loop.join(SharedExperts(leader, ExpertConsensus(communicator)))
+            engine.loop.join(SharedExperts(leader, communicator))
             self._watch(engine, self.shapes[rank])
             self.engines.append(engine)
 
@@ -189,7 +189,7 @@ def test_followers_stop_with_their_leaders():
     pairs = []
     for leader in ranks.engines:
         pair = FollowingEngine(
-            leader, make_engine(MODEL, num_kv_blocks=32, lookahead=1), leader.group._consensus
+            leader, make_engine(MODEL, num_kv_blocks=32, lookahead=1), leader.group._communicator
         )
         pairs.append(pair)
     _stop_together(ranks)

@@ -71,15 +71,15 @@ def _on_a_rank(late: bool) -> tuple[dict[int, Any], int, int, int, int]:
     looks = 0
     with _llm(expert_model_parallel_size=2, late_launch=late) as llm:
         ticking = TickingLaunches(llm.engine.launching) if late else None
-        consensus = llm.engine.group._consensus
-        has_started = consensus.communicator.has_started
+        communicator = llm.engine.group._communicator
+        has_started = communicator.has_started
 
         def watched() -> bool:
             nonlocal looks
             looks += 1
             return has_started()
 
-        consensus.communicator.has_started = watched
+        communicator.has_started = watched
         answers = asyncio.run(_serve(llm.engine, llm.data_parallel_rank))
         statistics = llm.engine.statistics
         waits = ticking.waits if ticking else 0
