@@ -25,10 +25,8 @@ from megatron_async.contexts.request_slots import NO_DECODE, RequestSlots
 from megatron_async.contexts.scheduler import Scheduler
 from megatron_async.contexts.state_rows import StateRows
 from megatron_async.contexts.step_output import StepOutput, book_samples
-from megatron_async.contexts.step_plan import IntArray, StepPlan
-from megatron_async.contexts.step_shape import StepShape
-from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks
-from megatron_async.device_state.state_sharing import share_states
+from megatron_async.contexts.step_plan import IntArray, StepPlan, StepShape
+from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks, share_states
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
 from megatron_async.models.partition import is_recurrent
 from megatron_async.names_of_megatron import NamesOfMegatron

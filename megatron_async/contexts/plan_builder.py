@@ -15,8 +15,8 @@ from megatron_async.contexts.step_plan import (
     IntArray,
     PlanFeatures,
     StepPlan,
+    StepShape,
 )
-from megatron_async.contexts.step_shape import StepShape
 from megatron_async.device_state.state_table import StatePlan
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode

@@ -25,6 +25,7 @@ from megatron_async.device_state.state_table import StateSharing, words_of_state
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.partition import (
+    is_recurrent,
     local_heads,
     mtp_kv_layers,
     recurrent_layers,
@@ -277,3 +278,48 @@ def _make_attention(
         config.decode_width,
         first_key,
     )
+
+
+MOST_INTERVAL = 8192
+"""Most tokens between snapshots of a prompt; a model without keys and values has no other
+measure."""
+
+
+def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSharing | None:
+    """How an engine shares recurrent states; None if it does not share them.
+
+    Args:
+        model: Megatron's `TransformerConfig`; a `HybridModel`'s carries `hybrid_layer_pattern`.
+        config: settings of the engine.
+        device: of the engine.
+
+    Raises:
+        ConfigurationError: `prefix_caching_mamba_gb` has no room for a single snapshot.
+    """
+    if not config.enable_prefix_caching or not is_recurrent(model):
+        return None
+    snapshots, interval = config.num_state_snapshots, config.prefix_caching_mamba_interval
+    budget = config.prefix_caching_mamba_gb
+    if snapshots is None and budget is not None and budget <= 0:
+        snapshots = 0
+    # A stage without recurrent layers has room for any number.
+    most, spacing = 2**31 - 1, MOST_INTERVAL
+    if layers := recurrent_layers(model):
+        sizes, nowhere = recurrent_sizes(model, layers), torch.device("meta")
+        each = make_recurrent_state(sizes, config, model.params_dtype, nowhere).bytes_per_slot
+        most = int((budget or 0) * GIB) // each
+        if block := block_shape(model, config).num_bytes:
+            spacing = min(spacing, -(-each * config.block_size_tokens // block))
+    most, spacing = agree_on_least(most, device), agree_on_least(spacing, device)
+    interval = spacing if interval is None else interval
+    if snapshots is None and budget is None:
+        # They live in rows that no request needs.
+        return StateSharing(0, config.max_requests, interval)
+    if snapshots is None and most == 0:
+        raise ConfigurationError(
+            f"prefix_caching_mamba_gb={budget} has no room for a snapshot of one request's states, "
+            "so nothing would be found: give more (`megatron-async info` tells the size), or leave "
+            "it out."
+        )
+    snapshots = most if snapshots is None else snapshots
+    return StateSharing(snapshots, snapshots, interval)

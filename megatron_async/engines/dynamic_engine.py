@@ -113,7 +113,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
             sampling_params: copied; defaults when None.
             priority: higher ones are admitted first, get blocks first when these are short, and are
                 evicted last; of equal ones, the earlier first. Admissions never preempt.
-            traceparent: of the trace that the log names; see `requests/trace_context.py`.
+            traceparent: of the trace that the log names; see `requests/traces.py`.
 
         Returns:
             a future of the finished (or failed) request, for `await`.

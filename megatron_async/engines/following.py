@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from megatron_async.contexts.step_output import StepOutput
-from megatron_async.contexts.step_shape import StepShape
+from megatron_async.contexts.step_plan import StepShape
 from megatron_async.engines.step_loop import StepLoop
 from megatron_async.errors import RanksDisagree, RequestError
 from megatron_async.interrupts import HeldInterrupts

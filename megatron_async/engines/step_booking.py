@@ -17,7 +17,7 @@ from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.request_registry import RequestRegistry
-from megatron_async.rollback.invalidation import Invalidation
+from megatron_async.rollback.policy import Invalidation
 from megatron_async.text.token_watch import TokenWatch
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 

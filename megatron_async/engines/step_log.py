@@ -18,8 +18,7 @@ from megatron_async.engines.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.observe.timeline import NO_OVERLAP, Span
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.requests.trace_context import named
-from megatron_async.requests.trace_log import TraceLog
+from megatron_async.requests.traces import TraceLog, named
 
 logger = logging.getLogger("megatron_async")
 

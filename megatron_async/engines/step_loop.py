@@ -10,8 +10,7 @@ from itertools import islice
 from types import TracebackType
 from weakref import WeakMethod
 
-from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.contexts.step_shape import StepShape
+from megatron_async.contexts.step_plan import StepPlan, StepShape
 from megatron_async.devices import Device
 from megatron_async.engines.arrival import arrival
 from megatron_async.engines.late_launch import launching_of

@@ -19,8 +19,12 @@ from prometheus_client.registry import Collector
 
 from megatron_async.observe.draft_statistics import DraftStatistics
 from megatron_async.observe.metrics_server import MetricsServer
-from megatron_async.observe.stage_times import BOUNDS_NS, BUCKETS_PER_OCTAVE, TimeHistogram
-from megatron_async.observe.statistics import CountedEngine
+from megatron_async.observe.statistics import (
+    BOUNDS_NS,
+    BUCKETS_PER_OCTAVE,
+    CountedEngine,
+    TimeHistogram,
+)
 
 PREFIX = "megatron_async_"
 

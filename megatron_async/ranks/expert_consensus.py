@@ -13,7 +13,7 @@ import asyncio
 import time
 from typing import Protocol, override
 
-from megatron_async.contexts.step_shape import StepShape
+from megatron_async.contexts.step_plan import StepShape
 from megatron_async.ranks.actions import Launch
 from megatron_async.ranks.leader import CONFIRMATION_TIMEOUT_S, Leader, failed_alone
 from megatron_async.ranks.rank_group import RankGroup

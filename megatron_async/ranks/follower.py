@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.contexts.step_shape import StepShape
+from megatron_async.contexts.step_plan import StepPlan, StepShape
 from megatron_async.errors import CommunicationTimeout, RanksDisagree
 from megatron_async.interrupts import HeldInterrupts
 from megatron_async.ranks.actions import (

@@ -12,8 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, override
 
-from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.contexts.step_shape import StepShape
+from megatron_async.contexts.step_plan import StepPlan, StepShape
 from megatron_async.devices import Event
 from megatron_async.errors import JobFailed
 from megatron_async.ranks.actions import Report, Turn

@@ -16,12 +16,37 @@ from megatron_async.requests.inference_request import (
     DynamicInferenceRequest,
     Status,
 )
-from megatron_async.requests.signal import Signal
 from megatron_async.requests.stream_wakeups import StreamWakeups
 from megatron_async.requests.streaming import RequestStream, TokensOf
-from megatron_async.requests.trace_log import TraceLog
+from megatron_async.requests.traces import TraceLog
 from megatron_async.text.stop_words import StopWords
 from megatron_async.text.structured_output import TokenGrammar
+
+
+class Signal:
+    """A wake-up call without memory: check what you wait for, then `wait`, then check again.
+
+    Unlike `asyncio.Event` it belongs to no event loop, so an engine can serve several one after
+    another, and `notify` may be called where none runs. All on one thread.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    async def wait(self) -> None:
+        """Wait for the next `notify`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def notify(self) -> None:
+        """Wake all who wait now."""
+        for waiter in self._waiters:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
 
 
 @dataclass

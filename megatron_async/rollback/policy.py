@@ -1,11 +1,13 @@
-"""`Rollback`: launch ahead as if no request ended, and take steps back when a request did end.
+"""The policies for steps in flight when a request that they serve ends: `Invalidation` books them
+all, `Rollback` takes them back.
 
-The design of Megatron-LM pull request 4558, kept beside the policy "reconcile" to compare the two
-in one engine. When a request ends unexpectedly, the engine waits for the first step in flight that
-serves it and for all later steps, and discards them. It restores the device's small per-slot state
-and the bookkeeping from before that step, and plans and launches the step again without the
-request. Requests with larger state are prefilled again. Samples depend only on seed and position,
-so the other requests get the same tokens again.
+Rollback launches ahead as if no request ended. It is the design of Megatron-LM pull request 4558,
+kept beside the policy "reconcile" to compare the two in one engine. When a request ends
+unexpectedly, the engine waits for the first step in flight that serves it and for all later steps,
+and discards them. It restores the device's small per-slot state and the bookkeeping from before
+that step, and plans and launches the step again without the request. Requests with larger state are
+prefilled again. Samples depend only on seed and position, so the other requests get the same tokens
+again.
 
 An eviction discards nothing. It is decided when a step is planned, so the rows in flight of an
 evicted request are zombies here too.
@@ -20,12 +22,93 @@ import numpy as np
 import torch
 
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.contexts.request_slots import SlotState
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
-from megatron_async.rollback.invalidation import Invalidation
-from megatron_async.rollback.plan_rollback import take_back
+from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.requests.inference_request import Status
 from megatron_async.rollback.slot_shadows import SlotShadows
 from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+
+
+class Invalidation:
+    """The policy "reconcile": every step is booked. Rows of requests that have ended are recognised
+    by (slot, generation) and dropped: zombie rows. The policy waits for nothing and repeats
+    nothing.
+
+    The engine reports events to its policy, and asks which steps to discard. Another policy
+    overrides all methods.
+    """
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no step may be launched before those in flight are resolved or discarded."""
+        return False
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """The step of `plan` is launched next."""
+
+    def before_release(self, slot: int) -> None:
+        """The request in `slot` has ended: with its last token, by an abort or by a failed step. It
+        loses its slot next."""
+
+    def forget(self) -> None:
+        """The steps in flight are dropped, and no request holds a slot."""
+
+    def discards(self, step: LaunchedStep) -> bool:
+        """Whether `step`, just removed from the steps in flight, must not be booked; its work is
+        done."""
+        return False
+
+
+def take_back(
+    context: DynamicInferenceContext, plans: list[StepPlan], repeats_chunks: bool
+) -> None:
+    """Undo what building `plans` did to the requests that still hold their slots.
+
+    The blocks of the plans go back, because a step that failed may not have told the device whose
+    they are; the requests that they admitted wait again. What they paused or evicted stays so: such
+    requests are candidates in every step.
+
+    Args:
+        context: its books are changed.
+        plans: the last ones built, whose steps are over and will not be booked.
+        repeats_chunks: whether a prefill chunk may run again. If not, its request is prefilled from
+            the start.
+    """
+    for plan in reversed(plans):
+        _take_back_one(plan, context, repeats_chunks)
+    context.plan_again(plans[0].step)
+
+
+def _take_back_one(plan: StepPlan, context: DynamicInferenceContext, repeats_chunks: bool) -> None:
+    slots, scheduler = context.slots, context.scheduler
+    live = slots.generation[plan.slots] == plan.generations
+    rows = plan.slots[live]
+    for slot in rows[slots.state[rows] == SlotState.PAUSED]:
+        slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
+    yields = live & plan.produces
+    slots.count_back(plan.slots[yields], plan.widths[yields])
+
+    decode = plan.slots[: plan.num_decode][live[: plan.num_decode]]
+    slots.state[decode] = SlotState.DECODING
+    updates = plan.block_updates
+    given = np.isin(updates.slots, decode)  # to each at most one, the last in its table
+    slots.num_blocks[updates.slots[given]] -= 1
+    context.blocks.release(updates.blocks[given])
+
+    lengths = np.diff(plan.prefill_starts)
+    for row in range(plan.num_rows - 1, plan.num_decode - 1, -1):
+        if not live[row]:
+            continue
+        slot = int(plan.slots[row])
+        if plan.produces[row]:
+            slots.state[slot] = SlotState.PREFILLING
+            scheduler.prefilling.insert(0, slot)  # it was ahead of those that have tokens left
+        slots.num_prefilled[slot] = plan.kv_at_most[row] - lengths[row - plan.num_decode]
+        starts = plan.prefill_features[row - plan.num_decode] & RowFeature.STARTS
+        if starts or not repeats_chunks:
+            scheduler.requeue(slot)
 
 
 class Rollback(Invalidation):

@@ -9,7 +9,7 @@ from itertools import count
 
 import msgspec
 
-from megatron_async.requests.trace_context import is_sampled, named
+from megatron_async.requests.traces import is_sampled, named
 from megatron_async.serving.card_shelf import CardShelf
 from megatron_async.serving.commands import find_replica, state_after
 from megatron_async.serving.messages import (

@@ -58,8 +58,7 @@ def do_verb(
 
 
 def _profile(engine: DynamicInferenceEngine, name: str, action: object) -> dict[str, Any]:
-    from megatron_async.observe.step_window import StepWindow
-    from megatron_async.observe.timeline import Timeline
+    from megatron_async.observe.timeline import StepWindow, Timeline
 
     if action not in ACTIONS:
         raise ValueError(f"action={action!r} must be one of {', '.join(ACTIONS)}.")

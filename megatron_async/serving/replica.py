@@ -16,7 +16,7 @@ from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.requests.trace_context import named
+from megatron_async.requests.traces import named
 from megatron_async.serving.connection import Connection, Outlet
 from megatron_async.serving.engine_verbs import do_verb
 from megatron_async.serving.messages import (

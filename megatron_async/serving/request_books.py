@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from megatron_async.requests.trace_context import named
+from megatron_async.requests.traces import named
 from megatron_async.serving.limits import InFlight
 from megatron_async.serving.messages import Abort, Ended, Leave, StepTokens, ToClient, ToReplica
 from megatron_async.serving.records import (

@@ -8,7 +8,7 @@ import msgspec
 
 from megatron_async.errors import RequestError
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.requests.trace_context import read_traceparent
+from megatron_async.requests.traces import read_traceparent
 from megatron_async.serving.connection import check_sendable
 from megatron_async.serving.messages import UNSENDABLE, Generate, encode
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.observe.step_window import StepWindow
-from megatron_async.observe.timeline import NO_OVERLAP, Span, Timeline
+from megatron_async.observe.timeline import NO_OVERLAP, Span, StepWindow, Timeline
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine

@@ -11,8 +11,7 @@ import torch
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.checkpoints import open_model
-from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.contexts.step_shape import StepShape
+from megatron_async.contexts.step_plan import StepPlan, StepShape
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model

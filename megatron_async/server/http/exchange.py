@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.requests.trace_context import read_traceparent
+from megatron_async.requests.traces import read_traceparent
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.answer_connection import AnswerConnection

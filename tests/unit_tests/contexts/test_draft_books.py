@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from megatron_async.contexts import draft_books
-from megatron_async.contexts.draft_books import DraftBooks
+from megatron_async.contexts.draft_books import (
+    ONE,
+    DraftBooks,
+    ExpectedGain,
+    extra_time,
+    is_wide_worth_it,
+)
 from megatron_async.contexts.plan_builder import dummy_plan
 from megatron_async.contexts.request_slots import RequestSlots, SlotState
-from megatron_async.contexts.width_choice import ONE, ExpectedGain, extra_time, is_wide_worth_it
 from megatron_async.observe.draft_statistics import DraftStatistics
 from megatron_async.observe.verified_drafts import FewerDrafts
 from megatron_async.ops.batch_dimensions import BatchDimensions

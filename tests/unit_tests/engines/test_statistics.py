@@ -7,8 +7,12 @@ import pytest
 
 from megatron_async import SamplingParams
 from megatron_async.devices import Chaos, CpuDevice
-from megatron_async.observe.stage_times import BOUNDS_NS, TimeHistogram
-from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
+from megatron_async.observe.statistics import (
+    BOUNDS_NS,
+    EngineStatistics,
+    NoOverlapReason,
+    TimeHistogram,
+)
 from tests.unit_tests.engines.engines_under_test import GREEDY, PROMPTS
 
 

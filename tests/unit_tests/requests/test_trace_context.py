@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from megatron_async.requests.trace_context import is_sampled, named, read_traceparent, trace_id
-from megatron_async.requests.trace_log import MOST_NAMED
+from megatron_async.requests.traces import MOST_NAMED, is_sampled, named, read_traceparent, trace_id
 from tests.support.harness import TINY, greedy, make_engine, make_model
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -16,7 +16,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.rollback.plan_rollback import take_back
+from megatron_async.rollback.policy import take_back
 from megatron_async.rollback.slot_shadows import SlotShadows, tensors_in
 from tests.support.ready_requests import made_ready
 

@@ -9,8 +9,7 @@ import pytest
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.observe.step_window import MOST_SPANS, STEPS, StepWindow
-from megatron_async.observe.timeline import Span, Timeline
+from megatron_async.observe.timeline import MOST_SPANS, STEPS, Span, StepWindow, Timeline
 from megatron_async.serving import step_watch
 from megatron_async.serving.step_watch import StepWatch
 
