@@ -153,9 +153,10 @@ def rope_append_cpu(
     from megatron_async.ops.attention.cpu import attention_kernels
 
     kv_heads, dim = key_cache.shape[-2:]
-    heads = mixed_qkv.view(mixed_qkv.size(0), kv_heads, -1, dim)
+    tokens, width = mixed_qkv.shape
+    heads = mixed_qkv.view(tokens, kv_heads, width // (kv_heads * dim), dim)
     group = (heads.size(2) - 2) // (2 if has_gate else 1)
-    query = mixed_qkv.new_empty((mixed_qkv.size(0), kv_heads * group, dim))
+    query = mixed_qkv.new_empty((tokens, kv_heads * group, dim))
     none = cos[0]  # of the right kind, and not read
     attention_kernels.rope_append(
         heads.numpy(), cos.numpy(), sin.numpy(), position_ids.numpy(), write_index.numpy(),

@@ -6,36 +6,19 @@ import pytest
 import torch
 
 from megatron_async.ops.attention.output_gate import output_gate, output_gate_gpu
-
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-def rows(tokens, kv_heads, group, dim, dtype, device):
-    """What attention gives, and rows of `linear_qkv` of which the gates alone are numbers."""
-    attended = torch.randn(tokens, kv_heads * group, dim, device=device).to(dtype)
-    mixed = torch.full((tokens, kv_heads, 2 * group + 2, dim), torch.nan, device=device)
-    gates = 3 * torch.randn(tokens, kv_heads, group, dim, device=device)
-    mixed[:, :, group : 2 * group] = gates
-    padded = torch.nn.functional.pad(mixed.flatten(1).to(dtype), (0, 5))
-    return attended, padded[:, :-5], gates.to(dtype).flatten(1, 2)
+from tests.unit_tests.ops.attention.cases import gate_arguments
+from tests.unit_tests.ops.cases import Numbers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("tokens", "kv_heads", "group", "dim"),
-    [(3, 2, 8, 256), (5, 1, 3, 24), (1, 4, 1, 16), (0, 2, 2, 8)],
-)
-def test_equals_torch(tokens, kv_heads, group, dim, dtype, device):
-    attended, mixed, gates = rows(tokens, kv_heads, group, dim, dtype, device)
-    found = output_gate_gpu(attended, mixed, kv_heads)
-    expected = (attended.float() * gates.float().sigmoid()).to(dtype)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(output_gate.reference(attended, mixed, kv_heads), expected)
+def test_reference_is_the_formula():
+    attended, mixed, kv_heads = gate_arguments(Numbers("cpu", torch.float32), 3, 2, 4, 8)
+    gates = mixed.unflatten(1, (kv_heads, -1, 8))[:, :, 4:8].flatten(1, 2)
+    found = output_gate.reference(attended, mixed, kv_heads)
+    torch.testing.assert_close(found, attended * gates.sigmoid())
 
 
 def test_bad_input():
-    attended, mixed, _gates = rows(2, 2, 3, 8, torch.float32, "cpu")
+    attended, mixed, _ = gate_arguments(Numbers("cpu", torch.float32), 2, 2, 3, 8)
     for op in (output_gate_gpu, output_gate.reference):
         with pytest.raises(ValueError, match=r"wants a mixed_qkv of \(2, 128\), queries, gates"):
             op(attended, mixed[:, 8:], 2)

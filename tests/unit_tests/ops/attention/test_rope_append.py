@@ -5,46 +5,18 @@ import torch
 
 from megatron_async.ops.attention.rope_append import rope_append, rope_append_gpu
 from megatron_async.ops.attention.rotary import apply_rotary_reference
+from tests.unit_tests.ops.attention.cases import rope_arguments
+from tests.unit_tests.ops.cases import Numbers
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def tables(positions, dim, device):
-    angles = torch.outer(
-        torch.arange(positions, dtype=torch.float32),
-        1e4 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim),
-    )
-    angles = torch.cat((angles, angles), dim=-1).to(device)
-    return angles.cos(), angles.sin()
-
-
-def inputs(
-    tokens,
-    kv_heads,
-    group,
-    dim,
-    dtype,
-    device,
-    norm,
-    blocks=9,
-    block_size=16,
-    stride=0,
-    rotated=None,
-):
+def inputs(tokens, kv_heads, group, dim, dtype, device, norm, rotated=None):
     """Arguments of rope_append, caches full of NaN."""
-    width = kv_heads * (group + 2) * dim
-    qkv = torch.randn(tokens, width + stride, device=device).to(dtype)[:, :width]
-    cos, sin = tables(200, dim if rotated is None else rotated, device)
-    positions = torch.randint(200, (tokens,), device=device)
-    places = torch.randperm(blocks * block_size, device=device)[:tokens]
-    shape = (2, blocks, block_size, kv_heads, dim)
-    caches = torch.full(shape, torch.nan, dtype=dtype, device=device)
-    arguments = [qkv, cos, sin, positions, places, caches[0], caches[1]]
-    if norm:
-        weights = (1 + torch.rand(2, dim, device=device)).to(dtype)
-        arguments += [weights[0], weights[1], 1e-6]
-    return arguments
+    sizes = tokens, kv_heads, group, dim, norm
+    arguments = rope_arguments(Numbers(device, dtype), *sizes, rotated=rotated)
+    return list(arguments[: 10 if norm else 7])
 
 
 def check(arguments):
@@ -63,17 +35,6 @@ def check(arguments):
     if qkv.dtype in EXACT_16_BIT:
         assert_rounded_alike(query, expected)
     return query
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("tokens", "kv_heads", "group", "dim"),
-    [(1, 3, 3, 64), (5, 2, 4, 128), (4, 1, 1, 8), (3, 2, 7, 80), (2, 5, 2, 2), (0, 2, 2, 16)],
-)
-def test_equals_torch(tokens, kv_heads, group, dim, dtype, norm, device):
-    check(inputs(tokens, kv_heads, group, dim, dtype, device, norm))
-    check(inputs(tokens, kv_heads, group, dim, dtype, device, norm, stride=3))
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -168,32 +129,3 @@ def test_bad_input():
     expect("both q_weight and k_weight", k_weight=None)
     expect("contiguous", mixed_qkv=good[0].t().contiguous().t())
     expect("contiguous", key_cache=good[5].transpose(0, 1).contiguous().transpose(0, 1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "dim", "norm"), [(3, 3, 64, False), (8, 4, 128, False), (8, 2, 128, True)]
-)
-@pytest.mark.parametrize("tokens", [1, 67, 2048])
-def test_real_sizes(tokens, kv_heads, group, dim, norm, dtype):
-    check(inputs(tokens, kv_heads, group, dim, dtype, "cuda", norm, blocks=40, block_size=64))
-
-
-@pytest.mark.gpu
-def test_replays_in_a_graph():
-    arguments = inputs(16, 8, 4, 128, torch.bfloat16, "cuda", norm=False)
-    rope_append_gpu(*arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        query = rope_append_gpu(*arguments)
-    for _ in range(3):
-        arguments[0].normal_()
-        arguments[3].random_(0, 200)
-        arguments[4].copy_(torch.randperm(9 * 16, device="cuda")[:16])
-        query.fill_(torch.nan)
-        caches = arguments[5].fill_(torch.nan).clone(), arguments[6].fill_(torch.nan).clone()
-        graph.replay()
-        expected = rope_append.reference(*arguments[:5], *caches)
-        torch.testing.assert_close(query, expected)
-        torch.testing.assert_close(tuple(arguments[5:7]), caches, equal_nan=True)

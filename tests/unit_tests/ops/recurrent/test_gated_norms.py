@@ -11,7 +11,6 @@ from megatron_async.ops.recurrent.gated_norms import (
     gated_rms_norm,
     gated_rms_norm_gpu,
 )
-from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 NORMS = {
@@ -23,35 +22,6 @@ NORMS = {
 def arguments(kind, channels, groups, weight):
     """Those behind y and z: a weight of all channels, or of one head."""
     return (weight, groups, 1e-5) if kind == "groups" else (weight[: channels // groups], 1e-5)
-
-
-def check(kind, tokens, channels, groups, dtype, device, stride=0):
-    kernel, reference = NORMS[kind]
-    y = torch.randn(tokens, channels, device=device).to(dtype)
-    # The gate is a strip of in_proj's output.
-    z = (2 * torch.randn(tokens, channels + stride, device=device)).to(dtype)[:, :channels]
-    others = arguments(kind, channels, groups, torch.randn(channels, device=device).to(dtype))
-    out, expected = kernel(y, z, *others), reference(y, z, *others)
-    assert out.is_contiguous()
-    assert out.dtype == dtype
-    torch.testing.assert_close(out, expected)
-    if dtype in EXACT_16_BIT:
-        assert_rounded_alike(out, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("kind", "tokens", "channels", "groups"),
-    [
-        *(("groups", *sizes) for sizes in ((1, 64, 1), (5, 96, 8), (3, 1000, 2), (2, 7, 7))),
-        *(("heads", *sizes) for sizes in ((1, 64, 1), (5, 144, 3), (3, 3072, 24), (2, 35, 5))),
-        ("groups", 0, 8, 2),
-        ("heads", 0, 16, 2),
-    ],
-)
-def test_equals_torch(kind, tokens, channels, groups, dtype, device):
-    check(kind, tokens, channels, groups, dtype, device)
-    check(kind, tokens, channels, groups, dtype, device, stride=5)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +75,3 @@ def test_a_row_that_is_not_finite_stays_alone(kind, device):
 def test_bad_input(kind, y, z, others, message):
     with pytest.raises(ValueError, match=message):
         NORMS[kind][0](y, z, *others, 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("kind", "channels", "groups"),
-    [
-        *(("groups", *sizes) for sizes in ((4096, 8), (10240, 8), (8192, 1))),
-        *(("heads", 128 * heads, heads) for heads in (1, 8, 32, 48, 64)),
-    ],
-)
-def test_real_sizes(kind, channels, groups, dtype):
-    for tokens in (1, 67, 2048):
-        check(kind, tokens, channels, groups, dtype, "cuda", stride=1000)
