@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 from kernel_cases import decode_attention, experts, fused_ops, linear, prefill_attention, recurrent
-from kernel_cases.case import OURS, Case, Chain, Family
-from kernel_cases.hardware import BANDWIDTH, MATRIX_RATE, Hardware
-from kernel_cases.timing import microseconds
+from kernel_cases.case import (
+    BANDWIDTH,
+    MATRIX_RATE,
+    OURS,
+    Case,
+    Chain,
+    Family,
+    Hardware,
+    microseconds,
+)
 
 from megatron_async.profiling.benchmark_record import write_record
 

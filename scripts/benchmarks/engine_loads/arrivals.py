@@ -24,9 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine_loads.options import load_parser
-from engine_loads.table import cells, heads
-from engine_loads.trace_options import add_trace_options, make_trace
+from engine_loads.options import add_trace_options, cells, heads, load_parser, make_trace
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job

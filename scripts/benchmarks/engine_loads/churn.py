@@ -16,12 +16,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from model_options import add_model_options, routed
 from step_times import time_steps
 
-from engine_loads.idle_gaps import gaps_of
-from engine_loads.options import load_parser
-from engine_loads.table import cells, heads
+from engine_loads.options import add_model_options, cells, gaps_of, heads, load_parser, routed
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.workloads import Churn, start_steady_decode, steady_decode_tokens

@@ -18,9 +18,7 @@ from typing import Any
 from step_times import time_steps
 
 from engine_loads.eventful_churn import EventfulChurn, LetterTokenizer
-from engine_loads.idle_gaps import gaps_of
-from engine_loads.options import load_parser
-from engine_loads.table import cells, heads
+from engine_loads.options import cells, gaps_of, heads, load_parser
 from megatron_async import (
     LLM,
     DynamicInferenceContext,

@@ -14,8 +14,7 @@ from typing import Any
 
 from step_times import time_steps
 
-from engine_loads.options import load_parser
-from engine_loads.table import cells, heads
+from engine_loads.options import cells, heads, load_parser
 from megatron_async import LLM, SamplingParams
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.profiling.benchmark_record import write_record

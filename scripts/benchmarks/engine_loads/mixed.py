@@ -19,11 +19,9 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
-from model_options import add_model_options, routed
 from step_times import time_steps
 
-from engine_loads.options import load_parser
-from engine_loads.table import cells, heads
+from engine_loads.options import add_model_options, cells, heads, load_parser, routed
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.workloads import greedy, start_steady_decode, steady_decode_tokens

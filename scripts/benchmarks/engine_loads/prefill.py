@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from kernel_cases.hardware import BANDWIDTH, MATRIX_RATE
-from model_options import add_model_options, routed
+from kernel_cases.case import BANDWIDTH, MATRIX_RATE
 from torch import nn
 
-from engine_loads.options import load_parser
+from engine_loads.options import add_model_options, load_parser, routed
 from megatron_async import LLM, SamplingParams
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
 from megatron_async.profiling.benchmark_record import write_record

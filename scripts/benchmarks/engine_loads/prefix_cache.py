@@ -23,9 +23,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from model_options import add_model_options, routed
 
-from engine_loads.options import load_parser
+from engine_loads.options import add_model_options, load_parser, routed
 from megatron_async import LLM, DynamicInferenceRequest, SamplingParams
 from megatron_async.profiling.benchmark_record import write_record
 

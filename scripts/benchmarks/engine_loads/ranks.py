@@ -18,13 +18,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from draft_options import add_draft_options, decode_tokens, draft_settings, settle_drafts
-from replay_time import replay_ms
-from step_times import captured_by_nsys, time_steps
+from step_times import captured_by_nsys, replay_ms, time_steps
 
-from engine_loads.idle_gaps import gaps_of
-from engine_loads.options import load_parser
-from engine_loads.table import cells, heads
+from engine_loads.options import (
+    add_draft_options,
+    cells,
+    decode_tokens,
+    draft_settings,
+    gaps_of,
+    heads,
+    load_parser,
+    settle_drafts,
+)
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job

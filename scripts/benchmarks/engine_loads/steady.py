@@ -16,13 +16,19 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from draft_options import add_draft_options, decode_tokens, draft_settings, settle_drafts
-from model_options import add_model_options, routed
-from replay_time import replay_ms
-from step_times import time_steps
+from step_times import replay_ms, time_steps
 
-from engine_loads.options import load_parser
-from engine_loads.table import cells, heads
+from engine_loads.options import (
+    add_draft_options,
+    add_model_options,
+    cells,
+    decode_tokens,
+    draft_settings,
+    heads,
+    load_parser,
+    routed,
+    settle_drafts,
+)
 from megatron_async import LLM, SamplingParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.profiling.benchmark_record import write_record

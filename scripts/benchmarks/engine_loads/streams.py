@@ -17,13 +17,11 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from model_options import add_model_options, routed
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders
 from tokenizers.models import BPE
 
-from engine_loads.options import load_parser
-from engine_loads.table import cells
+from engine_loads.options import add_model_options, cells, load_parser, routed
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.engines.listener import EngineListener
 from megatron_async.profiling.benchmark_record import write_record

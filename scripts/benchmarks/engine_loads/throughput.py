@@ -21,11 +21,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from model_options import add_model_options, routed
 from tqdm import tqdm
 
-from engine_loads.options import load_parser
-from engine_loads.trace_options import add_trace_options, make_trace
+from engine_loads.options import (
+    add_model_options,
+    add_trace_options,
+    load_parser,
+    make_trace,
+    routed,
+)
 from megatron_async import LLM
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.profiling.trace_server import ServedTrace, latency_lines, serve_trace, summarize

@@ -1,13 +1,75 @@
-"""A case: what is timed, what it takes at the least, and the family that it belongs to."""
+"""A case of a family of kernels: tensors, what the hardware could do, and the time."""
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from kernel_cases.hardware import Hardware
+import torch
+from torch import Tensor
+
+from megatron_async.devices import make_device
+
+BANDWIDTH = 4.3e12
+"""Bytes a second that a large copy moves on an H200, reads and writes together; measured."""
+MATRIX_RATE = 790e12
+"""Operations a second (a multiplication and its addition are two) of a large dense bfloat16 product
+of cuBLAS on an H200; measured. The data sheet's peak is 989e12, which no product reaches."""
+CACHE_BYTES = 120e6
+"""Twice the L2 cache of an H200: what goes through more bytes than this finds none of them there
+when it begins again."""
+
+
+class Need(NamedTuple):
+    """What one layer, or one call, cannot do without.
+
+    Attributes:
+        moved: bytes read from and written to memory.
+        operations: of the matrix units.
+    """
+
+    moved: float
+    operations: float = 0.0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates of a GPU.
+
+    Attributes:
+        bandwidth: bytes a second.
+        matrix_rate: operations a second.
+    """
+
+    bandwidth: float = BANDWIDTH
+    matrix_rate: float = MATRIX_RATE
+
+    def floor_us(self, need: Need) -> float:
+        """The larger of the two times that the bytes and the operations take, microseconds."""
+        return max(need.moved / self.bandwidth, need.operations / self.matrix_rate) * 1e6
+
+
+DTYPE = torch.bfloat16
+MEMORY = 4e9
+"""Bytes of states or caches that the layers of a case may take; there are 2 to 30 of them."""
+
+
+def random(*size: int, dtype: torch.dtype = DTYPE, scale: float = 1.0) -> Tensor:
+    """Normal numbers of this standard deviation on the GPU, drawn in `dtype`."""
+    return torch.randn(size, device="cuda", dtype=dtype).mul_(scale)
+
+
+def layers_that_fit(layer_bytes: int) -> int:
+    """Number of layers that fit, so many that none of their states or caches stays in the L2 cache.
+
+    Args:
+        layer_bytes: of one layer, all rows.
+    """
+    return max(2, min(30, int(MEMORY / layer_bytes)))
+
 
 OURS = "ours"
 """The column of this engine's kernel."""
@@ -117,3 +179,39 @@ class Shelf[T]:
             self.kept = None
             self.kept, self.key = make(), key
         return self.kept
+
+
+WINDOWS = 5
+
+
+@torch.inference_mode()
+def microseconds(chain: Chain, replays: int) -> float:
+    """Median device time of one link, microseconds.
+
+    A window is `replays` replays between two events on the compute stream, as steps follow each
+    other there: dependent launch works on one stream only. The first window is left out.
+    """
+    device = make_device("cuda")
+    device.fence()
+    device.compute.launch(chain.run)  # compiles
+    again = device.capture(chain.run).replay if chain.captured else chain.run
+    times = []
+    for _ in range(WINDOWS + 1):
+        start, end = device.event(timing=True), device.event(timing=True)
+        device.compute.record(start)
+        for _ in range(replays):
+            device.compute.launch(again)
+        device.compute.record(end)
+        end.wait()
+        times.append(end.us_since(start) / replays)
+    return statistics.median(times[1:]) / chain.links
+
+
+def repeated(run: Callable[[], object], times: int) -> Chain:
+    """A chain of so many calls of a function, whose results are dropped."""
+
+    def calls() -> None:
+        for _ in range(times):
+            run()
+
+    return Chain(calls, times)

@@ -12,9 +12,7 @@ from functools import partial
 
 import torch
 
-from kernel_cases.case import OURS, Case, Chain, Family, Work
-from kernel_cases.hardware import Hardware, Need
-from kernel_cases.tensors import layers_that_fit
+from kernel_cases.case import OURS, Case, Chain, Family, Hardware, Need, Work, layers_that_fit
 from megatron_async.ops.attention import decode_attention as ops
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3.1-8b": (32, 8, 128)}

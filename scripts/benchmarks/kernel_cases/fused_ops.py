@@ -16,10 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernel_cases.case import OURS, Case, Family, Work
-from kernel_cases.hardware import Hardware, Need
-from kernel_cases.tensors import DTYPE, random
-from kernel_cases.timing import repeated
+from kernel_cases.case import DTYPE, OURS, Case, Family, Hardware, Need, Work, random, repeated
 from megatron_async.ops.attention.rope_append import rope_append_gpu
 from megatron_async.ops.attention.rotary import apply_rotary_reference
 from megatron_async.ops.linear.products import choose_for, product_gpu

@@ -16,9 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernel_cases.case import OURS, Case, Chain, Family, Shelf, Work
-from kernel_cases.hardware import CACHE_BYTES, Hardware, Need
-from kernel_cases.tensors import random
+from kernel_cases.case import (
+    CACHE_BYTES,
+    OURS,
+    Case,
+    Chain,
+    Family,
+    Hardware,
+    Need,
+    Shelf,
+    Work,
+    random,
+)
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear.product_kernel import Activation

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kernel_cases.tensors import random
+from kernel_cases.case import random
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
 from megatron_async.ops.recurrent.recurrent_pools import RecurrentPools
 

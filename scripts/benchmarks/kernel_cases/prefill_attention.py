@@ -14,8 +14,7 @@ from functools import partial
 
 import torch
 
-from kernel_cases.case import OURS, Case, Chain, Family, Work
-from kernel_cases.hardware import Hardware, Need
+from kernel_cases.case import OURS, Case, Chain, Family, Hardware, Need, Work
 from megatron_async.devices import make_device
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
 from megatron_async.ops.attention.backends.prefill_choice import DECODE_KEYS

@@ -17,10 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_cases.case import OURS, Case, Chain, Family, Work
-from kernel_cases.hardware import Hardware, Need
+from kernel_cases.case import (
+    OURS,
+    Case,
+    Chain,
+    Family,
+    Hardware,
+    Need,
+    Work,
+    layers_that_fit,
+    random,
+)
 from kernel_cases.mamba_megatron import megatron_decode, megatron_prefill
-from kernel_cases.tensors import layers_that_fit, random
 from megatron_async.ops.recurrent.delta_decode import delta_decode_gpu
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
 from megatron_async.ops.recurrent.delta_prefill import delta_prefill_gpu

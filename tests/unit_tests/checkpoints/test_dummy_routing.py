@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from model_options import routed
+from engine_loads.options import routed
 
 from megatron_async import LLM
 from megatron_async.checkpoints import open_model

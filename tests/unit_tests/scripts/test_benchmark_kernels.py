@@ -7,9 +7,19 @@ import benchmark_kernels
 import pytest
 import torch
 from kernel_cases import decode_attention, fused_ops, linear, prefill_attention, recurrent
-from kernel_cases.case import OURS, Case, Chain, Family, Shelf, Work
-from kernel_cases.expert_layers import ExpertSizes
-from kernel_cases.hardware import BANDWIDTH, MATRIX_RATE, Hardware, Need
+from kernel_cases.case import (
+    BANDWIDTH,
+    MATRIX_RATE,
+    OURS,
+    Case,
+    Chain,
+    Family,
+    Hardware,
+    Need,
+    Shelf,
+    Work,
+)
+from kernel_cases.experts import ExpertSizes
 
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 
