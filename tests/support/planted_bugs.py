@@ -21,7 +21,7 @@ from megatron_async.device_state import gpu_view, unpack_step_reference
 from megatron_async.device_state.bookkeeping_layout import COUNT
 from megatron_async.ops.drafting.ngram_lookup import ngram_drafts
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
-from megatron_async.requests.streaming import RequestStream
+from megatron_async.requests.streaming import RequestStream, StreamChunk
 from megatron_async.text_generation_controllers.ngram_drafter import NgramDrafter
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -157,13 +157,13 @@ def stale_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_reader_misses_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was booked in the step that ended a request is not streamed."""
-    new_tokens = RequestStream._new_tokens
+    read = RequestStream.__anext__
 
-    def new_while_it_runs(stream: RequestStream) -> list[int]:
-        tokens = new_tokens(stream)
-        return tokens if stream.request.finish_reason is None else tokens[:-1]
+    async def read_while_it_runs(stream: RequestStream) -> StreamChunk:
+        chunk = await read(stream)
+        return StreamChunk(chunk.tokens[:-1], chunk.text) if stream._is_over else chunk
 
-    monkeypatch.setattr(RequestStream, "_new_tokens", new_while_it_runs)
+    monkeypatch.setattr(RequestStream, "__anext__", read_while_it_runs)
 
 
 def blocks_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
