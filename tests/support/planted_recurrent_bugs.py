@@ -149,4 +149,4 @@ RECURRENT_BUGS = [
     states_without_blocks,
 ]
 ROLLBACK_BUGS = [states_do_not_lag, chunks_run_twice]
-"""Few schedules meet them; `features/test_hybrid.py` has one that does."""
+"""Few schedules meet them; `models/test_hybrid.py` has one that does."""

@@ -17,7 +17,7 @@ from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from tests.functional_tests.features.test_structured_output import (
+from tests.functional_tests.grammar.test_structured_output import (
     CHOICE,
     JOBS,
     ascii_tokenizer,

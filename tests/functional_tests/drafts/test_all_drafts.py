@@ -3,7 +3,7 @@ plain decoding says.
 
 The suite plays some of them, drawn by a seed; all of them, once:
 
-    MEGATRON_ASYNC_ALL_DRAFTS=1 pytest tests/functional_tests/features/test_all_drafts.py
+    MEGATRON_ASYNC_ALL_DRAFTS=1 pytest tests/functional_tests/drafts/test_all_drafts.py
 """
 
 from __future__ import annotations
