@@ -14,6 +14,7 @@ Unlike Megatron's `GatedDeltaNet`, this mixer does not need flash-linear-attenti
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,16 +23,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_async.models.layer_ops import LayerOps
-from megatron_async.models.layer_sizes import CONV_KERNEL
+from megatron_async.models.layer_sizes import CONV_KERNEL, DeltaSizes
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
-from megatron_async.models.mixer_checkpoint import delta_sharded_state_dict
 from megatron_async.models.norm import InferenceRMSNorm
 from megatron_async.models.partition import delta_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
-from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class GatedHeadNorm(InferenceRMSNorm):
         return self.ops.gated_head_norm(o, z, self.factors, self.eps)
 
 
-class GatedDeltaMixer(RecurrentMixer):
+class GatedDeltaMixer(RecurrentMixer[DeltaSizes]):
     """The mixer of a Gated DeltaNet layer, under Megatron's names.
 
     Tensor-parallel ranks share the key heads, and with them the value heads of each.
@@ -65,7 +64,6 @@ class GatedDeltaMixer(RecurrentMixer):
         in_proj, out_proj: make the products; `in_proj` may have the norm before it inside.
 
     Attributes:
-        whole_sizes, sizes: of all ranks together, and of this one.
         in_proj.weight: `[sizes.in_proj, hidden]`: the rows of query, key, value, z, beta and alpha.
         conv1d.weight: `[sizes.conv, 1, 4]`, of query, key and value.
         dt_bias: `[sizes.value_heads]`.
@@ -76,6 +74,10 @@ class GatedDeltaMixer(RecurrentMixer):
     """
 
     float32_parameters = ("A_log",)
+    megatrons = "GatedDeltaNet"
+    per_head = ("dt_bias", "A_log")
+    norm_name, norm_axis = "out_norm", None
+    convolution = MappingProxyType({"conv1d.weight": "conv1d.weight"})
 
     def __init__(
         self,
@@ -85,19 +87,9 @@ class GatedDeltaMixer(RecurrentMixer):
         out_proj: Callable[..., Any] = InferenceRowParallelLinear,
         **_: Any,
     ) -> None:
-        super().__init__(config)
-        self.whole_sizes = whole = delta_sizes(config)
-        self.tp_group = group = pg_collection.tp
-        self.sizes = sizes = whole.of_rank(group.size())
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
-        self.in_proj = in_proj(
-            config.hidden_size,
-            sizes.in_proj * group.size(),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            **linear,
-        )
+        whole, hidden = delta_sizes(config), config.hidden_size
+        super().__init__(config, whole, hidden, pg_collection.tp, in_proj)
+        sizes = self.sizes
         dtype = config.params_dtype
         # It holds the weight, and is never called.
         self.conv1d = nn.Conv1d(
@@ -108,14 +100,7 @@ class GatedDeltaMixer(RecurrentMixer):
         self.out_norm = GatedHeadNorm(
             sizes.value_dim, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         )
-        self.out_proj = out_proj(
-            whole.values,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **linear,
-        )
+        self.out_proj = self._output(out_proj, whole.values, hidden)
         self._first_z = sizes.conv
 
     @property
@@ -123,47 +108,9 @@ class GatedDeltaMixer(RecurrentMixer):
         """The parameters of the layer for the recurrence."""
         return DeltaParams(self.conv1d.weight, self.dt_bias, self.A_log)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        inference_context: RecurrentStepView | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output for one step, called by TransformerEngine's stack.
-
-        Args:
-            hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
-            inference_context: the device view of the step.
-
-        Returns:
-            `[tokens, 1, hidden]`, and None.
-
-        Raises:
-            RuntimeError: called without a view (training and static batching are not served).
-        """
-        if inference_context is None:
-            raise RuntimeError(
-                "GatedDeltaMixer runs only inside the engine: it was called without an "
-                "inference_context. Use Megatron-Core's own GatedDeltaNet to train."
-            )
-        projected, _unused = self.in_proj(hidden_states)
-        output, bias = self.out_proj(self._mixed(projected.squeeze(1), inference_context)[:, None])
-        return output, bias
-
-    def run(self, stream: Stream, view: RecurrentStepView, may_split: bool) -> Stream:
-        """The stream behind this layer and the norm before it: `models/decoder_layer.py`."""
-        projected = self.in_proj.product(stream, self.in_proj.choose(stream))
-        return self.out_proj.add(self._mixed(projected, view), stream, may_split)
-
-    def _mixed(self, projected: Tensor, view: RecurrentStepView) -> Tensor:
+    def mixed(self, projected: Tensor, view: RecurrentStepView) -> Tensor:
         # With sequence parallelism rows of padding stand behind the step's tokens.
         qkvzba = projected[: view.dims.tokens]
         o = view.recurrent(self.state_layer_index, qkvzba, self.recurrence)
         z = qkvzba[:, self._first_z : self._first_z + self.sizes.values]
         return self.out_norm.gated(o, z)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Megatron's form: `in_proj.weight` and `conv1d.weight` strip by strip."""
-        return delta_sharded_state_dict(self, prefix, sharded_offsets, metadata)

@@ -10,7 +10,8 @@ Unlike Megatron's mixer, this one needs neither mamba-ssm nor causal-conv1d.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +22,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_async.models.layer_ops import LayerOps
-from megatron_async.models.layer_sizes import CONV_KERNEL
+from megatron_async.models.layer_sizes import CONV_KERNEL, MambaSizes
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
-from megatron_async.models.mixer_checkpoint import mamba_sharded_state_dict
 from megatron_async.models.partition import mamba_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
 from megatron_async.ops.linear.stream import Stream
@@ -77,7 +77,7 @@ class GatedRMSNorm(nn.Module):
         return (gated * (mean + self.eps).rsqrt() * self.weight.float()).to(y.dtype)
 
 
-class Mamba2Mixer(RecurrentMixer):
+class Mamba2Mixer(RecurrentMixer[MambaSizes]):
     """The mixer of a Mamba-2 layer, under Megatron's names.
 
     Tensor-parallel ranks share the heads, and with them the groups; a single group's B and C are on
@@ -90,7 +90,6 @@ class Mamba2Mixer(RecurrentMixer):
         in_proj, out_proj: make the products; `in_proj` may have the norm before it inside.
 
     Attributes:
-        whole_sizes, sizes: of all ranks together, and of this one.
         in_proj.weight: `[sizes.in_proj, hidden]`: the rows of z, x, B, C and dt.
         conv1d_weight, conv1d_bias: `[sizes.conv, 1, 4]` and `[sizes.conv]`, of x, B and C.
         dt_bias: `[sizes.heads]`.
@@ -100,6 +99,10 @@ class Mamba2Mixer(RecurrentMixer):
     """
 
     float32_parameters = ("A_log", "D")
+    megatrons = "MambaMixer"
+    per_head = ("dt_bias", "A_log", "D")
+    norm_name, norm_axis = "norm", 0
+    convolution = MappingProxyType({"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"})
 
     def __init__(
         self,
@@ -110,19 +113,9 @@ class Mamba2Mixer(RecurrentMixer):
         out_proj: Callable[..., Any] = InferenceRowParallelLinear,
         **_: Any,
     ) -> None:
-        super().__init__(config)
-        self.whole_sizes = whole = mamba_sizes(config)
-        self.tp_group = group = pg_collection.tp
-        self.sizes = sizes = whole.of_rank(group.size())
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
-        self.in_proj = in_proj(
-            d_model,
-            sizes.in_proj * group.size(),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            **linear,
-        )
+        whole, group = mamba_sizes(config), pg_collection.tp
+        super().__init__(config, whole, d_model, group, in_proj)
+        sizes = self.sizes
         dtype = config.params_dtype
         shape = (sizes.conv, 1, CONV_KERNEL)
         self.conv1d_weight = nn.Parameter(torch.empty(shape, dtype=dtype))
@@ -133,48 +126,22 @@ class Mamba2Mixer(RecurrentMixer):
         spread = group.size() > 1 and whole.groups == 1
         eps = getattr(config, "mamba_norm_epsilon", 1e-5)
         self.norm = GatedRMSNorm(sizes.inner, sizes.groups, eps, group if spread else None, dtype)
-        self.out_proj = out_proj(
-            whole.inner,
-            d_model,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **linear,
-        )
+        self.out_proj = self._output(out_proj, whole.inner, d_model)
 
     @property
     def recurrence(self) -> MambaParams:
         """The parameters of the layer for the recurrence."""
         return MambaParams(self.conv1d_weight, self.conv1d_bias, self.dt_bias, self.A_log, self.D)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        inference_context: RecurrentStepView | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output for one step, called by TransformerEngine's stack.
+    @property
+    def on_all(self) -> Collection[str]:
+        return ("B", "C") if self.whole_sizes.groups == 1 else ()
 
-        Args:
-            hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
-            inference_context: the device view of the step.
-
-        Returns:
-            `[tokens, 1, hidden]`, and None.
-
-        Raises:
-            RuntimeError: called without a view (training and static batching are not served).
-        """
-        if inference_context is None:
-            raise RuntimeError(
-                "Mamba2Mixer runs only inside the engine: it was called without an "
-                "inference_context. Use Megatron-Core's own MambaMixer to train."
-            )
-        projected, _unused = self.in_proj(hidden_states)
-        zxbcdt = projected.squeeze(1)[: inference_context.dims.tokens]
-        y = inference_context.recurrent(self.state_layer_index, zxbcdt, self.recurrence)
-        output, bias = self.out_proj(self.norm(y, zxbcdt[:, : self.sizes.inner])[:, None])
-        return output, bias
+    def mixed(self, projected: Tensor, view: RecurrentStepView) -> Tensor:
+        # With sequence parallelism rows of padding stand behind the step's tokens.
+        zxbcdt = projected[: view.dims.tokens]
+        y = view.recurrent(self.state_layer_index, zxbcdt, self.recurrence)
+        return self.norm(y, zxbcdt[:, : self.sizes.inner])
 
     def run(self, stream: Stream, view: RecurrentStepView, may_split: bool) -> Stream:
         """The stream behind this layer and the norm before it: `models/decoder_layer.py`."""
@@ -192,9 +159,3 @@ class Mamba2Mixer(RecurrentMixer):
         else:
             x = norm(view.recurrent(layer, zxbcdt, self.recurrence), gate)
         return self.out_proj.add(x, stream, may_split, choice)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Megatron's form: `in_proj.weight`, `conv1d.weight` and `conv1d.bias` strip by strip."""
-        return mamba_sharded_state_dict(self, prefix, sharded_offsets, metadata)
