@@ -1,4 +1,5 @@
-"""Fused kernels, beside the torch operations that they replace.
+"""Fused ops beside their references in plain torch, on arguments of the ops' cases (`cases.py` of
+their tests).
 
 Graphs hold many calls in a row. Inputs and outputs stay in the L2 cache where they fit, as they do
 between the kernels of a decode step; so a small kernel can beat the floor, which counts the fewest
@@ -11,21 +12,24 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_cases.case import DTYPE, OURS, Case, Family, Hardware, Need, Work, random, repeated
-from megatron_async.ops.attention.rope_append import rope_append_gpu
-from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.linear.products import choose_for, product_gpu
 from megatron_async.ops.linear.qkv_places import QkvPlaces
-from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
-from megatron_async.ops.linear.swiglu import swiglu_gpu
+from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.op import Op
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
 from megatron_async.ops.sampling.slot_records import HEADER, RECORD_WORDS, Header, pack_record
-from megatron_async.ops.sampling.triton_sampling import sample_gpu
+from tests.unit_tests.ops.attention.cases import rope_arguments
+from tests.unit_tests.ops.cases import Arguments, Numbers
+from tests.unit_tests.ops.linear.cases import activation_arguments, norm_arguments
 
 ROWS = (1, 16, 64, 256)
 POSITIONS = 4096
@@ -55,84 +59,53 @@ SHAPES = {
     "smollm2-135m": Shape(576, 3, 3, 64, 1536, 49152),
     "llama-3.1-8b": Shape(4096, 8, 4, 128, 14336, 128256),
 }
+CUDA = Numbers("cuda", DTYPE)
 Pair = tuple[Callable[[], object], Callable[[], object]]
-"""A fused call and what it replaces."""
+"""A fused call and its reference."""
+
+
+def pair(op: Op[..., Any], arguments: Arguments) -> Pair:
+    """An op's kernel and its reference."""
+    ours = op.on("gpu")
+    return lambda: ours(*arguments), lambda: op.reference(*arguments)
 
 
 def norm_pair(shape: Shape, rows: int) -> Pair:
     """Residual add and norm."""
-    x, residual, weight = random(rows, shape.hidden), random(rows, shape.hidden), random(1)
-    weight = weight.expand(shape.hidden).contiguous()
-    return (
-        lambda: add_rms_norm_gpu(x, residual, weight, 1e-5),
-        lambda: add_rms_norm.reference(x, residual, weight, 1e-5),
+    return pair(add_rms_norm, norm_arguments(CUDA, rows, shape.hidden))
+
+
+def rope_rows(shape: Shape, rows: int) -> Arguments:
+    """Of `rope_append`, at random positions."""
+    heads = shape.kv_heads, shape.group, shape.dim
+    return rope_arguments(
+        CUDA, rows, *heads, blocks=rows, block_size=BLOCK_SIZE, positions=POSITIONS
     )
 
 
 def rope_pair(shape: Shape, rows: int) -> Pair:
     """Rotation of queries and keys, and the append of keys and values."""
-    qkv = random(rows, shape.qkv)
-    fused, unfused = rope_calls(shape, rows)
-    return lambda: fused(qkv), lambda: unfused(qkv)
+    return pair(rope_append, rope_rows(shape, rows))
 
 
 def qkv_pair(shape: Shape, rows: int) -> Pair:
     """The qkv product, rotation and append: in one kernel where a model has it so, else in two."""
     x, weight = random(rows, shape.hidden), random(shape.qkv, shape.hidden)
-    fused, unfused = rope_calls(shape, rows)
+    _, *others = rope_rows(shape, rows)
+    fused, places = rope_append.on("gpu"), QkvPlaces(*others[:6])
 
     def ours() -> Tensor:
         choice = choose_for(x, weight, rotate=shape.dim)
         if choice.met.rotate:
-            return product_gpu(x, weight, choice=choice, places=fused.places)
-        return fused(product_gpu(x, weight))
+            return product_gpu(x, weight, choice=choice, places=places)
+        return fused(product_gpu(x, weight), *others)
 
-    return ours, lambda: unfused(F.linear(x, weight))
-
-
-@dataclass(frozen=True)
-class RopeAppend:
-    """`rope_append` of a qkv product's rows."""
-
-    places: QkvPlaces
-
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """Queries; keys and values are appended."""
-        at = self.places
-        return rope_append_gpu(
-            qkv, at.cos, at.sin, at.position_ids, at.write_index, at.key_cache, at.value_cache
-        )
-
-
-def rope_calls(shape: Shape, rows: int) -> tuple[RopeAppend, Callable[[Tensor], Tensor]]:
-    """Rotation and append of a qkv product's rows, fused and in torch, at random positions."""
-    cos, sin = torch.randn(2, POSITIONS, shape.dim, device="cuda")
-    positions = torch.randint(POSITIONS, (rows,), device="cuda")
-    places = torch.randperm(rows * BLOCK_SIZE, device="cuda")[:rows]
-    keys, values = random(2, rows, BLOCK_SIZE, shape.kv_heads, shape.dim)
-    row_cos, row_sin = cos[positions][:, None].to(DTYPE), sin[positions][:, None].to(DTYPE)
-
-    def unfused(qkv: Tensor) -> Tensor:
-        parts = qkv.view(rows, shape.kv_heads, shape.group + 2, shape.dim)
-        query, key, value = parts.split([shape.group, 1, 1], dim=2)
-        query = query.reshape(rows, -1, shape.dim)
-        query, key = apply_rotary_reference(query, key.squeeze(2), row_cos, row_sin)
-        keys.flatten(0, 1).index_copy_(0, places, key)
-        values.flatten(0, 1).index_copy_(0, places, value.squeeze(2))
-        return query
-
-    return RopeAppend(QkvPlaces(cos, sin, positions, places, keys, values)), unfused
+    return ours, lambda: rope_append.reference(F.linear(x, weight), *others)
 
 
 def swiglu_pair(shape: Shape, rows: int) -> Pair:
     """SwiGLU."""
-    gates = random(rows, 2 * shape.ffn)
-
-    def unfused() -> Tensor:
-        gate, up = gates.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    return lambda: swiglu_gpu(gates), unfused
+    return pair(swiglu, activation_arguments(CUDA, rows, 2 * shape.ffn))
 
 
 BLOCK_OPS = {
@@ -189,10 +162,7 @@ def sampling_pair(shape: Shape, rows: int, spread: float, rule: Rule) -> Pair:
     records[:, :HEADER] = torch.from_numpy(pack_record(numbers))
     records[:, Header.SEED_LOW] = row.int()
     params = SamplingRows(row, row.int(), records)
-    return (
-        lambda: sample_gpu(logits, params, rule.mode),
-        lambda: sample.reference(logits, params, rule.mode),
-    )
+    return pair(sample, (logits, params, rule.mode))
 
 
 def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -> Iterator[Case]:
@@ -229,7 +199,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 FAMILY = Family(
     name="fused_ops",
-    about="norm, rope, the qkv product with it, SwiGLU and sampling, beside torch's operations",
+    about="norm, rope, the qkv product with it, SwiGLU and sampling, beside their references",
     shapes=list(SHAPES),
     default_shapes=list(SHAPES),
     parts=(),
