@@ -138,3 +138,7 @@ class CommunicationTimeout(JobFailed):
     def __init__(self, message: str, missing: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
+
+
+class RecordingError(ValueError):
+    """A file that cannot be replayed, or a replay that went another way; the message says why."""

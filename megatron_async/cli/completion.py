@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_async.cli.options import PROGRAM
+from megatron_async.cli.options import PROGRAM, HelpFormatter
 from megatron_async.config import (
     ATTENTION_BACKENDS,
     INVALIDATION_POLICIES,
@@ -43,14 +43,14 @@ FILES = ("FILE", "TEXT_OR_FILE", "TARGET")
 """Metavars that stand for a file's or a folder's name."""
 
 
-def add_completion(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def add_completion(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `completion`."""
     completion = commands.add_parser(
         "completion",
         parents=[common],
         help="print the completion script of a shell",
         description="Print a script with which TAB completes commands, options, models and files.",
-        formatter_class=formatter,
+        formatter_class=HelpFormatter,
         epilog=f"""installation, once:
   {PROGRAM} completion bash >> ~/.bashrc
   {PROGRAM} completion zsh >> ~/.zshrc      # after compinit
@@ -76,8 +76,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
     from argcomplete.completers import SuppressCompleter
 
     for action in _actions(parser):
-        completer = _completer(action)
-        if completer is not None:
+        if not hasattr(action, "completer") and (completer := _completer(action)) is not None:
             action.completer = completer  # type: ignore[attr-defined]
     autocomplete(parser, always_complete_options=False, default_completer=SuppressCompleter())
 
@@ -98,8 +97,6 @@ def _completer(action: argparse.Action) -> Any:
         return None
     if action.dest in MODELS and action.metavar != "NAME":
         return model_words
-    if action.dest == "machine":
-        return machine_words
     if action.metavar == "DIR":
         return DirectoriesCompleter()
     if action.metavar in FILES:
@@ -126,12 +123,3 @@ def cached_ids() -> list[str]:
 
     found = Path(HF_HUB_CACHE).glob("models--*")
     return sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in found)
-
-
-def machine_words(prefix: str, **_: Any) -> list[str]:
-    """Machines of `simulate` with built-in times, and recordings."""
-    from argcomplete.completers import FilesCompleter
-
-    from megatron_async.simulation.device_times import MACHINES
-
-    return [*(n for n in MACHINES if n.startswith(prefix)), *FilesCompleter()(prefix)]

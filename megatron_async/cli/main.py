@@ -17,14 +17,12 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
-from megatron_async.cli.bench import add_bench
-from megatron_async.cli.chat import add_chat
-from megatron_async.cli.completion import add_completion, complete
-from megatron_async.cli.convert import add_convert
+from megatron_async.cli.completion import complete
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable, written_as
@@ -58,7 +56,6 @@ from megatron_async.cli.output import (
     print_statistics,
 )
 from megatron_async.cli.parser import Parser, add_model, take_model
-from megatron_async.cli.profile import add_profile
 from megatron_async.cli.prompts import check_prompts, model_prompts, read_prompts
 from megatron_async.cli.ranks import (
     end_together,
@@ -71,15 +68,27 @@ from megatron_async.cli.ranks import (
     say_goodbye_with,
 )
 from megatron_async.cli.sampling import add_sampling_options, given_sampling
-from megatron_async.cli.serve import add_serve
-from megatron_async.cli.serving import add_serving
-from megatron_async.cli.simulate import add_record_option, add_replay_and_simulate
-from megatron_async.cli.simulate_fleet import add_simulate_fleet
 from megatron_async.cli.terminal import STARTING, said_meanwhile
-from megatron_async.errors import ConfigurationError, RequestError
+from megatron_async.errors import ConfigurationError, RecordingError, RequestError
 from megatron_async.other_names import budgets_named_by_options
 from megatron_async.version import __version__
 
+PACKAGE = "megatron_async"
+COMMANDS = (
+    "cli.chat.add_chat",
+    "cli.main.add_generate",
+    "profiling.bench_command.add_bench",
+    "cli.convert.add_convert",
+    "cli.main.add_info",
+    "profiling.profile_command.add_profile",
+    "simulation.simulate_command.add_replay_and_simulate",
+    "simulation.fleets.fleet_command.add_simulate_fleet",
+    "cli.serve.add_serve",
+    "cli.serving.add_serving",
+    "cli.completion.add_completion",
+)
+"""What adds the commands, in the order of the help: by names, as rooms that stand beside the engine
+are imported by no other."""
 USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
 
@@ -96,17 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    add_chat(commands, common)
-    add_generate(commands, common)
-    add_bench(commands, common, HelpFormatter)
-    add_convert(commands, common)
-    add_info(commands, common)
-    add_profile(commands, common)
-    add_replay_and_simulate(commands, common, HelpFormatter)
-    add_simulate_fleet(commands, common, HelpFormatter)
-    add_serve(commands, common, HelpFormatter)
-    add_serving(commands, common, HelpFormatter)
-    add_completion(commands, common, HelpFormatter)
+    for name in COMMANDS:
+        module, _, add = name.rpartition(".")
+        getattr(import_module(f"{PACKAGE}.{module}"), add)(commands, common)
     return parser
 
 
@@ -178,7 +179,11 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         help="meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
         "(several replicas: replica 1 at PORT+1, and so on)",
     )  # fmt: skip
-    add_record_option(output)
+    output.add_argument(
+        "--record", metavar="FILE",
+        help="write every arrival, plan and sample, for `replay`\n"
+        "(several replicas: each its own, replica 0's run.rec is run-0.rec)",
+    )  # fmt: skip
     output.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -222,7 +227,6 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
     with said_meanwhile(STARTING):
         from megatron_async.llm import LLM
-        from megatron_async.simulation.recording import RecordingError
 
     progress = not arguments.no_progress and is_first_rank()
     if arguments.logging_step_interval and is_first_rank():

@@ -11,6 +11,7 @@ from megatron_async.cli.fields import flag
 from megatron_async.cli.options import (
     MODEL_HELP,
     PROGRAM,
+    HelpFormatter,
     add_dtype,
     add_engine_options,
     add_parallel,
@@ -27,7 +28,7 @@ SUPERVISOR = "supervisor"
 """What this process is called in lines of log."""
 
 
-def add_serve(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `serve`."""
     serve = commands.add_parser(
         "serve",
@@ -35,7 +36,7 @@ def add_serve(commands: Any, common: argparse.ArgumentParser, formatter: Any) ->
         help="serve a model over HTTP, in OpenAI's protocol",
         description="Load a model and serve it over HTTP to OpenAI's clients. One SIGTERM or\n"
         "Ctrl-C: finish what is under way and end; two: end at once.",
-        formatter_class=formatter,
+        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} serve smollm2
   {PROGRAM} serve ./my-llama --host 0.0.0.0 --api-key-file keys.txt --api-processes 2

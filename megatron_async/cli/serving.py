@@ -11,6 +11,7 @@ from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.options import (
     MODEL_HELP,
     PROGRAM,
+    HelpFormatter,
     add_dtype,
     add_engine_options,
     add_parallel,
@@ -36,21 +37,21 @@ COLUMNS = {
 COMMANDS = ("pause", "drain", "resume", "remove")
 
 
-def add_serving(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def add_serving(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of all three."""
-    _add_coordinator(commands, common, formatter)
-    _add_replica(commands, common, formatter)
-    _add_replicas(commands, common, formatter)
+    _add_coordinator(commands, common)
+    _add_replica(commands, common)
+    _add_replicas(commands, common)
 
 
-def _add_coordinator(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def _add_coordinator(commands: Any, common: argparse.ArgumentParser) -> None:
     coordinator = commands.add_parser(
         "coordinator",
         parents=[common],
         help="divide requests between replicas",
         description="Take requests of `CoordinatorClient`s and give them to replicas, by load and\n"
         "by shared prefix. Replicas may join and leave at any time. Ctrl-C stops it.",
-        formatter_class=formatter,
+        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} coordinator
   {PROGRAM} coordinator --bind tcp://0.0.0.0:9500 --on-replica-death fail --metrics-port 9401""",
@@ -92,14 +93,14 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser, formatter: 
     )  # fmt: skip
 
 
-def _add_replica(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def _add_replica(commands: Any, common: argparse.ArgumentParser) -> None:
     replica = commands.add_parser(
         "replica",
         parents=[common],
         help="serve what a coordinator sends",
         description="Load a model and serve a coordinator's requests with it. One SIGTERM or\n"
         "Ctrl-C: finish them and end; two: end at once, others serve them again.",
-        formatter_class=formatter,
+        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} replica smollm2 --name first
   torchrun --nproc-per-node 2 -m megatron_async replica dummy:llama-3.1-8b \\
@@ -122,13 +123,13 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     replica.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
-def _add_replicas(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def _add_replicas(commands: Any, common: argparse.ArgumentParser) -> None:
     replicas = commands.add_parser(
         "replicas",
         parents=[common],
         help="show a coordinator's replicas; pause, drain or remove one",
         description="Show what a coordinator's replicas do, or tell one of them what to do.",
-        formatter_class=formatter,
+        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} replicas
   {PROGRAM} replicas drain first     # finish what it has, take nothing more

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async.errors import RecordingError
 from megatron_async.simulation.device_times import CpuTimes, DeviceTimes, Machine, Reach
-from megatron_async.simulation.recording import Launched, Recording, RecordingError, Resolved
+from megatron_async.simulation.recording import Launched, Recording, Resolved
 
 FIRST_STEPS = 2
 """Left out: they compile and warm up."""

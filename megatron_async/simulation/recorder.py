@@ -17,6 +17,7 @@ import numpy as np
 from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.engines.listener import EngineListener
+from megatron_async.errors import RecordingError
 from megatron_async.profiling.benchmark_record import commit
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
@@ -27,7 +28,6 @@ from megatron_async.simulation.recording import (
     FORMAT,
     TEXT_ENDS,
     VERSION,
-    RecordingError,
     plan_checksums,
 )
 from megatron_async.simulation.simulated_tokens import cached_tokens

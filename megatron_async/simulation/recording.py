@@ -36,6 +36,7 @@ import numpy as np
 
 from megatron_async.config import InferenceConfig
 from megatron_async.contexts.step_plan import StepPlan
+from megatron_async.errors import RecordingError
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.text.structured_output import StructuredOutput
@@ -59,10 +60,6 @@ DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, Recursio
 """Errors of reading what no recorder has written."""
 TEXT_ENDS = ("stop_word", "grammar", "error")
 """Ends that token ids alone do not tell; "error" is a tokenizer's or a grammar's."""
-
-
-class RecordingError(ValueError):
-    """A file that cannot be replayed, or a replay that went another way; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatron_async.contexts.request_slots import RequestSlots, SlotState
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.engines.listener import EngineListener
+from megatron_async.errors import RecordingError
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.recorded_text import text_ends, watch_as_recorded, without_text
 from megatron_async.simulation.recording import (
@@ -27,7 +28,6 @@ from megatron_async.simulation.recording import (
     Launched,
     PrefillLimit,
     Recording,
-    RecordingError,
     Resolved,
     TextEnd,
     plan_checksums,

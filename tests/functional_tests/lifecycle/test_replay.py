@@ -12,12 +12,12 @@ import pytest
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
 from megatron_async.contexts import dynamic_context
+from megatron_async.errors import RecordingError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import (
     Added,
     Launched,
-    RecordingError,
     TextEnd,
     load_recording,
 )

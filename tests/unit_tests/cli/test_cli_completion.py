@@ -13,8 +13,9 @@ import pytest
 
 from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.cli import main as cli
-from megatron_async.cli.completion import MODELS, SHELLS, VALUES, machine_words, model_words
+from megatron_async.cli.completion import MODELS, SHELLS, VALUES, model_words
 from megatron_async.cli.fields import field_options
+from megatron_async.simulation.simulate_command import machine_words
 
 PROGRAM = Path(sys.executable).with_name("megatron-async")
 DRIVERS = {

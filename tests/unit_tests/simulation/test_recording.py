@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_async.config import InferenceConfig
+from megatron_async.errors import RecordingError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.simulation import recording
@@ -18,7 +19,6 @@ from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import (
     Launched,
     Recording,
-    RecordingError,
     Resolved,
     load_recording,
 )

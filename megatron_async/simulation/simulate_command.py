@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.cli.chances import parse_chances
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_recording, check_writable
+from megatron_async.cli.options import HelpFormatter
 
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
@@ -84,13 +84,13 @@ SCHEDULE: tuple[tuple[str, str, str], ...] = (
 """The first two tables, none wider than a page: title, key of the figures, format."""
 
 
-def add_replay_and_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def add_replay_and_simulate(commands: Any, common: argparse.ArgumentParser) -> None:
     """Both commands' options."""
-    add_replay(commands, common, formatter)
-    add_simulate(commands, common, formatter)
+    add_replay(commands, common)
+    add_simulate(commands, common)
 
 
-def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def add_simulate(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `simulate`."""
     simulate = commands.add_parser(
         "simulate",
@@ -99,7 +99,7 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
         description="Serve requests that arrive at random through the real engine and scheduler,\n"
         "on a device that is only a clock: what another lookahead, batch or KV pool\n"
         "would do, in seconds and without a GPU.",
-        formatter_class=formatter,
+        formatter_class=HelpFormatter,
         epilog="""examples:
   megatron-async simulate --machine h200:llama-3.1-8b --rate 16 48 --lookahead 0 1 2
   megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --lookahead 1 --target-tpot-ms 8 12
@@ -110,7 +110,7 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
   megatron-async simulate --machine run.rec --rate 4""",
     )
     simulate.set_defaults(run=run_simulate)
-    simulate.add_argument("--machine", default="h200:smollm2-135m", help=MACHINE_HELP)
+    add_machine(simulate, "h200:smollm2-135m")
     trace = simulate.add_argument_group("trace")
     trace.add_argument("--rate", type=float, nargs="+", default=[64.0], help="arrivals a second")
     engine = simulate.add_argument_group("engine")
@@ -142,7 +142,22 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser, formatter: Any)
     simulate.add_argument("--no-progress", action="store_true", help="no progress bars")
 
 
-def add_replay(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def add_machine(parser: argparse.ArgumentParser, default: str) -> None:
+    """The option `--machine`, with what a shell may complete."""
+    machine: Any = parser.add_argument("--machine", default=default, help=MACHINE_HELP)
+    machine.completer = machine_words
+
+
+def machine_words(prefix: str, **_: Any) -> list[str]:
+    """Machines of `simulate` with built-in times, and recordings."""
+    from argcomplete.completers import FilesCompleter
+
+    from megatron_async.simulation.device_times import MACHINES
+
+    return [*(n for n in MACHINES if n.startswith(prefix)), *FilesCompleter()(prefix)]
+
+
+def add_replay(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `replay`."""
     replay = commands.add_parser(
         "replay",
@@ -150,7 +165,7 @@ def add_replay(commands: Any, common: argparse.ArgumentParser, formatter: Any) -
         help="schedule a recorded run again, step for step, without the model",
         description="Run the requests and samples of a recording through the real engine and\n"
         "scheduler, and compare every plan with the recorded one.",
-        formatter_class=formatter,
+        formatter_class=HelpFormatter,
         epilog="""examples:
   megatron-async generate --model smollm2 --prompt Hello --record run.rec
   megatron-async replay run.rec
@@ -165,15 +180,6 @@ def add_replay(commands: Any, common: argparse.ArgumentParser, formatter: Any) -
     replay.add_argument(
         "--allow-truncated", action="store_true",
         help="replay what there is of a recording that has no end (its run crashed)",
-    )  # fmt: skip
-
-
-def add_record_option(output: Any) -> None:
-    """The option `--record` of `generate`."""
-    output.add_argument(
-        "--record", metavar="FILE",
-        help="write every arrival, plan and sample, for `replay`\n"
-        "(several replicas: each its own, replica 0's run.rec is run-0.rec)",
     )  # fmt: skip
 
 
@@ -387,3 +393,18 @@ def run_replay(arguments: argparse.Namespace) -> int:
         print("The recording has no end: its run crashed, or is still going on.")
     print(f"{steps} steps planned, every one as recorded.")
     return 0
+
+
+def parse_chances(text: str) -> list[float]:
+    """Chances of an option, "0.8,0.6,0.45".
+
+    Raises:
+        argparse.ArgumentTypeError: one is no number from 0 to 1.
+    """
+    try:
+        chances = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: {error}") from error
+    if not all(0 <= chance <= 1 for chance in chances):
+        raise argparse.ArgumentTypeError(f"{text!r}: each chance must lie between 0 and 1")
+    return chances

@@ -11,9 +11,10 @@ from typing import Any
 
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable
-from megatron_async.cli.simulate import (
-    MACHINE_HELP,
+from megatron_async.cli.options import HelpFormatter
+from megatron_async.simulation.simulate_command import (
     MOST_REQUESTS,
+    add_machine,
     check_machine,
     load_machine,
 )
@@ -59,7 +60,7 @@ OF_STATES = ("state_gb", "interval")
 """Columns that are left out where no row has a value of theirs."""
 
 
-def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter: Any) -> None:
+def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `simulate-fleet`."""
     fleet = commands.add_parser(
         "simulate-fleet",
@@ -68,7 +69,7 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter
         description="Serve a trace by replicas behind the coordinator's own routing, in virtual\n"
         "time: how much KV memory, which policy, how many replicas. Every combination\n"
         "of the options that take several values is a row.",
-        formatter_class=formatter,
+        formatter_class=HelpFormatter,
         epilog="""examples:
   megatron-async simulate-fleet --trace chats --rate 60 --replicas 4 8 --kv-gb 4 16
   megatron-async simulate-fleet --trace toolagent_trace.jsonl --replicas 16 --policy prefix
@@ -77,7 +78,7 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser, formatter
       --prefix-caching-mamba-gb 5 20 --prefix-caching-mamba-interval 0 2048""",
     )
     fleet.set_defaults(run=run_simulate_fleet)
-    fleet.add_argument("--machine", default="h200:llama-3.1-8b", help=MACHINE_HELP)
+    add_machine(fleet, "h200:llama-3.1-8b")
     trace = fleet.add_argument_group("trace")
     trace.add_argument("--trace", default="chats", metavar="TRACE", help=TRACE_HELP)
     trace.add_argument("--write-trace", metavar="FILE", help="write the trace, and do no more")
