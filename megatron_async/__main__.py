@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_async.cli.interrupts import STATUS, ending_at_once, say_interrupted
+from megatron_async.cli.terminal import STATUS, ending_at_once, say_interrupted
 
 
 def main() -> int:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.checkpoints.model_names import DEMO, DUMMY
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.files import check_writable
-from megatron_async.cli.interrupts import raise_interrupts
 from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
     MODEL_HELP,
@@ -25,8 +24,14 @@ from megatron_async.cli.options import (
     engine_options,
 )
 from megatron_async.cli.ranks import has_other_ranks
-from megatron_async.cli.sampling import add_sampling_options, given_sampling
-from megatron_async.cli.terminal import STARTING, WordWrap, said_meanwhile, unseen_keys
+from megatron_async.cli.sampling_options import add_sampling_options, given_sampling
+from megatron_async.cli.terminal import (
+    STARTING,
+    WordWrap,
+    raise_interrupts,
+    said_meanwhile,
+    unseen_keys,
+)
 from megatron_async.requests.defaults import default_sampling_params
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_async.checkpoints.files import check_target
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.files import check_folder
-from megatron_async.cli.interrupts import raise_interrupts
 from megatron_async.cli.options import MODEL_HELP, PROGRAM, HelpFormatter, add_dtype
+from megatron_async.cli.terminal import raise_interrupts
 
 
 def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:

@@ -21,17 +21,10 @@ from importlib import import_module
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.cli.answers import print_as_it_is_made, printer_of_ended
 from megatron_async.cli.completion import complete
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable, written_as
-from megatron_async.cli.interrupts import (
-    STATUS,
-    ending_at_once,
-    raise_interrupts,
-    say_interrupted,
-)
 from megatron_async.cli.option_names import in_options
 from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
@@ -52,8 +45,10 @@ from megatron_async.cli.output import (
     describe,
     libraries_that_fit,
     print_answer,
+    print_as_it_is_made,
     print_json,
     print_statistics,
+    printer_of_ended,
 )
 from megatron_async.cli.parser import Parser, add_model, take_model
 from megatron_async.cli.prompts import check_prompts, model_prompts, read_prompts
@@ -67,8 +62,15 @@ from megatron_async.cli.ranks import (
     quiet_ranks,
     say_goodbye_with,
 )
-from megatron_async.cli.sampling import add_sampling_options, given_sampling
-from megatron_async.cli.terminal import STARTING, said_meanwhile
+from megatron_async.cli.sampling_options import add_sampling_options, given_sampling
+from megatron_async.cli.terminal import (
+    STARTING,
+    STATUS,
+    ending_at_once,
+    raise_interrupts,
+    said_meanwhile,
+    say_interrupted,
+)
 from megatron_async.errors import ConfigurationError, RecordingError, RequestError
 from megatron_async.other_names import budgets_named_by_options
 from megatron_async.version import __version__

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from megatron_async.cli.fields import flag
 from megatron_async.cli.options import PARALLEL_OPTIONS, engine_fields
-from megatron_async.cli.sampling import FIELDS as SAMPLED
+from megatron_async.cli.sampling_options import FIELDS as SAMPLED
 from megatron_async.other_names import (
     ENGINE_ADVICE,
     ENGINE_NAMES,

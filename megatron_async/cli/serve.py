@@ -188,8 +188,8 @@ def default_api_processes() -> int:
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     from megatron_async.observe.log_lines import log_to_stderr, said_line
+    from megatron_async.server.supervisor.serve_settings import ServeSettings
     from megatron_async.server.supervisor.service import serve
-    from megatron_async.server.supervisor.settings import ServeSettings
 
     # Told here, and not by a replica or an API process after the address is announced.
     check_early(arguments.model, engine_options(arguments), parallel_sizes(arguments))
@@ -214,7 +214,7 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         read_keys,
         read_password,
     )
-    from megatron_async.server.supervisor.settings import ServeSettings
+    from megatron_async.server.supervisor.serve_settings import ServeSettings
     from megatron_async.serving.address import check_address
     from megatron_async.serving.records import CoordinatorConfig
     from megatron_async.serving.routing import make_policy

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.fleet.fleet_settings import FleetSettings
 from megatron_async.fleet.ray_environment import process_environment
-from megatron_async.fleet.settings import FleetSettings
 from megatron_async.serving.records import MOST_SILENCE_S, CoordinatorConfig
 from megatron_async.serving.routing import make_policy
 

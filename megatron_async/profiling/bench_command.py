@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable
-from megatron_async.cli.interrupts import raise_interrupts
 from megatron_async.cli.options import (
     MODEL_HELP,
     PROGRAM,
@@ -25,7 +24,7 @@ from megatron_async.cli.options import (
     engine_options,
 )
 from megatron_async.cli.ranks import has_other_ranks
-from megatron_async.cli.terminal import STARTING, said_meanwhile
+from megatron_async.cli.terminal import STARTING, raise_interrupts, said_meanwhile
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
-from megatron_async.cli.interrupts import raise_interrupts
 from megatron_async.cli.options import (
     MODEL_HELP,
     PROGRAM,
@@ -16,7 +15,7 @@ from megatron_async.cli.options import (
     add_dtype,
 )
 from megatron_async.cli.parser import add_model, take_model
-from megatron_async.cli.terminal import STARTING, said_meanwhile
+from megatron_async.cli.terminal import STARTING, raise_interrupts, said_meanwhile
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM

@@ -16,9 +16,8 @@ from megatron_async.server.answers.choice_text import (
     finish_reason,
     piece_reader,
 )
-from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind
+from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind, UsageCount
 from megatron_async.server.answers.log_prob_json import LogProbs
-from megatron_async.server.answers.usage import UsageCount
 from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, Piece, Thought
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal

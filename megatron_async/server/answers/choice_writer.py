@@ -13,7 +13,14 @@ from typing import Any, override
 
 import msgspec
 
-from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind
+from megatron_async.server.answers.items import (
+    Item,
+    ItemResult,
+    ItemWriter,
+    Kind,
+    Usage,
+    UsageCount,
+)
 from megatron_async.server.answers.log_prob_json import (
     LogProbs,
     Place,
@@ -22,7 +29,6 @@ from megatron_async.server.answers.log_prob_json import (
     of_prompt,
     places,
 )
-from megatron_async.server.answers.usage import Usage, UsageCount
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel

@@ -16,7 +16,7 @@ from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply, reply_json
-from megatron_async.server.metrics import CONTENT_TYPE, metrics_text
+from megatron_async.server.service_metrics import CONTENT_TYPE, metrics_text
 from megatron_async.serving.failures import RemoteError
 from megatron_async.serving.request_client import RequestClient
 from megatron_async.version import __version__

@@ -13,13 +13,17 @@ from contextlib import ExitStack
 
 import msgspec
 
-from megatron_async.server.supervisor.commands import api_config, curl_line, replica_command
 from megatron_async.server.supervisor.devices import share_gpus, visible_gpus
 from megatron_async.server.supervisor.keys import without_keys
 from megatron_async.server.supervisor.listener import listen, url_of
 from megatron_async.server.supervisor.own_coordinator import OwnCoordinator
 from megatron_async.server.supervisor.processes import ChildProcess, why_ended
-from megatron_async.server.supervisor.settings import ServeSettings
+from megatron_async.server.supervisor.serve_settings import (
+    ServeSettings,
+    api_config,
+    curl_line,
+    replica_command,
+)
 from megatron_async.server.supervisor.signals import Signals
 from megatron_async.serving.engine_verbs import PROFILE_VARIABLE
 

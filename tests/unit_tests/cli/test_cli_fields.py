@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import pytest
 
 from megatron_async import InferenceConfig, SamplingParams
-from megatron_async.cli import options, sampling
+from megatron_async.cli import options
+from megatron_async.cli import sampling_options as sampling
 from megatron_async.cli.fields import add_fields, field_options
 from megatron_async.cli.main import build_parser
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults

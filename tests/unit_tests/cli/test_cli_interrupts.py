@@ -20,7 +20,7 @@ def test_interrupt_is_clean(capsys, monkeypatch):
 HELD = """
 import os, signal, sys
 from megatron_async import __main__
-from megatron_async.cli.interrupts import raise_interrupts
+from megatron_async.cli.terminal import raise_interrupts
 
 class Finder:
     def find_spec(self, name, path=None, target=None):

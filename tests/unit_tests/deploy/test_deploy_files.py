@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async.cli.main import build_parser
 from megatron_async.observe.metrics import COUNTERS, GAUGES
-from megatron_async.server.metrics import OUTCOMES, metrics_text
+from megatron_async.server.service_metrics import OUTCOMES, metrics_text
 from megatron_async.serving.service_counters import ServiceCounters
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

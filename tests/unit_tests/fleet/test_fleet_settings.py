@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.fleet.settings import FleetSettings
+from megatron_async.fleet.fleet_settings import FleetSettings
 from megatron_async.server.api_config import ApiConfig, KeyDigest
 
 HAS_RAY = importlib.util.find_spec("ray") is not None

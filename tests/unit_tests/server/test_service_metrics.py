@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_async.server.metrics import metrics_text
+from megatron_async.server.service_metrics import metrics_text
 from megatron_async.serving.service_counters import ServiceCounters
 
 BOARDS = (
@@ -107,7 +107,8 @@ def test_a_hostile_model_name_is_one_label() -> None:
 
 def test_no_torch() -> None:
     code = (
-        "import sys, megatron_async.server.metrics, megatron_async.server.supervisor.service\n"
+        "import sys\nimport megatron_async.server.service_metrics\n"
+        "import megatron_async.server.supervisor.service\n"
         "print(sorted({'torch', 'megatron', 'transformers'} & set(sys.modules)))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,9 +15,8 @@ from megatron_async.observe.statistics import NoOverlapReason
 from megatron_async.server.api_config import ApiConfig, KeyDigest
 from megatron_async.server.http.access import Access
 from megatron_async.server.http.app import App
-from megatron_async.server.http.live_routes import LiveRoutes
-from megatron_async.server.http.page_routes import FOLDER, page_routes
-from megatron_async.server.supervisor.commands import api_config
+from megatron_async.server.http.page_routes import FOLDER, LiveRoutes, page_routes
+from megatron_async.server.supervisor.serve_settings import api_config
 
 KEY = KeyDigest("k", "0" * 64)
 FILES = sorted(path.name for path in FOLDER.iterdir())

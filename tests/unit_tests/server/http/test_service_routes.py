@@ -16,7 +16,7 @@ from megatron_async.server.http.access import Access
 from megatron_async.server.http.app import App
 from megatron_async.server.http.service_routes import ServiceRoutes
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
-from megatron_async.server.metrics import STATES
+from megatron_async.server.service_metrics import STATES
 from tests.support.served_demo import demo
 
 CONFIG = ApiConfig(coordinator="", admin_key=KeyDigest("", hashlib.sha256(b"boss").hexdigest()))

@@ -15,7 +15,7 @@ from megatron_async.server.supervisor.keys import (
     read_password,
     without_keys,
 )
-from megatron_async.server.supervisor.settings import ServeSettings
+from megatron_async.server.supervisor.serve_settings import ServeSettings
 
 
 def keys_file(folder: Path, text: str, mode: int = 0o600) -> str:

@@ -13,10 +13,14 @@ import pytest
 from megatron_async.cli.main import build_parser
 from megatron_async.cli.serve import read_settings
 from megatron_async.errors import ConfigurationError
-from megatron_async.server.supervisor.commands import api_config, curl_line, replica_command
 from megatron_async.server.supervisor.devices import share_gpus, visible_gpus
 from megatron_async.server.supervisor.listener import listen, url_of
-from megatron_async.server.supervisor.settings import served_name
+from megatron_async.server.supervisor.serve_settings import (
+    api_config,
+    curl_line,
+    replica_command,
+    served_name,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_async.server.supervisor import service
+from megatron_async.server.supervisor.serve_settings import ServeSettings
 from megatron_async.server.supervisor.service import Supervisor
-from megatron_async.server.supervisor.settings import ServeSettings
 
 
 class Clock:

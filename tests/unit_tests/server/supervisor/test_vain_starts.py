@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_async.server.supervisor.serve_settings import ServeSettings
 from megatron_async.server.supervisor.service import MOST_EARLY_DEATHS, Supervisor
-from megatron_async.server.supervisor.settings import ServeSettings
 
 
 class Replica:

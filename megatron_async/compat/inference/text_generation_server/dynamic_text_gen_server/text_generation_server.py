@@ -59,7 +59,7 @@ def start_text_gen_server(
     global _server
     from megatron_async.server.chat.call_formats import format_of_template, parser_name
     from megatron_async.server.supervisor.keys import read_keys
-    from megatron_async.server.supervisor.settings import ServeSettings
+    from megatron_async.server.supervisor.serve_settings import ServeSettings
 
     if _server is not None and _server.poll() is None:
         logger.warning("A text generation server runs already: stop_text_gen_server ends it.")
