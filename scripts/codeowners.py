@@ -26,7 +26,7 @@ PARTS = {
         "communication", "engines", "observe", "parity", "profiling", "ranks", "requests", "text",
     ),
     "models from outside": ("checkpoints", "compat"),
-    "services and tools": ("cli", "fleet", "server", "serving", "simulation"),
+    "services and tools": ("cli", "fleet", "lab", "server", "serving", "simulation"),
 }  # fmt: skip
 """Sub-packages by part."""
 OWNERS = dict.fromkeys(PARTS, MAINTAINERS)

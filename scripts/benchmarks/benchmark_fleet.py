@@ -16,11 +16,11 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_async.config import InferenceConfig
+from megatron_async.lab.simulate_command import load_machine
 from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.serving.routing import POLICIES
 from megatron_async.simulation.fleets.fleet_jobs import FleetJob, TraceSource, run_jobs
 from megatron_async.simulation.fleets.traced_requests import hit_ceiling
-from megatron_async.simulation.simulate_command import load_machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:

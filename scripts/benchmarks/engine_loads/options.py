@@ -10,6 +10,7 @@ from typing import Any
 from megatron_async.checkpoints.model_names import DUMMY, UNIFORM
 from megatron_async.config import DEFAULT_DRAFTS, STATE_DTYPES
 from megatron_async.errors import ConfigurationError
+from megatron_async.lab.simulate_command import parse_chances
 from megatron_async.profiling.arrival_trace import (
     LengthDistribution,
     TraceRequest,
@@ -22,7 +23,6 @@ from megatron_async.profiling.gpu_profile import (
     gap_report,
     profile_device,
 )
-from megatron_async.simulation.simulate_command import parse_chances
 
 
 def load_parser(

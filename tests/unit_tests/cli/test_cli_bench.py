@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_async.cli import main as cli
-from megatron_async.profiling.bench_command import table
+from megatron_async.lab.bench_command import table
 from tests.unit_tests.cli.cli_runs import fails
 
 SMALL = ["dummy:tiny", "--device", "cpu", "--no-progress", "--input-len", "8", "--output-len", "6"]

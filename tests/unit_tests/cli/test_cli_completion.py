@@ -15,7 +15,7 @@ from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.cli import main as cli
 from megatron_async.cli.completion import MODELS, SHELLS, VALUES, model_words
 from megatron_async.cli.fields import field_options
-from megatron_async.simulation.simulate_command import machine_words
+from megatron_async.lab.simulate_command import machine_words
 
 PROGRAM = Path(sys.executable).with_name("megatron-async")
 DRIVERS = {

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable
 from megatron_async.cli.options import HelpFormatter
-from megatron_async.simulation.simulate_command import (
+from megatron_async.lab.simulate_command import (
     MOST_REQUESTS,
     add_machine,
     check_machine,
