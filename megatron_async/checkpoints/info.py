@@ -13,7 +13,7 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource
 from megatron_async.devices import make_device, resolve_device_name
-from megatron_async.errors import OutOfMemoryError
+from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.architecture import (
     ATTENTION,
     DELTA,
@@ -25,6 +25,7 @@ from megatron_async.models.architecture import (
     RECURRENT,
     ModelArchitecture,
 )
+from megatron_async.ops.batch_dimensions import BatchDimensions
 
 if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes
@@ -283,6 +284,53 @@ def _expert_rows(a: ModelArchitecture) -> dict[str, str]:
         experts += f", one for all of {a.moe_shared_expert_intermediate_size}"
     dense = [str(n // a.layers_per_block) for n, kind in enumerate(a.pattern) if kind == MLP]
     return {"experts": experts + (f", layers {', '.join(dense)} dense" if dense else "")}
+
+
+def model_program(
+    source: str | Path | ModelSource,
+    rows: int,
+    tokens: int,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    major: int | None = None,
+) -> list[str]:
+    """Which kernels each layer of a model launches in a step: a line each, on one rank.
+
+    Args:
+        source: what `open_model` takes, or what it gave.
+        rows: rows that decode one token each.
+        tokens: of the step: those beyond the rows' are of one prompt.
+        device: as for `model_info`; not asked for where `major` is given.
+        dtype: of the weights; None: bfloat16 on a GPU, else float32.
+        major: compute capability of the GPU whose rules count; None: of the device.
+
+    Raises:
+        CheckpointError: see `open_model`.
+        ConfigurationError: fewer tokens than rows, or none; a device that is unknown or not there.
+    """
+    from megatron_async.models.hybrid import build_model
+    from megatron_async.models.layer_program import layer_program
+    from megatron_async.ops.linear.products import MEASURED_MAJOR
+
+    if not 0 <= rows <= tokens or not tokens:
+        raise ConfigurationError(
+            f"rows={rows} and tokens={tokens}: a step has a token for each row, and at least one."
+        )
+    if major is None:
+        here = torch.device(resolve_device_name(device))
+        major = torch.cuda.get_device_capability(here)[0] if here.type == "cuda" else 0
+    source = source if isinstance(source, ModelSource) else open_model(source)
+    resolved = parse_dtype(dtype or ("bfloat16" if major else "float32"))
+    model = build_model(source.architecture, resolved, torch.device("meta"))
+    prompt = ((tokens - rows, tokens - rows),) if tokens > rows else ()
+    lines = layer_program(model, BatchDimensions(rows, prefill_lengths=prompt), major)
+    place = f"a GPU of compute capability {major}" if major else "a CPU"
+    if major and major != MEASURED_MAJOR:
+        place += f", where nothing was measured (it was on {MEASURED_MAJOR})"
+    elif not major:
+        place += ", whose products may have packed or 8-bit weights where memory allows"
+    shape = f"rows {rows}, tokens {tokens}"
+    return [f"{source.name}, {_dtype_name(resolved)}, {shape}, on {place}", *lines]
 
 
 def _free_memory(device: str) -> int:

@@ -189,6 +189,10 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     output.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
+GPUS = {"a100": 8, "b200": 10, "h100": 9, "h200": 9}
+"""Compute capability (major) of GPUs that `info --program` knows by name."""
+
+
 def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `info`."""
     info = commands.add_parser(
@@ -196,11 +200,13 @@ def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="architecture, memory needed, and the KV pool that fits",
         description="Print a model's architecture, its parameters, the memory they need and\n"
-        "the KV pool that fits beside them. No weights are loaded.",
+        "the KV pool that fits beside them. Or, with --program, the kernels of each layer in\n"
+        "a step. No weights are loaded.",
         formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} info smollm2
-  {PROGRAM} info dummy:llama-3.1-8b --dtype bfloat16 --memory-gb 24""",
+  {PROGRAM} info dummy:llama-3.1-8b --dtype bfloat16 --memory-gb 24
+  {PROGRAM} info smollm2 --program --rows 16 --gpu h200""",
     )
     info.set_defaults(run=run_info)
     info.add_argument("model", metavar="MODEL", help=MODEL_HELP)
@@ -209,6 +215,24 @@ def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
     info.add_argument(
         "--memory-gb", type=float, metavar="GB", help="plan for this much memory, not for what is"
     )
+    info.add_argument(
+        "--program", action="store_true",
+        help="the kernels that each layer launches in a step, instead",
+    )  # fmt: skip
+    info.add_argument(
+        "--rows", type=int, metavar="N",
+        help="of --program: rows that decode a token (default: 1)",
+    )  # fmt: skip
+    info.add_argument(
+        "--tokens", type=int, metavar="N",
+        help="of --program: all tokens of the step; those beyond --rows are a prompt's\n"
+        "(default: as many as rows)",
+    )  # fmt: skip
+    info.add_argument(
+        "--gpu", choices=GPUS,
+        help="of --program: by the rules for this GPU, which need not be here\n"
+        "(default: the device)",
+    )  # fmt: skip
     info.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -305,8 +329,23 @@ def run_info(arguments: argparse.Namespace) -> int:
     if arguments.memory_gb is not None and not 0 < arguments.memory_gb < math.inf:
         raise ValueError(f"--memory-gb {arguments.memory_gb:g} must be above 0, and finite.")
 
-    from megatron_async.checkpoints.info import format_info, model_info
+    from megatron_async.checkpoints.info import format_info, model_info, model_program
 
+    for name in () if arguments.program else ("rows", "tokens", "gpu"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} is of --program: give that too, or leave it out.")
+    if arguments.program:
+        rows = 1 if arguments.rows is None else arguments.rows
+        tokens = rows if arguments.tokens is None else arguments.tokens
+        major = None if arguments.gpu is None else GPUS[arguments.gpu]
+        lines = model_program(
+            arguments.model, rows, tokens, arguments.device, arguments.dtype, major
+        )
+        if arguments.json:
+            print_json({"program": lines})
+        else:
+            print("\n".join(lines))
+        return 0
     info = model_info(
         arguments.model,
         device=arguments.device,

@@ -104,7 +104,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
     @property
     def may_rotate(self) -> bool:
         """Whether a qkv layer may have a product that also rotates and appends its outputs."""
-        return self.weight.is_cuda and not self.sequence_parallel and not self.skip_bias_add
+        return not self.sequence_parallel and not self.skip_bias_add
 
     def choose(self, stream: Stream, rotate: int = 0, activation: Activation = "") -> Choice:
         """How the product of a stream is computed, with the norm before it.
@@ -117,6 +117,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         return choose_for(
             stream.rows,
             self.weight,
+            major=self.ops.major,
             norm=stream.weight is not None and stream.is_whole and not self.sequence_parallel,
             rotate=rotate if rotate and self.may_rotate else 0,
             activation=activation,
@@ -184,6 +185,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
         return choose_for(
             x,
             self.weight,
+            major=self.ops.major,
             # Among ranks, partial sums are added up on their way into the sum over the ranks.
             split=(may_split and self.bias is None) or not alone,
             squares=squares if alone else 0,

@@ -188,7 +188,7 @@ class MoELayer(MegatronModule):
             shared_fc2=fc2,
             shared_gate=gate,
         )
-        plan = find_plan(rows, layer)
+        plan = find_plan(rows, layer, self.ops.major)
         return None if plan is None else (layer, plan)
 
     def _few_tokens(

@@ -43,6 +43,9 @@ class Ops:
             torch all else.
         promises: what all ops must keep; names of `op.PROMISES`.
 
+    Attributes:
+        major: compute capability of the GPU, whose rules choose products; 0: a CPU.
+
     Raises:
         ConfigurationError: an op has no implementation for the device that keeps the promises.
     """
@@ -53,6 +56,8 @@ class Ops:
             place = "gpu"
         elif device.type == "cpu" and compiles():
             place = "cpu"
+
+        self.major = torch.cuda.get_device_capability(device)[0] if place == "gpu" else 0
 
         def bound[**P, R](op: Op[P, R]) -> Callable[P, R]:
             return op.on(place, promises)

@@ -17,7 +17,6 @@ vector, so it runs on the CUDA cores, where all loads of a thread may be in flig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -90,21 +89,17 @@ class ExpertLayer:
         )
 
 
-def find_plan(x: Tensor, layer: ExpertLayer) -> FewTokenPlan | None:
+def find_plan(x: Tensor, layer: ExpertLayer, major: int) -> FewTokenPlan | None:
     """The layout for these tokens; None where the grouped products are for them.
 
     Args:
         x: `[..., tokens, hidden]`.
         layer: of the model.
+        major: compute capability of the GPU; 0: a CPU.
     """
-    if not x.is_cuda or not _is_measured(x.device.index):
+    if major != FEW_TOKENS_MAJOR:
         return None
     return plan_few_tokens(x.size(-2), layer.shape)
-
-
-@lru_cache
-def _is_measured(device_index: int) -> bool:
-    return torch.cuda.get_device_capability(device_index)[0] == FEW_TOKENS_MAJOR
 
 
 @op

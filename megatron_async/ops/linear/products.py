@@ -13,6 +13,7 @@ the table.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -57,6 +58,8 @@ CUBLAS = ProductKernel(
     _cublas,
     Rounding("cuBLAS's", "rows"),
 )
+TORCH = replace(CUBLAS, name="torch")
+"""What multiplies on a CPU."""
 PRODUCTS = (RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, TILE)
 """In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
 
@@ -90,7 +93,7 @@ class Choice(NamedTuple):
     met: Wants
 
 
-WITHOUT_WANTS = Choice(CUBLAS, None, Wants(0))
+WITHOUT_WANTS = Choice(TORCH, None, Wants(0))
 """What a CPU gets, and a weight that is not contiguous: torch's product, and nothing with it."""
 
 
@@ -151,17 +154,20 @@ def _first(weight: WeightShape, problem: Problem) -> tuple[ProductKernel, Any]:
     return CUBLAS, None
 
 
-def choose_for(x: Tensor, weight: Tensor, **wants: Any) -> Choice:
+def choose_for(x: Tensor, weight: Tensor, major: int | None = None, **wants: Any) -> Choice:
     """`choose` for rows x, `[rows, k]` or partial sums of them, and a weight `[outputs, k]`.
 
     Args:
         x: whose rows are the product's input, or what the input is made of.
         weight: of the same dtype; maybe [gate; up].
+        major: compute capability of the GPU; 0: a CPU. None: of the device of x.
         wants: fields of `Wants`, but for the rows.
     """
-    if not x.is_cuda or not weight.is_contiguous():
+    if major is None:
+        major = _major(x.device.index) if x.is_cuda else 0
+    if not major or not weight.is_contiguous():
         return WITHOUT_WANTS
-    major, aligned = _major(x.device.index), may_be_copied(x) and may_be_copied(weight)
+    aligned = may_be_copied(x) and may_be_copied(weight)
     outputs, k = weight.shape
     shape = WeightShape(outputs, k, weight.dtype, major, aligned)
     return choose(shape, Wants(x.size(-2), **wants))
