@@ -136,7 +136,7 @@ class NotedView:
         self._rotated = 2 * len(described_frequencies(config))
 
     def qkv_places(self, layer: int) -> QkvPlaces | None:
-        """See `StepView`."""
+        """Places of the qkv product, where heads are rotated as a whole."""
         dim, heads = self._config.kv_channels, self._config.num_query_groups
         if self._rotated != dim:
             return None
@@ -145,14 +145,14 @@ class NotedView:
         return QkvPlaces(table, table, self.write_index, self.write_index, cache, cache)
 
     def attend(self, layer: int, query: Tensor, scale: float | None = None) -> Tensor:
-        """See `StepView`."""
+        """Attention of rotated queries."""
         self._ops.notes.append("attention")
         return query
 
     def attention(
         self, layer: int, mixed_qkv: Tensor, q_norm: Any, k_norm: Any, scale: Any, has_gate: bool
     ) -> Tensor:
-        """See `StepView`."""
+        """q/k norms, rope, append and attention."""
         norms = "q/k norms + " if q_norm is not None else ""
         self._ops.notes.append(f"{norms}{'rope + ' if self._rotated else ''}append")
         heads, dim = self._config.num_attention_heads, self._config.kv_channels
@@ -162,14 +162,14 @@ class NotedView:
         return attended
 
     def recurrent(self, layer: int, projected: Tensor, params: Any) -> Tensor:
-        """See `StepView`."""
+        """Convolution and recurrence of a layer."""
         self._ops.notes.append("convolution + recurrence")
         return projected.new_empty((len(projected), self.channels))
 
     def recurrent_gated(
         self, layer: int, projected: Tensor, params: Any, norm_weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `StepView`."""
+        """`recurrent`, gated."""
         y = self.recurrent(layer, projected, params)
         self._ops.notes[-1] += " + gate"
         return y, y.new_empty((len(y), 1, 1), dtype=torch.float32)
