@@ -63,9 +63,11 @@ def imports(package: Path = PACKAGE) -> list[Import]:
 
 
 def _import_nodes(node: ast.AST, when: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
-    if_typed = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    typed = []
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        typed = node.body
     for child in ast.iter_child_nodes(node):
-        inside = "type" if if_typed and child not in node.orelse else when
+        inside = "type" if child in typed else when
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, inside
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and when == "top":
