@@ -31,7 +31,7 @@ class SlotShadows:
     state that is small. `save` and `restore` are launched work.
 
     Args:
-        view: with the states; a state may join, and renew its tensors, between steps.
+        view: with the states, whose tensors steps change in place; a state may join between steps.
         entries: steps that may be in flight.
     """
 
@@ -73,11 +73,11 @@ class SlotShadows:
         return held[(books.features[held] & REMEMBERS) != 0]
 
     def _is_small(self, state: PerSlotState) -> bool:
-        """Whether the tensors of a state are by slot, and at most `SHADOWED_BYTES` for each."""
+        """Whether a state has tensors by slot alone, of at most `SHADOWED_BYTES` for each."""
         tensors = list(tensors_in(vars(state)))
-        if not all(each.dim() and len(each) == self._rows for each in tensors):
-            return False
-        return sum(each.nbytes for each in tensors) <= SHADOWED_BYTES * self._rows
+        by_slot = all(each.dim() and len(each) == self._rows for each in tensors)
+        num_bytes = sum(each.nbytes for each in tensors)
+        return by_slot and 0 < num_bytes <= SHADOWED_BYTES * self._rows
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -161,7 +161,7 @@ def test_random_lives_with_plans_taken_back(device):
 
 
 def test_shadows_of_small_states():
-    """A state renews its tensors; another joins between steps; a third is too large."""
+    """Two states join between steps; one is too large."""
     states = SlotStates()
     slots = SimpleNamespace(last_token=torch.arange(4), length=torch.ones(4, dtype=torch.int32))
     shadows = SlotShadows(SimpleNamespace(slots=slots, states=states), entries=3)
@@ -185,20 +185,27 @@ def test_shadows_of_small_states():
     assert (large.tensor == 9).all()
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(4, 65), torch.zeros(2, 4), torch.zeros(())])
-def test_requests_whose_state_is_not_put_back_are_lost(device, tensor):
-    """Whatever is not `[slots + 1, ...]`, or has more than 256 bytes a slot; a free slot has lost
-    nothing."""
+@pytest.mark.parametrize(
+    ("tensors", "is_lost"),
+    [
+        ([torch.zeros(4, 64)], False),
+        ([torch.zeros(4, 65)], True),
+        ([torch.zeros(4, 64), torch.zeros(4, 1)], True),
+        ([torch.zeros(4), torch.zeros(2, 4)], True),
+        ([torch.zeros(())], True),
+        ([], True),
+    ],
+)
+def test_requests_whose_state_is_not_put_back_are_lost(device, tensors, is_lost):
+    """A state that is not `[slots + 1, ...]`, has more than 256 bytes a slot, or shows nothing; a
+    free slot has lost nothing."""
     context = make_context(device, max_requests=3)
     add(context, 0, 3, 9)
     plan = context.prepare_step()
     shadows = SlotShadows(context.gpu_view, entries=1)
-    slots = np.arange(3)
-    assert not len(shadows.lost(context.slots, slots))
+    assert not len(shadows.lost(context.slots, np.arange(3)))
     other = PerSlotState()
-    other.nested = (tensor[:, :64].contiguous() if tensor.shape == (4, 65) else tensor,)
+    other.tensors = tensors
     context.gpu_view.states.append(other)
-    is_small = tensor.shape == (4, 65)
-    assert shadows.lost(context.slots, slots).tolist() == ([] if is_small else plan.slots.tolist())
-    other.nested = tensor
-    assert shadows.lost(context.slots, slots).tolist() == plan.slots.tolist()
+    lost = shadows.lost(context.slots, np.arange(3)).tolist()
+    assert lost == (plan.slots.tolist() if is_lost else [])
