@@ -71,20 +71,20 @@ def delta_decode_gpu(
     row_index, positions, bases, width = step
     shape = shape_of(op, qkvzba, params, pools, rule, width)
     rows, window = row_index.numel(), triton.next_power_of_2(rule.window(width))
-    tokens, device = rows * width, qkvzba.device
-    out = output_for(op, out, qkvzba, tokens, shape.value_inner)
+    tokens, inner, device = rows * width, shape.value_inner, qkvzba.device
+    out = output_for(op, out, qkvzba, tokens, inner)
     if not rows:
         return out
     inputs = DeltaInputs(
         torch.empty((tokens, shape.key_inner), dtype=qkvzba.dtype, device=device),
-        torch.empty((tokens, shape.value_inner), dtype=qkvzba.dtype, device=device),
-        torch.empty((tokens, shape.value_heads), dtype=torch.float32, device=device),
-        torch.empty((tokens, shape.key_heads, 2, window), dtype=torch.float32, device=device),
+        torch.empty((tokens, inner), dtype=qkvzba.dtype, device=device),
+        torch.empty((tokens, shape.value_heads), device=device),
+        torch.empty((tokens, shape.key_heads, 2, window), device=device),
     )
     layer, at = (inputs, pools, pools.strides), (row_index, positions, bases)
     constants = {"shape": shape, "width": width, "ring": pools.ring_xb.size(1), "window": window}
     options = launch_options(qkvzba)
-    parts = shape.key_heads + triton.cdiv(shape.value_inner, CHANNELS)
+    parts = shape.key_heads + triton.cdiv(inner, CHANNELS)
     _inputs_kernel[(parts, rows)](
         qkvzba,
         qkvzba.stride(0),

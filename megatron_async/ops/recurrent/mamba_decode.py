@@ -63,7 +63,8 @@ def mamba_decode_gpu(
     if rows <= MOST_ROWS and width == 1 and gating is None:
         decode_row(zxbcdt, params, pools, step, rule, shape, out)
         return out
-    inputs = take_inputs(zxbcdt, params, pools, step, rule, shape, gating is not None)
+    strides, is_gated = pools.strides, gating is not None
+    inputs = take_inputs(zxbcdt, params, pools, strides, step, rule, shape, is_gated)
     by_matrix_units = width > 1 and shape.d_state <= MAX_STATE
     if by_matrix_units and zxbcdt.is_cuda and zxbcdt.dtype == torch.bfloat16:
         outputs_by_matrix_units(inputs, pools, step, shape, out)
@@ -71,7 +72,7 @@ def mamba_decode_gpu(
     _outputs_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), rows)](
         inputs,
         pools,
-        pools.strides,
+        strides,
         row_index,
         positions,
         bases,
@@ -84,7 +85,7 @@ def mamba_decode_gpu(
         ring=pools.ring_xb.size(1),
         tile=LANES,
         window=window_of(rule, width),
-        is_gated=gating is not None,
+        is_gated=is_gated,
         num_warps=WARPS,
         **launch_options(zxbcdt),
     )

@@ -18,7 +18,12 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, let_next_start, wait_for_previous
 from megatron_async.ops.recurrent.kernel_parts import history, silu, softplus, taps
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
-from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, FlushRule, RecurrentPools
+from megatron_async.ops.recurrent.recurrent_pools import (
+    DecodeRows,
+    FlushRule,
+    RecurrentPools,
+    RowStrides,
+)
 
 CHANNELS = 256
 """Channels of x that a program takes."""
@@ -53,6 +58,7 @@ def take_inputs(
     zxbcdt: Tensor,
     params: MambaParams,
     pools: RecurrentPools,
+    strides: RowStrides,
     step: DecodeRows,
     rule: FlushRule,
     shape: MambaShape,
@@ -62,6 +68,7 @@ def take_inputs(
 
     Args:
         zxbcdt, params, pools, step, rule: of `mamba_decode`; rings and conv are changed in place.
+        strides: of the pools.
         shape: sizes of the layer.
         is_gated: make gates too; of rows of one query token. Here a thread makes one or two of
             them. The second kernel would make each in 32 threads.
@@ -81,7 +88,7 @@ def take_inputs(
         zxbcdt.stride(0),
         params,
         pools,
-        pools.strides,
+        strides,
         row_index,
         positions,
         bases,

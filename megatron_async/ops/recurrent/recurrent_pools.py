@@ -216,9 +216,10 @@ def check_params(
     """
     first = len(params) - len(names)
     fits = params[0].numel() == conv_dim * CONV_WIDTH
-    fits = fits and all(tensor.shape == (conv_dim,) for tensor in params[1:first])
-    fits = fits and all(tensor.shape == (heads,) for tensor in params[first:])
-    if not fits or not all(tensor.is_contiguous() for tensor in params):
+    for number, tensor in enumerate(params):
+        size = heads if number >= first else conv_dim
+        fits = fits and tensor.is_contiguous() and (not number or tensor.shape == (size,))
+    if not fits:
         bias = f" conv_bias ({conv_dim},)," if first > 1 else ""
         raise ValueError(
             f"{op}: parameters must be contiguous, conv_weight ({conv_dim}, {CONV_WIDTH}),{bias} "
