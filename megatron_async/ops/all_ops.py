@@ -17,10 +17,9 @@ from megatron_async.ops.experts.expert_mlp import expert_mlp
 from megatron_async.ops.experts.expert_routing import route
 from megatron_async.ops.experts.few_tokens import few_token_experts
 from megatron_async.ops.experts.shared_gate import add_shared_expert
+from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.products import product
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.linear.squared_relu import squared_relu
-from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.ops.op import Op, Place
 from megatron_async.ops.ranks.vocab_embedding import vocab_embedding
 from megatron_async.ops.recurrent.bases import next_bases

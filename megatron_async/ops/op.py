@@ -75,7 +75,7 @@ class Op[**P, R]:
         self._import(place)
         found = self._found[place] if place == "gpu" else [*self._found[place], self.reference]
         for implementation in found:
-            if promises <= promises_of(implementation):
+            if promises <= _kept(implementation):
                 return implementation
         asked = f" that keeps {sorted(promises)}" if promises else ""
         raise ConfigurationError(
@@ -89,7 +89,7 @@ class Op[**P, R]:
         for place, found in self._found.items():
             self._import(place)
             for implementation in found:
-                kept = ", ".join(sorted(promises_of(implementation)))
+                kept = ", ".join(sorted(_kept(implementation)))
                 names.append(f"{place} (keeps {kept})" if kept else place)
         return names
 
@@ -123,7 +123,6 @@ def keeps[**P, R](*promises: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return declare
 
 
-def promises_of(implementation: Callable[..., object]) -> frozenset[str]:
-    """The promises that an implementation keeps."""
+def _kept(implementation: Callable[..., object]) -> frozenset[str]:
     kept: frozenset[str] = getattr(implementation, "promises", frozenset())
     return kept

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_async.checkpoints.mapping import mtp_weights
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, MLP, ModelArchitecture
-from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.attention.rope_append import apply_rotary_reference
 
 PATTERN = ATTENTION + MLP
 NOISE = 0.02

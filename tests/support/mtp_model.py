@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.attention.rope_append import apply_rotary_reference
 from tests.support.attention_model import DIM, GROUPS, HEADS, HIDDEN, OnlyAttention, weights
 from tests.support.cycling_model import PERIOD, CyclingHybridModel, CyclingModel
 

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.attention.rotary import apply_rotary_reference
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.op import op
@@ -75,6 +74,38 @@ def rope_append(
     key_cache.flatten(0, 1).index_copy_(0, write_index, key.to(key_cache.dtype))
     value_cache.flatten(0, 1).index_copy_(0, write_index, value.to(value_cache.dtype))
     return query.to(mixed_qkv.dtype)
+
+
+def apply_rotary_reference(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate element i with element i + rotated / 2 of every head.
+
+    Args:
+        query: `[tokens, heads, dim]`.
+        key: `[tokens, kv_heads, dim]`.
+        cos, sin: `[tokens, 1, rotated]` in the dtype of query and key. The first `rotated` elements
+            of a head are rotated, the others left as they are.
+
+    Returns:
+        rotated query and key, same shapes and dtype.
+    """
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotated = cos.size(-1)
+    if rotated == x.size(-1):
+        return x * cos + _rotate_half(x) * sin
+    turned, kept = x[..., :rotated], x[..., rotated:]
+    return torch.cat((turned * cos + _rotate_half(turned) * sin, kept), dim=-1)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    """`[-second half, first half]` of the last dimension."""
+    half = x.size(-1) // 2
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((-second, first), dim=-1)
 
 
 @rope_append.gpu

@@ -18,8 +18,7 @@ from megatron_async.ops.experts.expert_kernels import combine_kernel, grouped_pr
 from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
-from megatron_async.ops.linear.squared_relu import squared_relu
-from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.op import op
 
 COMBINE_BLOCK = 1024

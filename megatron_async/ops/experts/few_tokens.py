@@ -36,11 +36,10 @@ from megatron_async.ops.experts.expert_plan import (
 from megatron_async.ops.experts.expert_routing import Routing, route
 from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
 from megatron_async.ops.experts.few_token_routing import norm_logits_kernel
+from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
-from megatron_async.ops.linear.squared_relu import squared_relu
 from megatron_async.ops.linear.stream import Stream
-from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.ops.op import op
 
 

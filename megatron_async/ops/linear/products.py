@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.ops.attention.rope_append import rope_append
+from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.long_row import LONG_ROW_KERNEL
 from megatron_async.ops.linear.one_row import ONE_ROW
 from megatron_async.ops.linear.product_kernel import (
@@ -34,10 +35,8 @@ from megatron_async.ops.linear.product_kernel import (
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.resident import RESIDENT
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
-from megatron_async.ops.linear.squared_relu import squared_relu
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import STREAMED
-from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.ops.linear.tile import TILE
 from megatron_async.ops.linear.warpgroup import WARPGROUP
 from megatron_async.ops.op import op

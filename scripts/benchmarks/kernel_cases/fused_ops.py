@@ -20,10 +20,10 @@ from torch import Tensor
 
 from kernel_cases.case import DTYPE, OURS, Case, Family, Hardware, Need, Work, random, repeated
 from megatron_async.ops.attention.rope_append import rope_append
+from megatron_async.ops.linear.activations import swiglu
 from megatron_async.ops.linear.products import choose_for, product_gpu
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.ops.op import Op
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
 from megatron_async.ops.sampling.slot_records import HEADER, RECORD_WORDS, Header, pack_record

@@ -30,12 +30,11 @@ from kernel_cases.case import (
 )
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.ops.linear.activations import squared_relu_gpu, swiglu_gpu
 from megatron_async.ops.linear.product_kernel import Activation
 from megatron_async.ops.linear.products import choose_for, product_gpu
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
-from megatron_async.ops.linear.squared_relu import squared_relu_gpu
 from megatron_async.ops.linear.stream import Stream
-from megatron_async.ops.linear.swiglu import swiglu_gpu
 
 EPS = 1e-5
 ROWS = (1, 4, 16, 64)

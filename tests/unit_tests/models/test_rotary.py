@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from megatron_async.models.architecture import RopeScaling
 from megatron_async.models.rotary import RotaryTable, inverse_frequencies
-from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.attention.rope_append import apply_rotary_reference
 
 CPU = torch.device("cpu")
 SCALINGS = [

@@ -11,7 +11,7 @@ from megatron_async.ops import all_ops
 from megatron_async.ops import op as op_file
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.cpu import compiler
-from megatron_async.ops.linear.swiglu import swiglu
+from megatron_async.ops.linear.activations import swiglu
 from megatron_async.ops.op import Op, keeps, op
 
 
@@ -45,11 +45,13 @@ def test_promises(monkeypatch: pytest.MonkeyPatch) -> None:
         made.on("gpu", frozenset({"quiet"}))
 
 
-def test_every_op_is_bound_to_its_own_name() -> None:
+def test_every_op_is_bound_to_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """And every op has an implementation for a GPU."""
     ops = {name: made for name, made in vars(all_ops).items() if isinstance(made, Op)}
-    for device, place in (("cuda", "gpu"), ("meta", "torch")):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for device, place, major in (("cuda", "gpu", 9), ("meta", "torch", 0)):
         bound = vars(Ops(torch.device(device)))
+        assert bound.pop("major") == major
         assert bound == {name: made.on(place) for name, made in ops.items()}
     assert all(made.name == name for name, made in ops.items())
 

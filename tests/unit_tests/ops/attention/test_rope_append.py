@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from megatron_async.ops.attention.rope_append import rope_append, rope_append_gpu
-from megatron_async.ops.attention.rotary import apply_rotary_reference
+from megatron_async.ops.attention.rope_append import (
+    apply_rotary_reference,
+    rope_append,
+    rope_append_gpu,
+)
 from tests.unit_tests.ops.attention.cases import rope_arguments
 from tests.unit_tests.ops.cases import Numbers
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike

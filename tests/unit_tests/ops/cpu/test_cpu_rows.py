@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
+from megatron_async.ops.linear.activations import swiglu
 from megatron_async.ops.linear.eight_bit import EightBitWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.linear.swiglu import swiglu
 from megatron_async.ops.recurrent.gated_norms import gated_head_norm, gated_rms_norm
 
 pytestmark = pytest.mark.skipif(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.rms_norm import MAX_HIDDEN, add_rms_norm
-from megatron_async.ops.linear.squared_relu import squared_relu
-from megatron_async.ops.linear.swiglu import swiglu
 from tests.unit_tests.ops.cases import Arguments, Numbers, grid
 
 

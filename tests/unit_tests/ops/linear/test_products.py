@@ -4,15 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_async.ops.linear.activations import squared_relu_gpu, swiglu_gpu
 from megatron_async.ops.linear.long_row import long_row_product
 from megatron_async.ops.linear.one_row import one_row_product
 from megatron_async.ops.linear.product_kernel import Wants
 from megatron_async.ops.linear.products import WeightShape, choose, choose_for, product_gpu
 from megatron_async.ops.linear.resident import ResidentPlan, resident_product
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
-from megatron_async.ops.linear.squared_relu import squared_relu_gpu
 from megatron_async.ops.linear.stream import Stream
-from megatron_async.ops.linear.swiglu import swiglu_gpu
 from megatron_async.ops.linear.tile import TilePlan, tile_product
 from megatron_async.ops.linear.warpgroup import WarpgroupPlan, warpgroup_product
 

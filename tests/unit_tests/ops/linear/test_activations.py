@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_async.ops.linear.swiglu import swiglu_gpu
+from megatron_async.ops.linear.activations import swiglu_gpu
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -1,0 +1,140 @@
+"""Activations of an MLP's first projection, each in one kernel: SwiGLU (Shazeer 2020) and, without
+a gate, squared ReLU (So et al. 2021, Primer).
+
+Computed in float32 and rounded once, as the references are. Megatron's unfused SwiGLU rounds twice
+in a 16-bit dtype (silu to the dtype, then the product), so the two may differ by one unit in the
+last place; in float32 they agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.cpu.rows import serves
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import op
+
+BLOCK = 1024
+WARPS = 4
+
+
+@op
+def swiglu(x: Tensor) -> Tensor:
+    """`silu(first half) * second half` of every row.
+
+    Args:
+        x: `[tokens, 2 * ffn]` = [gate; up], as `linear_fc1` writes it; bfloat16, float16 or
+            float32 on a GPU; rows may be strided, elements not.
+
+    Returns:
+        `[tokens, ffn]`, same dtype.
+
+    Raises:
+        ValueError: the rows have an odd length or strided elements.
+    """
+    gate, up = x.to(torch.float32).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+@swiglu.gpu
+def swiglu_gpu(x: Tensor) -> Tensor:
+    width = x.size(1)
+    if width % 2 or x.stride(1) != 1:
+        raise ValueError(
+            f"swiglu: rows must be [gate; up] of one even, adjacent length; x is {tuple(x.shape)} "
+            f"with strides {x.stride()}: pass the projection's output, or call .contiguous()."
+        )
+    return _launched(_swiglu_kernel, x, width // 2)
+
+
+@swiglu.cpu
+def swiglu_cpu(x: Tensor) -> Tensor:
+    if not serves(x):
+        return swiglu.reference(x)
+    from megatron_async.ops.cpu import row_kernels
+
+    rows, width = x.size(0), x.size(1) // 2
+    out = torch.empty((rows, width), dtype=torch.float32)
+    row_kernels.swiglu(x.data_ptr(), rows, width, out.data_ptr())
+    return out
+
+
+@op
+def squared_relu(x: Tensor) -> Tensor:
+    """`max(x, 0) ** 2`.
+
+    Args:
+        x: `[tokens, ffn]` of bfloat16, float16 or float32 on a GPU; rows may be strided, elements
+            not.
+
+    Returns:
+        `[tokens, ffn]`, contiguous, same dtype.
+
+    Raises:
+        ValueError: strided elements.
+    """
+    return x.to(torch.float32).relu().square().to(x.dtype)
+
+
+@squared_relu.gpu
+def squared_relu_gpu(x: Tensor) -> Tensor:
+    ffn = x.size(1)
+    if x.stride(1) != 1:
+        raise ValueError(
+            f"squared_relu: elements of a row must be adjacent; x is {tuple(x.shape)} with strides "
+            f"{x.stride()}: call .contiguous()."
+        )
+    return _launched(_squared_relu_kernel, x, ffn)
+
+
+def _launched(kernel: Any, x: Tensor, ffn: int) -> Tensor:
+    """`[tokens, ffn]` of rows `x`, by a kernel of this file."""
+    out = torch.empty((x.size(0), ffn), dtype=x.dtype, device=x.device)
+    if out.numel():
+        kernel[(x.size(0), triton.cdiv(ffn, BLOCK))](
+            x, out, x.stride(0), ffn=ffn, block=BLOCK, num_warps=WARPS, **launch_options(x)
+        )
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    ffn: tl.constexpr,
+    block: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < ffn
+    start = x + row * x_stride + column
+    gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(start + ffn, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * ffn + column, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def _squared_relu_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    ffn: tl.constexpr,
+    block: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    wait_for_previous(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < ffn
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.maximum(value, 0.0)
+    tl.store(out + row * ffn + column, value * value, mask=inside)
