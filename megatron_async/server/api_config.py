@@ -40,49 +40,57 @@ class TlsFiles(msgspec.Struct, frozen=True):
     password: str | None = None
 
 
-class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configuration of an API process. It has digests of keys, never keys.
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How HTTP is served, as the command line says it and as each API process is told.
 
     Attributes:
-        coordinator: its address.
         secret_file: of the coordinator, where it asks for one.
-        served_names: names that requests may call the model by, the first is told; empty: by what
-            the model card says.
+        served_names: names that requests may call the model by, the first is told; empty: by its
+            own.
         keys: of the API; none: whoever reaches the address is served.
         admin_key: of control endpoints; None: they are refused.
         allowed_hosts: names in Host headers beside those of this host; "*": any.
         root_path: where a proxy has mounted the server, as "/llm"; "" at its root.
-        tls: certificate; None: no encryption.
         metrics_names: "own", or "vllm": the names of vLLM's boards beside them.
         tool_parser: its name; None: by the chat template.
         max_body_bytes: of a request.
         default_max_tokens: of an answer whose request gives no limit; None: the model decides.
-        log_requests: whether each request has a line of log.
-        name: of the process, for its lines of log.
         one_event_a_token: never join tokens in one event.
         page: whether there is a page for people at "/".
         shutdown_timeout_s: how long requests may go on after SIGTERM.
         otlp_endpoint: URL that spans are sent to; None: what OpenTelemetry's variables say.
     """
 
-    coordinator: str
     secret_file: str | None = None
     served_names: tuple[str, ...] = ()
     keys: tuple[KeyDigest, ...] = ()
     admin_key: KeyDigest | None = None
     allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""
-    tls: TlsFiles | None = None
     metrics_names: str = "own"
     tool_parser: str | None = None
     max_body_bytes: int = 32 << 20
     default_max_tokens: int | None = None
-    log_requests: bool = False
-    name: str = "api"
     one_event_a_token: bool = False
     page: bool = True
     shutdown_timeout_s: float = 30.0
     otlp_endpoint: str | None = None
+
+
+class ApiConfig(HttpSettings, frozen=True, kw_only=True):
+    """Configuration of an API process. It has digests of keys, never keys.
+
+    Attributes:
+        coordinator: its address.
+        tls: certificate; None: no encryption.
+        log_requests: whether each request has a line of log.
+        name: of the process, for its lines of log.
+    """
+
+    coordinator: str
+    tls: TlsFiles | None = None
+    log_requests: bool = False
+    name: str = "api"
 
     def __post_init__(self) -> None:
         check_keys(self.keys, self.admin_key)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 import os
 import ssl
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from megatron_async.errors import ConfigurationError
-from megatron_async.server.api_config import ApiConfig, KeyDigest, TlsFiles, check_keys
+from megatron_async.server.api_config import ApiConfig, HttpSettings, TlsFiles, check_keys
 from megatron_async.server.chat.call_formats import format_of_template
 from megatron_async.server.supervisor.listener import is_loopback, resolve
 from megatron_async.server.tracing import check_endpoint
@@ -22,9 +23,8 @@ MOST_REPLICAS = 64
 METRICS_NAMES = ("own", "vllm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """Settings of a service: model, address, limits.
+class ServeSettings(HttpSettings, frozen=True, kw_only=True):
+    """Settings of a service: model, address, limits. `secret_file` is for a coordinator elsewhere.
 
     Attributes:
         model: as the command line names it; None: replicas are elsewhere (`coordinator`).
@@ -33,26 +33,12 @@ class ServeSettings:
         ranks: processes of each.
         device: as given; None: a GPU where there is one.
         coordinator: address of one that is there already; None: this service has its own.
-        secret_file: of that coordinator; None: it asks for none.
         dispatch: limits and policies of the own coordinator.
         host, port: where HTTP is served; port 0 takes a free one.
         api_processes: how many share the listener.
-        keys: of the API; none: everybody who reaches the address is served.
-        admin_key: of control endpoints; None: there are none.
-        served_names: names that requests may call the model by; empty: by its own.
-        allowed_hosts: further names in Host headers.
-        root_path: where a proxy has mounted the server, as "/llm".
         certificate, certificate_key, certificate_password: files and password for TLS.
-        metrics_names: "own", or "vllm" for the names of vLLM's boards beside them.
-        shutdown_timeout_s: how long requests may go on after SIGTERM.
         profile_folder: where profiles of the engine are written; None: nowhere.
-        tool_parser: name, or None: by the chat template.
-        one_event_a_token: never join tokens in one event.
         log_requests: whether each request has a line of log.
-        default_max_tokens: of an answer whose request gives no limit; None: the model decides.
-        max_body_bytes: of an HTTP request.
-        page: whether there is a page for people at "/".
-        otlp_endpoint: URL that spans are sent to; None: what OpenTelemetry's variables say.
     """
 
     model: str | None
@@ -61,29 +47,15 @@ class ServeSettings:
     ranks: int = 1
     device: str | None = None
     coordinator: str | None = None
-    secret_file: str | None = None
-    dispatch: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    dispatch: CoordinatorConfig = msgspec.field(default_factory=CoordinatorConfig)
     host: str = "127.0.0.1"
     port: int = 8000
     api_processes: int = 1
-    keys: tuple[KeyDigest, ...] = ()
-    admin_key: KeyDigest | None = None
-    served_names: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    root_path: str = ""
     certificate: str | None = None
     certificate_key: str | None = None
     certificate_password: str | None = None
-    metrics_names: str = "own"
-    shutdown_timeout_s: float = 30.0
     profile_folder: str | None = None
-    tool_parser: str | None = None
-    one_event_a_token: bool = False
     log_requests: bool = True
-    default_max_tokens: int | None = None
-    max_body_bytes: int = 32 << 20
-    page: bool = True
-    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if self.model is None and self.coordinator is None:
@@ -228,25 +200,10 @@ def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
             settings.certificate, settings.certificate_key, settings.certificate_password
         )
     hosts = settings.allowed_hosts or (("*",) if settings.is_exposed else ())
-    return ApiConfig(
-        coordinator=coordinator,
-        secret_file=settings.secret_file,
-        served_names=names_of(settings),
-        keys=settings.keys,
-        admin_key=settings.admin_key,
-        allowed_hosts=hosts,
-        root_path=settings.root_path,
-        tls=tls,
-        metrics_names=settings.metrics_names,
-        tool_parser=settings.tool_parser,
-        max_body_bytes=settings.max_body_bytes,
-        one_event_a_token=settings.one_event_a_token,
-        log_requests=settings.log_requests,
-        default_max_tokens=settings.default_max_tokens,
-        page=settings.page,
-        shutdown_timeout_s=settings.shutdown_timeout_s,
-        otlp_endpoint=settings.otlp_endpoint,
-    )
+    shared = {name: getattr(settings, name) for name in HttpSettings.__struct_fields__}
+    shared |= {"served_names": names_of(settings), "allowed_hosts": hosts}
+    log_requests = settings.log_requests
+    return ApiConfig(coordinator=coordinator, tls=tls, log_requests=log_requests, **shared)
 
 
 def curl_line(settings: ServeSettings, url: str) -> str:
