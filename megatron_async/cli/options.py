@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import textwrap
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,33 @@ PARALLEL_OPTIONS: tuple[tuple[str, str], ...] = (
     ("expert_model_parallel_size", "replicas that split a MoE model's experts"),
 )
 """By the names of `LLM`."""
+
+
+Rows = Sequence[tuple[str, Any, str | None, Any, str]]
+"""Options, a row each: name; type, a tuple of choices, bool (no value), list (may be repeated) or
+"+" (several values); what stands for the value; default; help."""
+
+
+def add_rows(group: Any, rows: Rows) -> None:
+    """Options that a command has for itself."""
+    for name, kind, metavar, default, text in rows:
+        if kind is bool:
+            group.add_argument(name, action="store_true", help=text)
+        elif kind is list:
+            group.add_argument(name, action="append", default=[], metavar=metavar, help=text)
+        elif kind == "+":
+            group.add_argument(name, nargs="+", default=[], metavar=metavar, help=text)
+        elif isinstance(kind, tuple):
+            group.add_argument(name, choices=kind, default=default, help=text)
+        else:
+            group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+
+ON_REPLICA_DEATH = (
+    "--on-replica-death", ("retry", "fail"), None, "retry",
+    "serve a lost replica's requests again elsewhere, or fail them",
+)  # fmt: skip
+NO_PROGRESS = ("--no-progress", bool, None, False, "no progress bar")
 
 
 def port(text: str) -> int:

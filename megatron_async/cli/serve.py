@@ -10,11 +10,15 @@ from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.fields import flag
 from megatron_async.cli.options import (
     MODEL_HELP,
+    NO_PROGRESS,
+    ON_REPLICA_DEATH,
     PROGRAM,
     HelpFormatter,
+    Rows,
     add_dtype,
     add_engine_options,
     add_parallel,
+    add_rows,
     engine_fields,
     engine_options,
     parallel_sizes,
@@ -26,6 +30,76 @@ FORWARDED_SIZES = (
 )  # fmt: skip
 SUPERVISOR = "supervisor"
 """What this process is called in lines of log."""
+
+
+API_PROCESSES = 1 if len(os.sched_getaffinity(0)) < 8 else 2
+"""Two where there are cores for them: the service goes on when one dies."""
+
+WHAT: Rows = (
+    ("--replicas", int, "N", 1, "engines that serve it, each on a GPU (or GPUs) of its own"),
+    ("--coordinator", str, "ADDRESS", None,
+     "serve what replicas of this coordinator serve, instead of a MODEL"),
+    ("--secret-file", str, "FILE", None, "the secret of that coordinator"),
+)  # fmt: skip
+HTTP: Rows = (
+    ("--host", str, "HOST", "127.0.0.1",
+     "name or address to listen at; 0.0.0.0 is all networks, and needs a key"),
+    ("--port", port, "PORT", 8000, "0 takes any that is free"),
+    ("--api-processes", int, "N", API_PROCESSES,
+     "processes that speak HTTP; one for about 100,000 tokens/s"),
+    ("--served-model-name", "+", "NAME", [],
+     "names that requests may call the model by (default: its own)"),
+    ("--root-path", str, "PATH", "", "where a proxy has mounted it, as /llm"),
+    ("--ssl-certfile", str, "FILE", None, "certificate for HTTPS, PEM"),
+    ("--ssl-keyfile", str, "FILE", None, "its private key, PEM"),
+    ("--ssl-keyfile-password", str, "TEXT", None,
+     "password of the key; other users of this host can read it here, but not in the "
+     "environment variable MEGATRON_ASYNC_SSL_KEYFILE_PASSWORD"),
+    ("--allowed-host", list, "NAME", None,
+     "a further name in Host headers; may be repeated, * is any\n"
+     "(default: localhost and its addresses; any with a --host that others reach)"),
+    ("--tool-parser", str, "NAME", None,
+     "form of the model's tool calls: qwen3_coder, hermes, mistral, deepseek_v3,\n"
+     "deepseek_v31, llama3_json, nemotron_json, or other servers' names of them\n"
+     "(default: by its chat template)"),
+    ("--one-event-a-token", bool, None, False,
+     "never join tokens of a stream in one event, for clients that count events"),
+    ("--no-request-log", bool, None, False, "no line of log for each request"),
+    ("--no-page", bool, None, False, "no page for people at /"),
+    ("--metrics-names", ("own", "vllm"), None, "own",
+     "names in /metrics: our own, or vLLM's beside them"),
+    ("--otlp-endpoint", str, "URL", None,
+     "collector of OpenTelemetry that spans of requests are sent to, as\n"
+     "http://127.0.0.1:4318 (default: OTEL_EXPORTER_OTLP_ENDPOINT, if it is set)"),
+)  # fmt: skip
+ACCESS: Rows = (
+    ("--api-key", list, "KEY", None,
+     "a key that requests must have; may be repeated. Other users of this host see it in\n"
+     "lists of processes: a file or MEGATRON_ASYNC_API_KEY (keys, with commas) is better"),
+    ("--api-key-file", str, "FILE", None,
+     "keys, one a line, or NAME KEY; not readable by others (chmod 600)"),
+    ("--admin-key", str, "KEY", None,
+     "key of control endpoints (pause, drain, sleep, abort, profile), or the variable\n"
+     "MEGATRON_ASYNC_ADMIN_KEY; without one they are refused"),
+)  # fmt: skip
+LIMITS: Rows = (
+    ("--max-unfinished", int, "N", 4096,
+     "requests queued and served; further ones are told to come back later (503)"),
+    ("--max-tokens-in-flight", int, "N", None,
+     "tokens that they may take together, prompts and answers (default: no limit)"),
+    ("--max-unfinished-per-key", int, "N", None, "requests of one API key (default: no limit)"),
+    ("--max-tokens-per-key", int, "N", None, "tokens in flight of one API key (default: no limit)"),
+    ("--default-max-tokens", int, "N", None,
+     "most tokens of a chat's answer whose request gives no limit; if the model's\n"
+     "max_new_tokens is less, that counts (default: as many as fit; on a CPU 1024)"),
+    ("--max-body-mb", float, "MB", 32.0, "of an HTTP request"),
+    ON_REPLICA_DEATH,
+    ("--policy", str, "NAME", "prefix",
+     "which replica serves a request: prefix, least-loaded or round-robin"),
+    ("--shutdown-timeout", float, "S", 30.0,
+     "how long requests may go on after SIGTERM; 0 aborts them"),
+    ("--profile-dir", str, "FOLDER", None, "where profiles go that an administrator asks for"),
+)  # fmt: skip
 
 
 def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -46,143 +120,15 @@ docs/server.md has all of it.""",
     )
     serve.set_defaults(run=run_serve)
     serve.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
-    serve.add_argument(
-        "--replicas", type=int, default=1, metavar="N",
-        help="engines that serve it, each on a GPU (or GPUs) of its own",
-    )  # fmt: skip
-    serve.add_argument(
-        "--coordinator", metavar="ADDRESS",
-        help="serve what replicas of this coordinator serve, instead of a MODEL",
-    )  # fmt: skip
-    serve.add_argument("--secret-file", metavar="FILE", help="the secret of that coordinator")
-    _add_http(serve.add_argument_group("HTTP"))
-    _add_access(serve.add_argument_group("who may use it"))
-    _add_limits(serve.add_argument_group("limits"))
+    add_rows(serve, WHAT)
+    add_rows(serve.add_argument_group("HTTP"), HTTP)
+    add_rows(serve.add_argument_group("who may use it"), ACCESS)
+    add_rows(serve.add_argument_group("limits"), LIMITS)
     engine = serve.add_argument_group("engine")
     add_engine_options(engine)
     add_dtype(engine)
     add_parallel(serve, "serve")
-    serve.add_argument("--no-progress", action="store_true", help="no progress bar")
-
-
-def _add_http(group: Any) -> None:
-    group.add_argument(
-        "--host", default="127.0.0.1", metavar="HOST",
-        help="name or address to listen at; 0.0.0.0 is all networks, and needs a key",
-    )  # fmt: skip
-    group.add_argument(
-        "--port", type=port, default=8000, metavar="PORT", help="0 takes any that is free"
-    )
-    group.add_argument(
-        "--api-processes", type=int, default=default_api_processes(), metavar="N",
-        help="processes that speak HTTP; one for about 100,000 tokens/s",
-    )  # fmt: skip
-    group.add_argument(
-        "--served-model-name", nargs="+", default=[], metavar="NAME",
-        help="names that requests may call the model by (default: its own)",
-    )  # fmt: skip
-    group.add_argument(
-        "--root-path", default="", metavar="PATH", help="where a proxy has mounted it, as /llm"
-    )
-    group.add_argument("--ssl-certfile", metavar="FILE", help="certificate for HTTPS, PEM")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="its private key, PEM")
-    group.add_argument(
-        "--ssl-keyfile-password", metavar="TEXT",
-        help="password of the key; other users of this host can read it here, but not in the "
-        "environment variable MEGATRON_ASYNC_SSL_KEYFILE_PASSWORD",
-    )  # fmt: skip
-    group.add_argument(
-        "--allowed-host", action="append", default=[], metavar="NAME",
-        help="a further name in Host headers; may be repeated, * is any\n"
-        "(default: localhost and its addresses; any with a --host that others reach)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tool-parser", metavar="NAME",
-        help="form of the model's tool calls: qwen3_coder, hermes, mistral, deepseek_v3,\n"
-        "deepseek_v31, llama3_json, nemotron_json, or other servers' names of them\n"
-        "(default: by its chat template)",
-    )  # fmt: skip
-    group.add_argument(
-        "--one-event-a-token", action="store_true",
-        help="never join tokens of a stream in one event, for clients that count events",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-request-log", action="store_true", help="no line of log for each request"
-    )
-    group.add_argument("--no-page", action="store_true", help="no page for people at /")
-    group.add_argument(
-        "--metrics-names", choices=("own", "vllm"), default="own",
-        help="names in /metrics: our own, or vLLM's beside them",
-    )  # fmt: skip
-    group.add_argument(
-        "--otlp-endpoint", metavar="URL",
-        help="collector of OpenTelemetry that spans of requests are sent to, as\n"
-        "http://127.0.0.1:4318 (default: OTEL_EXPORTER_OTLP_ENDPOINT, if it is set)",
-    )  # fmt: skip
-
-
-def _add_access(group: Any) -> None:
-    group.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY",
-        help="a key that requests must have; may be repeated. Other users of this host see it in\n"
-        "lists of processes: a file or MEGATRON_ASYNC_API_KEY (keys, with commas) is better",
-    )  # fmt: skip
-    group.add_argument(
-        "--api-key-file", metavar="FILE",
-        help="keys, one a line, or NAME KEY; not readable by others (chmod 600)",
-    )  # fmt: skip
-    group.add_argument(
-        "--admin-key", metavar="KEY",
-        help="key of control endpoints (pause, drain, sleep, abort, profile), or the variable\n"
-        "MEGATRON_ASYNC_ADMIN_KEY; without one they are refused",
-    )  # fmt: skip
-
-
-def _add_limits(group: Any) -> None:
-    group.add_argument(
-        "--max-unfinished", type=int, default=4096, metavar="N",
-        help="requests queued and served; further ones are told to come back later (503)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-tokens-in-flight", type=int, metavar="N",
-        help="tokens that they may take together, prompts and answers (default: no limit)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-unfinished-per-key", type=int, metavar="N",
-        help="requests of one API key (default: no limit)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-tokens-per-key", type=int, metavar="N",
-        help="tokens in flight of one API key (default: no limit)",
-    )  # fmt: skip
-    group.add_argument(
-        "--default-max-tokens", type=int, metavar="N",
-        help="most tokens of a chat's answer whose request gives no limit; if the model's\n"
-        "max_new_tokens is less, that counts (default: as many as fit; on a CPU 1024)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-body-mb", type=float, default=32.0, metavar="MB", help="of an HTTP request"
-    )
-    group.add_argument(
-        "--on-replica-death", choices=("retry", "fail"), default="retry",
-        help="serve a lost replica's requests again elsewhere, or fail them",
-    )  # fmt: skip
-    group.add_argument(
-        "--policy", default="prefix", metavar="NAME",
-        help="which replica serves a request: prefix, least-loaded or round-robin",
-    )  # fmt: skip
-    group.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="S",
-        help="how long requests may go on after SIGTERM; 0 aborts them",
-    )  # fmt: skip
-    group.add_argument(
-        "--profile-dir", metavar="FOLDER", help="where profiles go that an administrator asks for"
-    )
-
-
-def default_api_processes() -> int:
-    """Two where there are cores for them: the service goes on when one dies."""
-    return 1 if len(os.sched_getaffinity(0)) < 8 else 2
+    add_rows(serve, [NO_PROGRESS])
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

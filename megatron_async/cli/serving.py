@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.options import (
     MODEL_HELP,
+    NO_PROGRESS,
+    ON_REPLICA_DEATH,
     PROGRAM,
     HelpFormatter,
+    Rows,
     add_dtype,
     add_engine_options,
     add_parallel,
+    add_rows,
     engine_options,
     metrics_server,
     parallel_sizes,
@@ -35,6 +39,20 @@ COLUMNS = {
     "completed_requests": "completed",
 }
 COMMANDS = ("pause", "drain", "resume", "remove")
+
+
+COORDINATOR: Rows = (
+    ON_REPLICA_DEATH,
+    ("--policy", str, "NAME", "prefix",
+     "who serves a request: prefix (who has served its beginning), least-loaded, or\n"
+     "round-robin"),
+    ("--max-retries", int, "N", 2, "times that one is served again"),
+    ("--max-unfinished", int, "N", 4096, "requests queued and served; further ones are refused"),
+    ("--silence-s", float, "S", 8.0, "a replica that answers nothing for so long is lost"),
+    ("--stall-s", float, "S", 60.0, "so is one that has work and finishes no step for so long"),
+    ("--metrics-port", port, "PORT", None,
+     "serve Prometheus metrics at http://127.0.0.1:PORT/metrics"),
+)  # fmt: skip
 
 
 def add_serving(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -63,34 +81,7 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser) -> None:
         "reaches it is served: bind public interfaces only inside a trusted network",
     )  # fmt: skip
     _add_secret(coordinator, "that all who connect must have")
-    coordinator.add_argument(
-        "--on-replica-death", choices=("retry", "fail"), default="retry",
-        help="serve a lost replica's requests again elsewhere, or fail them",
-    )  # fmt: skip
-    coordinator.add_argument(
-        "--policy", default="prefix", metavar="NAME",
-        help="who serves a request: prefix (who has served its beginning), least-loaded, or\n"
-        "round-robin",
-    )  # fmt: skip
-    coordinator.add_argument(
-        "--max-retries", type=int, default=2, metavar="N", help="times that one is served again"
-    )
-    coordinator.add_argument(
-        "--max-unfinished", type=int, default=4096, metavar="N",
-        help="requests queued and served; further ones are refused",
-    )  # fmt: skip
-    coordinator.add_argument(
-        "--silence-s", type=float, default=8.0, metavar="S",
-        help="a replica that answers nothing for so long is lost",
-    )  # fmt: skip
-    coordinator.add_argument(
-        "--stall-s", type=float, default=60.0, metavar="S",
-        help="so is one that has work and finishes no step for so long",
-    )  # fmt: skip
-    coordinator.add_argument(
-        "--metrics-port", type=port, metavar="PORT",
-        help="serve Prometheus metrics at http://127.0.0.1:PORT/metrics",
-    )  # fmt: skip
+    add_rows(coordinator, COORDINATOR)
 
 
 def _add_replica(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -115,12 +106,12 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser) -> None:
     add_engine_options(engine)
     add_dtype(engine)
     add_parallel(replica, "replica")
-    replica.add_argument(
-        "--metrics-port", type=port, metavar="PORT",
-        help="serve this engine's Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
+    metrics = (
+        "--metrics-port", port, "PORT", None,
+        "serve this engine's Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
         "(several replicas in one job: replica 1 at PORT+1, and so on)",
     )  # fmt: skip
-    replica.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add_rows(replica, [metrics, NO_PROGRESS])
 
 
 def _add_replicas(commands: Any, common: argparse.ArgumentParser) -> None:
