@@ -47,6 +47,7 @@ class InProcess:
         try:
             while True:
                 coming = asyncio.ensure_future(anext(batches))  # type: ignore[call-overload]
+                coming.add_done_callback(lambda each: each.cancelled() or each.exception())
                 await asyncio.wait([coming, gone], return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     coming.cancel()
