@@ -179,8 +179,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         with self.thread.works(), loop.giving_up(), self.tracer.call(self.context.next_step):
             launched = loop.launch_next()
             for oldest in loop.due(launched):
-                loop.wait(oldest)
-                if not loop.book(oldest):
+                if not loop.resolve(oldest):
                     break
         return self._end_turn(start)
 
@@ -197,8 +196,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         with self.thread.works(), loop.giving_up(), self.tracer.call(self.context.next_step):
             launched = loop.launch_next()
             for oldest in loop.due(launched):
-                await loop.wait_async(oldest)
-                if not loop.book(oldest):
+                if not await loop.resolve_async(oldest):
                     break
         return self._end_turn(start)
 

@@ -224,15 +224,18 @@ class StepLoop:
         at_least = 1 if launched is None else 0  # or nothing changes
         return list(islice(in_flight, max(len(in_flight) - self.lookahead, at_least)))
 
-    def wait(self, step: LaunchedStep) -> None:
-        """Wait for the samples of a step in flight."""
-        with self.tracer.of_step(step.plan), self.tracer.range("resolve", step.plan.step):
-            self.group.wait(step.ready)
+    def resolve(self, step: LaunchedStep) -> bool:
+        """Wait for the samples of a step in flight, and book them; returns what `book` does."""
+        with self.tracer.of_step(step.plan):
+            with self.tracer.range("resolve", step.plan.step):
+                self.group.wait(step.ready)
+            return self.book(step)
 
-    async def wait_async(self, step: LaunchedStep) -> None:
-        """`wait` while other coroutines run."""
+    async def resolve_async(self, step: LaunchedStep) -> bool:
+        """`resolve`; other coroutines run during the wait."""
         with self.tracer.awaited("resolve", step.plan):
             await arrival(step.ready, self.group.wait_async)
+        return self.book(step)
 
     def book(self, step: LaunchedStep) -> bool:
         """Book the oldest step in flight, whose samples have arrived, unless it is discarded.
@@ -274,9 +277,7 @@ class StepLoop:
         """Wait for the oldest step in flight (IndexError if there is none), and book it: its output
         goes to the next report."""
         self.turn.make_whole()
-        oldest = self.in_flight[0]
-        self.wait(oldest)
-        self.book(oldest)
+        self.resolve(self.in_flight[0])
 
     def resolve_down_to(self, count: int) -> None:
         """Resolve until at most `count` steps are in flight."""

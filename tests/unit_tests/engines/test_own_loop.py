@@ -78,12 +78,12 @@ def test_the_loop_of_the_page_is_the_code() -> None:
 
     step = lines(whole)
     for function, waited in (
-        ("step_modern", "loop.wait("),
-        ("async_step", "await loop.wait_async("),
+        ("step_modern", "loop.resolve("),
+        ("async_step", "await loop.resolve_async("),
     ):
         found = code(getattr(DynamicInferenceEngine, function))
         begin = found.index(step[0])
-        expected = [line.replace("loop.wait(", waited) for line in step]
+        expected = [line.replace("loop.resolve(", waited) for line in step]
         assert found[begin : begin + len(step)] == expected, function
     parts = code(StepLoop.launch_next) + code(StepLoop._launch)
     places = []
