@@ -20,8 +20,8 @@ from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_
 from megatron_async.compat.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
-from tests.support.ascii_tokenizer import EOS, make_ascii_tokenizer
 from tests.support.harness import assert_all_is_back
+from tests.support.letter_tokenizers import EOS, make_ascii_tokenizer
 
 PROMPTS = ("hello", "a", "The quick brown fox jumps over the dog", "1, 1, 2, 3, 5, 8, 13,")
 SMALL = {"max_sequence_length": 128, "block_size_tokens": 16, "max_requests": 8}

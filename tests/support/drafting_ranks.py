@@ -8,9 +8,9 @@ from typing import Any
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices.cpu import Chaos, CpuDevice
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from tests.support.draft_watches import NgramWatch
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import Job, assert_all_is_back, drain, greedy, make_engine
-from tests.support.ngram_watch import NgramWatch
 from tests.support.pipeline_scenarios import GRAMMARS, JOBS, PROMPTS, letter_tokenizer, stage_model
 
 VOCABULARY = 128

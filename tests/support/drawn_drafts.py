@@ -15,8 +15,7 @@ from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import Job, assert_all_is_back, make_engine, run_at
 from tests.support.late_device import LateDevice
-from tests.support.poisoned_blocks import poison_blocks
-from tests.support.poisoned_states import poison_states
+from tests.support.poison import poison_blocks, poison_states
 from tests.support.schedules import Schedule, run_schedule
 
 MODES: dict[str, dict[str, Any]] = {

@@ -14,9 +14,9 @@ import torch
 
 from megatron_async import LLM
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from tests.support.draft_recorder import DraftRecorder
+from tests.support.draft_watches import DraftRecorder
 from tests.support.harness import Job, greedy, random_prompts
-from tests.support.poisoned_states import poison_states
+from tests.support.poison import poison_states
 
 MAMBA = replace(DUMMY_SHAPES["tiny-hybrid"], kv_channels=32, mamba_head_dim=32, mamba_state_dim=64)
 GATED_DELTA = replace(

@@ -28,7 +28,7 @@ from tests.support.harness import (
     random_prompts,
     run_at,
 )
-from tests.support.poisoned_states import poison_states
+from tests.support.poison import poison_states
 
 TINY = DUMMY_SHAPES["tiny-hybrid"]
 MODELS = {

@@ -26,8 +26,7 @@ from megatron_async.text_generation_controllers.ngram_drafter import NgramDrafte
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
-from tests.support.planted_mtp_bugs import MTP_BUGS
-from tests.support.planted_recurrent_bugs import RECURRENT_BUGS
+from tests.support.planted_state_bugs import MTP_BUGS, RECURRENT_BUGS
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

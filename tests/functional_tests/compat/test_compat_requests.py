@@ -17,9 +17,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 import megatron_async
 from megatron_async.compat.conversions.sampling import to_megatron_params, to_own_params
 from megatron_async.errors import RequestError
-from tests.support.ascii_tokenizer import EOS, make_ascii_tokenizer
 from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
 from tests.support.harness import make_engine
+from tests.support.letter_tokenizers import EOS, make_ascii_tokenizer
 
 TOKENS = 10
 

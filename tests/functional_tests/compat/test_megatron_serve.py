@@ -23,8 +23,8 @@ from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_ser
     stop_text_gen_server,
 )
 from megatron_async.errors import ConfigurationError
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.patience import PATIENCE_S
 
 TOKENS = 10

@@ -21,7 +21,7 @@ from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.drafters import DRAFTERS, Fickle, Oracle
 from tests.support.harness import Job, assert_all_is_back, drain, greedy, make_engine, run_at
 from tests.support.late_device import LateDevice
-from tests.support.poisoned_blocks import poison_blocks
+from tests.support.poison import poison_blocks
 from tests.support.schedules import Schedule, random_schedule, run_schedule, serial_tokens
 
 SerialResults = Callable[[list[Job]], tuple[list[list[int]], list[list[int]]]]

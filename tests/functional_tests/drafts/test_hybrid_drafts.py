@@ -28,7 +28,7 @@ from tests.support.harness import (
 )
 from tests.support.hybrid_model import HYBRID_MODELS, HybridAttentionModel
 from tests.support.late_device import LateDevice
-from tests.support.poisoned_states import poison_states
+from tests.support.poison import poison_states
 
 TOKENS = 36
 LENGTHS = (5, 19, 1, 40, 140, 8)

@@ -17,12 +17,12 @@ from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
+from tests.support.draft_watches import MtpWatch, WholeSequences
 from tests.support.drawn_drafts import DrawnSchedules
 from tests.support.harness import TINY, Job, alone_once, greedy, make_engine, make_model, run_at
+from tests.support.letter_tokenizers import Pieces
 from tests.support.mtp_model import MTP_MODELS, MtpModel
-from tests.support.mtp_watch import MtpWatch, WholeSequences
-from tests.support.pieces import Pieces
-from tests.support.poisoned_blocks import poison_blocks
+from tests.support.poison import poison_blocks
 
 PARTS, DRAWS = 2, 12
 MODELS: dict[str, MtpModel] = {}

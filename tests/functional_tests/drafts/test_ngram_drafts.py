@@ -20,9 +20,9 @@ from megatron_async.simulation.replay import Replay
 from tests.support.attention_model import AttentionModel
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.cycling_model import CyclingHybridModel, CyclingModel
+from tests.support.draft_watches import NgramWatch, wanted_drafts
 from tests.support.drawn_drafts import DrawnSchedules
 from tests.support.harness import Job, alone_once, greedy, make_engine, run_at
-from tests.support.ngram_watch import NgramWatch, wanted_drafts
 
 PARTS, DRAWS = 2, 11
 KINDS = (CyclingModel, CyclingHybridModel)

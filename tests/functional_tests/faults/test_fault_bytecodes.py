@@ -27,7 +27,7 @@ from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
 from tests.support.harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
 from tests.support.hybrid_model import MixedAttentionModel
 from tests.support.pairs import ALL_CASES
-from tests.support.small_grid import use_small_grid
+from tests.support.tiny_launches import use_small_grid
 
 TOKENS = 6
 PROMPTS = random_prompts(3, (5, 9, 3, 12), VOCABULARY)

@@ -1,6 +1,6 @@
 """Blocks, slots and rows change hands while steps that use them are in flight.
 
-Freed blocks hold NaN (`poisoned_blocks.py`), so that a read shows in the logits and a write by
+Freed blocks hold NaN (`poison.py`), so that a read shows in the logits and a write by
 somebody who is not their owner is found out.
 """
 
@@ -24,7 +24,7 @@ from tests.support.harness import (
     random_prompts,
 )
 from tests.support.late_device import LateDevice
-from tests.support.poisoned_blocks import poison_blocks
+from tests.support.poison import poison_blocks
 
 TOKENS = 20
 PROMPTS = random_prompts(41, (6, 17, 11, 4, 25, 9), TINY.vocab_size)

@@ -13,7 +13,6 @@ from megatron_async.errors import NoTokenToChoose
 from megatron_async.simulation.recorder import Recorder
 from megatron_async.simulation.recording import load_recording
 from megatron_async.simulation.replay import Replay
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.harness import (
     TINY,
     EngineFactory,
@@ -25,6 +24,7 @@ from tests.support.harness import (
     random_prompts,
     run_alone,
 )
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 
 PROMPTS = random_prompts(3, (30, 5, 17, 9), TINY.vocab_size)
 POSITION = 41

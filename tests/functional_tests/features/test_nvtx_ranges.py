@@ -16,10 +16,10 @@ from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.engines.listener import EngineListener
 from megatron_async.errors import ConfigurationError
 from megatron_async.observe.tracer import Tracer
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import greedy, make_engine, make_model
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.nvtx_log import NvtxLog, injection, read_log
 from tests.support.ranks import run_ranks
 

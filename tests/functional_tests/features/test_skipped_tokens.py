@@ -16,8 +16,8 @@ from tests.support.capturing_cpu import CapturingCpu
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import Job, alone_once, assert_all_is_back, greedy, make_engine
 from tests.support.late_device import LateDevice
-from tests.support.pieces import Pieces
-from tests.support.poisoned_blocks import poison_blocks
+from tests.support.letter_tokenizers import Pieces
+from tests.support.poison import poison_blocks
 from tests.support.schedules import MAX_STEPS
 
 SIZE = 4

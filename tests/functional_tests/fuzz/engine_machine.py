@@ -32,22 +32,18 @@ from tests.functional_tests.fuzz.fuzz_requests import (
 from tests.functional_tests.fuzz.serial_answers import SerialAnswers
 from tests.functional_tests.fuzz.tracked_request import TrackedRequest
 from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.draft_watches import MtpWatch, NgramWatch, WholeSequences
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import assert_all_is_back, make_engine
 from tests.support.hybrid_model import HYBRID_MODELS
 from tests.support.late_device import LateDevice
+from tests.support.letter_tokenizers import Pieces
 from tests.support.mtp_model import MTP_MODELS, MtpModel
-from tests.support.mtp_watch import MtpWatch, WholeSequences
-from tests.support.ngram_watch import NgramWatch
 from tests.support.patience import PATIENCE_S
-from tests.support.pieces import Pieces
-from tests.support.poisoned_blocks import poison_blocks
-from tests.support.poisoned_states import poison_states
+from tests.support.poison import poison_blocks, poison_states
 from tests.support.shared_checkers import lend_checkers
-from tests.support.state_plans import watch_state_plans
-from tests.support.step_limits import StepLimits
 from tests.support.step_watch import StepWatch
-from tests.support.ticking_launches import TickingLaunches
+from tests.support.tiny_launches import StepLimits, TickingLaunches, watch_state_plans
 
 MAX_STEPS = 1000
 """More than any schedule takes to its end; beyond it an engine is stuck."""
@@ -55,17 +51,17 @@ PREAMBLE = """\
 import asyncio
 from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.drafters import DRAFTERS
-from tests.support.pieces import Pieces
+from tests.support.letter_tokenizers import Pieces
 from tests.support.harness import make_engine
 from tests.support.hybrid_model import DeltaAttentionModel, HybridAttentionModel
 from tests.support.hybrid_model import MixedAttentionModel
 from tests.support.late_device import LateDevice
 from tests.support.mtp_model import MtpHybridModel, MtpModel
-from tests.support.poisoned_blocks import poison_blocks
-from tests.support.poisoned_states import poison_states
-from tests.support.small_grid import use_small_grid
-from tests.support.step_limits import StepLimits
-from tests.support.ticking_launches import TickingLaunches
+from tests.support.poison import poison_blocks
+from tests.support.poison import poison_states
+from tests.support.tiny_launches import use_small_grid
+from tests.support.tiny_launches import StepLimits
+from tests.support.tiny_launches import TickingLaunches
 from megatron_async import SamplingParams
 use_small_grid()
 device, loop = LateDevice(), asyncio.new_event_loop()"""

@@ -8,7 +8,7 @@ from tests.functional_tests.fuzz.fuzz_requests import MAX_DRAFTS, MAX_SEQUENCE, 
 from tests.support.attention_model import AttentionModel
 from tests.support.harness import drain, make_engine
 from tests.support.late_device import LateDevice
-from tests.support.pieces import Pieces
+from tests.support.letter_tokenizers import Pieces
 from tests.support.shared_checkers import lend_checkers
 
 

@@ -5,7 +5,7 @@ More schedules than CI plays, and others:
     export MEGATRON_ASYNC_FUZZ_SCHEDULES=50000 MEGATRON_ASYNC_FUZZ_SEED=100
     pytest tests/functional_tests/fuzz -k answers
 
-Planted bugs (`planted_bugs.py`, `planted_recurrent_bugs.py`, `planted_mtp_bugs.py`) and the
+Planted bugs (`planted_bugs.py`, `planted_state_bugs.py`) and the
 schedule that found them, each with serial answers of its own:
 
     a buffer changes under a copy      one_staging_buffer 2, one_sample_buffer 6,
@@ -58,8 +58,8 @@ from tests.functional_tests.fuzz.failing_machine import FailingMachine
 from tests.functional_tests.fuzz.fuzz_requests import MAX_SEQUENCE, Ask
 from tests.functional_tests.fuzz.interrupted_machine import InterruptedMachine
 from tests.support.planted_bugs import BUGS, Plant
-from tests.support.planted_interrupt_bugs import INTERRUPT_BUGS
-from tests.support.small_grid import use_small_grid
+from tests.support.planted_state_bugs import INTERRUPT_BUGS
+from tests.support.tiny_launches import use_small_grid
 
 SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "160"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))

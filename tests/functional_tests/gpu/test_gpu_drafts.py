@@ -12,7 +12,7 @@ from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice, CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from tests.support.draft_recorder import DraftRecorder
+from tests.support.draft_watches import DraftRecorder
 from tests.support.harness import (
     Job,
     assert_all_is_back,
@@ -22,7 +22,7 @@ from tests.support.harness import (
     random_prompts,
     run_at,
 )
-from tests.support.poisoned_states import poison_states
+from tests.support.poison import poison_states
 
 pytestmark = pytest.mark.gpu
 SHAPES = {

@@ -21,8 +21,8 @@ from tests.support.harness import (
     random_prompts,
     run_at,
 )
-from tests.support.poisoned_states import poison_states
-from tests.support.state_plans import watch_state_plans
+from tests.support.poison import poison_states
+from tests.support.tiny_launches import watch_state_plans
 
 pytestmark = pytest.mark.gpu
 MAMBA = replace(DUMMY_SHAPES["tiny-hybrid"], kv_channels=32, mamba_head_dim=32, mamba_state_dim=64)

@@ -15,7 +15,6 @@ from megatron_async.serving.replica import Replica
 from megatron_async.serving.replica_process import serve_replica
 from megatron_async.text import grammar_compiler, grammar_limits, structured_output
 from megatron_async.text.grammar_compiler import GrammarCompiler
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.harness import (
     EngineFactory,
     assert_all_is_back,
@@ -24,6 +23,7 @@ from tests.support.harness import (
     make_engine,
     make_model,
 )
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.memory_channel import FollowingEngine
 
 LOOKAHEADS = pytest.mark.parametrize("lookahead", [0, 1, 2])

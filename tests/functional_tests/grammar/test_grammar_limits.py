@@ -21,7 +21,7 @@ from megatron_async.text.grammar_limits import (
     MAX_SCHEMA_DEPTH,
     MAX_WIDTH,
 )
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 
 
 def chained_schema(links: int) -> StructuredOutput:

@@ -14,7 +14,6 @@ from megatron_async.devices.cpu import Chaos, CpuDevice, CpuStream
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.text.tokenizer import Tokenizer
-from tests.support.ascii_tokenizer import EOS, make_ascii_tokenizer
 from tests.support.harness import (
     EngineFactory,
     Job,
@@ -26,6 +25,7 @@ from tests.support.harness import (
     run_alone,
     run_at,
 )
+from tests.support.letter_tokenizers import EOS, make_ascii_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -13,7 +13,6 @@ import torch
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams, StructuredOutput
 from megatron_async.devices import CpuDevice, Device
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.harness import (
     TINY,
     assert_all_is_back,
@@ -24,6 +23,7 @@ from tests.support.harness import (
     random_prompts,
 )
 from tests.support.late_device import LateDevice
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 
 Mode = Callable[[], AbstractContextManager[Any]]
 MODES: dict[str, Mode] = {

@@ -22,7 +22,6 @@ from megatron_async.simulation.recording import (
     load_recording,
 )
 from megatron_async.simulation.replay import Replay, describe_state
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.harness import (
     TINY,
     EngineFactory,
@@ -32,6 +31,7 @@ from tests.support.harness import (
     make_model,
     random_prompts,
 )
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.schedules import random_schedule, run_schedule
 
 

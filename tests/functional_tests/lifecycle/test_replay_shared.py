@@ -23,8 +23,7 @@ from megatron_async.simulation.recording import Launched, load_recording
 from megatron_async.simulation.replay import Replay
 from tests.support.attention_model import VOCABULARY
 from tests.support.harness import greedy, make_engine, make_model
-from tests.support.schedules import run_schedule
-from tests.support.sharing_schedules import sharing_schedule
+from tests.support.schedules import run_schedule, sharing_schedule
 
 SCHEDULES = 8
 

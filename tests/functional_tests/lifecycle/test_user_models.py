@@ -20,8 +20,8 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import hybrid_stack_spec, transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
+from tests.support.compat_models import VOCABULARY, gpt_config, logits_of, make_gpt
 from tests.support.harness import TINY, drain, greedy, make_engine, make_model, random_prompts
-from tests.support.user_models import VOCABULARY, gpt_config, logits_of, make_gpt
 
 TOKENS = 12
 PROMPTS = random_prompts(4, (70, 3, 25), VOCABULARY)

@@ -30,8 +30,8 @@ from tests.support.harness import (
 )
 from tests.support.hybrid_model import HYBRID_MODELS, DeltaAttentionModel, HybridAttentionModel
 from tests.support.planted_bugs import Plant
-from tests.support.planted_recurrent_bugs import ROLLBACK_BUGS
-from tests.support.poisoned_states import poison_states
+from tests.support.planted_state_bugs import ROLLBACK_BUGS
+from tests.support.poison import poison_states
 
 LENGTHS = (5, 19, 1, 40, 270, 8, 2, 3, 129, 127)
 PROMPTS = random_prompts(3, LENGTHS, VOCABULARY)

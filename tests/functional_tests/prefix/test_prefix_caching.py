@@ -29,9 +29,8 @@ from tests.support.harness import (
     run_at,
 )
 from tests.support.late_device import LateDevice
-from tests.support.poisoned_blocks import poison_blocks
-from tests.support.schedules import Schedule, run_schedule
-from tests.support.sharing_schedules import sharing_schedule
+from tests.support.poison import poison_blocks
+from tests.support.schedules import Schedule, run_schedule, sharing_schedule
 
 SCHEDULES = 24
 ASKED: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from tests.support.attention_model import AttentionModel
 from tests.support.caching_engine import TEXT, caching
 from tests.support.harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
 from tests.support.late_device import LateDevice
-from tests.support.poisoned_blocks import poison_blocks
+from tests.support.poison import poison_blocks
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,8 @@ from tests.support.capturing_cpu import CapturingCpu
 from tests.support.harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
 from tests.support.hybrid_model import HYBRID_MODELS, HybridAttentionModel
 from tests.support.late_device import LateDevice
-from tests.support.poisoned_blocks import poison_blocks
-from tests.support.poisoned_states import poison_states
-from tests.support.state_plans import watch_state_plans
+from tests.support.poison import poison_blocks, poison_states
+from tests.support.tiny_launches import watch_state_plans
 
 UNIT = 128
 TURNS = 3

@@ -24,8 +24,7 @@ from tests.support.harness import (
     make_model,
     random_prompts,
 )
-from tests.support.memory_channel import FollowingEngine
-from tests.support.memory_communicator import MemoryCommunicator
+from tests.support.memory_channel import FollowingEngine, MemoryCommunicator
 from tests.support.patience import PATIENCE_S
 
 MODEL = make_model()

@@ -66,7 +66,7 @@ async def _serve(engine: Any, rank: int) -> dict[int, Any]:
 def _on_a_rank(late: bool) -> tuple[dict[int, Any], int, int, int, int]:
     """Answers, steps, steps without requests of its own, looks at what the other does, and launches
     that waited, if they are `late`."""
-    from tests.support.ticking_launches import TickingLaunches
+    from tests.support.tiny_launches import TickingLaunches
 
     looks = 0
     with _llm(expert_model_parallel_size=2, late_launch=late) as llm:

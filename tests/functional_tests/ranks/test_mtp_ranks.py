@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_async import LLM
-from tests.support.draft_recorder import DraftRecorder
+from tests.support.draft_watches import DraftRecorder
 from tests.support.harness import greedy
 from tests.support.ranks import run_ranks
 

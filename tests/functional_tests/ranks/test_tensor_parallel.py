@@ -21,7 +21,6 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.text import structured_output
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import (
@@ -34,6 +33,7 @@ from tests.support.harness import (
     run_at,
     run_together,
 )
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.ranks import run_ranks
 
 ODD = ModelArchitecture(

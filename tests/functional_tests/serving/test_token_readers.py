@@ -16,8 +16,8 @@ from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
 from megatron_async.serving.replica import Replica
-from tests.support.ascii_tokenizer import make_ascii_tokenizer
 from tests.support.harness import EngineFactory, greedy
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.patience import PATIENCE_S
 
 

@@ -30,7 +30,7 @@ from megatron_async.simulation.model_shape import ModelShape
 from megatron_async.simulation.simulator import Simulated, simulate
 from tests.support.harness import TINY, drain, greedy, make_engine, make_model, random_prompts
 from tests.support.patience import PATIENCE_S
-from tests.support.ticking_launches import TickingLaunches
+from tests.support.tiny_launches import TickingLaunches
 
 SHAPE = ModelShape.of_architecture(DUMMY_SHAPES["llama-3.1-8b"], "bfloat16")
 LONG_US = 10_000.0

@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 
 from megatron_async.ops.drafting import ngram_lookup, store_drafts
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
-from tests.support.ngram_watch import wanted_drafts
+from tests.support.draft_watches import wanted_drafts
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 HOPPER = GPUTarget("cuda", 90, 32)

@@ -1,4 +1,9 @@
-"""Bugs of recurrent states, one by one, to be found by the fuzzer; see `planted_bugs`."""
+"""Bugs of recurrent states, one by one, to be found by the fuzzer; see `planted_bugs`.
+
+Bugs of multi-token prediction for the fuzzer to find, none of which changes a token.
+
+Bugs of steps that are cut short, planted one at a time to see that they are found.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,16 @@ import pytest
 import torch
 
 from megatron_async.contexts.prefix_cache import PrefixCache
+from megatron_async.contexts.request_slots import RequestSlots
 from megatron_async.contexts.state_rows import StateRows
 from megatron_async.device_state import recurrent_state
+from megatron_async.engines.step_booking import StepBooking
+from megatron_async.engines.turn import Turn
+from megatron_async.interrupts import HeldInterrupts
 from megatron_async.ops import all_ops
+from megatron_async.ops.drafting.draft_tokens import lay_out_entries
+from megatron_async.ops.drafting.hidden_states import keep_hidden
+from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.rollback.slot_shadows import SlotShadows
 
 PREFILLS = ("mamba_prefill", "delta_prefill")
@@ -150,3 +162,78 @@ RECURRENT_BUGS = [
 ]
 ROLLBACK_BUGS = [states_do_not_lag, chunks_run_twice]
 """Few schedules meet them; `models/test_hybrid.py` has one that does."""
+
+
+def hidden_states_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk begins from the hidden state that somebody else has left in its block."""
+    monkeypatch.setattr(keep_hidden, "on", lambda *_: lambda *_: None)
+
+
+def drafts_have_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are reserved for a row's own tokens alone."""
+    monkeypatch.setattr(RequestSlots, "with_drafts", lambda slots, places: places)
+
+
+def entries_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft is made from the last token that was verified, accepted or not."""
+    lay_out = lay_out_entries.reference
+
+    def lay_out_to_the_end(view: Any, sampled: Any) -> Any:
+        entries, dims = lay_out(view, sampled), view.dims
+        if dims.decode_rows:
+            entries.last[: dims.decode_rows] += dims.width - 1
+            entries.last[: dims.decode_rows].clamp_(max=dims.decode_tokens - 1)
+        return entries
+
+    monkeypatch.setattr(lay_out_entries, "on", lambda *_: lay_out_to_the_end)
+
+
+def entries_of_repeated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is computed again makes an entry in the shared block, as if it were new."""
+    lay_out = lay_out_entries.reference
+
+    def lay_out_as_new(view: Any, sampled: Any) -> Any:
+        view.step.features &= ~int(RowFeature.REPEATS)
+        return lay_out(view, sampled)
+
+    monkeypatch.setattr(lay_out_entries, "on", lambda *_: lay_out_as_new)
+
+
+MTP_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    hidden_states_are_not_kept,
+    drafts_have_no_places,
+    entries_of_rejected_drafts,
+    entries_of_repeated_tokens,
+)
+
+
+def interrupts_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C takes effect between any two bytecodes."""
+    monkeypatch.setattr(HeldInterrupts, "begin", lambda held, holder: None)
+
+
+def half_booked_tokens_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step that was cut short has stored counts, though nobody was told of it."""
+    mend = StepBooking.mend
+
+    def mend_without(booking: StepBooking, cause: BaseException) -> None:
+        booking._known = None
+        mend(booking, cause)
+
+    monkeypatch.setattr(StepBooking, "mend", mend_without)
+
+
+def books_are_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was cut short stays as it is."""
+
+    def think_it_whole(turn: Any) -> None:
+        turn._is_whole = True
+
+    monkeypatch.setattr(Turn, "_make_whole", think_it_whole)
+
+
+INTERRUPT_BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    interrupts_are_not_held,
+    half_booked_tokens_stay,
+    books_are_not_mended,
+]

@@ -1,4 +1,13 @@
-"""`MtpWatch`: every draft of an MTP layer is what the layer gives over the whole sequence at once.
+"""`DraftWatch`: sees what an engine's steps have drafted, and after which tokens.
+
+`DraftRecorder`: what was drafted after which tokens.
+
+`NgramWatch`: every draft of the n-gram drafter is what a search in Python finds.
+
+A wrong draft changes no token, only how many come at once: a stale or a foreign token would never
+be seen in the output.
+
+`MtpWatch`: every draft of an MTP layer is what the layer gives over the whole sequence at once.
 
 A wrong draft changes no token, only how many come at once: a stale hidden state, a lost entry or
 one of a block's former owner would never be seen in the output.
@@ -8,14 +17,109 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine
+from megatron_async.engines.listener import EngineListener
+from megatron_async.ops.drafting.ngram_lookup import LONGEST, SEARCHED, SHORTEST
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
-from tests.support.draft_watch import DraftWatch
+from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 from tests.support.harness import greedy, make_engine
 from tests.support.mtp_model import MtpModel
+
+
+class DraftWatch(EngineListener):
+    """Calls `look` for the rows of every booked step that yielded a token of their request.
+
+    Args:
+        engine: that drafts.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.slots = engine.context.slots
+        self.count = engine.context.config.num_speculative_tokens
+        engine.listeners.append(self)
+
+    def resolved(self, step: LaunchedStep) -> None:
+        plan, slots = step.plan, self.slots
+        if step.error is not None:
+            return
+        live = (slots.generation[plan.slots] == plan.generations) & plan.produces
+        for row in np.flatnonzero(live).tolist():
+            slot = int(plan.slots[row])
+            tokens = slots.tokens[slot, : slots.num_known[slot]].tolist()
+            self.look(plan.step, slot, tokens, step.drafts[row].tolist())
+
+    def room(self, slot: int, tokens: list[int]) -> int:
+        """Drafts that could be fed: none stands after the last place that a request may fill."""
+        return int(self.slots.max_length[slot]) - 1 - len(tokens)
+
+    def look(self, step: int, slot: int, tokens: list[int], drafts: list[int]) -> None:
+        """Take one row.
+
+        Args:
+            step: its number.
+            slot: of the request.
+            tokens: all of its sequence, with the step's.
+            drafts: for the next step, -1 from where on there is none.
+        """
+        raise NotImplementedError
+
+
+class DraftRecorder(DraftWatch):
+    """Keeps all drafts.
+
+    Args:
+        engine: that drafts.
+
+    Attributes:
+        drafts: by the tokens of the sequence.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        super().__init__(engine)
+        self.drafts: dict[tuple[int, ...], list[int]] = {}
+
+    def look(self, step: int, slot: int, tokens: list[int], drafts: list[int]) -> None:
+        if (room := self.room(slot, tokens)) > 0:
+            self.drafts[tuple(tokens)] = drafts[:room]
+
+
+def wanted_drafts(tokens: list[int], count: int, searched: int = SEARCHED) -> list[int]:
+    """The drafts that must follow `tokens`: what followed the longest match of the last ones,
+    of equal ones the latest; `count` tokens, all -1 where there is none."""
+    known = tokens[max(len(tokens) - 1 - searched, 0) :]
+    for length in range(LONGEST, SHORTEST - 1, -1):
+        for start in range(len(known) - length - 1, -1, -1):
+            if known[start : start + length] == known[-length:]:
+                text, place = list(known), start + length
+                for draft in range(count):
+                    text.append(text[place + draft])
+                return text[len(known) :]
+    return [-1] * count
+
+
+class NgramWatch(DraftWatch):
+    """Compares the drafts of every step that an engine books.
+
+    Args:
+        engine: with the n-gram drafter.
+
+    Attributes:
+        found: rows that had drafts.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        super().__init__(engine)
+        self.found = 0
+
+    def look(self, step: int, slot: int, tokens: list[int], drafts: list[int]) -> None:
+        allowed = int(self.slots.drafts[slot])
+        wanted = wanted_drafts(tokens, self.count)[:allowed] + [-1] * (self.count - allowed)
+        assert drafts == wanted, (step, slot, tokens, drafts, wanted)
+        self.found += wanted[:1] > [-1]
 
 
 class WholeSequences:

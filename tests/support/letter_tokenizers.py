@@ -1,0 +1,70 @@
+"""A tokenizer with a token for each byte of ASCII, for tests of grammars.
+
+`Pieces`: a tokenizer for `AttentionModel`'s vocabulary, with grammars and stop words.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron_async.text.tokenizer import Tokenizer
+from tests.support.attention_model import VOCABULARY
+
+EOS = 127
+
+
+def make_ascii_tokenizer() -> Tokenizer:
+    """Bytes from 0 to 126, and an end."""
+    letters = _byte_alphabet()
+    backend = Backend(models.BPE(vocab={letters[i]: i for i in range(EOS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return Tokenizer(backend, {"eos_token": "<eos>"}, [EOS], None, "test")
+
+
+def _byte_alphabet() -> list[str]:
+    """The letters that stand for bytes in byte-level BPE (GPT-2)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters, hidden = [""] * 256, 0
+    for byte in range(256):
+        if byte in shown:
+            letters[byte] = chr(byte)
+        else:
+            letters[byte] = chr(256 + hidden)
+            hidden += 1
+    return letters
+
+
+class Pieces:
+    """A tokenizer whose tokens are one or two of the letters a to d, so that stop words come often,
+    and across tokens."""
+
+    eod = -1
+    eos_ids = (VOCABULARY - 1,)
+
+    def __init__(self) -> None:
+        self.backend = _backend()
+
+    def tokenize(self, text: str) -> list[int]:
+        return ["abcd".index(letter) for letter in text]
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return "".join(PIECES[token] for token in tokens)
+
+
+PIECES = ["".join(letters) for n in (1, 2, 3) for letters in itertools.product("abcd", repeat=n)]
+PIECES = PIECES[:VOCABULARY]
+
+
+def _backend() -> Backend:
+    """The same tokens for grammars; the last one ends a text there."""
+    vocabulary = {piece: token for token, piece in enumerate(PIECES[:-1])}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return backend
