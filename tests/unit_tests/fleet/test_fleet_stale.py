@@ -58,6 +58,7 @@ class Told:
         self.there: dict[str, dict[str, Any]] = {name: STATUS for name in names}
         self.calls: dict[tuple[str, int], asyncio.Queue[bytes | Exception | None]] = {}
         self.aborted: list[tuple[str, int]] = []
+        self.over: list[tuple[str, int]] = []
 
     def queue(self, replica: str, number: int) -> asyncio.Queue[bytes | Exception | None]:
         return self.calls.setdefault((replica, number), asyncio.Queue())
@@ -66,10 +67,13 @@ class Told:
         run = decode_for_replica(data)
         assert isinstance(run, Run)
         queue = self.queue(replica, run.number)
-        while (found := await queue.get()) is not None:
-            if isinstance(found, Exception):
-                raise found
-            yield found
+        try:
+            while (found := await queue.get()) is not None:
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+        finally:
+            self.over.append((replica, run.number))
 
     async def abort(self, replica: str, number: int) -> None:
         self.aborted.append((replica, number))
@@ -123,6 +127,7 @@ def test_a_lost_replicas_requests_are_sent_again_and_its_late_news_are_dropped()
         carrier.put_nowait(batch(1, [], {FIRST: [9], SECOND: [9]}, ends=(SECOND,)))
         await settle()
         assert (one.got, two.got, one.ends, two.ends) == ([1], [5, 6], [], [])
+        assert set(fleet.over) == {("a", FIRST), ("a", SECOND)}
         again = fleet.queue("b", SECOND)
         again.put_nowait(batch(0, [FIRST, SECOND], {SECOND: [5], FIRST: [1, 2]}))
         await settle()
