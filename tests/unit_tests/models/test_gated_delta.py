@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,7 +15,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
-from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.torch_dist import save_torch_dist
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
@@ -34,80 +32,11 @@ from megatron_async.models.norm import make_norm
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
 from tests.support.ranks import run_ranks
-from tests.support.whole_sequence import whole_logits
-from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
 from tests.unit_tests.checkpoints.test_torch_dist import save_training
+from tests.unit_tests.models.test_recurrent_mixers import described
 
 CPU = torch.device("cpu")
 TINY = DUMMY_SHAPES["tiny-gated-delta"]
-TOKENS = torch.randint(0, 128, (21,), generator=torch.Generator().manual_seed(4)).tolist()
-FAMILIES = ("qwen3-next", "qwen3.5")
-"""With a key head's rows of `in_proj` together, and in strips; with experts, and without."""
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("delta")
-    for name in FAMILIES:
-        save_hybrid(name, root / name)
-        convert(root / name, root / f"{name} of Megatron")
-    kinds = ("", " of Megatron")
-    return {name + kind: str(root / (name + kind)) for name in FAMILIES for kind in kinds}
-
-
-def _columns_on_ranks(folder: str, sizes: dict[str, Any]) -> list[list[float]]:
-    """Logits of this rank; of the first of two pipeline stages, none."""
-    source = open_model(folder)
-    model: Any = build_model(source.architecture, torch.float32, CPU, sizes=ParallelSizes(**sizes))
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    source.load_weights(model)
-    if not model.pre_process:
-        hidden = torch.empty(len(TOKENS), 1, model.config.hidden_size)
-        torch.distributed.recv(hidden, 0)
-        model.set_input_tensor(hidden)
-    logits = whole_logits(model, TOKENS)
-    if not model.post_process:
-        torch.distributed.send(logits.contiguous(), 1)
-        return []
-    columns: list[list[float]] = logits.tolist()
-    return columns
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "ranks"),
-    [
-        ("qwen3-next", {"tensor_model_parallel": 2}, 2),
-        ("qwen3.5", {"tensor_model_parallel": 2}, 2),
-        ("qwen3-next of Megatron", {"tensor_model_parallel": 2, "sequence_parallel": True}, 2),
-        ("qwen3.5 of Megatron", {"tensor_model_parallel": 2}, 2),
-        ("qwen3.5", {"pipeline_model_parallel": 2}, 2),
-        ("qwen3-next", {"expert_model_parallel": 2}, 2),
-        ("qwen3-next", {"expert_model_parallel": 2, "tensor_model_parallel": 2}, 4),
-    ],
-)
-def test_ranks_say_what_one_says(
-    name: str, sizes: dict[str, Any], ranks: int, folders: dict[str, str]
-) -> None:
-    whole = folders[name.removesuffix(" of Megatron")]
-    expected = whole_logits(load_model(whole, torch.float32, CPU).model, TOKENS)
-    found = run_ranks(ranks, _columns_on_ranks, folders[name], sizes)
-    if "pipeline_model_parallel" in sizes:
-        assert found.pop(0) == []
-    shared = sizes.get("tensor_model_parallel", 1)
-    for first in range(0, len(found), shared):
-        logits = torch.cat([torch.tensor(part) for part in found[first : first + shared]], 1)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
-
-
-def _described(state: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """What a checkpoint would hold: key, whole shape, place, which replica."""
-    found = []
-    for value in state.values():
-        parts = value.build() if hasattr(value, "build_fn") else [value]
-        for part in (part for part in parts if "_extra_state" not in part.key):
-            found.append((part.key, part.global_shape, part.global_offset, part.replica_id))
-    return sorted(found, key=str)
 
 
 def _both_descriptions() -> tuple[list[Any], list[Any]]:
@@ -115,7 +44,7 @@ def _both_descriptions() -> tuple[list[Any], list[Any]]:
     sizes = ParallelSizes(tensor_model_parallel=2)
     model: Any = build_model(TINY, torch.float32, CPU, sizes=sizes)
     mixer = model.decoder.layers[0].self_attention
-    ours = _described(mixer.sharded_state_dict("mixer."))
+    ours = described(mixer.sharded_state_dict("mixer."))
     local = mixer.sizes
     mixer.pg_collection, mixer.conv_bias, mixer.tp_size = model.pg_collection, False, 2
     mixer.in_proj_dim, mixer.conv_dim_local_tp = mixer.whole_sizes.in_proj, local.conv
@@ -123,7 +52,7 @@ def _both_descriptions() -> tuple[list[Any], list[Any]]:
     mixer.cp_size, mixer.num_value_heads = 1, mixer.whole_sizes.value_heads
     mixer.num_v_heads_local_tp = local.value_heads
     GatedDeltaNet._setup_variant_attrs(mixer)
-    return ours, _described(GatedDeltaNet.sharded_state_dict(mixer, "mixer."))
+    return ours, described(GatedDeltaNet.sharded_state_dict(mixer, "mixer."))
 
 
 def test_checkpoints_are_megatrons() -> None:
@@ -162,20 +91,6 @@ def test_what_two_ranks_save_one_reads(tmp_path: Path) -> None:
     whole = load_model(tmp_path / "m", torch.float32, CPU).model
     mixer = whole.decoder.layers[0].self_attention
     assert mixer.in_proj.weight.unique(dim=0).size(0) == TINY.delta.in_proj
-
-
-def test_megatron_reads_what_we_write(folders: dict[str, str]) -> None:
-    folder = folders["qwen3-next of Megatron"]
-    expected = load_model(folder, torch.float32, CPU)
-    model = build_model(expected.architecture, torch.float32, CPU)
-    init_dummy_weights(model)
-    state = dist_checkpointing.load(model.sharded_state_dict(prefix=""), folder)
-    model.load_state_dict(state)
-    for name, parameter in expected.model.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name)), name
-    keys = {item for item in dist_checkpointing.load_tensors_metadata(folder)}
-    assert "decoder.layers.0.self_attention.in_proj.layer_norm_weight" in keys
-    assert "decoder.layers.1.mlp.shared_experts.gate_weight" in keys
 
 
 def test_checkpoints_of_training_load(tmp_path: Path) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_async.checkpoints import load_model, open_model
-from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.torch_dist import save_torch_dist
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
@@ -24,95 +22,10 @@ from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.partition import check_partition, mamba_sizes, recurrent_layers
 from megatron_async.ops.recurrent.gated_norms import gated_rms_norm
 from tests.support.ranks import run_ranks
-from tests.support.whole_sequence import whole_logits
-from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
 from tests.unit_tests.checkpoints.test_torch_dist import save_training
+from tests.unit_tests.models.test_recurrent_mixers import described
 
 CPU = torch.device("cpu")
-TOKENS = torch.randint(0, 128, (21,), generator=torch.Generator().manual_seed(4)).tolist()
-FAMILIES = ("nemotron-3", "granite-moe")
-"""Two groups, and one that both ranks hold."""
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("hybrid")
-    for name in FAMILIES:
-        save_hybrid(name, root / name)
-        convert(root / name, root / f"{name} of Megatron")
-    kinds = ("", " of Megatron")
-    return {name + kind: str(root / (name + kind)) for name in FAMILIES for kind in kinds}
-
-
-def _logits_on_ranks(folder: str, sequence_parallel: bool) -> list[list[float]]:
-    sizes = ParallelSizes(tensor_model_parallel=2, sequence_parallel=sequence_parallel)
-    source = open_model(folder)
-    model = build_model(source.architecture, torch.float32, CPU, sizes=sizes)
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    source.load_weights(model)
-    logits: list[list[float]] = whole_logits(model, TOKENS).tolist()
-    return logits
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_two_ranks_say_what_one_says(
-    name: str, sequence_parallel: bool, folders: dict[str, str]
-) -> None:
-    expected = whole_logits(load_model(folders[name], torch.float32, CPU).model, TOKENS)
-    kind = " of Megatron" if sequence_parallel else ""
-    ranks = run_ranks(2, _logits_on_ranks, folders[name + kind], sequence_parallel)
-    found = torch.cat([torch.tensor(columns) for columns in ranks], 1)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-
-
-def _columns_on_ranks(folder: str, sizes: dict[str, int]) -> list[list[float]]:
-    """Logits of this rank; of the first of two pipeline stages, none."""
-    source = open_model(folder)
-    model: Any = build_model(source.architecture, torch.float32, CPU, sizes=ParallelSizes(**sizes))
-    source.load_weights(model)
-    if not model.pre_process:
-        hidden = torch.empty(len(TOKENS), 1, model.config.hidden_size)
-        torch.distributed.recv(hidden, 0)
-        model.set_input_tensor(hidden)
-    logits = whole_logits(model, TOKENS)
-    if not model.post_process:
-        torch.distributed.send(logits.contiguous(), 1)
-        return []
-    columns: list[list[float]] = logits.tolist()
-    return columns
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "ranks"),
-    [
-        ("nemotron-3", {"pipeline_model_parallel": 2}, 2),
-        ("nemotron-3", {"expert_model_parallel": 2}, 2),
-        ("granite-moe", {"expert_model_parallel": 2, "tensor_model_parallel": 2}, 4),
-    ],
-)
-def test_stages_and_experts_on_ranks(
-    name: str, sizes: dict[str, int], ranks: int, folders: dict[str, str]
-) -> None:
-    expected = whole_logits(load_model(folders[name], torch.float32, CPU).model, TOKENS)
-    found = run_ranks(ranks, _columns_on_ranks, folders[name], sizes)
-    if "pipeline_model_parallel" in sizes:
-        assert found.pop(0) == []
-    shared = sizes.get("tensor_model_parallel", 1)
-    for first in range(0, len(found), shared):
-        whole = torch.cat([torch.tensor(part) for part in found[first : first + shared]], 1)
-        torch.testing.assert_close(whole, expected, rtol=0, atol=2e-5)
-
-
-def _described(state: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """What a checkpoint would hold: key, whole shape, place, which replica."""
-    found = []
-    for value in state.values():
-        parts = value.build() if hasattr(value, "build_fn") else [value]
-        for part in (part for part in parts if "_extra_state" not in part.key):
-            found.append((part.key, part.global_shape, part.global_offset, part.replica_id))
-    return sorted(found, key=str)
 
 
 def _both_descriptions() -> tuple[list[Any], list[Any]]:
@@ -120,11 +33,11 @@ def _both_descriptions() -> tuple[list[Any], list[Any]]:
     architecture = hybrid_architecture()
     sizes = ParallelSizes(tensor_model_parallel=2)
     mixer: Any = build_model(architecture, torch.float32, CPU, sizes=sizes).decoder.layers[0].mixer
-    ours = _described(mixer.sharded_state_dict("mixer."))
+    ours = described(mixer.sharded_state_dict("mixer."))
     local = mixer.sizes
     mixer.d_inner_local_tp, mixer.nheads_local_tp = local.inner, local.heads
     mixer.ngroups_local_tp, mixer.d_state = local.groups, local.state_dim
-    theirs = _described(MambaMixer.sharded_state_dict(mixer, "mixer."))
+    theirs = described(MambaMixer.sharded_state_dict(mixer, "mixer."))
     return ours, theirs
 
 
@@ -191,17 +104,6 @@ def test_what_two_ranks_save_one_reads(groups: int, tmp_path: Path) -> None:
     z, _x, b, _c, _dt = mixer.in_proj.weight.split(list(sizes.strips.values()))
     assert z.unique(dim=0).size(0) == len(z)
     assert (b == 0.25).all() == (groups == 1)
-
-
-def test_megatron_reads_what_we_write(folders: dict[str, str]) -> None:
-    folder = folders["nemotron-3 of Megatron"]
-    expected = load_model(folder, torch.float32, CPU)
-    model = build_model(expected.architecture, torch.float32, CPU)
-    init_dummy_weights(model)
-    state = dist_checkpointing.load(model.sharded_state_dict(prefix=""), folder)
-    model.load_state_dict(state)
-    for name, parameter in expected.model.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "silu"])
