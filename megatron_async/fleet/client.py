@@ -28,7 +28,6 @@ from megatron_async.fleet.messages import (
 )
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.dispatcher import Dispatcher
-from megatron_async.serving.failures import exception_of
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
@@ -51,11 +50,10 @@ from megatron_async.serving.messages import (
     encode,
 )
 from megatron_async.serving.model_card import ModelCard, decode_card
-from megatron_async.serving.readers import TokenReader
+from megatron_async.serving.readers import TokenReader, exception_of
 from megatron_async.serving.records import MOST_SILENCE_S, CoordinatorConfig
 from megatron_async.serving.request_message import check_request, request_message
-from megatron_async.serving.sent_request import SentRequest
-from megatron_async.serving.sent_requests import SentRequests
+from megatron_async.serving.sent_requests import SentRequest, SentRequests
 
 logger = logging.getLogger("megatron_async")
 

@@ -20,8 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from megatron_async.observe.metrics import COUNTERS, GAUGES, PREFIX
-from megatron_async.serving.load_lines import running_and_waiting
-from megatron_async.serving.service_counters import cumulative
+from megatron_async.serving.service_counters import cumulative, running_and_waiting
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("loading", "running", "draining", "paused", "sleeping", "restarting", "dead")

@@ -1,34 +1,26 @@
 """`Connection`: a client's or a replica's connection to the coordinator, for an asyncio loop.
 
-The loop watches ZMQ's file descriptor, and a callback reads all messages: no task is woken for a
-message. The descriptor signals only changes, so the callback reads until no message is left, and
-the queue is checked again after each send (ZMQ's manual, `ZMQ_FD`).
-
-To a coordinator of this host most messages go by a Unix socket, in order with those of ZMQ
-(`host_socket.py`).
+A callback reads the messages of its `Link`: no task is woken for a message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import zmq
-
-from megatron_async.communication.keepalive import end_silent_connections
 from megatron_async.errors import ConfigurationError, CoordinatorLost
-from megatron_async.serving.address import check_address
-from megatron_async.serving.host_socket import OfferedSocket
+from megatron_async.serving.address import check_address, target_of
+from megatron_async.serving.link import Greeting, Link, connect_here, end_silent
 from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
     ClientHello,
-    HostSocketAt,
-    HostSocketOpen,
     Message,
     Ping,
     Refused,
@@ -36,18 +28,20 @@ from megatron_async.serving.messages import (
     Welcome,
     encode,
 )
-from megatron_async.serving.secret import secure_peer
+from megatron_async.serving.secret import COORDINATOR, PEER, check_secret, encryption, proof_of
 
 logger = logging.getLogger("megatron_async")
 
 SLICE_S = 0.2
-"""Seconds between two checks whether the connection has ended."""
+"""Seconds between two checks whether the coordinator is silent."""
+RETRY_S = 0.1
+"""Seconds between two attempts to connect."""
 FROZEN_S = 1.0
 """Seconds: a process without a check for so long was stopped, or had no CPU time."""
 HOST_SILENCE_S = 4.0
 """Seconds of silence after which a coordinator's host counts as lost."""
-MOST_AT_ONCE = 64
-"""Most messages that are read before other callbacks of the event loop run."""
+LINGER_S = 0.2
+"""Seconds for which a connection that is closed may still write."""
 
 
 class Outlet(Protocol):
@@ -69,11 +63,8 @@ class Connection[Heard]:
         on_ping: what is answered to a ping.
         secret: the coordinator's, if it asks for one.
 
-    Attributes:
-        num_sent: messages that were sent.
-
     Raises:
-        ConfigurationError: the address is none.
+        ConfigurationError: the address is none, or no process can connect to it.
     """
 
     def __init__(
@@ -84,62 +75,41 @@ class Connection[Heard]:
         secret: bytes | None = None,
     ) -> None:
         check_address(address)
-        self.address = address
-        self.num_sent = 0
+        self.address, self._target = address, target_of(address)
+        if secret is not None:
+            check_secret(secret)
+        self._secret = secret
         self._decode = decode
         self._on_ping = on_ping
         self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
         self._silence_s: float | None = None
         self._last_heard = self._last_look = time.monotonic()
-        self._is_closed = self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
         self._error: CoordinatorLost | None = None
         self._inbox: deque[Heard] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._hear: Callable[[Heard], None] = self._keep
         self._after: Callable[[], None] = lambda: None
         self._lost: Callable[[CoordinatorLost], None] = lambda _: None
-        self._here: OfferedSocket | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 200)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RECONNECT_IVL, 100)
-        self._socket.set(zmq.RCVHWM, 0)  # a full queue would hide the connection's end
-        end_silent_connections(self._socket, HOST_SILENCE_S)
-        if secret is not None:
-            secure_peer(self._socket, secret)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._timer = self._loop.call_later(SLICE_S, self._look)
-        self._watched = int(self._socket.get(zmq.FD))
-        self._loop.add_reader(self._watched, self._read)
-        try:
-            self._socket.connect(address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigurationError(
-                f"{address!r} is no address of a coordinator ({error}): write it as "
-                "tcp://127.0.0.1:9500 or ipc:///tmp/coordinator."
-            ) from error
 
     async def open(self, hello: ClientHello | ReplicaHello, timeout_s: float) -> Welcome:
-        """Say hello and wait for the coordinator's welcome.
+        """Connect, say hello and wait for the coordinator's welcome.
 
         Raises:
             CoordinatorLost: nobody answers within `timeout_s`, or another program does.
             ConfigurationError: the coordinator refuses; the message says why.
         """
-        self.send(hello)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            message: Any = await self._next(min(deadline - time.monotonic(), SLICE_S))
-            if isinstance(message, Refused):
-                raise ConfigurationError(f"the coordinator at {self.address}: {message.reason}")
-            if isinstance(message, Welcome):
-                self._silence_s, self._last_heard = message.silence_s, time.monotonic()
-                self._here = OfferedSocket.offer(self._take_all)
-                if self._here is not None:
-                    self.send(HostSocketAt(self._here.name))
-                return message
+        deadline = self._loop.time() + timeout_s
+        while self._loop.time() < deadline:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    self._attach(await self._connect())
+                    self.send(hello)
+                    return await self._welcome()
+            except (OSError, TimeoutError):  # nobody is there yet, or goes again
+                self._detach()
+            await asyncio.sleep(min(RETRY_S, max(deadline - self._loop.time(), 0.0)))
         raise CoordinatorLost(
             f"no coordinator answers at {self.address} (waited {timeout_s:.0f} s): start it with "
             "`megatron-async coordinator`, or correct the address. If it has a secret, all who "
@@ -152,14 +122,8 @@ class Connection[Heard]:
         Raises: one of `UNSENDABLE`, also for a message of too many bytes; nothing is sent.
         """
         data = check_sendable(message)
-        self.num_sent += 1
-        if self._here is not None:
-            if self._here.send(data):
-                return
-            self._here.sent_otherwise += 1
-        # Without a limit to what may wait in the socket, it is done at once.
-        self._socket.send(data, zmq.NOBLOCK)
-        self._look_again()
+        if self._link is not None:
+            self._link.send(data)
 
     def listen(
         self,
@@ -167,11 +131,11 @@ class Connection[Heard]:
         after: Callable[[], None],
         lost: Callable[[CoordinatorLost], None],
     ) -> None:
-        """From now on, call `hear` for each message instead of keeping messages for `receive`.
+        """From now on, call `hear` for each message that comes, and has come since the welcome.
 
         Args:
             hear: called with each message but pings.
-            after: called after the messages that had arrived, at most `MOST_AT_ONCE`.
+            after: called after the messages that had arrived.
             lost: called once, when no more messages will come.
         """
         self._hear, self._after, self._lost = hear, after, lost
@@ -181,91 +145,163 @@ class Connection[Heard]:
         if self._error is not None:
             lost(self._error)
 
-    async def receive(self) -> Heard | None:
-        """The next message; None after a while without one.
+    def close(self) -> None:
+        """Close it. Messages sent before are still delivered, if this takes at most 0.2 s."""
+        self._detach(LINGER_S)
+
+    # ---- To connect --------------------------------------------------------------------------
+
+    async def _connect(self) -> Link:
+        """A link to a coordinator that has the secret, which has been told that so has this end.
 
         Raises:
-            CoordinatorLost: the connection has ended, or the coordinator is silent or gave us up.
+            OSError: there is none.
         """
-        message = await self._next(SLICE_S)
-        if isinstance(message, Refused):
-            raise CoordinatorLost(f"the coordinator at {self.address}: {message.reason}")
-        return message
+        secure = None if self._secret is None else encryption(is_coordinator=False)
+        link = Link(await self._reach(), MOST_BYTES, secure)
+        try:
+            greeting = await self._greeting(link)
+            assert link.channel is not None, "it has greeted"
+            proof = proof_of(self._secret, COORDINATOR, link.channel)
+            if not hmac.compare_digest(proof, greeting.proof):
+                raise ConnectionRefusedError("it has another secret")
+            link, greeting = await self._moved(link, greeting)
+            assert link.channel is not None, "likewise"
+            link.send(proof_of(self._secret, PEER, link.channel, greeting.nonce))
+        except BaseException:
+            link.close()
+            raise
+        return link
 
-    async def _next(self, wait_s: float) -> Heard | None:
-        if not self._inbox and self._error is None:
-            waiter = self._waiter = self._loop.create_future()
-            timer = self._loop.call_later(wait_s, _wake, waiter)
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
-        if self._inbox:
-            return self._inbox.popleft()
-        if self._error is not None:
-            raise self._error
-        return None
+    async def _reach(self) -> socket.socket:
+        if isinstance(self._target, str):
+            end = socket.socket(socket.AF_UNIX)
+            place: Any = self._target
+        else:
+            host, port = self._target
+            found = await self._loop.getaddrinfo(
+                host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
+            )
+            end = socket.socket(socket.AF_INET)
+            end_silent(end, HOST_SILENCE_S)
+            place = found[0][4]
+        try:
+            end.setblocking(False)
+            await self._loop.sock_connect(end, place)
+            if end.family != socket.AF_UNIX and end.getsockname() == end.getpeername():
+                raise ConnectionRefusedError("a free port of this host that reached itself")
+        except BaseException:
+            end.close()
+            raise
+        return end
 
-    def _keep(self, message: Heard) -> None:
-        self._inbox.append(message)
-        if self._waiter is not None:
-            _wake(self._waiter)
+    async def _moved(self, link: Link, greeting: Greeting) -> tuple[Link, Greeting]:
+        """The coordinator's Unix socket instead of a link, if it is of this host, and its greeting;
+        else the link and the greeting that are given."""
+        if (end := connect_here(greeting.here)) is None:
+            return link, greeting
+        here = Link(end, MOST_BYTES)
+        try:
+            greeting = await self._greeting(here)
+        except OSError:  # it does not take this user's processes there
+            here.close()
+            return link, greeting
+        except BaseException:
+            here.close()
+            raise
+        link.close()
+        return here, greeting
+
+    async def _greeting(self, link: Link) -> Greeting:
+        came, number = asyncio.Event(), link.fileno()
+        self._loop.add_reader(number, came.set)
+        try:
+            while not (messages := link.receive()):
+                if link.is_cut:
+                    raise ConnectionResetError(link.why_over)
+                if link.why_over:
+                    raise self._stranger(link.why_over)
+                came.clear()
+                await came.wait()
+        finally:
+            self._loop.remove_reader(number)
+        try:
+            return Greeting.decode(messages[0])
+        except ValueError as error:
+            raise self._stranger(error) from error
+
+    def _stranger(self, why: object) -> CoordinatorLost:
+        return CoordinatorLost(f"what answers at {self.address} is no coordinator of ours: {why}")
+
+    async def _welcome(self) -> Welcome:
+        while True:
+            while self._inbox:
+                message: Any = self._inbox.popleft()
+                if isinstance(message, Refused):
+                    raise ConfigurationError(f"the coordinator at {self.address}: {message.reason}")
+                if isinstance(message, Welcome):
+                    self._silence_s, self._last_heard = message.silence_s, time.monotonic()
+                    self._look()
+                    return message
+            if self._error is not None:
+                error, self._error = self._error, None
+                if self._link is not None and self._link.is_cut:
+                    raise ConnectionResetError(str(error))
+                raise error
+            self._news.clear()
+            await self._news.wait()
+
+    def _attach(self, link: Link) -> None:
+        number = link.fileno()
+
+        def watch(is_full: bool) -> None:
+            if is_full:
+                self._loop.add_writer(number, link.flush)
+            else:
+                self._loop.remove_writer(number)
+
+        link.watch = watch
+        watch(bool(link.unsent))
+        self._link = link
+        self._loop.add_reader(number, self._read)
+
+    def _detach(self, linger_s: float = 0.0) -> None:
+        link, self._link = self._link, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if link is not None:
+            self._loop.remove_reader(link.fileno())
+            self._loop.remove_writer(link.fileno())
+            link.close(linger_s)
 
     # ---- What the loop calls -----------------------------------------------------------------
 
     def _read(self) -> None:
         """Take in what is there."""
-        self._is_due = False
-        heard = 0
-        while not self._is_closed and self._error is None:
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            self._take_in_order(data)
-            heard += 1
-            if heard == MOST_AT_ONCE:
-                self._look_again()
-                break
-        if heard:
-            self._last_heard = time.monotonic()
-            self._after()
-
-    def _take_in_order(self, data: bytes) -> None:
-        """Take in a message of ZMQ, after those that were written before it."""
-        here = self._here
-        if here is None:
-            self._take(data)
+        link = self._link
+        if link is None:
             return
-        for before in here.receive():
-            self._take(before)
-        counts = here.heard_otherwise >= 0
-        self._take(data)
-        here.heard_otherwise += counts
-        for behind in here.receive():
-            self._take(behind)
-
-    def _take_all(self, messages: list[bytes]) -> None:
-        """Take in what has come from a coordinator of this host."""
+        messages = link.receive()
         for data in messages:
-            if self._is_closed or self._error is not None:
+            if self._error is not None or self._link is not link:
                 return
             self._take(data)
-        self._last_heard = time.monotonic()
-        self._after()
+        if messages:
+            self._last_heard = time.monotonic()
+            self._after()
+        if link.is_cut:
+            self._end(f"the coordinator at {self.address} is gone: {link.why_over}.")
+        elif link.why_over:
+            self._end(str(self._stranger(link.why_over)))
 
     def _take(self, data: bytes) -> None:
         try:
             message: Any = self._decode(data)
         except UNREADABLE as error:
-            self._end(f"what answers at {self.address} is no coordinator of ours: {error}")
+            self._end(str(self._stranger(error)))
             return
         if isinstance(message, Ping):
             self.send(self._on_ping())
-        elif isinstance(message, HostSocketOpen):
-            if self._here is not None:
-                self._here.heard_otherwise = 0
         elif isinstance(message, Refused) and self._silence_s is not None:
             self._end(f"the coordinator at {self.address}: {message.reason}")
         else:
@@ -275,62 +311,29 @@ class Connection[Heard]:
                 logger.exception("A message of the coordinator could not be taken in.")
                 self._end(f"what the coordinator at {self.address} said is not understood: {error}")
 
-    def _look_again(self) -> None:
-        """Read soon, if there is something that the descriptor will not tell of."""
-        if self._is_due or self._is_closed:
-            return
-        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._is_due = True
-            self._loop.call_soon(self._read)
+    def _keep(self, message: Heard) -> None:
+        self._inbox.append(message)
+        self._news.set()
 
     def _look(self) -> None:
-        """Check whether the connection has ended."""
+        """Check whether the coordinator is silent."""
+        assert self._silence_s is not None
         now = time.monotonic()
         if now - self._last_look > FROZEN_S:  # what was sent to us meanwhile is still on its way
             self._last_heard = now
         self._last_look = now
-        self._look_again()
-        if self._error is not None:
-            return
-        self._timer = self._loop.call_later(SLICE_S, self._look)
-        if self._is_due:
-            return  # what has come is heard first
-        if self._silence_s is None:
-            return  # nobody has answered yet, and `open` knows for how long to wait
-        if int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            if self._here is not None and (last := self._here.receive()):
-                self._take_all(last)
-            self._end(f"the coordinator at {self.address} is gone: its connection has ended.")
-            return
-        silent = now - self._last_heard
-        if silent >= self._silence_s:
+        if (silent := now - self._last_heard) >= self._silence_s:
             self._end(f"the coordinator at {self.address} has said nothing for {silent:.1f} s.")
+        if self._error is None:
+            self._timer = self._loop.call_later(SLICE_S, self._look)
 
     def _end(self, reason: str) -> None:
         if self._error is None:
             self._error = CoordinatorLost(reason)
-            if self._waiter is not None:
-                _wake(self._waiter)
+            if self._link is not None:  # there is nothing more to be read
+                self._loop.remove_reader(self._link.fileno())
+            self._news.set()
             self._lost(self._error)
-
-    def close(self) -> None:
-        """Close it. Messages sent before are still delivered, if this takes at most 0.2 s."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._timer.cancel()
-        if self._here is not None:
-            self._here.close()
-        self._loop.remove_reader(self._watched)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-        self._context.term()
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def check_sendable(message: Message) -> bytes:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import hmac
 import logging
-import os
-import socket as sockets
-import stat
+import secrets
+import selectors
+import socket
 import threading
 import time
-from collections import Counter, deque
-
-import zmq
+from dataclasses import dataclass
+from itertools import count
 
 from megatron_async.communication.host import is_loopback
-from megatron_async.communication.keepalive import end_silent_connections
-from megatron_async.errors import ConfigurationError
-from megatron_async.serving.address import check_address, why_not_bound
+from megatron_async.serving.address import forget, listen
 from megatron_async.serving.dispatcher import Dispatcher
-from megatron_async.serving.host_sockets import HostSockets
-from megatron_async.serving.inputs import Inputs
-from megatron_async.serving.load_lines import LoadLines
+from megatron_async.serving.link import (
+    NONCE_BYTES,
+    Greeting,
+    Link,
+    end_silent,
+    is_friend,
+    listen_here,
+)
 from megatron_async.serving.messages import (
     MOST_BYTES,
     UNREADABLE,
-    HostSocketAt,
-    HostSocketOpen,
     Refused,
-    StepPipeAt,
     ToClient,
     ToCoordinator,
     ToReplica,
@@ -36,19 +36,46 @@ from megatron_async.serving.messages import (
 )
 from megatron_async.serving.reasons import one_line
 from megatron_async.serving.records import CoordinatorConfig
-from megatron_async.serving.secret import Doorkeeper, secure_coordinator
-from megatron_async.serving.step_pipes import StepPipes
+from megatron_async.serving.secret import COORDINATOR, PEER, check_secret, encryption, proof_of
+from megatron_async.serving.service_counters import LoadLines
 
 logger = logging.getLogger("megatron_async")
 
-TURN_MS = 50
+TURN_S = 0.05
 """Longest sleep of the loop."""
 MOST_UNREAD = 10_000
 """Most messages queued for a peer that does not read, beside those in its socket."""
 MOST_UNREAD_BYTES = 2 * MOST_BYTES
 """Most bytes of them."""
+MOST_STRANGERS = 256
+"""Most connections of peers that are not accepted yet; of more, the oldest ends."""
+STRANGER_BYTES = 64 << 10
+"""Most bytes of a message of theirs."""
+STRANGER_S = 5.0
+"""Seconds that each has to say hello."""
+NO_FILES_S = 0.1
+"""Seconds without accepting anybody when the process has too many open files."""
 TELL_EVERY_S = 1.0
 """Seconds between two log lines about peers that are refused: a peer can make any number."""
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A client, a replica, or one that has yet to say which.
+
+    Attributes:
+        since: when it was last known to the dispatcher, or was accepted, seconds.
+        is_here: whether it is a process of this host, by its socket.
+        proof: that it must say first, once it has been greeted.
+        has_proven: whether it has.
+    """
+
+    identity: bytes
+    link: Link
+    since: float
+    is_here: bool
+    proof: bytes = b""
+    has_proven: bool = False
 
 
 class Coordinator:
@@ -70,48 +97,26 @@ class Coordinator:
     def __init__(
         self, address: str, config: CoordinatorConfig | None = None, secret: bytes | None = None
     ) -> None:
-        check_address(address)
         self._config = config or CoordinatorConfig()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        options = {
-            zmq.ROUTER_MANDATORY: 1,  # who is gone is noticed when something is sent to it
-            zmq.LINGER: 200,
-            zmq.MAXMSGSIZE: MOST_BYTES,  # who sends more is cut off
-        }
-        for option, value in options.items():
-            self._socket.set(option, value)
-        end_silent_connections(self._socket, self._config.silence_s)
-        self._doorkeeper: Doorkeeper | None = None
         if secret is not None:
-            self._doorkeeper = Doorkeeper(self._context, secret)
-            secure_coordinator(self._socket, secret)
-        try:
-            _check_is_free(address)
-            self._socket.bind(address)
-        except (zmq.ZMQError, OSError) as error:
-            self._context.destroy(0)
-            raise ConfigurationError(why_not_bound(address, error)) from error
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+            check_secret(secret)
+        self._secret = secret
+        self._listener, self.address = listen(address)
         is_tcp = self.address.startswith("tcp://")
         if secret is None and is_tcp and not is_loopback(_host(self.address)):
             logger.warning(
                 "Whoever reaches %s can send requests and stop replicas: there is no "
                 "authentication. Give a secret, or bind 127.0.0.1.", self.address,
             )  # fmt: skip
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._waiting: dict[bytes, deque[bytes]] = {}
-        self._unread: Counter[bytes] = Counter()
-        """Bytes of what waits."""
+        if is_tcp:
+            end_silent(self._listener, self._config.silence_s)
+        self._here = listen_here() if is_tcp or secret is not None else None
+        self._selector = selectors.DefaultSelector()
+        self._accepts_again_at = 0.0
+        self._peers: dict[bytes, _Peer] = {}
+        self._numbers = count()
         self._refused, self._tell_at = 0, 0.0
         self._gone: dict[bytes, str] = {}
-        self._pipes = StepPipes()
-        watched = [self._socket, self._monitor]
-        if self._doorkeeper is not None:
-            watched.append(self._doorkeeper.socket)
-        self._inputs = Inputs(watched)
-        self._sockets = HostSockets(self._inputs.epoll)
-        self._is_probing = False
         self._stop = threading.Event()
         self.dispatcher = Dispatcher(self._config, self._send, time.monotonic())
         self.latest_stats = self.dispatcher.stats()
@@ -119,79 +124,147 @@ class Coordinator:
     def run(self) -> None:
         """Serve until `stop`; then all peers see that the coordinator is gone."""
         told, load = 0.0, LoadLines(time.monotonic())
+        self._listen(True)
         try:
             while not self._stop.is_set():
-                wait_s = self._pipes.wait_s(time.monotonic(), TURN_MS / 1000)
-                for number in self._inputs.wait(wait_s):
-                    for identity, messages in self._sockets.read(number):
-                        for data in messages:
-                            self._hear(identity, data)
-                if self._inputs.is_due(time.monotonic()):
-                    self._receive()
-                now = time.monotonic()
-                for identity, steps in self._pipes.due(now):
-                    self._follow(identity, steps, now)
-                self._flush()
+                for key, events in self._selector.select(TURN_S):
+                    peer = key.data
+                    if peer is None:
+                        self._accept(key.fileobj)  # type: ignore[arg-type]
+                        continue
+                    if events & selectors.EVENT_WRITE:
+                        peer.link.flush()
+                    if events & selectors.EVENT_READ:
+                        self._read(peer)
                 self._bury()
                 now = time.monotonic()
                 self.dispatcher.tick(now)
                 self._bury()
                 if now - told >= self._config.ping_interval_s:
+                    self._end_strangers(now, MOST_STRANGERS)
                     told, self.latest_stats = now, self.dispatcher.stats()
                     if line := load.line(self.latest_stats, now):
                         logger.info("%s", line)
+                if self._accepts_again_at and now >= self._accepts_again_at:
+                    self._listen(True)
         finally:
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close()
-            self._pipes.close_all()
-            self._sockets.close_all()
-            self._inputs.close()
-            if self._doorkeeper is not None:
-                self._doorkeeper.close()
-            self._context.term()
+            for peer in self._peers.values():
+                peer.link.close()
+            self._selector.close()
+            for listener in self._listeners():
+                listener.close()
+            forget(self.address)
 
     def stop(self) -> None:
         """Let `run` return; may be called from another thread or a signal handler."""
         self._stop.set()
 
-    def _receive(self) -> None:
-        """What has come by ZMQ: all messages, up to the limit of a turn."""
-        if self._doorkeeper is not None and self._inputs.is_readable(self._doorkeeper.socket):
-            self._doorkeeper.answer()
-        for _ in range(1000):
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            for data in self._sockets.before_message(identity):
-                self._hear(identity, data)
-            self._hear(identity, frames[-1] if frames else b"")
-            for data in self._sockets.after_message(identity):
-                self._hear(identity, data)
+    # ---- Peers come ------------------------------------------------------------------------------
 
-        if self._inputs.is_readable(self._monitor):
-            self._probe()
+    def _listeners(self) -> list[socket.socket]:
+        return [self._listener] if self._here is None else [self._listener, self._here[0]]
 
-    def _hear(self, identity: bytes, data: bytes) -> None:
+    def _listen(self, accepts: bool) -> None:
+        self._accepts_again_at = 0.0 if accepts else time.monotonic() + NO_FILES_S
+        for listener in self._listeners():
+            if accepts:
+                self._selector.register(listener, selectors.EVENT_READ)
+            else:
+                self._selector.unregister(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        now = time.monotonic()
+        try:
+            end, _ = listener.accept()
+        except (BlockingIOError, ConnectionError):  # it is gone again
+            return
+        except OSError as error:
+            if self._is_due_to_tell():
+                logger.warning("Nobody can connect now: %s.", error)
+            self._end_strangers(now, 0)
+            self._listen(False)
+            return
+        is_here = listener is not self._listener
+        if is_here and not is_friend(end):
+            end.close()
+            return
+        encrypts = None if is_here or self._secret is None else encryption(is_coordinator=True)
+        link = Link(end, STRANGER_BYTES, encrypts, is_server=True)
+        peer = _Peer(b"%d" % next(self._numbers), link, now, is_here)
+        self._peers[peer.identity] = peer
+        self._selector.register(end, selectors.EVENT_READ, peer)
+        link.watch = lambda is_full: self._watch(peer, is_full)
+        self._greet(peer)
+        known = len(self.dispatcher.replicas) + len(self.dispatcher.clients)
+        if len(self._peers) - known > MOST_STRANGERS:
+            self._end_strangers(now, MOST_STRANGERS)
+
+    def _watch(self, peer: _Peer, is_full: bool) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_full else 0)
+        with contextlib.suppress(KeyError, ValueError):  # its link is being closed
+            self._selector.modify(peer.link.fileno(), events, peer)
+
+    def _greet(self, peer: _Peer) -> None:
+        """The first message to a peer, as soon as there are keys."""
+        if peer.proof or (channel := peer.link.channel) is None:
+            return
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        here = "" if self._here is None or peer.is_here else self._here[1]
+        own = proof_of(self._secret, COORDINATOR, channel)
+        peer.proof = proof_of(self._secret, PEER, channel, nonce)
+        peer.link.send(Greeting(nonce, own, here).encode())
+
+    def _is_known(self, peer: _Peer) -> bool:
+        dispatcher = self.dispatcher
+        return peer.identity in dispatcher.replicas or peer.identity in dispatcher.clients
+
+    def _end_strangers(self, now: float, most: int) -> None:
+        """End the connections of peers that say no hello, and, beyond `most`, of the oldest ones.
+        Who was told to connect again has time to read it."""
+        strangers = []
+        for peer in self._peers.values():
+            if self._is_known(peer):
+                peer.since = now
+            else:
+                strangers.append(peer)
+        strangers.sort(key=lambda peer: peer.since)
+        for number, peer in enumerate(strangers, 1):
+            if now - peer.since >= STRANGER_S or number <= len(strangers) - most:
+                self._gone[peer.identity] = "it did not say hello in time"
+
+    # ---- Peers speak -----------------------------------------------------------------------------
+
+    def _read(self, peer: _Peer) -> None:
+        """What a peer has said."""
+        for data in peer.link.receive():
+            if peer.identity not in self._gone:
+                self._hear(peer, data)
+        self._greet(peer)
+        if why := peer.link.why_over:
+            if peer.link.is_cut:
+                why += ": it died, or the network did"
+            else:
+                self._tell(why)
+            self._gone.setdefault(peer.identity, why)
+
+    def _hear(self, peer: _Peer, data: bytes) -> None:
         """A peer's message."""
+        identity = peer.identity
+        if not peer.has_proven:
+            peer.has_proven = hmac.compare_digest(data, peer.proof)
+            if not peer.has_proven:
+                self._tell("it has another secret")
+                self._gone[identity] = "it has another secret"
+            return
         try:
             message = decode_for_coordinator(data)
         except UNREADABLE as error:
             # Who sent it waits for an answer, and nobody knows which.
             self._refuse(identity, f"it sent a message that cannot be read ({error})")
             return
-        now = time.monotonic()
-        if isinstance(message, HostSocketAt):
-            self._open_socket(identity, message.name)
-            return
-        if isinstance(message, StepPipeAt):
-            if identity in self.dispatcher.replicas:
-                self._pipes.open(identity, message.name)
-            return
-        for steps in self._pipes.before_message(identity, now):
-            self._follow(identity, steps, now)
-        self._follow(identity, message, now)
+        self._follow(identity, message, time.monotonic())
+        if peer.link.most_bytes == STRANGER_BYTES and self._is_known(peer):
+            peer.link.most_bytes = MOST_BYTES
 
     def _follow(self, identity: bytes, message: ToCoordinator, now: float) -> None:
         """Do what a message asks. Whatever that raises ends this peer, and no other."""
@@ -205,97 +278,39 @@ class Coordinator:
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         """A peer is disconnected for what it said."""
+        self._tell(reason)
+        self._send(identity, Refused(f"{reason[:1000]}: connect again."))
+        self.dispatcher.lost(identity, reason, time.monotonic())
+
+    def _tell(self, reason: str) -> None:
+        """Log that a peer is refused."""
         if self._is_due_to_tell():
             more = self._refused and f" (and {self._refused} since the last such line)"
             logger.warning("A peer is refused: %s.%s", one_line(reason), more or "")
             self._refused, self._tell_at = -1, time.monotonic() + TELL_EVERY_S
         self._refused += 1
-        self._pipes.close(identity)
-        self._send(identity, Refused(f"{reason[:1000]}: connect again."))
-        self.dispatcher.lost(identity, reason, time.monotonic())
 
     def _is_due_to_tell(self) -> bool:
         return time.monotonic() >= self._tell_at
 
-    def _open_socket(self, identity: bytes, name: str) -> None:
-        """A peer offers a socket of its host."""
-        is_known = identity in self.dispatcher.replicas or identity in self.dispatcher.clients
-        if not is_known or identity in self._waiting or not self._sockets.open(identity, name):
-            return
-        if not self._try(identity, encode(HostSocketOpen())):
-            self._sockets.close(identity)
-
-    def _probe(self) -> None:
-        """A connection has ended: send each peer a message by ZMQ, to find which one."""
-        self._is_probing = True
-        try:
-            while True:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            self.dispatcher.ping()
-        finally:
-            self._is_probing = False
-
     def _send(self, identity: bytes, message: ToClient | ToReplica) -> None:
-        waiting = self._waiting.get(identity)
-        data = encode(message)
-        if waiting is None:
-            is_written = not self._is_probing and self._sockets.send(identity, data)
-            if is_written or self._try(identity, data):
-                return
-            waiting = self._waiting[identity] = deque()
-        waiting.append(data)
-        self._unread[identity] += len(data)
-        if len(waiting) > MOST_UNREAD or self._unread[identity] > MOST_UNREAD_BYTES:
-            self._gone[identity] = f"it does not read: {len(waiting)} messages wait for it"
-
-    def _try(self, identity: bytes, data: bytes) -> bool:
-        """Send; False if the peer's queue is full."""
-        self._inputs.look_again()
-        try:
-            self._socket.send_multipart([identity, data], zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._gone[identity] = "its connection has ended: it died, or the network did"
-        self._sockets.sent_otherwise(identity)
-        return True
-
-    def _flush(self) -> None:
-        for identity, waiting in list(self._waiting.items()):
-            while waiting and self._try(identity, waiting[0]):
-                self._unread[identity] -= len(waiting.popleft())
-            if not waiting:
-                del self._waiting[identity], self._unread[identity]
+        if (peer := self._peers.get(identity)) is None:
+            return
+        link = peer.link
+        link.send(encode(message))
+        if len(link.unsent) > MOST_UNREAD or link.unsent_bytes > MOST_UNREAD_BYTES:
+            self._gone[identity] = f"it does not read: {len(link.unsent)} messages wait for it"
 
     def _bury(self) -> None:
+        """Close the connections that are over."""
         while self._gone:
             identity, reason = self._gone.popitem()
-            self._waiting.pop(identity, None)
-            self._unread.pop(identity, None)
-            for data in self._sockets.close(identity):  # its last words
-                self._hear(identity, data)
-            self._pipes.close(identity)
+            if (peer := self._peers.pop(identity, None)) is not None:
+                self._selector.unregister(peer.link.fileno())
+                peer.link.close()
             self.dispatcher.lost(identity, reason, time.monotonic())
 
 
 def _host(address: str) -> str:
     """The IP address in "tcp://ADDRESS:PORT"."""
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
-def _check_is_free(address: str) -> None:
-    """ZMQ would take an `ipc://` file away from who listens there, or from whom it belongs to."""
-    file = address.removeprefix("ipc://")
-    if not address.startswith("ipc://") or not os.path.exists(file):
-        return
-    if not stat.S_ISSOCK(os.stat(file).st_mode):
-        raise OSError("the file there is no socket")
-    with sockets.socket(sockets.AF_UNIX) as probe:
-        try:
-            probe.connect(file)
-        except ConnectionRefusedError:
-            return
-    raise OSError(errno.EADDRINUSE, "address already in use")

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import msgspec
 
 from megatron_async.requests.traces import is_sampled, named
-from megatron_async.serving.card_shelf import CardShelf
-from megatron_async.serving.commands import find_replica, state_after
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
@@ -57,8 +56,36 @@ from megatron_async.serving.records import (
     tokens_of,
 )
 from megatron_async.serving.request_books import RequestBooks
-from megatron_async.serving.service_verbs import VERBS, ServiceVerbs
+from megatron_async.serving.service_verbs import VERBS, ServiceVerbs, find_replica, state_after
 from megatron_async.serving.step_parts import StepParts
+
+
+class CardShelf:
+    """Keeps one card, since the replicas of a coordinator serve one model."""
+
+    def __init__(self) -> None:
+        self._card: Card | None = None
+
+    def has(self, digest: str) -> bool:
+        """Whether the card is there."""
+        return self._card is not None and self._card.digest == digest
+
+    def put(self, card: Card) -> bool:
+        """Keep a card; returns whether there was another one before."""
+        is_other = self._card is not None and not self.has(card.digest)
+        self._card = card
+        return is_other
+
+    def answer(self, fields: Mapping[str, Any]) -> dict[str, object]:
+        """The answer to a client that has the card `fields["digest"]`, or none: empty if there is
+        no card, and the card itself if the client does not have it."""
+        if self._card is None:
+            return {}
+        found: dict[str, object] = {"digest": self._card.digest}
+        if fields.get("digest") != self._card.digest:
+            found["card"] = self._card.data
+        return found
+
 
 logger = logging.getLogger("megatron_async")
 

@@ -1,8 +1,13 @@
 """Commands of an administrator, as a replica's engine follows them: between two steps, on the
-engine's thread."""
+engine's thread. `StepWatch` is the one that looks.
+
+A watch keeps no counters. Spans are recorded only for a few steps after each look, and for at most
+`LEASE_S`: without looks there is no cost.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -12,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import JobFailed
+from megatron_async.observe.timeline import NO_OVERLAP, Span, StepWindow, Timeline
 
 if TYPE_CHECKING:
     from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
@@ -92,3 +98,108 @@ def _save(timeline: Timeline, path: Path) -> None:
         timeline.save(path)
     except OSError as error:
         logger.warning("The profile %s cannot be written: %s", path, error)
+
+
+LEASE_S = 2.0
+"""Seconds after which a window ends, however many steps it has."""
+OF_CPU = frozenset(
+    {
+        "prepare_step", "transfer_bookkeeping_to_gpu", "launch_step", "resolve", "update_requests",
+        "emit", "step",
+    }
+)  # fmt: skip
+"""Spans of the CPU that are reported: those of `profiling.step_gaps.STAGES`, and the whole call."""
+OF_DEVICE = "device_step"
+NEWEST = 512
+"""Spans of a profile under way that are looked through."""
+
+
+class StepWatch:
+    """Looks at one engine; on its thread, between two steps.
+
+    Args:
+        engine: of the replica.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self._engine = engine
+        self._window: StepWindow | None = None
+        self._lease: asyncio.TimerHandle | None = None
+        if engine.context.device.torch_device.type == "cuda":
+            # A GPU's first timed event sets its clock, which waits for it: better before any step.
+            engine.context.device.event(timing=True)
+
+    def look(self) -> dict[str, Any]:
+        """Counters of the engine, and `spans`: [lane, name, step, start, length] of the steps
+        since the last look, lane 0 the CPU and 1 the device, microseconds from the first of them.
+        `reasons` are steps that did not overlap, `[step, reason]`.
+
+        A new window begins. While a profile is made, its newest spans are told instead.
+        """
+        tracer = self._engine.tracer
+        seen: Timeline | None = self._window
+        if tracer.timeline is not None and not isinstance(tracer.timeline, StepWindow):
+            seen = tracer.timeline
+        else:
+            self._end()
+            self._window = tracer.timeline = StepWindow(self._end)
+            self._lease = asyncio.get_running_loop().call_later(LEASE_S, self._end)
+        newest = [] if seen is None else seen.spans[-NEWEST:]
+        return {**self._counters(), **told_spans(newest)}
+
+    def _end(self) -> None:
+        """Record no more spans for a window; a profile continues."""
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        tracer = self._engine.tracer
+        if isinstance(tracer.timeline, StepWindow):
+            tracer.timeline = None
+
+    def _counters(self) -> dict[str, Any]:
+        engine = self._engine
+        context, counts = engine.context, engine.statistics
+        return {
+            "steps": counts.steps,
+            "first_steps": counts.first_steps,
+            "overlapped_steps": counts.overlapped_steps,
+            "no_overlap": {str(reason): n for reason, n in counts.no_overlap.items() if n},
+            "rows": counts.rows,
+            "generated_tokens": counts.generated_tokens,
+            "prefill_tokens": counts.prefill_tokens,
+            "lookahead": engine.lookahead,
+            "in_flight": len(engine.in_flight),
+            "waiting_requests": len(context.waiting),
+            "slots": context.max_requests,
+            "slots_in_use": context.max_requests - context.slots.num_free,
+            "kv_blocks": context.blocks.total,
+            "kv_blocks_in_use": context.blocks.total - context.blocks.allocatable,
+        }
+
+
+def told_spans(spans: list[Span]) -> dict[str, Any]:
+    """The spans that a picture of steps needs, as `StepWatch.look` tells them."""
+    kept = [
+        span
+        for span in spans
+        if (span.lane == "cpu" and span.name in OF_CPU)
+        or (span.lane == "device" and span.name == OF_DEVICE)
+    ]
+    origin = min((span.start_us for span in kept), default=0.0)
+    return {
+        "spans": [
+            [
+                int(span.lane == "device"),
+                span.name,
+                span.step,
+                round(span.start_us - origin, 1),
+                round(span.end_us - span.start_us, 1),
+            ]
+            for span in kept
+        ],
+        "reasons": [
+            [span.step, span.name.removeprefix(NO_OVERLAP)]
+            for span in spans
+            if span.name.startswith(NO_OVERLAP)
+        ],
+    }

@@ -1,16 +1,14 @@
-"""Messages of clients, coordinator and replicas: msgpack, one a frame of ZMQ or a record. Every
+"""Messages of clients, coordinator and replicas: msgpack, one a frame of a `Link`. Every
 connection begins with a hello, and the coordinator's answer to it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from megatron_async.serving.message_types import Difference, Name, Number, Seconds, Tokens, Trace
-
-PROTOCOL = 11
+PROTOCOL = 12
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -18,6 +16,25 @@ UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """What encoding raises."""
 MOST_BYTES = 256 << 20
 """Most bytes of a message: prompts and answers, log probs included, are far smaller."""
+
+
+# ---- Types of fields, with their ranges: what is out of range is not read, so that neither a table
+# nor a sum is ever given a number that it cannot hold.
+
+Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Of a request or a question."""
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Of one request, or what are as many; their sums can be sent, too."""
+Difference = Annotated[int, msgspec.Meta(ge=-(2**48), le=2**48)]
+"""Of sizes of a replica, or a size."""
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""Below 0, or of decades, where a clock was set; never NaN."""
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+"""A name or label that is shown."""
+Trace = Annotated[
+    str, msgspec.Meta(pattern=r"\A(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")
+]  # fmt: skip
+"""What `trace_context.read_traceparent` gives."""
 
 
 class Message(msgspec.Struct, tag=True):
@@ -48,22 +65,6 @@ class Welcome(Message):
 
     silence_s: float
     wants_card: bool = False
-
-
-class HostSocketAt(Message):
-    """A peer's first message after the coordinator's welcome: it listens on a Unix socket, and if
-    the coordinator connects, most messages go by it, both ways (`host_socket.py`).
-
-    Attributes:
-        name: of the socket.
-    """
-
-    name: str
-
-
-class HostSocketOpen(Message):
-    """The coordinator has connected. From behind this message on, both ends count what they send by
-    ZMQ; the peer counts from behind `HostSocketAt`."""
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -145,6 +146,8 @@ class StepTokens(Message, omit_defaults=True):
         log_probs: of the rows that asked.
         texts: number and new text, where the replica makes texts.
         ends: of requests.
+        steps: from a replica, so many steps of the same requests, one token of each request a step:
+            `tokens` are int32 `[steps, rows]` and `counts` is empty. 0: as above.
     """
 
     numbers: bytes = b""
@@ -153,6 +156,7 @@ class StepTokens(Message, omit_defaults=True):
     log_probs: LogProbRows | None = None
     texts: list[tuple[Number, str]] = []
     ends: list[Ended] = []
+    steps: Tokens = 0
 
 
 class NewModel(Message):
@@ -282,17 +286,6 @@ class Card(Message):
     data: bytes
 
 
-class StepPipeAt(Message):
-    """A replica's first message after its card: it listens on a Unix socket, and if the coordinator
-    connects, steps that may wait come by it (`step_pipe.py`).
-
-    Attributes:
-        name: of the socket.
-    """
-
-    name: str
-
-
 class ReplicaStatus(Message):
     """A replica's answer to a ping.
 
@@ -380,10 +373,10 @@ class Leave(Message):
 
 ToCoordinator = (
     ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Helping
-    | Goodbye | StepTokens | Card | Done | StepPipeAt | HostSocketAt
+    | Goodbye | StepTokens | Card | Done
 )  # fmt: skip
-ToClient = Ping | Welcome | Refused | StepTokens | Again | NewModel | Answer | HostSocketOpen
-ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do | HostSocketOpen
+ToClient = Ping | Welcome | Refused | StepTokens | Again | NewModel | Answer
+ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do
 
 
 def _plain(value: Any) -> Any:

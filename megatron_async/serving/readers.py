@@ -1,15 +1,37 @@
-"""`TokenReader`, to which a client gives the tokens of its requests, and its arguments."""
+"""`TokenReader`, to which a client gives the tokens of its requests, its arguments and errors; and
+`RequestClient`, the client as an HTTP process sees it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.serving.failures import exception_of
+from megatron_async import errors
+from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.messages import Ended
+from megatron_async.serving.model_card import ModelCard
+
+
+class RemoteError(RuntimeError):
+    """A request failed on a replica with an exception that has no class here; the message begins
+    with its name."""
+
+
+def exception_of(kind: str, message: str) -> Exception:
+    """The exception of a failure.
+
+    Args:
+        kind: name of its class.
+        message: its text.
+    """
+    known = ValueError if kind == "ValueError" else getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        return known(message)
+    return RemoteError(f"{kind}: {message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +145,28 @@ class TokenReader(Protocol):
 
     def ended(self, end: RequestEnd) -> None:
         """The request has ended; no further call follows."""
+
+
+class RequestClient(Protocol):
+    """Implemented by `TokenClient` and `FleetClient`."""
+
+    def send(
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams,
+        reader: TokenReader,
+        priority: int = 0,
+        owner: str = "",
+        label: str = "",
+        traceparent: str = "",
+    ) -> int:
+        """Send one request; see `TokenClient.send`."""
+
+    def abort(self, number: int) -> None:
+        """End a request that `send` returned; one that has ended stays as it is."""
+
+    async def card(self) -> ModelCard:
+        """The card of the served model; waits for the first replica."""
+
+    async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        """Ask something of the service, or tell it what to do; ValueError: it cannot do that."""

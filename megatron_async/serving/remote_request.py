@@ -11,8 +11,7 @@ import numpy as np
 
 from megatron_async.errors import CoordinatorLost
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.serving.failures import exception_of
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader, exception_of
 from megatron_async.text.token_text import TokenText
 
 

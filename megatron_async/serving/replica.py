@@ -18,7 +18,7 @@ from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.traces import named
 from megatron_async.serving.connection import Connection, Outlet
-from megatron_async.serving.engine_verbs import do_verb
+from megatron_async.serving.engine_verbs import StepWatch, do_verb
 from megatron_async.serving.messages import (
     PROTOCOL,
     Abort,
@@ -38,8 +38,8 @@ from megatron_async.serving.messages import (
     ToReplica,
     decode_for_replica,
 )
-from megatron_async.serving.replica_card import card_of
 from megatron_async.serving.replica_status import (
+    card_of,
     describe,
     ended_of,
     failed_of,
@@ -47,8 +47,6 @@ from megatron_async.serving.replica_status import (
     status_of,
 )
 from megatron_async.serving.replica_texts import ReplicaTexts
-from megatron_async.serving.step_pipe import StepPipe
-from megatron_async.serving.step_watch import StepWatch
 from megatron_async.serving.token_emitter import TokenEmitter
 
 if TYPE_CHECKING:
@@ -191,7 +189,6 @@ class Replica:
                 connection.send(Leaving())
             logger.info("Replica %s serves the coordinator at %s.", self.info.name, self._address)
             connection.listen(self._hear, lambda: None, self._end_connection)
-            self._emitter.pipe = None if self._texts else StepPipe.offer(connection)
             while not self._is_over:
                 await self._wait_for_news(runner)
                 if self._must_go and self._finish_together is not None and self._helping is None:

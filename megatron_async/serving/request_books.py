@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from megatron_async.requests.traces import named
-from megatron_async.serving.limits import InFlight
 from megatron_async.serving.messages import Abort, Ended, Leave, StepTokens, ToClient, ToReplica
 from megatron_async.serving.records import (
     ClientRecord,
@@ -16,7 +15,7 @@ from megatron_async.serving.records import (
     ReplicaState,
     RoutedRequest,
 )
-from megatron_async.serving.request_queue import RequestQueue
+from megatron_async.serving.request_queue import InFlight, RequestQueue
 from megatron_async.serving.service_counters import ServiceCounters
 from megatron_async.serving.step_parts import as_told
 from megatron_async.serving.token_routes import TokenRoutes

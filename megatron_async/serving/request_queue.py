@@ -1,10 +1,12 @@
-"""`RequestQueue`: requests that no replica has, by priority and arrival."""
+"""`RequestQueue`: requests that no replica has, by priority and arrival; `InFlight`: all unfinished
+ones and their tokens, in all and by owner, against the limits."""
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 
-from megatron_async.serving.records import RoutedRequest
+from megatron_async.serving.records import CoordinatorConfig, RoutedRequest
 
 FEW_STALE = 16
 """Entries without a request that may always stand in a queue."""
@@ -54,3 +56,66 @@ class RequestQueue:
     def in_order(self) -> list[RoutedRequest]:
         """All of them."""
         return sorted(self._requests.values(), key=lambda request: request.order)
+
+
+class InFlight:
+    """Counts requests from their acceptance to their ends.
+
+    Args:
+        config: whose limits hold.
+
+    Attributes:
+        requests: unfinished ones.
+        tokens: that they may have together, about.
+    """
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self.requests = self.tokens = 0
+        self._requests_of: Counter[str] = Counter()
+        self._tokens_of: Counter[str] = Counter()
+
+    def add(self, request: RoutedRequest) -> None:
+        """A request is taken."""
+        self._count(request, 1)
+
+    def remove(self, request: RoutedRequest) -> None:
+        """A request has ended."""
+        self._count(request, -1)
+
+    def _count(self, request: RoutedRequest, sign: int) -> None:
+        owner, tokens = request.asked.owner, sign * request.tokens
+        self.requests += sign
+        self.tokens += tokens
+        if owner:
+            self._requests_of[owner] += sign
+            self._tokens_of[owner] += tokens
+            if not self._requests_of[owner]:  # owners come and go
+                del self._requests_of[owner], self._tokens_of[owner]
+
+    def why_too_many(self, owner: str, tokens: int) -> str:
+        """Why a request is refused; "" if it is accepted.
+
+        Args:
+            owner: of the request, "" for nobody.
+            tokens: that it may have.
+        """
+        config = self._config
+        limits = [
+            (self.requests, 1, config.max_unfinished, "max_unfinished", "requests"),
+            (self.tokens, tokens, config.max_tokens_in_flight, "max_tokens_in_flight", "tokens"),
+        ]
+        if owner:
+            mine = self._requests_of[owner], self._tokens_of[owner]
+            of_owner, tokens_of = config.max_unfinished_of_owner, config.max_tokens_of_owner
+            limits += [
+                (mine[0], 1, of_owner, "max_unfinished_of_owner", "requests of this key"),
+                (mine[1], tokens, tokens_of, "max_tokens_of_owner", "tokens of this key"),
+            ]
+        for there, more, most, name, what in limits:
+            if most is not None and there and there + more > most:
+                return (
+                    f"{there} {what} are unfinished, and {name} is {most}: send the request again "
+                    "later, or add replicas."
+                )
+        return ""

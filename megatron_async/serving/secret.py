@@ -1,26 +1,34 @@
 """A secret that coordinator, replicas and clients share: a peer without it gets no connection.
 
-All keys of ZMQ's CURVE (encryption and authentication over Curve25519, http://curvezmq.org) are
-derived from the secret. The coordinator proves that it has the secret by its key pair, all peers by
-a second one, the only one that the coordinator accepts (ZAP, https://rfc.zeromq.org/spec/27).
+TLS 1.3 encrypts, with new keys for each connection. Its certificate is the one below, whose key
+everybody may know: it proves nothing. What proves is the secret: both ends send a keyed hash of the
+connection's channel binding (RFC 5929), which is the same at both ends, and differs between two
+connections. So nobody between the two can pass a proof on, and no proof can be said again.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import ssl
 import stat
+import tempfile
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-import zmq
-from zmq.utils import z85
 
 from megatron_async.errors import ConfigurationError
 
 FEWEST_BYTES, MOST_BYTES = 16, 4096
-ZAP_ADDRESS = "inproc://zeromq.zap.01"
-ZAP_DOMAIN = b"megatron_async"
 COORDINATOR, PEER = b"coordinator", b"peer"
+CERTIFICATE = (
+    "MIHaMIGNAhQGFi3YEliZZYF+zSnSHN95H2HV5zAFBgMrZXAwDzENMAsGA1UEAwwEbGluazAgFw0yNjExMjgxNTQ2MjBaGA8y"
+    "MTI2MTEwNDE1NDYyMFowDzENMAsGA1UEAwwEbGluazAqMAUGAytlcAMhAElfOyBzgxab9w3NtV6Hwmas5tYGfahEYJQnTYCY"
+    "lLb9MAUGAytlcANBAGRn08G+MYB5RkY1X4EHmm5pIaf38l8a865nN2bX/iPWB599U3B75kL28UHnLoq2BS1WZ4l/a+tPYgwF"
+    "Uq66PwE="
+)
+"""Ed25519, as TLS demands one; nobody checks it."""
+ITS_KEY = "MC4CAQAwBQYDK2VwBCIEIG8iDzcWvxFGkAnRPxxLQtQhc+2OpYYE17t3ZXmQF3AT"
+"""No secret."""
 
 
 def read_secret(file: str | Path) -> bytes:
@@ -56,62 +64,30 @@ def check_secret(secret: bytes) -> None:
         )
 
 
-def secure_coordinator(socket: zmq.Socket[bytes], secret: bytes) -> None:
-    """Accept only peers that have the secret. Call it before `bind`, with a `Doorkeeper` in the
-    socket's context."""
-    public, own = _key_pair(secret, COORDINATOR)
-    socket.set(zmq.CURVE_SERVER, 1)
-    socket.set(zmq.CURVE_PUBLICKEY, public)
-    socket.set(zmq.CURVE_SECRETKEY, own)
-    socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+@cache
+def encryption(is_coordinator: bool) -> ssl.SSLContext:
+    """What encrypts one end of a connection; who is at the other end it does not ask."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_coordinator else ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if is_coordinator:
+        context.num_tickets = 0  # no connection goes on with the keys of another one
+        with tempfile.NamedTemporaryFile("w") as file:
+            for kind, text in (("CERTIFICATE", CERTIFICATE), ("PRIVATE KEY", ITS_KEY)):
+                data = ssl.DER_cert_to_PEM_cert(base64.b64decode(text))
+                file.write(data.replace("CERTIFICATE", kind))
+            file.flush()
+            context.load_cert_chain(file.name)
+    return context
 
 
-def secure_peer(socket: zmq.Socket[bytes], secret: bytes) -> None:
-    """Connect only to a coordinator that has the secret, and prove to have it; before `connect`."""
-    public, own = _key_pair(secret, PEER)
-    socket.set(zmq.CURVE_SERVERKEY, _key_pair(secret, COORDINATOR)[0])
-    socket.set(zmq.CURVE_PUBLICKEY, public)
-    socket.set(zmq.CURVE_SECRETKEY, own)
-
-
-class Doorkeeper:
-    """Answers ZMQ's authentication requests: which peers may connect.
+def proof_of(secret: bytes | None, whose: bytes, *seen: bytes) -> bytes:
+    """32 bytes that only who has the secret can make.
 
     Args:
-        context: of the coordinator's socket.
-        secret: that peers must have.
-
-    Attributes:
-        socket: to be polled; when it is readable, call `answer`.
+        secret: None: none is needed, and everybody can make them.
+        whose: `COORDINATOR` or `PEER`: one cannot say the other's proof.
+        seen: what both ends know of this connection alone.
     """
-
-    def __init__(self, context: zmq.Context[Any], secret: bytes) -> None:
-        self.socket = context.socket(zmq.REP)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.bind(ZAP_ADDRESS)
-        self._key = z85.decode(_key_pair(secret, PEER)[0])
-
-    def answer(self) -> None:
-        """Answer one question, if there is one."""
-        try:
-            version, number, _, _, _, mechanism, *credentials = self.socket.recv_multipart(
-                zmq.NOBLOCK
-            )
-        except zmq.Again:
-            return
-        # The handshake has proved that the peer holds the other half of this key.
-        is_known = mechanism == b"CURVE" and credentials == [self._key]
-        verdict = [b"200", b"OK"] if is_known else [b"400", b"no such key"]
-        self.socket.send_multipart([version, number, *verdict, b"", b""])
-
-    def close(self) -> None:
-        """Answer no more."""
-        self.socket.close(0)
-
-
-def _key_pair(secret: bytes, whose: bytes) -> tuple[bytes, bytes]:
-    """Public and secret key, Z85."""
-    check_secret(secret)
-    seed = hashlib.blake2b(secret, digest_size=32, person=whose).digest()
-    own = z85.encode(seed)
-    return zmq.curve_public(own), own
+    key = b"" if secret is None else hashlib.blake2b(secret).digest()
+    return hashlib.blake2b(b"".join(seen), digest_size=32, key=key, person=whose).digest()

@@ -13,6 +13,48 @@ from typing import Any, Protocol
 from megatron_async.serving.messages import Answer, Ask, Do, Done, SetPaused, ToClient, ToReplica
 from megatron_async.serving.records import ReplicaRecord, ReplicaState, RoutedRequest
 
+COMMANDS = {
+    "pause": ReplicaState.PAUSED,
+    "drain": ReplicaState.DRAINING,
+    "resume": ReplicaState.READY,
+    "remove": ReplicaState.LEAVING,
+}
+
+
+def find_replica(name: str, replicas: Collection[ReplicaRecord]) -> ReplicaRecord:
+    """The replica of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for replica in replicas:
+        if replica.name == name:
+            return replica
+    there = ", ".join(sorted(replica.name for replica in replicas)) or "none"
+    raise ValueError(f"there is no replica named {name!r}; there are: {there}.")
+
+
+def state_after(what: str, replica: ReplicaRecord) -> ReplicaState:
+    """The state of a replica after a command.
+
+    Raises:
+        ValueError: there is no such command, or this replica cannot follow it.
+    """
+    if what not in COMMANDS:
+        raise ValueError(f"{what!r} is no command; there are: stats, {', '.join(COMMANDS)}.")
+    if replica.state.is_departing:
+        if what == "remove":
+            return replica.state
+        raise ValueError(
+            f"replica {replica.name!r} cannot {what}: it is leaving. Start another one."
+        )
+    if what == "pause" and replica.info.shares_experts:
+        raise ValueError(
+            f"replica {replica.name!r} cannot stand still, because others of its job need its "
+            "experts: drain it, and it is given no further requests."
+        )
+    return COMMANDS[what]
+
 
 class ServiceState(StrEnum):
     """State of a service: how it treats requests."""

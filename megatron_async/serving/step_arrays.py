@@ -46,6 +46,7 @@ class StepArrays:
         Raises:
             ValueError: they do not fit together.
         """
+        message = by_row(message)
         numbers = np.frombuffer(message.numbers, np.int64)
         counts = np.frombuffer(message.counts, np.int32)
         tokens = np.frombuffer(message.tokens, np.int32)
@@ -111,6 +112,23 @@ class StepArrays:
             counts = self.counts[self.asking]
             firsts[self.asking] = np.cumsum(counts) - counts
         return firsts.tolist()
+
+
+def by_row(message: StepTokens) -> StepTokens:
+    """A message whose tokens are told row by row: who reads it pays for each row.
+
+    Raises:
+        ValueError: its arrays do not fit together.
+    """
+    if not message.steps:
+        return message
+    numbers, steps = message.numbers, message.steps
+    rows = len(numbers) // 8
+    if not rows or len(numbers) != 8 * rows or len(message.tokens) != 4 * rows * steps:
+        raise ValueError("numbers, steps and tokens do not fit together")
+    tokens = np.frombuffer(message.tokens, np.int32).reshape(steps, rows).T.tobytes()
+    counts = steps.to_bytes(4, "little") * rows
+    return StepTokens(numbers, counts, tokens, None, message.texts, message.ends)
 
 
 def _total(counts: NDArray[np.int32]) -> int:

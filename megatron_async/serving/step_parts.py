@@ -8,7 +8,7 @@ import msgspec
 
 from megatron_async.serving.messages import Ended, StepTokens
 from megatron_async.serving.records import ClientRecord, ReplicaRecord, RoutedRequest
-from megatron_async.serving.step_arrays import StepArrays
+from megatron_async.serving.step_arrays import StepArrays, by_row
 from megatron_async.serving.token_routes import TokenRoutes
 
 TOKEN_BYTES = 4
@@ -36,6 +36,7 @@ class StepParts:
         clients: Mapping[bytes, ClientRecord],
     ) -> None:
         self._clients = clients
+        message = by_row(message)
         whole = routes.whole(replica.index, message)
         if whole is not None:
             self._parts = dict([whole])

@@ -2,8 +2,8 @@
 
 Runs on the engine's thread. A step costs the same few array operations for any number of requests:
 requests have the coordinator's numbers as their ids, so a step's arrays are sent unchanged. Most of
-a message's cost is waking the thread that sends it. So steps of many rows within `EVERY_S` of the
-last one are written to a pipe, which wakes nobody, or share one message where there is no pipe.
+a message's cost is waking the process that reads it. So steps of many rows within `EVERY_S` of the
+last message wake nobody: they share the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megatron_async.contexts.step_output import StepOutput
 from megatron_async.engines.listener import EngineListener
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
-from megatron_async.serving.step_pipe import StepPipe
 
 EVERY_S = 0.004
 """Seconds between messages, for steps that have many tokens and no request's first token.
@@ -37,14 +36,10 @@ class TokenEmitter(EngineListener):
 
     Args:
         send: is given one message at the end of a turn of the event loop that had news.
-
-    Attributes:
-        pipe: to a coordinator of this host, for steps that may wait; None: there is none.
     """
 
     def __init__(self, send: Callable[[StepTokens], None]) -> None:
         self._send = send
-        self.pipe: StepPipe | None = None
         self._outputs: list[StepOutput] = []
         self._ends: list[Ended] = []
         self._soon: asyncio.Handle | None = None
@@ -52,7 +47,6 @@ class TokenEmitter(EngineListener):
         self._last_s = 0.0
         self._top_n: dict[int, int] = {}
         """Alternatives of requests that ask for log probs, by number."""
-        self._same_counts = (0, 0), b""
         self._ones = np.ones(0, dtype=np.int32).tobytes()
 
     def wants_log_probs(self, number: int, top_n: int) -> None:
@@ -69,13 +63,6 @@ class TokenEmitter(EngineListener):
         is_urgent = count <= FEW or TRUE in output.is_first.tobytes()
         may_wait = not is_urgent and now < self._last_s + EVERY_S
         has_ends = TRUE in output.ended.tobytes()
-        if may_wait and self.pipe is not None and not has_ends:
-            waits = self._outputs or self._ends  # and must come before
-            is_plain = output.verified is None and count == len(output.request_ids)
-            is_piped = is_plain and not waits and not self._top_n
-            if is_piped and self.pipe.put(output.request_ids, output.tokens):
-                self._last_s = now
-                return
         self._outputs.append(output)
         if may_wait:
             self._watch()
@@ -91,10 +78,7 @@ class TokenEmitter(EngineListener):
         self._send_soon()
 
     def forget(self) -> None:
-        """Drop all unsent tokens and ends, and the pipe."""
-        if self.pipe is not None:
-            self.pipe.close()
-            self.pipe = None
+        """Drop all unsent tokens and ends."""
         self._outputs.clear()
         self._ends.clear()
         self._top_n.clear()
@@ -143,14 +127,10 @@ class TokenEmitter(EngineListener):
                 self._log_probs(outputs), [], ends,
             )  # fmt: skip
         numbers = [output.request_ids.tobytes() for output in outputs]
-        tokens = b"".join(output.tokens.tobytes() for output in outputs)
+        tokens = b"".join([output.tokens.tobytes() for output in outputs])
         if outputs and self._are_one_each(outputs) and numbers.count(numbers[0]) == len(numbers):
-            # One row a request, not one a token: all that follows costs Python for each row.
-            table = np.frombuffer(tokens, np.int32).reshape(len(outputs), -1)
-            return StepTokens(
-                numbers[0], self._times(len(outputs), table.shape[1]), table.T.tobytes(), None, [],
-                ends,
-            )  # fmt: skip
+            # The coordinator makes rows of it: here a step waits for each NumPy call.
+            return StepTokens(numbers[0], b"", tokens, None, [], ends, len(outputs))
         return StepTokens(
             b"".join(numbers),
             b"".join(map(self._counts, outputs)),
@@ -162,16 +142,10 @@ class TokenEmitter(EngineListener):
 
     def _are_one_each(self, outputs: list[StepOutput]) -> bool:
         """Whether each row of the steps has one token, and none has log probs."""
-        return not self._top_n and all(
-            output.verified is None and len(output.tokens) == len(output.request_ids)
-            for output in outputs
-        )
-
-    def _times(self, count: int, rows: int) -> bytes:
-        """The counts of rows with `count` tokens each."""
-        if self._same_counts[0] != (count, rows):
-            self._same_counts = (count, rows), np.full(rows, count, np.int32).tobytes()
-        return self._same_counts[1]
+        for output in outputs:
+            if output.verified is not None or len(output.tokens) != len(output.request_ids):
+                return False
+        return not self._top_n
 
     def _counts(self, output: StepOutput) -> bytes:
         rows, tokens = len(output.request_ids), len(output.tokens)

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import re
-import secrets
 import selectors
 import socket
 import time
@@ -15,7 +14,6 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
-import zmq
 from benchmark_tokenizer import FOLDER_REMEDY, benchmark_tokenizer
 from child_processes import Pipe
 
@@ -23,14 +21,13 @@ from megatron_async.checkpoints.model_names import DEMO
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.api_process import run_api_process
-from megatron_async.serving.host_listener import address_of
-from megatron_async.serving.host_socket import HostSocket
+from megatron_async.serving.address import target_of
+from megatron_async.serving.link import Greeting, Link, connect_here
 from megatron_async.serving.messages import (
+    MOST_BYTES,
     PROTOCOL,
     Card,
     Ended,
-    HostSocketAt,
-    HostSocketOpen,
     Message,
     Ping,
     ReplicaHello,
@@ -43,6 +40,7 @@ from megatron_async.serving.messages import (
     encode,
 )
 from megatron_async.serving.model_card import ModelCard
+from megatron_async.serving.secret import PEER, proof_of
 
 CONTEXT = 1_000_000
 """Tokens of a sequence: no request ends while it is measured."""
@@ -111,15 +109,13 @@ class MockReplica:
     """
 
     def __init__(self, address: str, slots: int, served: Served) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.connect(address)
+        self._link = Link(_reached(address), MOST_BYTES)
+        self._poller = selectors.DefaultSelector()
+        self._poller.register(self._link.fileno(), selectors.EVENT_READ)
+        self._heard: deque[bytes] = deque()
+        self._prove()
         self._slots = slots
         self._card, self.words = served
-        self._here = HostSocket()
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._heard: deque[bytes] = deque()
         info = ReplicaInfo(
             name="a", instance="a", model={}, card="a", slots=slots, kv_blocks=10**6,
             block_size_tokens=16,
@@ -132,9 +128,7 @@ class MockReplica:
 
     def send_encoded(self, data: bytes) -> None:
         """Send a message that was encoded before."""
-        if not self._here.send(data):
-            self._here.sent_otherwise += 1
-            self._socket.send(data)
+        self._link.send(data)
 
     def heard(self, wait_ms: int) -> int | None:
         """The number of a new request, if there is one; answers what else there is."""
@@ -145,34 +139,39 @@ class MockReplica:
             if isinstance(message, Welcome):
                 if message.wants_card:
                     self.send(Card("a", self._card))
-                self._offer()
             elif isinstance(message, Ping):
                 self.send(ReplicaStatus(self._slots, 0, 10**6, 10**6, True, {}))
         return None
 
     def _has_come(self, wait_ms: int) -> bool:
-        """Wait for messages. By ZMQ come only those before the coordinator's Unix socket."""
-        if self._socket in dict(self._poller.poll(wait_ms)):
-            self._heard.append(self._socket.recv())
-        self._heard += self._here.receive()
+        """Wait for messages; write what waits."""
+        if self._link.unsent:
+            self._link.flush()
+        if self._poller.select(wait_ms / 1000):
+            self._heard += self._link.receive()
         return bool(self._heard)
 
-    def _offer(self) -> None:
-        """Offer the coordinator a Unix socket as a replica does, but wait until it is open."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            name = secrets.token_hex(16)
-            listener.bind(address_of(name))
-            listener.listen(1)
-            self._here.sent_otherwise = -1
-            self.send(HostSocketAt(name))
-            end, _ = listener.accept()
-        while not isinstance(decode_for_replica(self._socket.recv()), HostSocketOpen):
+    def _prove(self) -> None:
+        """Begin the connection, on the coordinator's Unix socket where there is one, as replicas
+        do."""
+        while not self._has_come(1000):
             pass
-        self._here.heard_otherwise = 0
-        end.setblocking(False)
-        self._here.attach(end)
-        self._here.greet()
-        self._poller.register(end.fileno(), zmq.POLLIN)
+        greeting = Greeting.decode(self._heard.popleft())
+        if (end := connect_here(greeting.here)) is not None:
+            self._poller.unregister(self._link.fileno())
+            self._link.close()
+            self._link = Link(end, MOST_BYTES)
+            self._poller.register(self._link.fileno(), selectors.EVENT_READ)
+            self._prove()
+        else:
+            self._link.send(proof_of(None, PEER, b"", greeting.nonce))
+
+
+def _reached(address: str) -> socket.socket:
+    target = target_of(address)
+    end = socket.socket(socket.AF_UNIX if isinstance(target, str) else socket.AF_INET)
+    end.connect(target)
+    return end
 
 
 def stream_steps(address: str, streams: int, rate: float, served: Served, pipe: Pipe) -> None:

@@ -31,7 +31,7 @@ from megatron_async.models.linear import (
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.requests.defaults import NUM_TOKENS
 from megatron_async.server.fields.served_model import ServedModel
-from megatron_async.serving.replica_card import card_of
+from megatron_async.serving.replica_status import card_of
 from megatron_async.text.conversation import RAW_CHAT
 from megatron_async.text_generation_controllers.text_generation_controller import (
     TextGenerationController,

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import zmq
 
 from megatron_async.errors import RequestError
 from megatron_async.serving import connection, coordinator
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.messages import PROTOCOL, ClientHello, Welcome
 from megatron_async.serving.replica import Replica
 from tests.support.harness import EngineFactory, greedy
 from tests.support.patience import PATIENCE_S
+from tests.support.plain_peer import Peer
 
 LIMIT = 20_000
 
@@ -58,14 +59,11 @@ def test_they_fail_alone(served: Any) -> None:
 
 def test_a_stranger_is_cut_off(served: Any) -> None:
     address, client = served
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.set(zmq.LINGER, 0)
-        stranger.set(zmq.RECONNECT_IVL, -1)
-        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.connect(address)
-        stranger.send(b"x" * (LIMIT + 1))
-        assert monitor.poll(5000)
-        stranger.disable_monitor()
-        monitor.close(0)
+    stranger = Peer(address)
+    stranger.say(ClientHello(PROTOCOL))
+    stranger.hear(Welcome)
+    stranger.say(b"x" * (LIMIT + 1))
+    assert stranger.is_cut_off()
+    stranger.close()
     (answer,) = client.generate([[4, 5]], greedy(3))
     assert len(answer.generated_tokens) == 3

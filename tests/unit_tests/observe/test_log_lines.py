@@ -8,7 +8,7 @@ import re
 import pytest
 
 from megatron_async.observe.log_lines import LineFormatter, said_line
-from megatron_async.serving.load_lines import EVERY_S, LoadLines
+from megatron_async.serving.service_counters import LOAD_EVERY_S, LoadLines
 
 FORM = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w -]+: [^\n]*")
 
@@ -61,11 +61,11 @@ def test_load_is_told_every_ten_seconds_while_there_is_any() -> None:
         return {"queued_requests": 0, "replicas": {"a": replica}, "service": service}
 
     lines = LoadLines(0.0)
-    assert lines.line(stats(3, 0, 50), EVERY_S - 0.1) == ""
-    told = lines.line(stats(3, 20, 100), EVERY_S)
+    assert lines.line(stats(3, 0, 50), LOAD_EVERY_S - 0.1) == ""
+    told = lines.line(stats(3, 20, 100), LOAD_EVERY_S)
     assert told.startswith("Load: 2 running, 1 waiting; 10.0 tokens/s generated, 2.0 prompt tok")
     assert told.endswith(" 2 of 8 KV blocks in use (25.0 %).")
-    assert lines.line(stats(3, 20, 110), 1.5 * EVERY_S) == ""
-    told = lines.line(stats(0, 20, 110), 2 * EVERY_S)
+    assert lines.line(stats(3, 20, 110), 1.5 * LOAD_EVERY_S) == ""
+    told = lines.line(stats(0, 20, 110), 2 * LOAD_EVERY_S)
     assert told.startswith("Load: 0 running, 0 waiting; 1.0 tokens/s generated")
-    assert lines.line(stats(0, 20, 110), 3 * EVERY_S) == ""  # nothing happens
+    assert lines.line(stats(0, 20, 110), 3 * LOAD_EVERY_S) == ""  # nothing happens

@@ -20,8 +20,6 @@ from megatron_async.serving.messages import (
     Ended,
     Generate,
     Goodbye,
-    HostSocketAt,
-    HostSocketOpen,
     Leave,
     Leaving,
     NewModel,
@@ -346,9 +344,7 @@ def test_a_trace_goes_with_its_request_to_each_replica(caplog: pytest.LogCapture
 
 def test_the_protocol_has_the_version_of_its_messages() -> None:
     """Whoever changes what is sent raises `PROTOCOL`, and says here what it is now."""
-    assert PROTOCOL == 11
-    assert HostSocketAt.__struct_fields__ == ("name",)
-    assert HostSocketOpen.__struct_fields__ == ()
+    assert PROTOCOL == 12
     assert Run.__struct_fields__ == ("number", "prompt", "params", "priority", "traceparent")
     assert Generate.__struct_fields__ == (
         "number", "prompt", "params", "max_new_tokens", "priority", "label", "owner",

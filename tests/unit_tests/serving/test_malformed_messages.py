@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving import coordinator as coordinator_module
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.link import HEAD, NONCE_BYTES, Greeting
 from megatron_async.serving.messages import (
     PROTOCOL,
     Card,
     ClientHello,
     Generate,
-    Message,
     Refused,
     ReplicaHello,
     ReplicaInfo,
     Run,
     Welcome,
-    decode_for_client,
     decode_for_replica,
     encode,
 )
 from megatron_async.serving.model_card import ModelCard
 from megatron_async.serving.records import CoordinatorConfig
+from megatron_async.serving.secret import COORDINATOR, proof_of
 from tests.support.patience import PATIENCE_S, eventually
+from tests.support.plain_peer import Peer
 from tests.unit_tests.serving.told_service import tokens_of
 
 PARAMS = msgspec.Raw(msgspec.msgpack.encode({}))
@@ -48,31 +49,6 @@ def coordinator() -> Iterator[Coordinator]:
     coordinator.stop()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-
-
-class Peer:
-    """A socket that says and hears what a test wants."""
-
-    def __init__(self, address: str, decode: Callable[[bytes], Any] = decode_for_client) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.RCVHWM, 1)
-        self._socket.connect(address)
-        self._decode = decode
-
-    def say(self, message: Message | bytes) -> None:
-        self._socket.send(message if isinstance(message, bytes) else encode(message))
-
-    def hear(self, kind: type[Message]) -> Any:
-        """The next message of a kind; others are passed over."""
-        while self._socket.poll(5000):
-            message = self._decode(self._socket.recv())
-            if isinstance(message, kind):
-                return message
-        raise AssertionError(f"no {kind.__name__} came")
-
-    def close(self) -> None:
-        self._context.destroy(0)
 
 
 def request(number: int, **changes: Any) -> bytes:
@@ -143,21 +119,35 @@ def test_a_request_that_cannot_be_sent(coordinator: Coordinator) -> None:
         assert client.stats()["received_requests"] == 0
 
 
-def test_something_else_answers() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = context.socket(zmq.ROUTER)
-    port = router.bind_to_random_port("tcp://127.0.0.1")
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH_9.6\r\n", HEAD.pack(60) + b"\0" * 60, None],
+    ids=["another protocol", "no greeting", "no message"],
+)
+def test_something_else_answers(answer: bytes | None) -> None:
+    """It is said at once: to wait would not help."""
 
-    def answer() -> None:
-        identity, _ = router.recv_multipart()
-        router.send_multipart([identity, b"\x82\xa4type\xa7Refused\xa6reason\xa2\xff\xfe"])
+    def serve(listener: socket.socket) -> None:
+        end, _ = listener.accept()
+        if answer is not None:
+            end.sendall(answer)
+        else:
+            greeting = Greeting(bytes(NONCE_BYTES), proof_of(None, COORDINATOR, b""), "").encode()
+            wrong = b"\x82\xa4type\xa7Refused\xa6reason\xa2\xff\xfe"
+            end.sendall(HEAD.pack(len(greeting)) + greeting)
+            end.recv(1)  # the peer's proof and hello
+            end.sendall(HEAD.pack(len(wrong)) + wrong)
+        while end.recv(1000):
+            pass
+        end.close()
 
-    thread = threading.Thread(target=answer)
-    thread.start()
-    with pytest.raises(CoordinatorLost, match="no coordinator of ours"):
-        CoordinatorClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=5)
-    thread.join()
-    context.destroy(0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        port = listener.getsockname()[1]
+        with pytest.raises(CoordinatorLost, match="no coordinator of ours"):
+            CoordinatorClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=PATIENCE_S)
+        thread.join()
 
 
 def test_a_file_is_left_alone(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_async.serving.messages import Ended
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs
-from megatron_async.serving.sent_request import SentRequest
+from megatron_async.serving.sent_requests import SentRequest
 
 
 class Told:

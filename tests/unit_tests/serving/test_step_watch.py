@@ -10,8 +10,8 @@ import pytest
 from megatron_async import LLM, SamplingParams
 from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_async.observe.timeline import MOST_SPANS, STEPS, Span, StepWindow, Timeline
-from megatron_async.serving import step_watch
-from megatron_async.serving.step_watch import StepWatch
+from megatron_async.serving import engine_verbs
+from megatron_async.serving.engine_verbs import StepWatch
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2], ids="lookahead {}".format)
@@ -61,7 +61,7 @@ def test_a_window_has_its_steps_and_ends(engine: DynamicInferenceEngine) -> None
 def test_who_goes_away_costs_nothing_any_more(
     engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_watch, "LEASE_S", 0.05)
+    monkeypatch.setattr(engine_verbs, "LEASE_S", 0.05)
 
     async def watched() -> None:
         StepWatch(engine).look()

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_async.contexts.step_output import StepOutput
 from megatron_async.serving import token_emitter
 from megatron_async.serving.messages import Ended, StepTokens
-from megatron_async.serving.step_pipe import StepPipe
+from megatron_async.serving.step_arrays import by_row
 from megatron_async.serving.token_emitter import FEW, TokenEmitter
 
 NONE = np.empty(0, np.int64)
@@ -37,6 +37,7 @@ def tokens(message: StepTokens) -> list[int]:
 
 def of_request(message: StepTokens, number: int) -> list[int]:
     """Its tokens, in their order."""
+    message = by_row(message)
     counts = np.frombuffer(message.counts, np.int32)
     owners = np.repeat(np.frombuffer(message.numbers, np.int64), counts)
     return np.frombuffer(message.tokens, np.int32)[owners == number].tolist()
@@ -141,7 +142,7 @@ def test_first_tokens_leave_before_the_step_is_over(monkeypatch: Any) -> None:
 def test_steps_of_the_same_requests_are_rows_of_several_tokens(monkeypatch: Any) -> None:
     """Who reads the message pays for each row.
 
-    Break it: `_are_one_each` returns False; or send the table without its `.T`.
+    Break it: `_are_one_each` returns False; or `by_row` makes the table without its `.T`.
     """
 
     async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
@@ -150,6 +151,7 @@ def test_steps_of_the_same_requests_are_rows_of_several_tokens(monkeypatch: Any)
             emitter.booked(replace(output(step), tokens=tokens_))
         emitter.flush()
         assert len(sent[1].numbers) == 8 * MANY
+        assert len(by_row(sent[1]).counts) == 4 * MANY
         assert [of_request(sent[1], 5), of_request(sent[1], MANY - 1)] == [
             [105, 205, 305],
             [100 * step + MANY - 1 for step in (1, 2, 3)],
@@ -162,68 +164,3 @@ def test_steps_of_the_same_requests_are_rows_of_several_tokens(monkeypatch: Any)
         assert of_request(sent[2], MANY) == [5]
 
     play(scene, monkeypatch)
-
-
-class Pipe(StepPipe):
-    """Keeps what is written: row 0's token of each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.is_full = self.is_closed = False
-
-    def put(self, numbers: Any, tokens: Any) -> bool:
-        if not self.is_full:
-            assert len(numbers) == len(tokens)
-            self.steps.append(int(tokens[0]))
-        return not self.is_full
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_only_steps_that_may_wait_go_by_the_pipe(monkeypatch: Any) -> None:
-    """First tokens, ends, few tokens and a step after a pause are sent as without a pipe.
-
-    Break it: `booked` asks the pipe whenever there is one.
-    """
-    pipe = Pipe()
-
-    async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
-        emitter.pipe = pipe
-        emitter.booked(output(1))
-        emitter.booked(output(2, first=3))
-        emitter.booked(output(3, rows=FEW))
-        emitter.booked(replace(output(4), ended=np.arange(MANY) == 0))
-        emitter.end(Ended(0, "length"))
-        await turn()
-        emitter.booked(output(5))
-        await asyncio.sleep(0.3)
-        emitter.booked(output(6))
-        emitter.booked(output(7))
-        emitter.wants_log_probs(1, 0)
-        emitter.booked(output(8))
-        emitter.flush()
-        assert len(sent) == 6
-        emitter.forget()
-        assert pipe.is_closed
-        assert emitter.pipe is None
-
-    assert play(scene, monkeypatch) == [[0], [2], [3], [4], [6], [8]]
-    assert pipe.steps == [1, 5, 7]
-
-
-def test_a_step_overtakes_none_that_waits(monkeypatch: Any) -> None:
-    """Break it: `booked` does not ask whether something waits."""
-    pipe = Pipe()
-
-    async def scene(emitter: TokenEmitter, _sent: list[StepTokens]) -> None:
-        emitter.pipe = pipe
-        pipe.is_full = True
-        emitter.booked(output(1))
-        pipe.is_full = False
-        emitter.booked(output(2))
-        emitter.flush()
-        emitter.booked(output(3))
-
-    assert play(scene, monkeypatch) == [[0], [1, 2]]
-    assert pipe.steps == [3]

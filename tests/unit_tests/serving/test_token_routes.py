@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async.serving.messages import LogProbRows, StepTokens
-from megatron_async.serving.step_arrays import StepArrays
+from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
+from megatron_async.serving.step_arrays import StepArrays, by_row
 from megatron_async.serving.token_routes import SMALLEST, TokenRoutes
 
 HERE, THERE = 3, 4
@@ -75,3 +75,25 @@ def test_it_takes_nothing_that_does_not_fit(broken: StepTokens) -> None:
 def test_a_number_at_the_place_of_another_is_nobodys() -> None:
     """Break it: `whole` that does not compare numbers."""
     assert routes([1], [HERE]).whole(HERE, step([SMALLEST], [1])) is None
+
+
+def test_steps_of_the_same_requests_become_rows() -> None:
+    """Break it: `by_row` without `.T`."""
+    numbers, tokens = np.array([5, 6], np.int64), np.array([1, 10, 2, 20, 3, 30], np.int32)
+    end = Ended(5, "length")
+    told = by_row(StepTokens(numbers.tobytes(), b"", tokens.tobytes(), None, [], [end], 3))
+    arrays = StepArrays.of(told)
+    assert arrays.numbers.tolist() == [5, 6]
+    assert arrays.counts.tolist() == [3, 3]
+    assert arrays.tokens.tolist() == [1, 2, 3, 10, 20, 30]
+    assert told.ends == [end]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "size", "steps"),
+    [(b"", 0, 1), (b"", 0, 2**31 - 1), (bytes(8), 4, 2), (bytes(9), 4, 1), (bytes(16), 12, 2)],
+)
+def test_steps_that_do_not_fit_are_no_steps(numbers: bytes, size: int, steps: int) -> None:
+    """A replica that tells them is lost, as with other arrays that do not fit."""
+    with pytest.raises(ValueError, match="do not fit together"):
+        by_row(StepTokens(numbers, b"", bytes(size), steps=steps))

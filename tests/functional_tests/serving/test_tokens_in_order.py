@@ -1,5 +1,5 @@
-"""Tokens of a replica beside its coordinator: whichever way they take (the pipe, the Unix socket,
-ZMQ), they come in the order of the steps, and all of them."""
+"""Tokens of a replica beside its coordinator, and far from it: they come in the order of the steps,
+and all of them, however little the sockets take at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.contexts.step_plan import IntArray, StepPlan
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.serving import token_emitter
+from megatron_async.serving import connection, token_emitter
 from megatron_async.serving.coordinator import Coordinator
-from megatron_async.serving.host_socket import HostSocket
-from megatron_async.serving.host_sockets import HostSockets
+from megatron_async.serving.link import Link
 from megatron_async.serving.replica import Replica
-from megatron_async.serving.step_pipe import StepPipe
-from megatron_async.serving.step_pipes import StepPipes
 from megatron_async.serving.token_client import TokenClient
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
@@ -42,11 +39,12 @@ class Numbers:
         return np.full(plan.num_rows, self.step, np.int32), np.ones(plan.num_rows, np.int32)
 
 
-async def ask(address: str) -> None:
+async def ask(address: str, secret: bytes | None, connected: list[bool]) -> None:
     """Requests of many lengths, which come by and by: first tokens and ends are between steps."""
-    client = TokenClient(address)
+    client = TokenClient(address, secret=secret)
     await client.open()
     await client.card()
+    connected.append(True)
     readers = []
     for number in range(STREAMS):
         length = SHORTEST + 3 * number
@@ -64,36 +62,30 @@ async def ask(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_pipe", "has_socket"),
-    [(True, True), (True, False), (False, True), (False, False)],
-    ids=["pipe and socket", "pipe only", "socket only", "another host"],
+    ("is_here", "secret"),
+    [(True, None), (False, None), (False, b"0123456789abcdef")],
+    ids=["one host", "two hosts", "two hosts, encrypted"],
 )
-def test_tokens_come_in_order(has_pipe: bool, has_socket: bool, monkeypatch: Any) -> None:
-    """Break it: `StepPipes._read` takes steps that a message on its way must come before, or the
-    coordinator does not ask `before_message`; `HostSocket.receive` does the former."""
-    if sys.platform != "linux" and (has_pipe or has_socket):
+def test_tokens_come_in_order(is_here: bool, secret: bytes | None, monkeypatch: Any) -> None:
+    """Break it: `Link._put` writes although something waits, or `flush` forgets what is left of a
+    message that was written in part."""
+    if sys.platform != "linux" and is_here:
         pytest.skip("abstract sockets are Linux'")
-    written: list[bool] = []
-    sent: list[bool] = []
-    put, send = StepPipe.put, HostSocket.send
+    taken: list[int] = []
+    connected: list[bool] = []
+    write = Link._write
 
-    def count(self: StepPipe, *args: Any) -> bool:
-        written.append(put(self, *args))
-        return written[-1]
+    def write_in_part(self: Link, data: bytes | memoryview) -> int:
+        """Now and then the socket is full, or takes a part."""
+        most = (len(data), 5, len(data), 0, 1)[len(taken) % 5] if connected else len(data)
+        taken.append(write(self, data[:most]) if most else 0)
+        return taken[-1]
 
-    def count_sent(self: HostSocket, data: bytes) -> bool:
-        """Now and then it is full."""
-        sent.append(len(sent) % 7 != 3 and send(self, data))
-        return sent[-1]
-
-    monkeypatch.setattr(StepPipe, "put", count)
-    monkeypatch.setattr(HostSocket, "send", count_sent)
+    monkeypatch.setattr(Link, "_write", write_in_part)
+    if not is_here:
+        monkeypatch.setattr(connection, "connect_here", lambda _: None)
     monkeypatch.setattr(token_emitter, "EVERY_S", 0.02)  # however slow this machine is now
-    if not has_pipe:
-        monkeypatch.setattr(StepPipes, "open", lambda *_: None)
-    if not has_socket:
-        monkeypatch.setattr(HostSockets, "open", lambda *_: False)
-    coordinator = Coordinator("tcp://127.0.0.1:*")
+    coordinator = Coordinator("tcp://127.0.0.1:*", secret=secret)
     thread = threading.Thread(target=coordinator.run, daemon=True)
     thread.start()
     shape = ModelShape.of_architecture(DUMMY_SHAPES["tiny"], "float32")
@@ -102,16 +94,18 @@ def test_tokens_come_in_order(has_pipe: bool, has_socket: bool, monkeypatch: Any
         block_size_tokens=16, enable_prefix_caching=False, lookahead=1,
     )  # fmt: skip
 
+    peers: list[list[bool]] = []
+
     async def main() -> None:
         engine = ModelLessEngine(shape, config, Numbers())
-        replica = Replica(engine, coordinator.address, "none", "a")
+        replica = Replica(engine, coordinator.address, "none", "a", secret=secret)
         running = asyncio.create_task(replica.run())
-        await asyncio.to_thread(asyncio.run, ask(coordinator.address))
+        await asyncio.to_thread(asyncio.run, ask(coordinator.address, secret, connected))
+        peers.append([peer.is_here for peer in coordinator._peers.values()])
         replica.leave()
         await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(main())
     coordinator.stop()
     thread.join(PATIENCE_S)
-    assert any(written) == has_pipe
-    assert any(sent) == has_socket
+    assert {here for each in peers for here in each} == {is_here}
