@@ -231,7 +231,7 @@ class Greeting(NamedTuple):
     here: str
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """The greeting as it travels."""
         return MAGIC + self.nonce + self.proof + self.here.encode()
 
     @classmethod
