@@ -67,7 +67,7 @@ def test_a_proof_cannot_be_said_again(coordinator: Coordinator) -> None:
 
 
 def test_the_coordinators_proof_is_none_of_a_peer(coordinator: Coordinator) -> None:
-    """Break it: leave `person` out of `proof_of`."""
+    """Break it: leave `person` and the nonce out of the proofs."""
 
     peer = Peer(coordinator.address, secret=SECRET, proof=lambda greeting: greeting.proof)
     assert is_kept_out(peer)
