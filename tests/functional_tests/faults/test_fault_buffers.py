@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Event
-from tests.support.harness import TINY, EngineFactory, greedy, make_engine, random_prompts
+from tests.support.harness import TINY, EngineFactory, greedy, random_prompts
 from tests.support.late_device import LateDevice
 
 TOKENS = 14
@@ -22,17 +21,6 @@ VICTIM = 1
 """It is aborted, and its id is used again at once."""
 EAGER = [(), ("upload",), ("compute",), ("copy",), ("upload", "compute"), ("upload", "copy")]
 SAME_AGAIN = {"max_requests": 4, "max_tokens": 12, "block_size_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_model: torch.nn.Module) -> list[list[int]]:
-    """Tokens of each prompt, alone on a serial engine."""
-    engine = make_engine(
-        tiny_model, lookahead=0, max_requests=1, num_kv_blocks=1, block_size_tokens=512
-    )
-    tokens = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
-    engine.close()
-    return tokens
 
 
 def play(engine: DynamicInferenceEngine, step: Callable[[], object]) -> list[list[int]]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.contexts.request_slots import SlotState
@@ -16,7 +15,7 @@ from megatron_async.requests.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
 )
-from tests.support.harness import TINY, EngineFactory, greedy, make_engine, random_prompts
+from tests.support.harness import TINY, EngineFactory, greedy, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.step_watch import StepWatch
 
@@ -73,17 +72,6 @@ class Watched:
         assert steps >= LONG
         assert overlapped == (steps - 1 if self.engine.lookahead else 0)
         assert self.firsts[100] == self.firsts[101] == 1
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_model: torch.nn.Module) -> list[list[int]]:
-    """Tokens of each prompt, alone on a serial engine."""
-    engine = make_engine(
-        tiny_model, lookahead=0, max_requests=1, num_kv_blocks=1, block_size_tokens=512
-    )
-    tokens = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
-    engine.close()
-    return tokens
 
 
 @pytest.fixture(params=[0, 1, 3])

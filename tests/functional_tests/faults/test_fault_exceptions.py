@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_async import DynamicInferenceEngine, Status
 from megatron_async.errors import StepFailed
 from megatron_async.requests.streaming import RequestStream
-from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
+from tests.support.harness import TINY, EngineFactory, drain, greedy, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.step_watch import StepWatch
 
@@ -35,17 +34,6 @@ class Letters:
 
     def detokenize(self, tokens: list[int]) -> str:
         return "".join(chr(200 + token) for token in tokens)
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_model: torch.nn.Module) -> list[list[int]]:
-    """Tokens of each prompt, alone on a serial engine."""
-    engine = make_engine(
-        tiny_model, lookahead=0, max_requests=1, num_kv_blocks=1, block_size_tokens=512
-    )
-    tokens = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
-    engine.close()
-    return tokens
 
 
 @pytest.fixture(params=[0, 1, 2])

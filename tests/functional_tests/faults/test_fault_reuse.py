@@ -82,17 +82,6 @@ def poisoned_engines(tiny_model: torch.nn.Module) -> Iterator[Any]:
         engine.close()
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_model: torch.nn.Module) -> list[list[int]]:
-    """Tokens of each prompt, alone on a serial engine."""
-    engine = make_engine(
-        tiny_model, lookahead=0, max_requests=1, num_kv_blocks=1, block_size_tokens=512
-    )
-    tokens = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
-    engine.close()
-    return tokens
-
-
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("evicts", [False, True], ids=["pauses", "evicts"])
 @pytest.mark.parametrize("lookahead", [0, 2])

@@ -1,12 +1,25 @@
-"""Drafts on pipeline stages: the tokens of one serial rank that drafts nothing."""
+"""Drafts on pipeline stages: the tokens of one serial rank that drafts nothing.
+
+Ranks draft what one rank drafts: with the layers of a model for multi-token prediction split
+between them, or its experts, or both models' recurrent layers besides.
+
+Break one of these, and a test fails:
+
+- `StepShape.eager`: `dispatch_entries` of this rank's own tokens, or `dispatch_rows` of its rows
+- `BatchDimensions.entries`: keep the step's `dispatch_tokens`
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
+from megatron_async import LLM
+from tests.support.draft_watches import DraftRecorder
 from tests.support.drafting_ranks import ABORTED, RUNS, drafting, plain
+from tests.support.harness import greedy
 from tests.support.ranks import run_ranks
 
 Plain = tuple[list[dict[str, Any]], list[list[int]]]
@@ -49,3 +62,55 @@ def test_ranks_took_the_same_steps(two_stages: list[Any]) -> None:
         assert first["accepted_tokens"] > 10, run
         assert first["zombie_rows"] > 0 or run[0] == 0, run
         assert (first["evictions"] > 0) == ("max_sequence_length" in run[3]), run
+
+
+Drafts = dict[tuple[int, ...], list[int]]
+PROMPTS = ([1, 2, 3], [4] * 9, list(range(40, 90)), [7], list(range(30)))
+HALVES = ([0, 1], [2, 3, 4])
+"""Of ranks with requests of their own. The second rank's are longer, and in chunks: the first one
+decodes beside them, and ends first."""
+SETTINGS: dict[str, Any] = {
+    "num_kv_blocks": 64, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 4,
+    "max_tokens": 32,
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[str, str, int]] = {
+    "tensor": ("tiny-mtp", "tensor_model_parallel_size", 2),
+    # The case of RTP-LLM's pull request 972: Gated DeltaNet, experts, 4 drafts, 2 tensor ranks.
+    "tensor, Gated DeltaNet": ("tiny-gated-delta-mtp", "tensor_model_parallel_size", 4),
+    "experts": ("tiny-hybrid-mtp", "expert_model_parallel_size", 2),
+}
+"""Model, what two ranks share, drafts."""
+
+
+def draft(model: str, numbers: list[int], count: int, lookahead: int, **sizes: int) -> Drafts:
+    """What an engine drafts for these prompts."""
+    with LLM(f"dummy:{model}", device="cpu", speculative_method="mtp", lookahead=lookahead,
+             num_speculative_tokens=count, **SETTINGS, **sizes) as llm:  # fmt: skip
+        recorder = DraftRecorder(llm.engine)
+        llm.generate([PROMPTS[number] for number in numbers], greedy(30))
+        return recorder.drafts
+
+
+def draft_on_a_rank(layout: str) -> Drafts:
+    """What this rank of two drafts, one step ahead."""
+    model, size, count = LAYOUTS[layout]
+    rank, everything = int(os.environ["RANK"]), [*HALVES[0], *HALVES[1]]
+    numbers = HALVES[rank] if size == "expert_model_parallel_size" else everything
+    return draft(model, numbers, count, 1, **{size: 2})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_draft_what_one_drafts(layout: str) -> None:
+    """Behind the same tokens as in serial steps; so as many are accepted in a step."""
+    model, _, count = LAYOUTS[layout]
+    alone = draft(model, [*HALVES[0], *HALVES[1]], count, 0)
+    assert len(set(map(tuple, alone.values()))) > 5
+    compared = 0
+    for found in run_ranks(2, draft_on_a_rank, layout):
+        both = found.keys() & alone.keys()
+        compared += len(both)
+        assert {tokens: found[tokens] for tokens in both} == {
+            tokens: alone[tokens] for tokens in both
+        }
+        assert len(both) >= 0.9 * len(found)
+    assert compared > 100

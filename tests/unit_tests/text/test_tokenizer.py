@@ -1,3 +1,5 @@
+"""Tokenizers. With hostile expressions, what they raise is an error of one request."""
+
 from __future__ import annotations
 
 import inspect
@@ -7,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.registry import demo_file
+from megatron_async.errors import RequestError
 from megatron_async.text.tokenizer import Tokenizer, TokenizerError
 from tests.support.quick_transformers import quick_gguf
 
@@ -231,3 +234,29 @@ def test_missing_and_damaged_files(
     with pytest.raises(TokenizerError, match=message) as error:
         Tokenizer.from_folder(tmp_path)
     assert str(tmp_path) in str(error.value)
+
+
+CATASTROPHIC = Regex(r"(a+)+$")
+
+
+def hostile() -> Tokenizer:
+    backend = BackendTokenizer(models.WordLevel({"a" * 40 + "b": 0, "c": 1}, unk_token="c"))
+    backend.pre_tokenizer = pre_tokenizers.Split(CATASTROPHIC, "isolated")
+    backend.decoder = decoders.Replace(CATASTROPHIC, "")
+    return Tokenizer(backend, {}, [], None, "hostile")
+
+
+def test_an_expression_that_gives_up_is_an_error_of_its_text() -> None:
+    """The library's limit of tries ends the expression in a panic, which is no `Exception`."""
+    tokenizer = hostile()
+    with pytest.raises(RequestError, match="tokenized: PanicException"):
+        tokenizer.tokenize("a" * 40 + "b")
+    with pytest.raises(RequestError, match="made a text: PanicException"):
+        tokenizer.detokenize([0])
+    assert tokenizer.detokenize(tokenizer.tokenize("c")) == "c"
+
+
+def test_a_bare_exception_of_the_library_is_one_too() -> None:
+    backend = BackendTokenizer(models.WordLevel({"a": 0}, unk_token="none"))
+    with pytest.raises(RequestError, match="tokenized: Exception"):
+        Tokenizer(backend, {}, [], None, "no unknown token").tokenize("b")
