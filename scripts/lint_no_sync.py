@@ -46,8 +46,8 @@ STEP_PATH = (
     "ops",
     "model_inference_wrappers",
 )
-HOST_ONLY = ("cpu", "eight_bit.py")
-"""Folders and files of `ops` that run on a CPU and nowhere else: their tensors are in host
+HOST_ONLY = ("cpu",)
+"""Folders of `ops` that run on a CPU and nowhere else: their tensors are in host
 memory."""
 MAX_LINES = 540
 DOCUMENTED_ELSEWHERE = {"overload", "setter", "gpu", "cpu"}

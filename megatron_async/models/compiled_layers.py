@@ -22,9 +22,9 @@ from megatron_async.models.linear import (
 from megatron_async.models.mlp import InferenceMLP
 from megatron_async.models.norm import factors_of
 from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
-from megatron_async.ops.cpu.products.helpers import CHUNK_BYTES, helpers_of
 from megatron_async.ops.cpu.rows import serves
-from megatron_async.ops.linear.eight_bit import EightBitWeight, LoopedWeight
+from megatron_async.ops.linear.cpu.eight_bit import LoopedWeight
+from megatron_async.ops.linear.cpu.helpers import CHUNK_BYTES, helpers_of
 from megatron_async.ops.linear.stream import Stream
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class CompiledLayers:
             hidden_states: float32 `[tokens, hidden]`.
             view: of the pass.
         """
-        from megatron_async.ops.cpu.products.integer_products import scratch_bytes, whole_tiles
+        from megatron_async.ops.linear.cpu.integer_products import scratch_bytes, whole_tiles
 
         backend = view.backend
         assert isinstance(backend, HostPagedAttention), "see serves"
@@ -184,7 +184,7 @@ def _is_whole(linear: Any) -> bool:
     packed = getattr(linear, "packed_weight", None)
     return (
         type(linear) in kinds
-        and isinstance(packed, EightBitWeight)
+        and packed is not None
         and packed.looped is not None
         and packed.looped.is_whole
     )

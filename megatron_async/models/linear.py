@@ -10,7 +10,7 @@ On a CPU in float32 the weight is also kept in oneDNN's blocked layout, with whi
 reads weights at nearly memory speed. On a 2-core EPYC the matrix products of a SmolLM2-135M step
 take 25 to 32 ms at batch 8 in this layout, and 55 to 63 with torch's linear
 (docs/records/cpu_throughput.md). Or the weight is kept as 8-bit integers
-(`ops/linear/eight_bit.py`). On a GPU, decode steps have their own kernels
+(`ops/linear/cpu/eight_bit.py`). On a GPU, decode steps have their own kernels
 (`ops/linear/products.py`).
 """
 
@@ -28,25 +28,22 @@ from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.norm import normalise
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.cpu.compiler import multiplies_integers
-from megatron_async.ops.linear.eight_bit import EightBitWeight, is_available
+from megatron_async.ops.linear.cpu.blocked_weight import BlockedWeight
+from megatron_async.ops.linear.cpu.eight_bit import EightBitWeight, is_available
 from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.linear.product_kernel import Activation
 from megatron_async.ops.linear.products import Choice, choose_for
 from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.stream import Stream
+from megatron_async.ops.linear.weight_format import FLOAT32, KeptWeight
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
 
-PACKING_BATCH_HINT = 256
-"""oneDNN picks a layout for this many rows. Measured: 256 serves 1 to 256 rows well, 1 does not."""
 PACKING_MEMORY_SHARE = 0.5
 """Weights are packed only if the copy takes at most this share of the free memory."""
 
-PackedWeight = Tensor | EightBitWeight
-"""A weight in oneDNN's blocked layout, or as 8-bit integers."""
-
 
 def linear(
-    ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None
+    ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, packed: KeptWeight | None
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -60,10 +57,8 @@ def linear(
     Returns:
         `[..., out]`.
     """
-    if isinstance(packed, EightBitWeight):
-        return packed.product(x, bias)
     if packed is not None:
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return packed.product(x, bias)
     if x.is_cuda:
         rows = ops.product(x.flatten(0, -2), weight, bias)
         return rows.view(*x.shape[:-1], rows.size(-1))
@@ -77,7 +72,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
     multiple of the ranks.
     """
 
-    packed_weight: PackedWeight | None = None
+    packed_weight: KeptWeight | None = None
     ops = LayerOps()
 
     @property
@@ -152,7 +147,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
     multiple of the ranks.
     """
 
-    packed_weight: PackedWeight | None = None
+    packed_weight: KeptWeight | None = None
     ops = LayerOps()
 
     @property
@@ -274,15 +269,15 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
         return 0
     with torch.no_grad():
         for module, weight in jobs:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKING_BATCH_HINT)
-            module.packed_weight = packed
+            module.packed_weight = BlockedWeight(weight.detach())
     return total
 
 
 def bits_of_weights(model: nn.Module) -> list[int]:
     """Bits of the model's quantized weights, 4 or 8, each once; none: all are the model's own."""
     packed = (getattr(module, "packed_weight", None) for module in model.modules())
-    return sorted({weight.bits for weight in packed if isinstance(weight, EightBitWeight)})
+    formats = {weight.format for weight in packed if weight is not None}
+    return sorted(kept.bits for kept in formats - {FLOAT32})
 
 
 def _keep_eight_bits(jobs: list[tuple[Any, Tensor]], free_memory: int) -> int:

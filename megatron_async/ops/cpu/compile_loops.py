@@ -77,7 +77,7 @@ def _parts(has_float64: bool) -> dict[Callable[[], None], float]:
         parts[partial(host_recurrent.compile_step_loops, dtype)] = 1.4
     if multiplies_integers():
         from megatron_async.ops.cpu import layer_kernels
-        from megatron_async.ops.cpu.products.helpers import compile_products
+        from megatron_async.ops.linear.cpu.helpers import compile_products
 
         parts[compile_products] = 9.7
         parts[layer_kernels.compile_loops] = 4.8

@@ -18,7 +18,8 @@ from numba import carray
 
 from megatron_async.ops.attention.cpu.attention_kernels import attention_addresses
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.products.jobs import (
+from megatron_async.ops.cpu.row_kernels import floats, norm_addresses
+from megatron_async.ops.linear.cpu.jobs import (
     ACTIVATE,
     ATTEND,
     NEVER,
@@ -31,7 +32,6 @@ from megatron_async.ops.cpu.products.jobs import (
     rows_of_chunk,
     share,
 )
-from megatron_async.ops.cpu.row_kernels import floats, norm_addresses
 
 COLUMNS = (
     "attention_norm", "qkv", "qkv_scales", "qkv_bias", "q_norm", "k_norm", "cache", "proj",

@@ -182,7 +182,7 @@ def head_norm(
 def halves(
     x: Any, both: Any, factors: Any, largest: Any, finer: Any, least: Any
 ) -> None:  # pragma: no cover - compiled
-    """Rows as two rows of 8 bits; see `ops/linear/eight_bit.py`.
+    """Rows as two rows of 8 bits; see `ops/linear/cpu/eight_bit.py`.
 
     both: `[2 * rows, k]`: each row times its factor, then what rounding leaves of it, times finer.
     factors: `[rows]`.

@@ -18,8 +18,8 @@ from megatron_async.models.compiled_layers import CompiledLayers
 from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.ops.attention.cpu import host_attention
 from megatron_async.ops.cpu import compiler
-from megatron_async.ops.linear import eight_bit
-from megatron_async.ops.linear.grouped_weight import GroupedWeight
+from megatron_async.ops.linear.cpu import eight_bit
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 from tests.support.harness import TINY, make_model, random_prompts
 
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.ops.linear.eight_bit import ENGINE, EightBitWeight
+from megatron_async.ops.linear.cpu.eight_bit import ENGINE, EightBitWeight
 from tests.support.harness import random_prompts
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.linear.activations import swiglu
-from megatron_async.ops.linear.eight_bit import EightBitWeight
+from megatron_async.ops.linear.cpu.eight_bit import EightBitWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.recurrent.gated_norms import gated_head_norm, gated_rms_norm
 
@@ -82,9 +82,9 @@ def test_what_the_loops_do_not_take_goes_to_the_references() -> None:
 
 def test_eight_bits_with_and_without_loops() -> None:
     """The same sums of integers: only the scales round otherwise."""
-    with mock.patch("megatron_async.ops.linear.eight_bit.widens", return_value=False):
+    with mock.patch("megatron_async.ops.linear.cpu.eight_bit.widens", return_value=False):
         packed = EightBitWeight(torch.randn(96, 200))
     x = torch.randn(5, 1, 200)
     found = packed.product(x)
-    with mock.patch("megatron_async.ops.linear.eight_bit.compiles", return_value=False):
+    with mock.patch("megatron_async.ops.linear.cpu.eight_bit.compiles", return_value=False):
         torch.testing.assert_close(found, packed.product(x), rtol=1e-5, atol=1e-4)

@@ -24,7 +24,7 @@ def test_a_change_of_any_source_forgets_all(tmp_path):
     assert [is_kept(), is_kept()] == [False, True]
 
 
-@pytest.mark.parametrize("folder", ["cpu/products", "sampling/cpu"])
+@pytest.mark.parametrize("folder", ["cpu/more", "sampling/cpu"])
 def test_folders_in_the_folder_and_others_are_looked_at_too(folder, tmp_path):
     inside = tmp_path / folder
     (inside / "__pycache__").mkdir(parents=True)

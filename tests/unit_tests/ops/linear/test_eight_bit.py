@@ -11,9 +11,9 @@ from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models import linear
 from megatron_async.models.linear import pack_weights
 from megatron_async.ops.cpu.compiler import multiplies_integers
-from megatron_async.ops.linear import eight_bit
-from megatron_async.ops.linear.eight_bit import EightBitWeight
-from megatron_async.ops.linear.grouped_weight import GroupedWeight
+from megatron_async.ops.linear.cpu import eight_bit
+from megatron_async.ops.linear.cpu.eight_bit import EightBitWeight
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
 HERE = eight_bit.ENGINE in torch.backends.quantized.supported_engines
 pytestmark = pytest.mark.skipif(not HERE, reason="torch has no fbgemm here")

@@ -8,7 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
 
-from megatron_async.ops.linear.grouped_weight import TOLERANCE, find_grid
+from megatron_async.ops.linear.cpu.grouped_weight import TOLERANCE, find_grid
 
 Kind = GGMLQuantizationType
 

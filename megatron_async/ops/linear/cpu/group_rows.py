@@ -14,8 +14,8 @@ from numba import types
 from numba.extending import intrinsic, register_jitable
 
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.products.group_tile import GROUP, INPUT_GROUP
-from megatron_async.ops.cpu.products.integer_products import LARGEST_FINITE, MAGNITUDE
+from megatron_async.ops.linear.cpu.group_tile import GROUP, INPUT_GROUP
+from megatron_async.ops.linear.cpu.integer_products import LARGEST_FINITE, MAGNITUDE
 
 LARGEST = 127.0
 """Of an input as an integer."""

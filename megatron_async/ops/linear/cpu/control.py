@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba.extending import register_jitable
 
-from megatron_async.ops.cpu.products import atomics
+from megatron_async.ops.linear.cpu import atomics
 
 TICKET, FINISHED, AWAKE, HELD, JOB = range(0, 5 * 64, 64)
 """Bytes from the start of `control`, 64 apart so that no two share a cache line: the ticket; chunks

@@ -6,7 +6,7 @@ request's answer does not depend on the other requests, each row of the input ha
 ("per token" in vLLM). Eight bits are too few for rows with one very large element, as in language
 models; so rows have 16.
 
-Where Numba compiles loops, those of `ops/cpu/products/integer_products.py` multiply 16-bit
+Where Numba compiles loops, those of `ops/linear/cpu/integer_products.py` multiply 16-bit
 integers. Weights whose numbers are a 4-bit file's stay 4 bits (`GroupedWeight`): exact, and quicker
 still, with rows of 8 bits in small groups.
 
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.cpu.compiler import compiles, multiplies_integers
-from megatron_async.ops.linear.grouped_weight import GroupedWeight, find_grid
-from megatron_async.ops.linear.widened_weight import LARGEST, LEAST_SCALE, WidenedWeight
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight, find_grid
+from megatron_async.ops.linear.cpu.widened_weight import LARGEST, LEAST_SCALE, WidenedWeight
+from megatron_async.ops.linear.weight_format import INT8
 
 ENGINE = "fbgemm"
 ZERO = 128
@@ -53,7 +54,7 @@ class EightBitWeight:
     Attributes:
         nbytes: of the integers and their scales.
         looped: the weight, where our own loops multiply it; else None.
-        bits: of a weight, 8 or 4.
+        format: of its numbers, `INT8` or `INT4`.
 
     Raises:
         ConfigurationError: torch has no fbgemm here (it is for x86 CPUs with AVX2).
@@ -62,7 +63,7 @@ class EightBitWeight:
     def __init__(self, weight: Tensor) -> None:
         check_available()
         self.looped = _looped(weight) if widens() else None
-        self.bits = 4 if isinstance(self.looped, GroupedWeight) else 8
+        self.format = INT8 if self.looped is None else self.looped.format
         if self.looped is not None:
             self.nbytes = self.looped.nbytes
             return

@@ -17,8 +17,8 @@ from typing import Any
 from numba.extending import register_jitable
 
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.products import atomics, row_jobs
-from megatron_async.ops.cpu.products.control import (
+from megatron_async.ops.linear.cpu import atomics, row_jobs
+from megatron_async.ops.linear.cpu.control import (
     ARGUMENT,
     AWAKE,
     FINISHED,
@@ -29,11 +29,11 @@ from megatron_async.ops.cpu.products.control import (
     TICKET,
     argument,
 )
-from megatron_async.ops.cpu.products.group_products import GROUP_BYTES, LANES, multiply_groups
-from megatron_async.ops.cpu.products.group_tile import GROUP
-from megatron_async.ops.cpu.products.integer_products import multiply
-from megatron_async.ops.cpu.products.integer_tile import OUTPUTS, STEP
-from megatron_async.ops.cpu.products.row_jobs import factors_at
+from megatron_async.ops.linear.cpu.group_products import GROUP_BYTES, LANES, multiply_groups
+from megatron_async.ops.linear.cpu.group_tile import GROUP
+from megatron_async.ops.linear.cpu.integer_products import multiply
+from megatron_async.ops.linear.cpu.integer_tile import OUTPUTS, STEP
+from megatron_async.ops.linear.cpu.row_jobs import factors_at
 
 PRODUCT, GROUPED, ROUND, NORM, ACTIVATE, TURN, ATTEND = range(7)
 """Kinds of jobs."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
-from megatron_async.ops.cpu.products import helpers
+from megatron_async.ops.linear.cpu import helpers
 
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
 ROWS = [1, 2, 3, 4, 5, 7, 8, 9, 19]
@@ -39,7 +39,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def product(weight: Any, x: Tensor, pool: helpers.Helpers) -> Tensor:
-    with mock.patch("megatron_async.ops.linear.grouped_weight.helpers_of", return_value=pool):
+    with mock.patch("megatron_async.ops.linear.cpu.grouped_weight.helpers_of", return_value=pool):
         found: Tensor = weight.product(x)
     return found
 
@@ -47,7 +47,7 @@ def product(weight: Any, x: Tensor, pool: helpers.Helpers) -> Tensor:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("outputs", "k"), [(1, 32), (7, 64), (16, 32), (40, 96), (5, 2048)])
 def test_exact(outputs: int, k: int, rows: int) -> None:
-    from megatron_async.ops.linear.grouped_weight import GroupedWeight
+    from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
     integers, offsets, x = draw(outputs, k, rows, seed=rows)
     scales = torch.ones_like(offsets)
@@ -59,7 +59,7 @@ def test_exact(outputs: int, k: int, rows: int) -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_do_not_saturate(sign: int) -> None:
     """The largest weights and inputs there are: 16 x 15 x 127 in 16 bits."""
-    from megatron_async.ops.linear.grouped_weight import GroupedWeight
+    from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
     integers, ones = torch.full((16, 4, 32), 15, dtype=torch.uint8), torch.ones(16, 4)
     weight = GroupedWeight(integers, ones, 0 * ones)
@@ -69,7 +69,7 @@ def test_sums_do_not_saturate(sign: int) -> None:
 
 def test_near_float32() -> None:
     """Rows lose what 8 bits lose, also beside an input that dwarfs its group; sums lose nothing."""
-    from megatron_async.ops.linear.grouped_weight import GroupedWeight
+    from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
     generator = torch.Generator().manual_seed(0)
     integers, _, _ = draw(80, 576, 1)
@@ -87,7 +87,7 @@ def test_near_float32() -> None:
 
 
 def test_who_shares_and_how_many_rows_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_async.ops.linear.grouped_weight import GroupedWeight
+    from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
     monkeypatch.setattr(helpers, "LEAST_SHARED", 0)
     monkeypatch.setattr(helpers, "CHUNK_BYTES", 1)
@@ -113,10 +113,10 @@ def test_all_kinds_of_tiles_give_the_same_bits(rows: int) -> None:
     """AVX2 is every host's here: its instructions are tested where others are chosen."""
     from numba import njit
 
-    from megatron_async.ops.cpu.products.group_products import tile
-    from megatron_async.ops.cpu.products.group_rows import round_groups, row_bytes
-    from megatron_async.ops.cpu.products.group_tile import TileKind
-    from megatron_async.ops.linear.grouped_weight import pack_groups
+    from megatron_async.ops.linear.cpu.group_products import tile
+    from megatron_async.ops.linear.cpu.group_rows import round_groups, row_bytes
+    from megatron_async.ops.linear.cpu.group_tile import TileKind
+    from megatron_async.ops.linear.cpu.grouped_weight import pack_groups
 
     generator = torch.Generator().manual_seed(rows)
     k, outputs = 160, 16

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_async.ops.cpu import compiler
-from megatron_async.ops.cpu.products import helpers
+from megatron_async.ops.linear.cpu import helpers
 from tests.support.patience import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
@@ -27,7 +27,7 @@ class Case:
     """A weight and rows of integers, whose products float32 holds exactly."""
 
     def __init__(self, outputs, k, rows, seed):
-        from megatron_async.ops.linear.widened_weight import WidenedWeight
+        from megatron_async.ops.linear.cpu.widened_weight import WidenedWeight
 
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randint(-127, 128, (outputs, k), generator=generator)
@@ -37,7 +37,9 @@ class Case:
         self.expected = (x @ weight.T).double()
 
     def product(self, pool):
-        with mock.patch("megatron_async.ops.linear.widened_weight.helpers_of", return_value=pool):
+        with mock.patch(
+            "megatron_async.ops.linear.cpu.widened_weight.helpers_of", return_value=pool
+        ):
             return self.packed.product(self.x)
 
     def check(self, found):
@@ -75,7 +77,7 @@ def test_threads_at_once(shares):
     """One has the helpers, the others compute alone; no result is another thread's."""
     pool = helpers.Helpers(1)
     cases = [Case(64, 64, 1 + number, number) for number in range(4)]
-    from megatron_async.ops.linear import widened_weight
+    from megatron_async.ops.linear.cpu import widened_weight
 
     def often(case):
         for _ in range(300):
@@ -92,7 +94,7 @@ def test_reads_no_memory_that_is_free():
     """Pages of large arrays go back to the system at once, and to read them ends the process."""
     code = """
 import torch
-from megatron_async.ops.linear.widened_weight import WidenedWeight
+from megatron_async.ops.linear.cpu.widened_weight import WidenedWeight
 weight, x = torch.eye(4096), torch.randint(-9, 9, (64, 4096)).float()
 x[:, 0] = 32767
 packed = WidenedWeight(127 * weight)

@@ -19,16 +19,16 @@ from numba import types
 from numba.extending import intrinsic
 
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.products.group_rows import row_bytes
-from megatron_async.ops.cpu.products.group_tile import (
+from megatron_async.ops.cpu.row_kernels import LINE
+from megatron_async.ops.linear.cpu.group_rows import row_bytes
+from megatron_async.ops.linear.cpu.group_tile import (
     GROUP,
     GroupTileWriter,
     TileKind,
     kind_of_host,
 )
-from megatron_async.ops.cpu.products.integer_products import AHEAD
-from megatron_async.ops.cpu.products.integer_products import GROUP as ROWS_OF_BLOCK
-from megatron_async.ops.cpu.row_kernels import LINE
+from megatron_async.ops.linear.cpu.integer_products import AHEAD
+from megatron_async.ops.linear.cpu.integer_products import GROUP as ROWS_OF_BLOCK
 
 KIND = kind_of_host()
 LANES, GROUP_BYTES = KIND.lanes, KIND.group_bytes

@@ -39,7 +39,7 @@ class _Desk:
     """
 
     def __init__(self) -> None:
-        from megatron_async.ops.cpu.products.control import CONTROL_BYTES
+        from megatron_async.ops.linear.cpu.control import CONTROL_BYTES
 
         self.control = np.zeros(CONTROL_BYTES // 8, np.int64)
         self.address = self.control.ctypes.data
@@ -70,7 +70,7 @@ class Helpers:
     """
 
     def __init__(self, count: int) -> None:
-        from megatron_async.ops.cpu.products import jobs
+        from megatron_async.ops.linear.cpu import jobs
 
         self._jobs, self._count, self._desk = jobs, count, _Desk()
         self._least = LEAST_SHARED if count else jobs.NEVER
@@ -90,7 +90,7 @@ class Helpers:
             rows, k: sizes of x.
             weight, blocks, scales, out: see `jobs.product`.
         """
-        from megatron_async.ops.cpu.products import integer_products
+        from megatron_async.ops.linear.cpu import integer_products
 
         num_bytes = integer_products.scratch_bytes(rows, k)
         of_block = self._jobs.block_bytes(k, scales)
@@ -121,7 +121,7 @@ class Helpers:
             the address of the control for functions of `jobs.py`, and the bytes of weights from
             which on a product is to be shared; `jobs.NEVER`: this thread computes alone.
         """
-        from megatron_async.ops.cpu.products import jobs
+        from megatron_async.ops.linear.cpu import jobs
 
         if not self._count or not self._lock.acquire(blocking=False):
             yield self._alone.desk.address, jobs.NEVER
@@ -164,7 +164,7 @@ os.register_at_fork(after_in_child=helpers_of.cache_clear)
 @cache
 def compile_products() -> None:
     """Compile the loops, so that no first step does."""
-    from megatron_async.ops.cpu.products import integer_products, jobs
+    from megatron_async.ops.linear.cpu import integer_products, jobs
 
     desk, numbers = _Desk(), torch.zeros(64)
     scratch, place = desk.scratch(integer_products.scratch_bytes(1, 16)), numbers.data_ptr()

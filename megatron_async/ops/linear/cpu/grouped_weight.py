@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.ops.cpu.products.helpers import compile_products, helpers_of
+from megatron_async.ops.linear.cpu.helpers import compile_products, helpers_of
+from megatron_async.ops.linear.weight_format import INT4
 
 GROUP = 32
 """Inputs that share a scale and an offset, as in GGUF's blocks."""
@@ -30,6 +31,7 @@ class GroupedWeight:
         offsets: float32 `[outputs, groups]`.
 
     Attributes:
+        format: of its numbers.
         nbytes: of the integers, their scales and offsets.
         k: inputs.
         address: of all of them.
@@ -37,10 +39,11 @@ class GroupedWeight:
         is_whole: whether the outputs fill the last block.
     """
 
+    format = INT4
     scale_address = 0
 
     def __init__(self, integers: Tensor, scales: Tensor, offsets: Tensor) -> None:
-        from megatron_async.ops.cpu.products.group_products import LANES
+        from megatron_async.ops.linear.cpu.group_products import LANES
 
         compile_products()
         self._outputs, groups, size = integers.shape
@@ -59,7 +62,7 @@ class GroupedWeight:
         Returns:
             float32 `[..., outputs]`. A row depends on no other one.
         """
-        from megatron_async.ops.cpu.products.group_products import LANES
+        from megatron_async.ops.linear.cpu.group_products import LANES
 
         if not x.is_contiguous():
             x = x.contiguous()

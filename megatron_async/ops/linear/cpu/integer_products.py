@@ -21,8 +21,8 @@ from numba import carray, types
 from numba.extending import intrinsic, register_jitable
 
 from megatron_async.ops.cpu.kept_loops import njit
-from megatron_async.ops.cpu.products.integer_tile import FETCHES, OUTPUTS, STEP, TileWriter
 from megatron_async.ops.cpu.row_kernels import LINE, floats, words
+from megatron_async.ops.linear.cpu.integer_tile import FETCHES, OUTPUTS, STEP, TileWriter
 
 MOST_ROWS = 4
 """Rows of the largest tile."""

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.ops.cpu.products.helpers import compile_products, helpers_of
+from megatron_async.ops.linear.cpu.helpers import compile_products, helpers_of
+from megatron_async.ops.linear.weight_format import INT8
 
 LARGEST = 127
 """Of a weight as an integer."""
@@ -21,6 +22,7 @@ class WidenedWeight:
         weight: float32 `[outputs, k]` on a CPU.
 
     Attributes:
+        format: of its numbers.
         nbytes: of the integers and their scales.
         k: inputs.
         address: of the integers.
@@ -28,8 +30,10 @@ class WidenedWeight:
         is_whole: whether the outputs fill the last block.
     """
 
+    format = INT8
+
     def __init__(self, weight: Tensor) -> None:
-        from megatron_async.ops.cpu.products import integer_tile as kernels
+        from megatron_async.ops.linear.cpu import integer_tile as kernels
 
         compile_products()
         self._outputs, self.k = weight.shape
@@ -57,7 +61,7 @@ class WidenedWeight:
         Returns:
             float32 `[..., outputs]`. A row depends on no other one.
         """
-        from megatron_async.ops.cpu.products.integer_products import whole_tiles
+        from megatron_async.ops.linear.cpu.integer_products import whole_tiles
 
         if not x.is_contiguous():
             x = x.contiguous()
