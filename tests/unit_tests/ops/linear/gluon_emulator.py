@@ -140,7 +140,11 @@ class Product:
     def compute(self) -> None:
         before = self.before.sums if isinstance(self.before, Product) else self.before
         left = self.left.memory if isinstance(self.left, Shared) else self.left
-        self.sums = before + left.float() @ self.right.memory.float()
+        # As the matrix units: 16 inputs at a time, whose products are exact, are added to the sums.
+        pairs = zip(left.split(16, 1), self.right.memory.split(16, 0), strict=True)
+        for some, weights in pairs:
+            before = (before + some.double() @ weights.double()).float()
+        self.sums = before
 
 
 class Descriptor:
