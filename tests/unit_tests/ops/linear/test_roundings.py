@@ -1,4 +1,4 @@
-"""Kernels of one rounding give the same bits, by all pairs of kernels that declare the same order."""
+"""Kernels of one rounding give the same bits: all pairs of kernels that declare one order."""
 
 import itertools
 
