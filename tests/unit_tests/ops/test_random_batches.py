@@ -5,14 +5,22 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_async.ops.attention.rope_append import rope_append
+from megatron_async.ops.linear.activations import swiglu
+from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.op import Op
 from megatron_async.ops.sampling.sampling import SamplingMode
-from tests.unit_tests.ops.attention import test_rope_append
-from tests.unit_tests.ops.linear import test_rms_norm, test_swiglu
+from tests.unit_tests.ops.attention.cases import rope_arguments
+from tests.unit_tests.ops.cases import Arguments, Numbers, OpCase
+from tests.unit_tests.ops.linear.cases import activation_arguments, norm_arguments
 from tests.unit_tests.ops.sampling import test_triton_sampling
+from tests.unit_tests.ops.test_all_ops import compare
 from tests.unit_tests.ops.test_unpack_step import CHECK
 
 pytestmark = [
@@ -43,28 +51,34 @@ def rows(rng: random.Random, most: int) -> int:
     return int(most ** rng.random())
 
 
+def check(
+    op: Op[..., Any], make: Callable[..., Arguments], dtype: torch.dtype, *sizes: Any
+) -> None:
+    case = OpCase(op, lambda at: make(at, *sizes), str(sizes))
+    compare(case, op.on("gpu"), Numbers("cuda", dtype))
+
+
 def test_rms_norm_batches(rng: random.Random):
     for _ in range(BATCHES):
         hidden, dtype = rng.choice((576, 1000, 4096)), rng.choice(DTYPES)
-        residual, stride = rng.random() < 0.8, rng.choice((0, 7))
-        test_rms_norm.check(rows(rng, 2048), hidden, dtype, "cuda", residual, stride)
+        has_residual, pad = rng.random() < 0.8, rng.choice((0, 7))
+        check(add_rms_norm, norm_arguments, dtype, rows(rng, 2048), hidden, has_residual, pad)
 
 
 def test_rope_append_batches(rng: random.Random):
     shapes = ((3, 3, 64, False), (8, 4, 128, False), (8, 2, 128, True), (2, 7, 80, True))
     for _ in range(BATCHES):
-        *shape, norm = rng.choice(shapes)
+        shape = rng.choice(shapes)
         blocks, block_size = rng.choice(((40, 64), (9, 256), (200, 16)))
         tokens, dtype = rows(rng, blocks * block_size), rng.choice(DTYPES)
-        pool = {"blocks": blocks, "block_size": block_size, "stride": rng.choice((0, 3))}
-        arguments = test_rope_append.inputs(tokens, *shape, dtype, "cuda", norm, **pool)
-        test_rope_append.check(arguments)
+        pool = (blocks, block_size, rng.choice((0, 3)))
+        check(rope_append, rope_arguments, dtype, tokens, *shape, *pool)
 
 
 def test_swiglu_batches(rng: random.Random):
     for _ in range(BATCHES):
-        ffn, dtype, stride = rng.choice((1536, 1025, 14336)), rng.choice(DTYPES), rng.choice((0, 5))
-        test_swiglu.check(rows(rng, 512), ffn, dtype, "cuda", stride)
+        ffn, dtype, pad = rng.choice((1536, 1025, 14336)), rng.choice(DTYPES), rng.choice((0, 5))
+        check(swiglu, activation_arguments, dtype, rows(rng, 512), 2 * ffn, pad)
 
 
 def test_sampler_batches(rng: random.Random):
