@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ from megatron_async.requests.defaults import default_sampling_params, generation
 from megatron_async.requests.generation_keys import tell_passed_over
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.simulation.recorder import Recorder
 from megatron_async.text.conversation import (
     RAW_CHAT,
     Conversation,
@@ -54,6 +54,8 @@ from megatron_async.text_generation_controllers.text_generation_controller impor
 
 logger = logging.getLogger(__name__)
 
+RECORDER = "megatron_async.simulation.recorder"
+"""Module of `Recorder`: by name, as its room stands beside the engine and no other imports it."""
 LOADING_TIMEOUT_S = 3600.0
 """Seconds by which ranks may differ in the time to load their weights (a cold disk)."""
 
@@ -171,7 +173,8 @@ class LLM:
         self._recorder = None
         self._said_raw = False
         if record is not None and self.is_primary_rank:
-            self._recorder = Recorder(self.engine, self.replica_file(record))
+            recorder = import_module(RECORDER)
+            self._recorder = recorder.Recorder(self.engine, self.replica_file(record))
 
     @answers_keywords
     def generate(
