@@ -120,7 +120,7 @@ class RankLost(JobFailed):
     """A rank died, was stopped, was cut off from the network, or left while others waited for it.
 
     Attributes:
-        ranks: who, in the order in which it was noticed; empty where that is not known.
+        ranks: the lost ones, in the order in which their loss was noticed; empty if unknown.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:

@@ -134,7 +134,7 @@ def save_draft_layer(
     Args:
         tensors: by the names of `checkpoints/family_names.py`.
         pattern: layers of the depth, such as "*-".
-        facts: of the training, for who reads the file later: model, tokens, seed, loss.
+        facts: of the training, for later readers of the file: model, tokens, seed, loss.
         file: to write.
     """
     kept = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

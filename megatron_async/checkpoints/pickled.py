@@ -2,7 +2,7 @@
 
 A checkpoint of a training run holds whatever was in the run's arguments: enums of the installed or
 of another Megatron, classes of the user's own program. Nothing of these is imported or called here.
-Each becomes an `UnreadObject`, so that it stops only who needs its value.
+Each becomes an `UnreadObject`, so that it stops only code that needs its value.
 """
 
 from __future__ import annotations

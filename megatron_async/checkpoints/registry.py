@@ -187,7 +187,7 @@ def load_model(
         ConfigurationError: `transformer_impl` is unknown or cannot run here.
         CheckpointError: see `open_model` and `ModelSource.load_weights`.
     """
-    # Megatron takes seconds to import, and whoever only asks what a model is does not need it.
+    # Megatron takes seconds to import, and a look at what a model is does not need it.
     from megatron_async.models.hybrid import build_model
 
     source = open_model(name_or_path)

@@ -126,7 +126,7 @@ RANKS_TEXTS = {
     "MODEL\n--tensor-model-parallel-size 2 ...`. Ranks beyond one model's are further replicas.\n"
     "`serve` starts all of it on one host.",
 }
-"""By command: who starts the processes of a model that is split."""
+"""By command: what starts the processes of a model that is split."""
 
 
 def add_parallel(parser: Any, command: str = "generate") -> None:

@@ -39,7 +39,7 @@ def has_other_ranks() -> bool:
 
 
 def quiet_ranks() -> None:
-    """On several ranks: warnings are logged by rank 0, and who died is said by an error alone."""
+    """On several ranks: warnings are logged by rank 0, and an error alone names a lost rank."""
     if has_other_ranks():
         logging.getLogger("megatron_async.death_watch").setLevel(logging.CRITICAL)
         if not is_first_rank():
@@ -75,7 +75,7 @@ def is_to_say(message: str, error: BaseException | None = None) -> bool:
         about = f"rank {error.ranks[0]}"
     elif isinstance(error, JobFailed):
         about = type(error).__name__
-    # Not `or`: who speaks, or leaves it to others, is not to be spoken of.
+    # Both calls: the second one tells the other ranks that this rank has reported itself.
     first = is_first(about)
     is_first(f"rank {me}")
     return first
@@ -161,6 +161,6 @@ def _is_first_link(folder: Path, me: str, about: str) -> bool:
         os.symlink(me, place)  # made at once with what it says
     except FileExistsError:
         return os.readlink(place) == me
-    except OSError:  # the one who started the ranks has ended
+    except OSError:  # the launcher of the ranks has ended
         return True
     return True

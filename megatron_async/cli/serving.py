@@ -44,8 +44,8 @@ COMMANDS = ("pause", "drain", "resume", "remove")
 COORDINATOR: Rows = (
     ON_REPLICA_DEATH,
     ("--policy", str, "NAME", "prefix",
-     "who serves a request: prefix (who has served its beginning), least-loaded, or\n"
-     "round-robin"),
+     "which replica serves a request: prefix (one that has served its beginning),\n"
+     "least-loaded, or round-robin"),
     ("--max-retries", int, "N", 2, "times that one is served again"),
     ("--max-unfinished", int, "N", 4096, "requests queued and served; further ones are refused"),
     ("--silence-s", float, "S", 8.0, "a replica that answers nothing for so long is lost"),
@@ -77,10 +77,10 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser) -> None:
     coordinator.set_defaults(run=run_coordinator)
     coordinator.add_argument(
         "--bind", default=ADDRESS, metavar="ADDRESS",
-        help="tcp://HOST:PORT, or ipc://FILE for this host alone. Without a secret whoever\n"
-        "reaches it is served: bind public interfaces only inside a trusted network",
+        help="tcp://HOST:PORT, or ipc://FILE for this host alone. Without a secret every\n"
+        "peer that reaches it is served: bind public interfaces only inside a trusted network",
     )  # fmt: skip
-    _add_secret(coordinator, "that all who connect must have")
+    _add_secret(coordinator, "that all peers must have")
     add_rows(coordinator, COORDINATOR)
 
 

@@ -166,7 +166,7 @@ def _await_links(
         "the interface in MEGATRON_ASYNC_INTERFACE.",
     )
     while missing := [*unwatched, *watch.unlinked()]:
-        # Who has not told yet where it listens wakes nobody.
+        # A rank that has not told yet where it listens wakes nobody.
         watch.step(min(0.01 if unwatched else 0.05, wait.seconds_to_sleep(missing)))
         link()
 

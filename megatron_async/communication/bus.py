@@ -28,7 +28,7 @@ _SUBSCRIBER = b"\x01\xff subscriber "
 """First byte of a subscriber's message to a publisher, followed by its rank."""
 
 MOST_SUBSCRIBER_BYTES = 1 << 16
-"""A publisher hears nothing longer: who sends more is cut off."""
+"""A publisher hears nothing longer: a peer that sends more is disconnected."""
 
 NEVER_MS = 24 * 3600 * 1000
 """Milliseconds: within a host a connection ends with its process, whose name others could take."""
@@ -86,7 +86,7 @@ class Bus:
             self._connect(job, hears, timeout_s)
 
     def publish(self, payload: bytes) -> None:
-        """Send to all who hear this rank, in order; never blocks.
+        """Send to all ranks that hear this one, in order; never blocks.
 
         Args:
             payload: not empty.
@@ -165,7 +165,7 @@ class Bus:
         if self._publisher is not None:
             self._publisher.close(linger=1000)
         if self._subscriber is not None:
-            self._subscriber.close(linger=0)  # subscriptions may wait for who is gone
+            self._subscriber.close(linger=0)  # subscriptions may wait for lost ranks
         self._publisher = self._subscriber = None
 
     def _wake(self) -> None:
@@ -197,7 +197,7 @@ class Bus:
         for rank in hears(self.rank):
             there = msgspec.json.decode(told[rank], type=list[str])
             subscriber.connect(choose_endpoint(there, job.records[rank].on_host_of(job.me)))
-        # In this order: who hears the second has taken in the first.
+        # In this order: a publisher that hears the second has taken in the first.
         subscriber.subscribe(b"")
         subscriber.subscribe(_SUBSCRIBER[1:] + str(self.rank).encode())
         missing = {rank for rank in self.members if rank != self.rank and self.rank in hears(rank)}

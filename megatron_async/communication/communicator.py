@@ -126,7 +126,7 @@ class AsyncZMQCommunicator:
 
         Raises:
             RankLost: a member is gone.
-            CommunicationTimeout: a member did not come. The round is over: who comes later is not
+            CommunicationTimeout: a member did not come. The round is over: a later member is not
                 heard, and the next one begins anew.
             RanksDisagree: another member is in another operation, or gives more or fewer values.
         """

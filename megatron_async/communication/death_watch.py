@@ -106,7 +106,7 @@ class DeathWatch:
         self._lock = threading.Lock()
         self._goodbye: Goodbye | None = None
         self._thread: threading.Thread | None = None
-        # Readable for good after the first loss: whoever sleeps polls it, and wakes.
+        # Readable for good after the first loss: sleepers poll it, and wake.
         self._loss_read, self._loss_write = os.pipe()
         self._wake_read, self._wake_write = os.pipe()
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -219,7 +219,7 @@ class DeathWatch:
         """
         if self._context is None:
             return
-        # Who fails because another was lost adds nothing to what all know.
+        # A rank that fails because another was lost adds nothing to what all know.
         self._goodbye = Goodbye("" if self._losses else failure)
         os.write(self._wake_write, b"x")
         if self._thread is not None:

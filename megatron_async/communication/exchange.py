@@ -64,7 +64,7 @@ class StoreExchange:
             self._store_is_gone(error)
 
     def tell(self, name: str, value: str) -> None:
-        """Set this rank's value for those who look for it with `told`."""
+        """Set this rank's value for ranks that look for it with `told`."""
         try:
             self._store.set(f"exchange/{name}/{self._rank}", value)
         except dist.DistNetworkError as error:
@@ -95,7 +95,7 @@ class StoreExchange:
         Args:
             name: of this exchange; used once.
             value: of this rank.
-            ranks: who takes part; all of them call.
+            ranks: those that take part; all of them call.
             wait: bounds it.
             look: called with the ranks that are there, at each look at the store.
 

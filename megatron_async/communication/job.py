@@ -110,8 +110,8 @@ class Job:
         start.
 
         By themselves gloo takes the address of the host's name, which is a public one on some hosts
-        and a loopback address on others, and NCCL any interface but the loopback. They ask nobody
-        who connects. So ranks of one host use its loopback interface.
+        and a loopback address on others, and NCCL any interface but the loopback. They accept
+        every peer. So ranks of one host use its loopback interface.
 
         Raises:
             ConfigurationError: the interface is missing.
@@ -132,7 +132,7 @@ class Job:
             hosts = sorted(set(self.hosts))
             logger.warning(
                 "The ranks of this job are on several hosts (%s) and talk without encryption; "
-                "whoever reaches their ports can join in. Run them in a network that you trust.",
+                "every peer that reaches their ports can join. Use a network that you trust.",
                 ", ".join(hosts),
             )
 

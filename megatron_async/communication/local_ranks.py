@@ -1,6 +1,6 @@
 """`LocalRanks`: starts the ranks of a job of this host, as torchrun does, but without a port.
 
-torchrun keeps a store for its ranks that listens at all addresses and asks nobody who they are;
+torchrun keeps a store for its ranks that listens at all addresses without authentication;
 what it reads there about its own rendezvous it unpickles (torch 2.11,
 `distributed/elastic/rendezvous/dynamic_rendezvous.py`). Here the ranks meet in a folder that no
 other user reaches. This module needs no torch.
@@ -155,18 +155,18 @@ class LocalRanks:
         while self._running:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                who, value = self._events.get(timeout=left_s)
+                source, value = self._events.get(timeout=left_s)
             except queue.Empty:
                 self._signal(signal.SIGKILL)
                 deadline = None
                 continue
-            if who == SIGNAL:
+            if source == SIGNAL:
                 self._signal(value)
             else:
-                self._running.discard(who)
+                self._running.discard(source)
                 if value == 0 or first is not None:
                     continue
-                first = RankEnd(who, self._processes[who].pid, value)
+                first = RankEnd(source, self._processes[source].pid, value)
                 self._signal(signal.SIGTERM)
             deadline = deadline or time.monotonic() + END_S
         return first

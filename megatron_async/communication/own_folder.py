@@ -26,7 +26,7 @@ class OwnFolder:
     """A folder of mode 0700 among temporary files, which is removed at the end. A context manager.
 
     Its owner holds a lock on a file in it, which the kernel gives back however a process ends. So
-    whoever makes the next one can tell folders that are in use from those that were left: by
+    the maker of the next one can tell folders in use from those that were left: by
     process numbers it cannot, where containers share the folder for temporary files.
 
     Attributes:

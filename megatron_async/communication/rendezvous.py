@@ -80,7 +80,7 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
     """Connect to the job's store, or open it on rank 0.
 
     Ranks of one host that were given a folder have the store in a file there. Otherwise it is
-    torch's TCPStore, which asks nobody who they are: it listens at MASTER_ADDR alone where that is
+    torch's TCPStore, which has no authentication: it listens at MASTER_ADDR alone where that is
     an IP address or "localhost", and at all addresses where it is a name, because that may stand
     for another address on this host than on others.
 

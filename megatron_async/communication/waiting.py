@@ -31,7 +31,7 @@ class Wait:
     Args:
         what: name of the wait, as in "waiting for {what}".
         timeout_s: seconds; None waits for ever (a loss still ends it).
-        watch: knows who has died or left; None before there is one.
+        watch: knows which ranks have died or left; None before there is one.
         members: ranks whose loss ends the wait; None: any rank's.
         remedy: advice for the error when time is up.
     """

@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class Event(ABC):
-    """A point in a stream's order. Recorded again, it is another point, for those who ask or wait
-    from then on: a stream that was told to wait before still waits for the earlier one."""
+    """A point in a stream's order. Recorded again, it is another point for later questions
+    and waits: a stream that was told to wait before still waits for the earlier one."""
 
     @abstractmethod
     def query(self) -> bool:

@@ -173,7 +173,7 @@ def _check_groups(sizes: ParallelSizes) -> None:
 
 def _leave(job: Job) -> None:
     """Undo `ensure_process_groups` at exit, unless the user has."""
-    # Gloo would wait for collectives with who is lost, which can only be left behind.
+    # Gloo would wait for collectives with lost ranks, which can only be left behind.
     hangs = bool(job.watch.losses) and not torch.cuda.is_available()
     if dist.is_initialized() and not hangs:
         bound_exit(job)

@@ -1,6 +1,6 @@
 """`check_peers`: whether gloo's connections lead to the ranks of this job.
 
-A gloo pair takes whoever connects to its port first and says a small number
+A gloo pair takes the first process that connects to its port and says a small number
 (`gloo/transport/tcp/listener.cc`), so another process of the host could take a rank's place while a
 job starts. Later connections are not taken.
 """
@@ -49,7 +49,7 @@ def check_peers(job: Job, groups: Iterable[dist.ProcessGroup]) -> None:
             raise ConfigurationError(
                 f"A connection of rank {job.rank} by gloo does not lead to "
                 f"{job.watch.describe(strangers)}: another process, of this host or of the "
-                "network, has connected in its place. Start the job again, and see who else runs "
+                "network, has connected in its place. Start the job again, and see what else runs "
                 "there (docs/ranks.md)."
             ) from failure
 

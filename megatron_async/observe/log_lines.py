@@ -55,7 +55,7 @@ def log_to_stderr(process: str) -> None:
 
 
 def said_line(process: str, text: str) -> str:
-    """A text to who has started a process, with its first line in the form of the log's."""
+    """A text for the user who started a process; its first line has the form of the log's."""
     first, newline, rest = text.partition("\n")
     record = logging.LogRecord("", logging.INFO, "", 0, first, None, None)
     return LineFormatter(process).format(record) + newline + rest

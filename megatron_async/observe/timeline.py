@@ -4,7 +4,7 @@ Open the file at https://ui.perfetto.dev or chrome://tracing.
 
 `StepWindow`: a timeline of the next few steps, which then removes itself from the engine.
 
-Somebody who watches an engine needs a picture a few times a second, not all steps: the cost of
+A watcher of an engine needs a picture a few times a second, not all steps: the cost of
 spans falls on few steps of many.
 """
 

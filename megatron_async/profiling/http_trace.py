@@ -239,7 +239,7 @@ class HttpReaders:
         """Send a trace's requests at their times.
 
         Args:
-            server: whom to ask.
+            server: the address to ask.
             trace: in order of arrival.
             timeout_s: for the whole trace, from its start.
             max_concurrency: no more requests are under way at once; the others are sent when one

@@ -140,7 +140,7 @@ class Churn:
             self.arrived += 1
 
     def after_step(self, report: dict[str, Any]) -> None:
-        """Count who ended, and hold the load to its word once it is steady.
+        """Count the requests that ended, and hold the load to its word once it is steady.
 
         Raises:
             RuntimeError: another number than `finishes` ended, or one of them failed.

@@ -43,7 +43,7 @@ class Signal:
             self._waiters.discard(waiter)
 
     def notify(self) -> None:
-        """Wake all who wait now."""
+        """Wake all waiters of now."""
         for waiter in self._waiters:
             if not waiter.done() and not waiter.get_loop().is_closed():
                 waiter.set_result(None)
@@ -82,7 +82,7 @@ class RequestRegistry:
 
     Attributes:
         news: notified when a request is added and when one ends.
-        readers: of streams, who wait for tokens.
+        readers: of streams, which wait for tokens.
         traces: logs requests that somebody traces.
         on_end: called with each request as it ends, when all its tokens are stored, and before its
             future and streams end; None: no call.
@@ -200,7 +200,7 @@ class RequestRegistry:
         self._leave(entry)
 
     def _leave(self, entry: RequestEntry) -> None:
-        """Tell who waits for a request that has ended, and forget it. May be repeated."""
+        """Tell the waiters of a request that has ended, and forget it. May be repeated."""
         request = entry.request
         if request.traceparent:
             self.traces.ended(request)

@@ -49,8 +49,8 @@ class StreamWakeups:
         self.bookings = 0
 
     def waiter(self, request_id: int) -> asyncio.Future[None]:
-        """Done when there may be news of an unfinished request. Who does not wait for it to the end
-        says so by `gave_up`."""
+        """Done when there may be news of an unfinished request. A caller that does not wait to the
+        end says so by `gave_up`."""
         self._readers_loop = loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = asyncio.Future(loop=loop)
         self._waiting.setdefault(request_id, []).append(waiter)
@@ -70,7 +70,7 @@ class StreamWakeups:
             if not waiter.done():
                 try:
                     waiter.set_result(None)
-                except RuntimeError:  # who waits there has gone with the event loop
+                except RuntimeError:  # the waiter has gone with its event loop
                     if not waiter.get_loop().is_closed():
                         raise
 

@@ -47,7 +47,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
         secret_file: of the coordinator, where it asks for one.
         served_names: names that requests may call the model by, the first is told; empty: by its
             own.
-        keys: of the API; none: whoever reaches the address is served.
+        keys: of the API; none: every caller that reaches the address is served.
         admin_key: of control endpoints; None: they are refused.
         allowed_hosts: names in Host headers beside those of this host; "*": any.
         root_path: where a proxy has mounted the server, as "/llm"; "" at its root.
@@ -120,6 +120,6 @@ def check_keys(keys: Sequence[KeyDigest], admin_key: KeyDigest | None) -> None:
             )
     if admin_key is not None and admin_key.sha256 in {key.sha256 for key in keys}:
         raise ConfigurationError(
-            "the admin key is an API key too: whoever may ask the model could stop it. Give "
+            "the admin key is an API key too: every user of the model could stop it. Give "
             "--admin-key a value of its own."
         )

@@ -166,7 +166,7 @@ class RequestTrace:
 
     @property
     def traceparent(self) -> str:
-        """W3C's header for those who serve the request: the coordinator and the replicas."""
+        """W3C's header for the coordinator and the replicas that serve the request."""
         own = self._root.get_span_context()
         return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
 

@@ -54,7 +54,7 @@ def target_of(address: str) -> str | tuple[str, int]:
     if transport == "ipc":
         wrong = "its file's name is too long" if len(place.encode()) > MOST_FILE_BYTES else ""
     elif "*" in (host, port):
-        wrong = "`*` is for those who bind it"
+        wrong = "`*` is for its binding end"
     if wrong:
         raise ConfigurationError(
             f"{address!r} is no address of a coordinator ({wrong}): write it as {EXAMPLES}."

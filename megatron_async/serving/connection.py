@@ -112,8 +112,8 @@ class Connection[Heard]:
             await asyncio.sleep(min(RETRY_S, max(deadline - self._loop.time(), 0.0)))
         raise CoordinatorLost(
             f"no coordinator answers at {self.address} (waited {timeout_s:.0f} s): start it with "
-            "`megatron-async coordinator`, or correct the address. If it has a secret, all who "
-            "connect need the same one (`--secret-file`)."
+            "`megatron-async coordinator`, or correct the address. If it has a secret, all peers "
+            "need the same one (`--secret-file`)."
         )
 
     def send(self, message: Message) -> None:

@@ -105,7 +105,7 @@ class Coordinator:
         is_tcp = self.address.startswith("tcp://")
         if secret is None and is_tcp and not is_loopback(_host(self.address)):
             logger.warning(
-                "Whoever reaches %s can send requests and stop replicas: there is no "
+                "Every peer that reaches %s can send requests and stop replicas: there is no "
                 "authentication. Give a secret, or bind 127.0.0.1.", self.address,
             )  # fmt: skip
         if is_tcp:
@@ -220,7 +220,7 @@ class Coordinator:
 
     def _end_strangers(self, now: float, most: int) -> None:
         """End the connections of peers that say no hello, and, beyond `most`, of the oldest ones.
-        Who was told to connect again has time to read it."""
+        A peer that was told to connect again has time to read it."""
         strangers = []
         for peer in self._peers.values():
             if self._is_known(peer):
@@ -259,7 +259,7 @@ class Coordinator:
         try:
             message = decode_for_coordinator(data)
         except UNREADABLE as error:
-            # Who sent it waits for an answer, and nobody knows which.
+            # The sender waits for an answer, and nobody knows which.
             self._refuse(identity, f"it sent a message that cannot be read ({error})")
             return
         self._follow(identity, message, time.monotonic())

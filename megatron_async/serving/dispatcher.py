@@ -308,8 +308,8 @@ class Dispatcher(RequestBooks):
         parts.send(self._send)
 
     def _dispatch(self, now: float) -> None:
-        """Give queued requests to replicas that have room; none has two suspects, or who is
-        innocent would die with who is not."""
+        """Give queued requests to replicas that have room. None gets two suspects (requests whose
+        replica died): two could fail a harmless one."""
         for suspects in (True, False):
             while (request := self.queue.first(suspects)) is not None:
                 if not (ready := self._ready(suspects)):
@@ -419,7 +419,7 @@ class Dispatcher(RequestBooks):
 
     def _set_state(self, replica: ReplicaRecord, state: ReplicaState) -> None:
         replica.state = state
-        # Who leaves or drains has requests to finish, though it may have been paused before.
+        # A replica that leaves or drains has requests to finish, even if it was paused before.
         self._send(replica.identity, SetPaused(state == ReplicaState.PAUSED))
         self._let_go(replica)
 

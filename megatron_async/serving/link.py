@@ -1,7 +1,7 @@
 """`Link`: one end of a connection between a coordinator and a client or replica.
 
 A stream socket: TCP between hosts, a Unix socket on one host. Each message is behind its length, an
-unsigned int32. Both ends use the same class; whoever owns a link watches its socket (the
+unsigned int32. Both ends use the same class; the link's owner watches its socket (the
 coordinator's selector, a peer's asyncio loop), and nothing here waits.
 
 How a link begins (`Greeting`):
@@ -18,7 +18,7 @@ Then messages go both ways over this one socket, in their order. What the socket
 in the link: `send` never waits. A peer whose process ends is noticed at once, because the kernel
 closes its socket; of a host that is cut off TCP's keepalive tells; of a process that hangs, pings.
 
-What may wait, and who is woken: to wake the thread that reads is most of a message's cost. So a
+What may wait, and which thread is woken: to wake a reader's thread is most of a message's cost. So a
 replica's steps that may wait share a message (`token_emitter.py`); a link sends what it is given.
 """
 

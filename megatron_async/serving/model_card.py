@@ -47,7 +47,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
 
     def tokenizer(self) -> Tokenizer | None:
-        """A new tokenizer, the replicas' own but for who holds it; None without one. Takes as long
+        """A new tokenizer object, equal to the replicas'; None if the model has none. Takes as long
         as reading its file: up to a second.
 
         Raises:

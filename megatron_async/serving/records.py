@@ -103,7 +103,7 @@ class CoordinatorConfig:
             if getattr(self, name) < 2 * self.ping_interval_s:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)} must be twice ping_interval_s="
-                    f"{self.ping_interval_s} or more: who is well is heard only at each ping."
+                    f"{self.ping_interval_s} or more: a healthy peer is heard only at each ping."
                 )
         if self.silence_s > MOST_SILENCE_S:
             raise ConfigurationError(

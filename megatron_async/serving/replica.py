@@ -251,7 +251,7 @@ class Replica:
             self._forget_all()
             assert self._finish_together is not None
             self._helping = asyncio.create_task(self._finish_together())
-            # Without delay: who is still there when another ends takes it for lost.
+            # Without delay: a rank that is still there when another ends takes it for lost.
             self._helping.add_done_callback(lambda _: runner.cancel())
         return self._helping
 

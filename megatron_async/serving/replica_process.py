@@ -64,7 +64,7 @@ def serve_replica(
     # Replicas of the job that this one does not need may be lost: others serve their requests.
     join_job().watch.needed = llm.needed_ranks
     if not llm.is_primary_rank:
-        # Whoever ends a job signals all of its ranks; when to end, the primary rank says.
+        # The end of a job is signalled to all its ranks; when to end, the primary rank says.
         for number in LEAVE_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         with frozen_heap():

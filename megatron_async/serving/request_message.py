@@ -46,7 +46,7 @@ def request_message(
 
 
 def check_request(message: Generate) -> None:
-    """Check what `request_message` leaves to others: for callers who tell of it before they send.
+    """Check what `request_message` leaves to others: for callers that report it before they send.
 
     Raises:
         RequestError: the message cannot be sent, or its parameters cannot be read.

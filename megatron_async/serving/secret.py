@@ -66,7 +66,7 @@ def check_secret(secret: bytes) -> None:
 
 @cache
 def encryption(is_coordinator: bool) -> ssl.SSLContext:
-    """What encrypts one end of a connection; who is at the other end it does not ask."""
+    """What encrypts one end of a connection; it does not check the identity of the other end."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_coordinator else ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -82,7 +82,7 @@ def encryption(is_coordinator: bool) -> ssl.SSLContext:
 
 
 def proof_of(secret: bytes | None, whose: bytes, *seen: bytes) -> bytes:
-    """32 bytes that only who has the secret can make.
+    """32 bytes that only an owner of the secret can make.
 
     Args:
         secret: None: none is needed, and everybody can make them.

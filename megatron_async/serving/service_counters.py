@@ -136,7 +136,7 @@ class ServiceCounters:
                 histograms["inter_token_seconds"].add((latency - ttft) / gaps, gaps)
 
     def ended_as(self, ended: Ended, wait_s: float) -> None:
-        """A request has ended as its replica, or who gave it up, told.
+        """A request has ended as its replica, or the giver-up, told.
 
         Args:
             ended: the end.

@@ -124,7 +124,7 @@ class ServiceVerbs:
     Attributes:
         state: what the service does.
         had_replica: whether one has ever joined: without one it loads, later it restarts.
-        is_given_up: whether who starts the replicas has no hope that one comes again.
+        is_given_up: whether the starter of the replicas expects no further one.
         on_shutdown: ends the coordinator for a client; None: no client may.
     """
 

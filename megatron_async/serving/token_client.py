@@ -80,7 +80,7 @@ class FirstReplica:
             ReplicaLost: none came in time.
         """
         start = time.monotonic()
-        async with self._asking:  # one asks for all who wait
+        async with self._asking:  # one asks for all waiters
             while not self._has_come:
                 replicas = (await stats())["replicas"].values()
                 self._has_come = any(replica["state"] not in LEAVING for replica in replicas)
@@ -117,8 +117,8 @@ class TokenClient:
         secret: the coordinator's, if it asks for one.
 
     Attributes:
-        after_message: called when readers were given all that had come: who writes for several of
-            them writes once.
+        after_message: called when readers were given all that had come: a writer for several
+            of them writes once.
         lost: called when the coordinator is lost; all readers have been told before.
     """
 

@@ -26,7 +26,7 @@ def is_raw_chat(tokenizer: Tokenizer | None, prompts: Sequence[Any]) -> bool:
     """
     if getattr(tokenizer, "chat_template", None) is None or tokenizer is None:
         return False
-    # Who has rendered the template already has its special tokens in the text.
+    # A prompt of a template that was rendered before has its special tokens in the text.
     marks = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     return any(not any(mark in text for mark in marks) for text in texts)

@@ -42,8 +42,8 @@ class GrammarCompiler:
     """Compiles each grammar twice, both times beside the engine's thread: in a process that it may
     crash or never end, and, once that has shown that it does neither, here (the compiled form
     cannot be sent). The library lets go of Python's lock meanwhile. It does not while it reads the
-    tokenizer, once for an engine, and no other process or thread can do that instead: who serves
-    calls `prepare` before the first request.
+    tokenizer, once for an engine, and no other process or thread can do that instead: a
+    server calls `prepare` before the first request.
 
     Args:
         tokenizer: of the engine, or None.

@@ -1,5 +1,5 @@
-"""Errors of libraries written in Rust: a panic is no `Exception`, and would pass whoever lets one
-request fail alone."""
+"""Errors of libraries written in Rust: a panic is no `Exception`, and would pass the handlers
+that let one request fail alone."""
 
 from __future__ import annotations
 

@@ -364,6 +364,6 @@ def _parts_kernel(
                     inside, arrived + row * kv_heads + kv_head, row, heads, dim,
                 )  # fmt: skip
     if is_beside and tl.program_id(1) == tl.num_programs(1) - 1:
-        # Who waits for this kernel waits for the one before too. The last programs' wait is enough;
+        # A kernel behind this one waits for the one before too. The last programs' wait is enough;
         # if all waited, they would keep processors from the programs that have yet to begin.
         await_previous(overlap)

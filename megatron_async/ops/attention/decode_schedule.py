@@ -26,7 +26,7 @@ PROGRAMS_A_PROCESSOR = 2
 FULL = 0.9
 """Rows times KV heads for each processor, above which rows fill the device. Then a part is one
 processor's share, so that most rows are whole (SmolLM2's step of 64 rows 0.629 -> 0.597 ms), and
-whoever stores the last part of a row joins them (0.676 -> 0.641, and Llama-3.1-8B's step of 16
+the program that stores a row's last part joins them (0.676 -> 0.641, and Llama-3.1-8B's step of 16
 rows, which are 0.97 here, 4.224 -> 4.162). With fewer rows joining so was slower: 0.384 -> 0.449 at
 one row of SmolLM2, 0.579 -> 0.593 at 32; larger parts were not measured there."""
 TILE_ELEMENTS = 8192

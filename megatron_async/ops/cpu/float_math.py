@@ -1,8 +1,8 @@
 """Exponential and logarithm in float32 as plain arithmetic.
 
 LLVM turns these into vectors; a call of the C library it does not. They are written as
-instructions, so that no caller's `fastmath` reorders them: equal numbers have equal results,
-whoever calls. Imported only where loops are compiled. The polynomials are those of Cephes' `expf`
+instructions, so that no caller's `fastmath` reorders them: equal numbers have equal results
+in all loops. Imported only where loops are compiled. The polynomials are those of Cephes' `expf`
 and `logf` (S. Moshier).
 """
 

@@ -1,8 +1,8 @@
 """Compiled loops called by their addresses, so that a loop has one machine code.
 
 What Numba compiles gets copies of the functions it calls, and LLVM optimises each copy anew. Where
-a sum may be reordered, two copies may differ in the last bit. So a row's result would depend on who
-called the loop, and on the thread. Imported only where loops are compiled.
+a sum may be reordered, two copies may differ in the last bit. So a row's result would depend on the
+loop's caller, and on the thread. Imported only where loops are compiled.
 """
 
 from __future__ import annotations

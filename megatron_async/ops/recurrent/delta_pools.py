@@ -98,7 +98,7 @@ def shape_of(
     """The sizes of a layer, found in its tensors.
 
     Args:
-        op: name of who asks, for messages.
+        op: name of the caller, for messages.
         qkvzba: `[tokens, in_proj]`.
         params: parameters of the layer.
         pools: pools of the layer.
@@ -130,7 +130,7 @@ def check_dims(op: str, key_dim: int, value_dim: int) -> None:
     """Refuse heads that the kernels do not serve.
 
     Args:
-        op: name of who asks, for messages.
+        op: name of the caller, for messages.
         key_dim: size of a key.
         value_dim: size of a value.
 

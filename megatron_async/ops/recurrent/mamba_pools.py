@@ -129,7 +129,7 @@ def shape_of(
     """The sizes of a layer, found in its tensors.
 
     Args:
-        op: name of who asks, for messages.
+        op: name of the caller, for messages.
         zxbcdt: `[tokens, 2 d_inner + 2 groups d_state + heads]`.
         params: parameters of the layer.
         pools: pools of the layer.

@@ -155,7 +155,7 @@ def check_pools(
     """Refuse pools that do not fit each other, the inputs or the rule.
 
     Args:
-        op: name of who asks, for messages.
+        op: name of the caller, for messages.
         inputs: output of the layer's first product.
         pools: pools of the layer.
         ring_dim: channels that `ring_xb` must have.
@@ -205,7 +205,7 @@ def check_params(
     """Refuse a layer's parameters if one has another size, or is not contiguous.
 
     Args:
-        op: name of who asks, for messages.
+        op: name of the caller, for messages.
         params: of the layer: `conv_weight`, perhaps `conv_bias`, then those of one number a head.
         names: of the last.
         conv_dim: channels of the convolution.
@@ -232,7 +232,7 @@ def check_decode_rows(op: str, inputs: Tensor, step: DecodeRows) -> None:
     """Refuse a step's decode rows if their numbers are fewer than the rows.
 
     Args:
-        op: name of who asks, for messages.
+        op: name of the caller, for messages.
         inputs: `[tokens, channels]`, output of the layer's first product.
         step: the rows.
 
@@ -259,7 +259,7 @@ def check_chunks(op: str, rows: PrefillRows, base_after: Tensor) -> None:
     """Refuse a step's prefill chunks if their numbers are not one for each.
 
     Args:
-        op: name of who asks, for messages.
+        op: name of the caller, for messages.
         rows: the chunks.
         base_after: `[chunks]`.
 
@@ -278,7 +278,7 @@ def output_for(op: str, out: Tensor | None, inputs: Tensor, tokens: int, channel
     """The output of an op: `out`, or a new tensor.
 
     Args:
-        op: name of who asks, for messages.
+        op: name of the caller, for messages.
         out: given by the caller, or None.
         inputs: its dtype and device are the output's.
         tokens: rows of the output.

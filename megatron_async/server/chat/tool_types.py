@@ -18,7 +18,7 @@ _OTHER_NAMES = {
     "int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object",
     "list": "array",
 }  # fmt: skip
-"""Names of types that people write who know Python better than JSON schema."""
+"""Python's names of types, which people write instead of JSON schema's."""
 _OF_KIND = {"properties": "object", "items": "array", "pattern": "string", "format": "string"}
 MAX_REFERENCES = 32
 MAX_VISITS = 10_000

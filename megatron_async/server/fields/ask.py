@@ -68,7 +68,7 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
     Args:
         request: as it came.
         served: the model.
-        caller: who sent it.
+        caller: the sender.
 
     Raises:
         Refusal: naming the field, its value and what is allowed.
@@ -99,7 +99,7 @@ def ask_chat(
     Args:
         request: of the endpoint for chats, or translated from another's.
         served: the model.
-        caller: who sent it.
+        caller: the sender.
         limit_name: what the other endpoint calls `max_completion_tokens`.
     """
     model, prompt_top_n = _check_style(request, served)

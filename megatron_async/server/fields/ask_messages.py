@@ -246,7 +246,7 @@ def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) 
     Args:
         request: as it came.
         served: the model.
-        caller: who sent it.
+        caller: the sender.
 
     Raises:
         Refusal: naming the field, its value and what is allowed.

@@ -235,7 +235,7 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
     Args:
         request: as it came.
         served: the model.
-        caller: who sent it.
+        caller: the sender.
 
     Raises:
         Refusal: naming the field, its value and what is allowed.

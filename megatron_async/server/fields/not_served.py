@@ -121,7 +121,7 @@ ONE_THING = (
     ("reasoning_effort", "reasoning", "output_config"),
     ("response_format", "text", "output_config"),
 )
-"""Names of one thing: who gives another endpoint's is told this one's."""
+"""Names of one thing: an error for another endpoint's name tells this endpoint's."""
 
 REMEDIES = {**OF_PROMPTS, **OF_ANSWERS}
 

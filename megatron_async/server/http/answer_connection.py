@@ -120,7 +120,7 @@ class AsgiConnection:
                 self._chunks.clear()
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
                 self._unread -= len(data)
-        except Exception:  # the server in front: whoever read is gone
+        except Exception:  # of the server in front: the client is gone
             self._lose()
         finally:
             self._writing = None

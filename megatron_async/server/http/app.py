@@ -46,7 +46,7 @@ class App:
 
     Args:
         routes: all that is served.
-        access: who may ask.
+        access: checks callers' keys and hosts.
         root_path: before each path, where a proxy has mounted the server; "" at its root.
         logs: whether requests of routes that are logged have their line.
         make_ready: makes what the first requests would wait for; None: there is nothing.

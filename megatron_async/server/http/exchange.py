@@ -27,7 +27,7 @@ class Exchange:
         told: further headers of the answer, whatever it is.
 
     Attributes:
-        caller: who sent it; set once that is known.
+        caller: the sender; set once it is known.
         trace: of its spans; None: nobody wants any.
         note: for its line of log; None: it has none.
     """

@@ -280,7 +280,7 @@ class HttpProtocol(HttpToolsProtocol):
             if not self.has_body_to_come or cycle.response_started or self.pipeline:
                 self.transport.close()  # in the middle of another answer, there is no place for one
                 return
-            cycle.disconnected = True  # whoever waits for the rest of this body waits no longer
+            cycle.disconnected = True  # a wait for the rest of this body ends
             cycle.response_complete = True
             cycle.message_event.set()
         # Where the headers had come, the application has given the request its id.

@@ -40,7 +40,7 @@ class HttpServer:
             uvicorn.Config(
                 app,
                 interface="asgi3",
-                proxy_headers=False,  # nothing here looks at who the client says it is
+                proxy_headers=False,  # nothing here reads a client's word about its address
                 http=HttpProtocol,
                 ws="none",
                 lifespan="off",

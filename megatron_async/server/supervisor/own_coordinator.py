@@ -89,7 +89,7 @@ class OwnCoordinator:
         return True
 
     def close(self) -> None:
-        """End it; those who are connected see that."""
+        """End the coordinator; connected peers notice it."""
         self._coordinator.stop()
         self._thread.join(5.0)
         self._own.close()

@@ -51,7 +51,7 @@ class Supervisor:
 
     Args:
         settings: checked already.
-        say: shows a line to who started the service.
+        say: shows a line to the user who started the service.
     """
 
     def __init__(self, settings: ServeSettings, say: Callable[[str], None]) -> None:
@@ -202,7 +202,7 @@ class Supervisor:
         if not self._failure and self._coordinator is not None and self._coordinator.drain():
             is_drained = self._wait(signals, asked, deadline - ends_s, self._is_drained)
             if not is_drained and signals.leave == asked:
-                self._coordinator.abort_all()  # whoever waits is told why, and not cut off
+                self._coordinator.abort_all()  # waiting clients get the reason, and are not cut off
             # What is left is writing.
             last_of_fronts = min(last_of_fronts, time.monotonic() + WRITERS_S)
         # Without an own coordinator it is API processes that refuse what comes.
@@ -220,7 +220,7 @@ class Supervisor:
     def _end(
         self, signals: Signals, asked: int, children: Sequence[ChildProcess], deadline: float
     ) -> None:
-        """Ask these to end, and kill who has not by then."""
+        """Send SIGTERM to these children, and kill those that still run at the deadline."""
         for child in children:
             child.signal(signal.SIGTERM)
 

@@ -2,7 +2,7 @@
 
 A step of a small model has some hundred products of 30 to 500 microseconds. To wake a thread costs
 as much as the shorter ones take. So a helper that has no work looks for it for a while, in compiled
-code without Python's lock, and then sleeps; whoever finds it asleep wakes it and goes on alone.
+code without Python's lock, and then sleeps; its waker then goes on alone.
 """
 
 from __future__ import annotations

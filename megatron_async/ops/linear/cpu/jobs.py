@@ -1,4 +1,4 @@
-"""Work that threads share: who takes part takes the next chunk, until there is none.
+"""Work that threads share: each thread takes the next chunk, until there is none.
 
 One thread has a job at a time, and shares it; the others are in `serve`. What they tell each other
 is in `control.py`'s memory of all of them. A job is a product (`integer_products.py`,

@@ -41,7 +41,7 @@ def round_some(
         round_groups(source, count, k, scratch + first * row_bytes(k))
         return
     width = (k + STEP - 1) // STEP * STEP
-    # Whoever has the last row has those that fill its tile.
+    # The part with the last row has the rows that fill its tile.
     room = count if last < rows else whole_tiles(rows) - first
     round_rows(
         source,
