@@ -18,7 +18,7 @@ Then messages go both ways over this one socket, in their order. What the socket
 in the link: `send` never waits. A peer whose process ends is noticed at once, because the kernel
 closes its socket; of a host that is cut off TCP's keepalive tells; of a process that hangs, pings.
 
-What may wait, and which thread is woken: to wake a reader's thread is most of a message's cost. So a
+What may wait, and which thread is woken: waking a reader is most of a message's cost. So a
 replica's steps that may wait share a message (`token_emitter.py`); a link sends what it is given.
 """
 
