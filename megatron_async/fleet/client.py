@@ -53,7 +53,7 @@ from megatron_async.serving.model_card import ModelCard, decode_card
 from megatron_async.serving.readers import TokenReader, exception_of
 from megatron_async.serving.records import MOST_SILENCE_S, CoordinatorConfig
 from megatron_async.serving.request_message import check_request, request_message
-from megatron_async.serving.sent_requests import SentRequest, SentRequests
+from megatron_async.serving.sent_requests import SentRequests
 
 logger = logging.getLogger("megatron_async")
 
@@ -181,8 +181,7 @@ class FleetClient:
         asked = request_message(prompt, params, priority, owner, label, traceparent)
         check_request(asked)
         asked.number = next(self._numbers)
-        top_n = params.top_n_logprobs if params.return_log_probs else 0
-        self._sent.put(asked.number, SentRequest(reader, top_n))
+        self._sent.put(asked.number, reader, params)
         self._look()
         self._dispatcher.hear(ME, asked, time.monotonic())
         if self._told:  # a refusal, which comes after the number

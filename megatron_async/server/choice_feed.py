@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
 
 
 class News(NamedTuple):
@@ -25,8 +25,8 @@ class News(NamedTuple):
     text: str | None
 
 
-class ChoiceFeed:
-    """A `TokenReader` that keeps tokens as numbers until they are written.
+class ChoiceFeed(TokenReader):
+    """Keeps tokens as numbers until they are written.
 
     Args:
         told: is called behind everything that comes; with whether it cannot wait.
@@ -39,6 +39,7 @@ class ChoiceFeed:
     """
 
     def __init__(self, told: Callable[[ChoiceFeed, bool], None]) -> None:
+        super().__init__()
         self._told = told
         self._tokens = bytearray()
         """Int32: a reader that stalls costs 4 bytes a token."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,9 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async import errors
+from megatron_async.errors import ReplicaLost
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.messages import Ended
 from megatron_async.serving.model_card import ModelCard
+
+logger = logging.getLogger("megatron_async")
+
+TOKEN_BYTES = 4
+"""Bytes of a token id in a message."""
+FAULT_AT_END = "A reader of a request's tokens failed at its end."
 
 
 class RemoteError(RuntimeError):
@@ -108,28 +116,30 @@ class RequestEnd:
         if (found := ended.prompt_log_probs) is not None:
             words = np.frombuffer(found.words, np.int32).reshape(-1, 1 + 2 * found.top_n)
             log_probs = TokenLogProbs.of(words, found.top_n, found.top_n)
-        return cls(
-            ended.finish_reason,
-            ended.failure,
-            ended.stop_words_from,
-            ended.num_prompt_tokens,
-            ended.num_cached_tokens,
-            ended.num_generated_tokens,
-            None if prompt is None else np.frombuffer(prompt, np.int32),
-            log_probs,
-            ended.ttft,
-            ended.latency,
-            ended.queue_s,
-            ended.replica,
-            ended.attempts,
-            ended.record,
-            ended.stop_word,
-        )
+        values = {name: getattr(ended, name) for name in cls.__dataclass_fields__}
+        values["prompt_tokens"] = None if prompt is None else np.frombuffer(prompt, np.int32)
+        return cls(**{**values, "prompt_log_probs": log_probs})
 
 
-class TokenReader(Protocol):
-    """Called on the client's event loop with the tokens, texts and end of one request. It must
-    neither block nor await. An exception that it raises fails only this request."""
+class TokenReader:
+    """One unfinished request at its client, on whose event loop a subclass is called with its
+    tokens, texts and end. It must neither block nor await. An exception that it raises fails only
+    this request.
+
+    Attributes:
+        top_n: alternatives that the request asked for at each token.
+        generated: its tokens so far, int32 as bytes.
+    """
+
+    def __init__(self) -> None:
+        self.top_n = 0
+        self.generated = bytearray()
+        self._repeated = -1
+        """Bytes of `generated` that a further attempt has repeated; -1: all."""
+        self._chars = 0
+        self._chars_again = -1
+
+    # ---- What a subclass is told -------------------------------------------------------------
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         """New tokens.
@@ -145,6 +155,77 @@ class TokenReader(Protocol):
 
     def ended(self, end: RequestEnd) -> None:
         """The request has ended; no further call follows."""
+
+    # ---- What messages say -------------------------------------------------------------------
+
+    def again(self) -> None:
+        """What follows begins with the first token."""
+        self._repeated = 0 if self.generated else -1
+        self._chars_again = 0 if self._chars else -1
+
+    def hear_tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> bool:
+        """Take tokens (int32 `[n]`); False if they differ from the tokens that are here."""
+        if self._repeated >= 0:
+            data = tokens.tobytes()
+            known = self.generated[self._repeated : self._repeated + len(data)]
+            if not data.startswith(known):
+                return False
+            self._repeated += len(known)
+            if self._repeated == len(self.generated):
+                self._repeated = -1
+            places = slice(len(known) // TOKEN_BYTES, None)
+            tokens = tokens[places]
+            log_probs = None if log_probs is None else log_probs[places]
+            if not len(tokens):
+                return True
+        self.generated += tokens
+        self.tokens(tokens, log_probs)
+        return True
+
+    def hear_text(self, text: str) -> None:
+        """Take text."""
+        if self._chars_again >= 0:
+            known = min(self._chars - self._chars_again, len(text))
+            self._chars_again += known
+            if self._chars_again == self._chars:
+                self._chars_again = -1
+            text = text[known:]
+        self._chars += len(text)
+        if text:
+            self.text(text)
+
+    def why_lost(self) -> str:
+        """The error text for a further attempt with other tokens."""
+        return (
+            f"its replica was lost, and another one continues otherwise than the "
+            f"{len(self.generated) // TOKEN_BYTES} tokens that were delivered: near ties fall "
+            "differently in other batches below float32."
+        )
+
+    def hear_end(self, ended: Ended) -> None:
+        """Take the end, which is an error if it comes before tokens that are here already. A fault
+        of the reader is logged."""
+        if ended.failure is None and self._repeated >= 0:
+            self.fail(ReplicaLost.__name__, self.why_lost())
+            return
+        try:
+            if ended.text:
+                self.hear_text(ended.text)
+            self.ended(RequestEnd.of(ended))
+        except Exception:
+            logger.exception(FAULT_AT_END)
+
+    def fail(self, kind: str, text: str) -> None:
+        """End it with an error that the client found; a fault of the reader is logged.
+
+        Args:
+            kind: name of the error's class.
+            text: its message.
+        """
+        try:
+            self.ended(RequestEnd("error", (kind, text)))
+        except Exception:
+            logger.exception(FAULT_AT_END)
 
 
 class RequestClient(Protocol):

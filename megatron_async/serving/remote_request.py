@@ -70,6 +70,7 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
     def __init__(
         self, prompt: str | list[int], params: SamplingParams, tokenizer: Any, makes_text: bool
     ) -> None:
+        super().__init__()
         self.number = -1
         self._prompt = prompt
         self._params = params
@@ -79,7 +80,6 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
             self._text = TokenText(tokenizer, params, prompt)
         self._texts: list[str] | None = [] if makes_text else None
         """Texts of the replica that no chunk has returned yet."""
-        self._tokens: list[int] = []
         self._log_probs: list[TokenLogProbs] = []
         self._num_read = 0
         self._sent: list[str] = []
@@ -91,7 +91,6 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
 
     @override
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
-        self._tokens += tokens.tolist()
         if log_probs is not None:
             self._log_probs.append(log_probs)
         self._news.set()
@@ -147,7 +146,7 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
 
     def _take(self) -> TokenChunk:
         """All that is there and no chunk has had."""
-        tokens = self._tokens[self._num_read :]
+        tokens = self._tokens_from(self._num_read)
         self._num_read += len(tokens)
         if self._texts is not None:
             text: str | None = "".join(self._texts)
@@ -162,6 +161,9 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
             self._sent.append(text)
         return TokenChunk(tokens, text)
 
+    def _tokens_from(self, first: int) -> list[int]:
+        return memoryview(self.generated).cast("i")[first:].tolist()
+
     def _complete(self, end: RequestEnd) -> Completion:
         prompt = end.prompt_tokens
         top_n, asked = self._params.top_n_logprobs, self._params.return_log_probs
@@ -171,7 +173,7 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
         values = [value for part in self._log_probs for value in part.chosen.tolist()]
         return Completion(
             prompt_tokens=given if prompt is None else prompt.tolist(),
-            generated_tokens=self._tokens,
+            generated_tokens=self._tokens_from(0),
             generated_text="".join(self._sent) if has_text else None,
             finish_reason=end.finish_reason,
             generated_log_probs=values if asked else None,

@@ -33,7 +33,7 @@ from megatron_async.serving.model_card import ModelCard, decode_card
 from megatron_async.serving.readers import TokenReader, exception_of
 from megatron_async.serving.remote_request import RemoteRequest
 from megatron_async.serving.request_message import request_message, unsendable_prompt
-from megatron_async.serving.sent_requests import SentRequest, SentRequests
+from megatron_async.serving.sent_requests import SentRequests
 
 logger = logging.getLogger("megatron_async")
 
@@ -248,8 +248,7 @@ class TokenClient:
             self._connection.send(message)
         except UNSENDABLE as error:
             raise unsendable_prompt(error) from error
-        top_n = params.top_n_logprobs if params.return_log_probs else 0
-        self._sent.put(message.number, SentRequest(reader, top_n))
+        self._sent.put(message.number, reader, params)
         return message.number
 
     async def _ask(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
 
 
-class TokenReader:
+class KeepingReader(TokenReader):
     """Keeps the tokens and the end that it is told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.got: list[int] = []
         self.end: asyncio.Future[RequestEnd] = asyncio.get_running_loop().create_future()
 

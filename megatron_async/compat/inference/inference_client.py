@@ -20,7 +20,7 @@ from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestEr
 from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 from megatron_async.serving.connection import check_sendable
 from megatron_async.serving.messages import UNSENDABLE, Generate, encode
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import RequestEnd, TokenReader
 from megatron_async.serving.request_message import checked_traceparent
 from megatron_async.serving.token_client import TokenClient
 
@@ -41,12 +41,13 @@ class _Wire(TokenClient):
         self._send(message, OwnParams(), reader)
 
 
-class _Reply:
-    """What comes of one request: its end, with the whole request in it."""
+class _Reply(TokenReader):
+    """What comes of one request: its end, with the whole request in it, tokens too."""
 
     def __init__(
         self, request_id: int, future: asyncio.Future[Answer], deserialize: bool, begun_s: float
     ) -> None:
+        super().__init__()
         self._request_id = request_id
         self._future = future
         self._deserialize = deserialize
@@ -56,12 +57,6 @@ class _Reply:
     def is_over(self) -> bool:
         """Whether nobody waits for it."""
         return self._future.done()
-
-    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
-        """New tokens; they are in the end, too."""
-
-    def text(self, text: str) -> None:
-        """New text; the same."""
 
     def ended(self, end: RequestEnd) -> None:
         """The request has ended."""

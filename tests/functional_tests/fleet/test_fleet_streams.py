@@ -19,7 +19,7 @@ from megatron_async.serving.readers import RequestEnd
 from megatron_async.serving.records import CoordinatorConfig
 from tests.support.harness import greedy, make_engine, make_model
 from tests.support.patience import PATIENCE_S
-from tests.support.token_reader import TokenReader
+from tests.support.token_reader import KeepingReader
 
 STREAMS = 12
 MODEL: list[Any] = []
@@ -98,14 +98,14 @@ async def fleet_of(count: int, **config: Any) -> AsyncIterator[tuple[InProcess, 
         await fleet.close()
 
 
-def ask_all(client: FleetClient, params: SamplingParams) -> list[TokenReader]:
-    readers = [TokenReader() for _ in range(STREAMS)]
+def ask_all(client: FleetClient, params: SamplingParams) -> list[KeepingReader]:
+    readers = [KeepingReader() for _ in range(STREAMS)]
     for number, reader in enumerate(readers):
         client.send([5 + number, 7, 11], params, reader)
     return readers
 
 
-async def ends_of(readers: list[TokenReader]) -> list[RequestEnd]:
+async def ends_of(readers: list[KeepingReader]) -> list[RequestEnd]:
     return await asyncio.wait_for(asyncio.gather(*(reader.end for reader in readers)), PATIENCE_S)
 
 
@@ -162,7 +162,7 @@ def test_with_no_replica_left_a_request_fails_after_its_retries() -> None:
     async def run() -> None:
         async with fleet_of(1, no_replica_timeout_s=0.5) as (fleet, client):
             fleet.kill("r0")
-            (reader,) = (TokenReader(),)
+            (reader,) = (KeepingReader(),)
             client.send([1, 2], greedy(4), reader)
             (end,) = await ends_of([reader])
             assert end.failure is not None
@@ -175,7 +175,7 @@ def test_with_no_replica_left_a_request_fails_after_its_retries() -> None:
 def test_bad_requests_and_refused_ones_fail_alone() -> None:
     async def run() -> None:
         async with fleet_of(1, max_unfinished=2) as (_, client):
-            readers = [TokenReader() for _ in range(3)]
+            readers = [KeepingReader() for _ in range(3)]
             client.send([1, 2], SamplingParams(stop_token_ids=[10**6]), readers[0])
             client.send([1, 2], greedy(4), readers[1])
             client.send([1, 2], greedy(4), readers[2])
@@ -189,7 +189,7 @@ def test_bad_requests_and_refused_ones_fail_alone() -> None:
 def test_an_abort_ends_one_request_and_frees_its_slot() -> None:
     async def run() -> None:
         async with fleet_of(1) as (fleet, client):
-            readers = [TokenReader(), TokenReader()]
+            readers = [KeepingReader(), KeepingReader()]
             numbers = [client.send([1, 2 + n], greedy(60), r) for n, r in enumerate(readers)]
             await until(lambda: all(reader.got for reader in readers))
             client.abort(numbers[0])

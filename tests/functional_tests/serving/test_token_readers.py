@@ -14,17 +14,18 @@ import pytest
 from megatron_async.errors import RequestError
 from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
 from megatron_async.serving.replica import Replica
 from tests.support.harness import EngineFactory, greedy
 from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.patience import PATIENCE_S
 
 
-class Reader:
+class Reader(TokenReader):
     """Keeps what it is told."""
 
     def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
         self.pieces: list[list[int]] = []
         self.log_probs: list[TokenLogProbs] = []
         self.texts: list[str] = []

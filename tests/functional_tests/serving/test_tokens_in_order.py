@@ -23,7 +23,7 @@ from megatron_async.serving.token_client import TokenClient
 from megatron_async.simulation.model_less import ModelLessEngine
 from megatron_async.simulation.model_shape import ModelShape
 from tests.support.patience import PATIENCE_S
-from tests.support.token_reader import TokenReader
+from tests.support.token_reader import KeepingReader
 
 STREAMS, SHORTEST = 40, 60
 
@@ -48,7 +48,7 @@ async def ask(address: str, secret: bytes | None, connected: list[bool]) -> None
     readers = []
     for number in range(STREAMS):
         length = SHORTEST + 3 * number
-        readers.append((length, TokenReader()))
+        readers.append((length, KeepingReader()))
         params = SamplingParams(num_tokens_to_generate=length, termination_id=-1)
         client.send([1, 2, 3], params, readers[-1][1])
         await asyncio.sleep(0.001 * (number % 3))

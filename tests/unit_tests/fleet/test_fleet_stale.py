@@ -26,7 +26,7 @@ from megatron_async.serving.messages import (
     encode,
 )
 from megatron_async.serving.model_card import ModelCard
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
 
 FIRST = first_number(1)
 SECOND = FIRST + 1
@@ -34,10 +34,11 @@ PARAMS = SamplingParams(num_tokens_to_generate=4)
 STATUS = {"unfinished_tokens": 0, "free_blocks": 99}
 
 
-class Keeping:
+class Keeping(TokenReader):
     """A reader that keeps what it is told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.got: list[int] = []
         self.ends: list[RequestEnd] = []
 

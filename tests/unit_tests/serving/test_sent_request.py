@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from megatron_async.serving.messages import Ended
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
-from megatron_async.serving.sent_requests import SentRequest
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
 
 
-class Told:
+class Told(TokenReader):
     """Keeps what a reader is told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.all: list[Any] = []
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
@@ -26,51 +26,56 @@ class Told:
 
     def ended(self, end: RequestEnd) -> None:
         self.all.append(end.finish_reason)
+        self.failure = end.failure
 
 
-def tell(request: SentRequest, *tokens: int, asks: bool = False) -> bool:
+def tell(request: TokenReader, *tokens: int, asks: bool = False) -> bool:
     data = np.array(tokens, np.int32)
     log_probs = TokenLogProbs(data.astype(np.float32)) if asks else None
-    return request.tokens(memoryview(data), log_probs)
+    return request.hear_tokens(memoryview(data), log_probs)
+
+
+def failure_of(request: Told, ended: Ended) -> tuple[str, str] | None:
+    request.hear_end(ended)
+    return request.failure
 
 
 def test_what_comes_again_is_told_once() -> None:
-    told = Told()
-    request = SentRequest(told, 0)
+    request = Told()
     assert tell(request, 1, 2, 3, asks=True)
-    request.text("one two")
+    request.hear_text("one two")
     for first in ((1,), (1, 2)):
         request.again()
         assert tell(request, *first, asks=True)
-    request.text("one ")
+    request.hear_text("one ")
     assert tell(request, 3, 4, 5, asks=True)
-    request.text("two three")
+    request.hear_text("two three")
     assert tell(request, 6, asks=True)
-    assert not request.contradicts(Ended(0, "length"))
-    request.ended(Ended(0, "length", text=" four"))
+    assert failure_of(request, Ended(0, "length", text=" four")) is None
     expected = [([1, 2, 3], [1.0, 2.0, 3.0]), "one two", ([4, 5], [4.0, 5.0]), " three"]
-    assert told.all == [*expected, ([6], [6.0]), " four", "length"]
+    assert request.all == [*expected, ([6], [6.0]), " four", "length"]
     assert np.frombuffer(request.generated, np.int32).tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_other_tokens_and_an_early_end_contradict() -> None:
     for tokens in ((9,), (1, 9), (1, 2, 9, 4)):
-        request = SentRequest(Told(), 0)
+        request = Told()
         tell(request, 1, 2, 3)
         request.again()
         assert not tell(request, *tokens)
-    request = SentRequest(Told(), 0)
+    request = Told()
     tell(request, 1, 2, 3)
     request.again()
     assert tell(request, 1, 2)
-    assert request.contradicts(Ended(0, "length"))
-    assert not request.contradicts(Ended(0, "error", ("ReplicaLost", "gone")))
+    assert failure_of(request, Ended(0, "length")) == ("ReplicaLost", request.why_lost())
+    gone = ("ReplicaLost", "gone")
+    assert failure_of(request, Ended(0, "error", gone)) == gone
     assert tell(request, 3)
-    assert not request.contradicts(Ended(0, "length"))
+    assert failure_of(request, Ended(0, "length")) is None
 
 
 def test_nothing_delivered_contradicts_nothing() -> None:
-    request = SentRequest(Told(), 0)
+    request = Told()
     request.again()
-    assert not request.contradicts(Ended(0, "length"))
+    assert failure_of(request, Ended(0, "length")) is None
     assert tell(request, 5)
