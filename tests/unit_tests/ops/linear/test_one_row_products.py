@@ -9,6 +9,7 @@ from megatron_async.ops.linear.one_row import OneRowPlan, one_row_product
 from megatron_async.ops.linear.stream import Stream
 from tests.unit_tests.ops.linear.test_products import (
     assert_close,
+    check_product,
     expected_product,
     random,
     weight_of,
@@ -22,26 +23,25 @@ def same_numbers(poisoned_memory):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("n", "k", "plan"),
+    ("product", "n", "k", "plan"),
     [
-        (64, 64, OneRowPlan(4, 64, 2, 0)),
-        (37, 200, OneRowPlan(4, 256, 2, 0)),
-        (50, 576, OneRowPlan(2, 1024, 2, 0)),
-        (41, 576, OneRowPlan(8, 256, 4, 512)),  # several steps, the last one ragged
-        (6, 512, OneRowPlan(8, 128, 4, 0)),  # fewer outputs than a program takes
+        (one_row_product, 64, 64, OneRowPlan(4, 64, 2, 0)),
+        (one_row_product, 37, 200, OneRowPlan(4, 256, 2, 0)),
+        (one_row_product, 50, 576, OneRowPlan(2, 1024, 2, 0)),
+        # several steps, the last one ragged
+        (one_row_product, 41, 576, OneRowPlan(8, 256, 4, 512)),
+        # fewer outputs than a program takes
+        (one_row_product, 6, 512, OneRowPlan(8, 128, 4, 0)),
+        # the last round has fewer tiles, the last tile less
+        (long_row_product, 37, 1000, LongRowPlan(4, 4, 2, 3)),
+        # a part of one tile, fewer outputs than a program takes
+        (long_row_product, 3, 64, LongRowPlan(4, 4, 3, 1)),
+        (long_row_product, 50, 2688, LongRowPlan(8, 4, 11, 7)),
     ],
 )
 @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
-def test_one_row(n, k, plan, activation, dtype, device):
-    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
-    x = random(1, k, dtype=dtype, device=device)
-    found = one_row_product(x, weight, None, activation, plan)
-    assert found.dtype == dtype
-    assert_close(found, expected_product(x, weight, activation=activation), dtype)
-    if not activation:
-        bias = random(n, dtype=dtype, device=device)
-        found = one_row_product(x, weight, bias, "", plan)
-        assert_close(found, expected_product(x, weight, bias), dtype)
+def test_one_row(product, n, k, plan, activation, dtype, device):
+    check_product(product, 1, n, k, plan, activation, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -58,28 +58,6 @@ def test_added_to_the_residual(product, plan, dtype, device):
     assert torch.equal(found, (rounded.float() + stream.float()).to(dtype))
     with pytest.raises(ValueError, match=r"must be \(1, 37\)"):
         product(x, weight, None, "", plan, stream[:, :36])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    ("n", "k", "plan"),
-    [
-        (37, 1000, LongRowPlan(4, 4, 2, 3)),  # the last round has fewer tiles, the last tile less
-        (3, 64, LongRowPlan(4, 4, 3, 1)),  # a part of one tile, fewer outputs than a program takes
-        (50, 2688, LongRowPlan(8, 4, 11, 7)),
-    ],
-)
-@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
-def test_long_row(n, k, plan, activation, dtype, device):
-    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
-    x = random(1, k, dtype=dtype, device=device)
-    found = long_row_product(x, weight, None, activation, plan)
-    assert found.dtype == dtype
-    assert_close(found, expected_product(x, weight, activation=activation), dtype)
-    if not activation:
-        bias = random(n, dtype=dtype, device=device)
-        found = long_row_product(x, weight, bias, "", plan)
-        assert_close(found, expected_product(x, weight, bias), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -83,6 +83,26 @@ def assert_close(found, expected, dtype, roundings=1):
     assert (error <= limit).all(), error / expected.norm(dim=-1)
 
 
+def check_product(product, rows, n, k, plan, activation, dtype, device):
+    """Of rows that are not adjacent, and with a bias; gives the product's arguments and itself."""
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
+    x = random(rows, k + 24, dtype=dtype, device=device)[:, 8 : k + 8]
+    found = product(x, weight, None, activation, plan)
+    assert found.dtype == dtype
+    assert_close(found, expected_product(x, weight, activation=activation), dtype)
+    if not activation:
+        bias = random(n, dtype=dtype, device=device)
+        assert_close(product(x, weight, bias, "", plan), expected_product(x, weight, bias), dtype)
+    return (x, weight, None, activation, plan), found
+
+
+def check_rows_alone(product, *case):
+    """A row depends on no other, and the same call gives the same bits."""
+    (x, *others), found = check_product(product, *case)
+    assert torch.equal(found, product(x, *others))
+    assert torch.equal(found[:1], product(x[:1], *others)), "a row depends on the others"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "n", "k", "plan"),
@@ -96,16 +116,7 @@ def assert_close(found, expected, dtype, roundings=1):
 )
 @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
 def test_tiles(rows, n, k, plan, activation, dtype, device):
-    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
-    wide = random(rows, k + 24, dtype=dtype, device=device)
-    x = wide[:, 8 : k + 8]  # rows that are not adjacent
-    found = tile_product(x, weight, None, activation, plan)
-    assert found.dtype == dtype
-    assert_close(found, expected_product(x, weight, activation=activation), dtype)
-    if not activation:
-        bias = random(n, dtype=dtype, device=device)
-        found = tile_product(x, weight, bias, "", plan)
-        assert_close(found, expected_product(x, weight, bias), dtype)
+    check_product(tile_product, rows, n, k, plan, activation, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -21,6 +21,7 @@ from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
 from tests.unit_tests.ops.linear.test_products import (
     BRAIN,
     assert_close,
+    check_rows_alone,
     choose_plan,
     expected_product,
     random,
@@ -89,22 +90,6 @@ def same_numbers(poisoned_memory):
     torch.manual_seed(0)
 
 
-def check_product(rows, n, k, plan, activation, dtype, device):
-    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
-    wide = random(rows, k + 24, dtype=dtype, device=device)
-    x = wide[:, 8 : k + 8]  # rows that are not adjacent
-    found = streamed_product(x, weight, None, activation, plan)
-    assert found.dtype == dtype
-    assert_close(found, expected_product(x, weight, activation=activation), dtype)
-    assert torch.equal(found, streamed_product(x, weight, None, activation, plan))
-    first = streamed_product(x[:1], weight, None, activation, plan)
-    assert torch.equal(first, found[:1]), "a row depends on the others"
-    if not activation:
-        bias = random(n, dtype=dtype, device=device)
-        found = streamed_product(x, weight, bias, "", plan)
-        assert_close(found, expected_product(x, weight, bias), dtype)
-
-
 def check_partial_sums(k, splits, strips, programs, block_m, device):
     x, weight = random(19, k, dtype=BRAIN, device=device), weight_of(72, k, BRAIN, device)
     plan = StreamedPlan((32,), splits, strips, 3, programs, block_m)
@@ -118,7 +103,7 @@ def check_partial_sums(k, splits, strips, programs, block_m, device):
 @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
 @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
 def test_emulated(rows, n, k, plan, activation, dtype, emulated):
-    check_product(rows, n, k, plan, activation, dtype, "cpu")
+    check_rows_alone(streamed_product, rows, n, k, plan, activation, dtype, "cpu")
 
 
 @pytest.mark.parametrize(("k", "splits", "strips", "programs", "block_m"), SPLIT_CASES)
@@ -187,7 +172,7 @@ class TestOnGpu:
     @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
     @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
     def test_small_shapes(self, rows, n, k, plan, activation, dtype):
-        check_product(rows, n, k, plan, activation, dtype, "cuda")
+        check_rows_alone(streamed_product, rows, n, k, plan, activation, dtype, "cuda")
 
     @pytest.mark.parametrize(("k", "splits", "strips", "programs", "block_m"), SPLIT_CASES)
     def test_partial_sums(self, k, splits, strips, programs, block_m):

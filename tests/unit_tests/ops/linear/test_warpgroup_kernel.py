@@ -22,6 +22,7 @@ from tests.unit_tests.ops.linear.test_products import (
     BRAIN,
     HALF,
     assert_close,
+    check_rows_alone,
     choose_plan,
     expected_product,
     multiply,
@@ -60,21 +61,6 @@ def same_numbers(poisoned_memory):
     torch.manual_seed(0)
 
 
-def check_product(rows, n, k, plan, activation, dtype, device):
-    weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
-    wide = random(rows, k + 24, dtype=dtype, device=device)
-    x = wide[:, 8 : k + 8]  # rows that are not adjacent
-    found = warpgroup_product(x, weight, None, activation, plan)
-    assert_close(found, expected_product(x, weight, activation=activation), dtype)
-    assert torch.equal(found, warpgroup_product(x, weight, None, activation, plan))
-    first = warpgroup_product(x[:1], weight, None, activation, plan)
-    assert torch.equal(first, found[:1]), "a row depends on the others"
-    if not activation:
-        bias = random(n, dtype=dtype, device=device)
-        found = warpgroup_product(x, weight, bias, "", plan)
-        assert_close(found, expected_product(x, weight, bias), dtype)
-
-
 def check_partial_sums(rows, device):
     x, weight = random(rows, 320, dtype=BRAIN, device=device), weight_of(72, 320, BRAIN, device)
     plan = WarpgroupPlan(64, 32, 2, 64, 3, 3)
@@ -98,7 +84,7 @@ def check_squares(rows, device):
 @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
 @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
 def test_emulated(rows, n, k, plan, activation, dtype, emulated):
-    check_product(rows, n, k, plan, activation, dtype, "cpu")
+    check_rows_alone(warpgroup_product, rows, n, k, plan, activation, dtype, "cpu")
 
 
 @pytest.mark.parametrize("rows", [40, 150])
@@ -117,7 +103,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
     @pytest.mark.parametrize(("rows", "n", "k", "plan"), CASES)
     def test_small_shapes(self, rows, n, k, plan, activation, dtype):
-        check_product(rows, n, k, plan, activation, dtype, "cuda")
+        check_rows_alone(warpgroup_product, rows, n, k, plan, activation, dtype, "cuda")
 
     @pytest.mark.parametrize("rows", [40, 150])
     def test_partial_sums_and_squares(self, rows):
