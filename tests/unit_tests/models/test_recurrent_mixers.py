@@ -1,20 +1,45 @@
-"""Mixers of recurrent layers over ranks, and read by Megatron: Mamba-2's and Gated DeltaNet's."""
+"""Mixers of recurrent layers, Mamba-2's and Gated DeltaNet's: over ranks, in checkpoints of
+Megatron and of training, and what stands around them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_async.checkpoints import load_model, open_model
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
-from megatron_async.models.hybrid import build_model, init_dummy_weights
-from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.checkpoints.torch_dist import save_torch_dist
+from megatron_async.config import InferenceConfig
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.fitness import check_model
+from megatron_async.models.gated_delta import GatedDeltaMixer
+from megatron_async.models.hybrid import (
+    build_model,
+    hybrid_stack_spec,
+    init_dummy_weights,
+    transformer_config,
+)
+from megatron_async.models.norm import make_norm
+from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from megatron_async.models.partition import check_partition, mamba_sizes, recurrent_layers
+from megatron_async.ops.recurrent.gated_norms import gated_rms_norm
 from tests.support.ranks import run_ranks
 from tests.support.whole_sequence import whole_logits
 from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
+from tests.unit_tests.checkpoints.test_torch_dist import save_training
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 128, (21,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -23,6 +48,25 @@ FAMILIES = ("nemotron-3", "granite-moe", "qwen3-next", "qwen3.5")
 of `in_proj` together, and in strips; the latter with experts, and without."""
 TENSOR, EXPERTS = {"tensor_model_parallel": 2}, {"expert_model_parallel": 2}
 STAGES, SEQUENCE = {"pipeline_model_parallel": 2}, TENSOR | {"sequence_parallel": True}
+TINY = DUMMY_SHAPES["tiny-gated-delta"]
+MAMBA = ModelArchitecture(
+    "nemotron_h", 4, 64, 4, 2, 16, 96, 128, pattern="MM*-", activation="squared_relu",
+    position_embedding_type="none", mamba_num_heads=8, mamba_head_dim=16, mamba_state_dim=16,
+    mamba_num_groups=2,
+)  # fmt: skip
+KINDS = {"mamba": MAMBA, "mamba of one group": replace(MAMBA, mamba_num_groups=1), "delta": TINY}
+TWO = ParallelSizes(tensor_model_parallel=2)
+
+
+def mixer_of(model: Any, layer: int = 0) -> Any:
+    found = model.decoder.layers[layer]
+    return getattr(found, "mixer", None) or found.self_attention
+
+
+def strips_of(mixer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parts of a weight of the mixer's input, by name."""
+    strips = mixer.sizes.strips if weight is mixer.in_proj.weight else mixer.sizes.conv_strips
+    return dict(zip(strips, weight.data.split(list(strips.values())), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +155,347 @@ def described(state: dict[str, Any]) -> list[tuple[Any, ...]]:
         for part in (part for part in parts if "_extra_state" not in part.key):
             found.append((part.key, part.global_shape, part.global_offset, part.replica_id))
     return sorted(found, key=str)
+
+
+def _both_descriptions(kind: str) -> tuple[list[Any], list[Any]]:
+    """Our sharded state of a mixer, and Megatron's of the same parameters."""
+    model: Any = build_model(KINDS[kind], torch.float32, CPU, sizes=TWO)
+    mixer = mixer_of(model)
+    ours, local = described(mixer.sharded_state_dict("mixer.")), mixer.sizes
+    if kind == "mamba":
+        mixer.d_inner_local_tp, mixer.nheads_local_tp = local.inner, local.heads
+        mixer.ngroups_local_tp, mixer.d_state = local.groups, local.state_dim
+        return ours, described(MambaMixer.sharded_state_dict(mixer, "mixer."))
+    mixer.pg_collection, mixer.conv_bias, mixer.tp_size = model.pg_collection, False, 2
+    mixer.in_proj_dim, mixer.conv_dim_local_tp = mixer.whole_sizes.in_proj, local.conv
+    mixer.qk_dim_local_tp, mixer.v_dim_local_tp = local.keys, local.values
+    mixer.cp_size, mixer.num_value_heads = 1, mixer.whole_sizes.value_heads
+    mixer.num_v_heads_local_tp = local.value_heads
+    GatedDeltaNet._setup_variant_attrs(mixer)
+    return ours, described(GatedDeltaNet.sharded_state_dict(mixer, "mixer."))
+
+
+@pytest.mark.parametrize(
+    ("kind", "strips", "conv", "whole"),
+    [
+        ("mamba", ("z", "x", "B", "C", "dt"), ("weight", "bias"), {"D", "norm.weight"}),
+        (
+            "delta",
+            ("query", "key", "value", "z", "beta", "alpha"),
+            ("weight",),
+            {"out_norm.weight"},
+        ),
+    ],
+)
+def test_checkpoints_are_megatrons(
+    kind: str, strips: tuple[str, ...], conv: tuple[str, ...], whole: set[str]
+) -> None:
+    convolved = strips[1:4] if kind == "mamba" else strips[:3]
+    for rank, (ours, theirs) in enumerate(run_ranks(2, _both_descriptions, kind)):
+        names = {entry[0].removeprefix("mixer.") for entry in ours}
+        assert names == whole | {"dt_bias", "A_log", "out_proj.weight"} | {
+            *(f"in_proj.weight.{strip}" for strip in strips),
+            *(f"conv1d.{part}.{strip}" for part in conv for strip in convolved),
+        }
+        # The norm of Mamba-2 is a class of mamba-ssm's, which splits its weight as we do.
+        norm = [entry for entry in ours if entry[0] == "mixer.norm.weight"]
+        assert [entry[1:3] for entry in norm] == [((128,), (64 * rank,))] * (kind == "mamba")
+        others = [entry for entry in ours if entry not in norm]
+        assert others == [entry for entry in theirs if entry[0] != "mixer.norm.weight"]
+
+
+def _save_on_ranks(kind: str, folder: str) -> None:
+    model = build_model(KINDS[kind], torch.float32, CPU, sizes=TWO)
+    generator = torch.Generator().manual_seed(model.pg_collection.tp.rank())
+    on_all = ("norm.weight", "router.weight", "gate_weight")
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(generator=generator)
+        if name.endswith(on_all) or (parameter.dim() == 1 and "layernorm" in name):
+            parameter.data.fill_(0.5)
+    for mixer in (mixer_of(model, 0), mixer_of(model, 1)) if kind == "mamba of one group" else ():
+        for weight in (mixer.in_proj.weight, mixer.conv1d_weight, mixer.conv1d_bias):
+            strips = strips_of(mixer, weight)
+            strips["B"].fill_(0.25)
+            strips["C"].fill_(0.25)
+    save_torch_dist(model, KINDS[kind], None, Path(folder))
+    source = open_model(folder)
+    again = build_model(KINDS[kind], torch.float32, CPU, sizes=TWO)
+    source.load_weights(again)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_two_ranks_save_one_reads(kind: str, tmp_path: Path) -> None:
+    run_ranks(2, _save_on_ranks, kind, str(tmp_path))
+    mixer = mixer_of(load_model(tmp_path, torch.float32, CPU).model)
+    weight = mixer.in_proj.weight
+    if kind == "delta":
+        assert weight.unique(dim=0).size(0) == TINY.delta.in_proj
+        return
+    strips = strips_of(mixer, weight)
+    assert strips["z"].unique(dim=0).size(0) == len(strips["z"])
+    assert (strips["B"] == 0.25).all() == (kind == "mamba of one group")
+
+
+def arguments_of(trained: ModelArchitecture, **others: Any) -> dict[str, Any]:
+    """Of a training run of Megatron-LM, which say what the model is."""
+    values = trained.to_dict()
+    names = [*ARGUMENTS, *(MAMBA_ARGUMENTS if "M" in trained.pattern else DELTA_ARGUMENTS)]
+    names += MOE_ARGUMENTS if trained.num_moe_experts else ()
+    return {
+        **{name: values[name] for name in names},
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "group_query_attention": True,
+        "untie_embeddings_and_output_weights": True,
+        "norm_epsilon": 1e-5,
+        **others,
+    }
+
+
+ARGUMENTS = (
+    "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "max_position_embeddings",
+)  # fmt: skip
+"""Fields of `ModelArchitecture` that are arguments of Megatron-LM under the same name."""
+MOE_ARGUMENTS = ("moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size")
+MAMBA_ARGUMENTS = (
+    "mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups",
+    "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor",
+)  # fmt: skip
+DELTA_ARGUMENTS = (
+    "rotary_percent", "qk_layernorm", "attention_output_gate", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+DELTA_RUN = {"position_embedding_type": "rope", "apply_layernorm_1p": True, "swiglu": True}
+HYBRID = replace(DUMMY_SHAPES["tiny-hybrid"], pattern="MEM*-E")
+
+
+@pytest.mark.parametrize(
+    ("trained", "others"),
+    [
+        *(
+            (
+                replace(HYBRID, activation=activation),
+                {
+                    "position_embedding_type": "none",
+                    "swiglu": activation == "silu",
+                    "squared_relu": activation == "squared_relu",
+                    "hybrid_layer_pattern": "MEM|*-E",
+                },
+            )
+            for activation in ("squared_relu", "silu")
+        ),
+        (
+            replace(TINY, layernorm_epsilon=1e-5, rotary_base=500000.0),
+            DELTA_RUN
+            | {
+                "hybrid_layer_pattern": "GEG-|*E",
+                "moe_shared_expert_gate": True,
+                "rotary_base": 500000,
+            },
+        ),
+    ],
+    ids=["mamba-squared_relu", "mamba-silu", "delta"],
+)
+def test_checkpoints_of_training_load(
+    trained: ModelArchitecture, others: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build_model(trained, torch.float32, CPU)
+    init_dummy_weights(model)
+    args = arguments_of(trained, num_layers=6, num_experts=8, **others)
+    save_training(model, tmp_path / "m", args)
+    loaded = load_model(tmp_path / "m", torch.float32, CPU)
+    assert loaded.architecture == trained
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+def gpt_model(architecture: ModelArchitecture) -> Any:
+    """A `GPTModel` whose layers are those of our spec, two of the pattern in one, as Megatron-LM
+    trains with `experimental_attention_variant="gated_delta_net"`."""
+    config = transformer_config(architecture, torch.float32)
+    config.num_layers, config.hybrid_layer_pattern = architecture.num_layers, None
+    ours, layers = hybrid_stack_spec(config).submodules, []
+    mixers = {"G": ours.gdn_layer, "*": ours.attention_layer}
+    ffns = {"-": ours.mlp_layer, "E": ours.moe_layer}
+    for mixer, ffn in zip(architecture.pattern[::2], architecture.pattern[1::2], strict=True):
+        first, second = mixers[mixer].submodules, ffns[ffn].submodules
+        names = first.sharded_state_dict_keys_map | second.sharded_state_dict_keys_map
+        parts = {name: getattr(second, name) for name in ("pre_mlp_layernorm", "mlp", "mlp_bda")}
+        both = replace(first, **parts, sharded_state_dict_keys_map=names)
+        layers.append(ModuleSpec(module=TransformerLayer, submodules=both))
+    return GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=make_norm),
+        architecture.vocab_size,
+        architecture.max_position_embeddings,
+        position_embedding_type="none",
+        parallel_output=False,
+        share_embeddings_and_output_weights=False,
+        pg_collection=ensure_process_groups(),
+    )
+
+
+@pytest.mark.parametrize("frequency", [3, [1, 1, 0]])
+def test_gpt_model_checkpoints_of_training_load(frequency: Any, tmp_path: Path) -> None:
+    trained = replace(TINY, layernorm_epsilon=1e-5, pattern="G-G-*-", **DENSE)
+    args = arguments_of(
+        trained,
+        num_layers=3,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=frequency,
+        **DELTA_RUN,
+    )
+    model = gpt_model(trained)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    save_training(model, tmp_path / "m", args, {"non_homogeneous_layers": True})
+    loaded = load_model(tmp_path / "m", torch.float32, CPU)
+    assert loaded.architecture == trained
+    theirs = dict(model.named_parameters())
+    for name, parameter in loaded.model.named_parameters():
+        parts = name.replace("final_norm", "final_layernorm").split(".")
+        if parts[1] == "layers":
+            parts[2] = str(int(parts[2]) // 2)
+        assert torch.equal(parameter, theirs.pop(".".join(parts))), name
+    assert not theirs
+    with pytest.raises(ConfigurationError, match="2 recurrent layers, where the context has room"):
+        check_model(model, model.config, InferenceConfig(max_sequence_length=64))
+    args["linear_attention_freq"] = None
+    save_training(model, tmp_path / "other", args, {"non_homogeneous_layers": True})
+    with pytest.raises(CheckpointError, match="linear_attention_freq = None must be"):
+        load_model(tmp_path / "other", torch.float32, CPU)
+
+
+DENSE = {
+    "num_moe_experts": 0, "moe_router_topk": 0, "moe_ffn_hidden_size": 0,
+    "moe_shared_expert_intermediate_size": 0, "moe_shared_expert_gate": False,
+}  # fmt: skip
+
+
+def _dummy_part(name: str) -> dict[str, list[float]]:
+    source = open_model(name)
+    model = build_model(source.architecture, torch.float32, CPU, sizes=ParallelSizes(2))
+    source.load_weights(model)
+    mixer = mixer_of(model)
+    return {"in_proj": mixer.in_proj.weight.tolist(), "A_log": mixer.A_log.tolist()}
+
+
+@pytest.mark.parametrize("name", ["dummy:tiny-hybrid", "dummy:tiny-gated-delta"])
+def test_dummy_weights_do_not_depend_on_ranks(name: str) -> None:
+    model = load_model(name, torch.float32, CPU).model
+    mixer = mixer_of(model)
+    if name == "dummy:tiny-hybrid":
+        assert (mixer.D == 1).all()
+    else:
+        assert (mixer.out_norm.weight == 0).all(), "norms multiply by 1"
+        assert (model.decoder.final_norm.weight == 0).all()
+    halves = [part.chunk(2) for part in strips_of(mixer, mixer.in_proj.weight).values()]
+    for rank, found in enumerate(run_ranks(2, _dummy_part, name)):
+        expected = torch.cat([half[rank] for half in halves])
+        assert torch.equal(torch.tensor(found["in_proj"]), expected)
+        assert torch.equal(torch.tensor(found["A_log"]), mixer.A_log.chunk(2)[rank])
+
+
+def test_gated_norm() -> None:
+    y, z, weight = torch.randn(5, 12), torch.randn(5, 20)[:, :12], torch.randn(12)
+    found = gated_rms_norm.reference(y, z, weight, 3, 1e-5)
+    for group in range(3):
+        part = slice(4 * group, 4 * group + 4)
+        gated = y[:, part] * z[:, part] * torch.sigmoid(z[:, part])
+        normed = torch.nn.functional.rms_norm(gated, (4,), weight[part], 1e-5)
+        torch.testing.assert_close(found[:, part], normed)
+
+
+def test_sizes_of_a_rank() -> None:
+    assert TINY.delta.of_rank(2).strips == {
+        "query": 16, "key": 16, "value": 32, "z": 32, "beta": 2, "alpha": 2,
+    }  # fmt: skip
+    assert TINY.delta.of_rank(2).state_shape == (2, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ranks", "message"),
+    [
+        (replace(MAMBA, num_query_groups=4), 4, "=4 does not divide the model's 2"),
+        (
+            replace(MAMBA, num_query_groups=4, mamba_num_heads=9),
+            2,
+            r"2 does not divide the model's 9 Mamba-2 heads",
+        ),
+        (
+            replace(TINY, num_query_groups=4),
+            4,
+            "=4 does not divide the model's 2 Gated DeltaNet key",
+        ),
+    ],
+)
+def test_what_cannot_be_split(architecture: ModelArchitecture, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_partition(architecture, ParallelSizes(ranks), "local")
+
+
+def test_what_a_stage_needs_room_for() -> None:
+    config = transformer_config(MAMBA, torch.bfloat16, ParallelSizes(2, 2))
+    assert config.hybrid_layer_pattern == "MM|*-"
+    found = []
+    for config.pipeline_stage in (0, 1):
+        found.append(recurrent_layers(config))
+    assert found == ["MM", ""]
+    rank = mamba_sizes(config).of_rank(2)
+    assert (rank.state_shape, rank.conv) == ((4, 16, 16), 96)
+    assert recurrent_layers(transformer_config(DUMMY_SHAPES["tiny"], torch.bfloat16)) == ""
+
+
+def test_a_context_of_other_groups() -> None:
+    model = build_model(MAMBA, torch.float32, CPU)
+    other = transformer_config(replace(MAMBA, mamba_num_groups=4), torch.float32)
+    with pytest.raises(ConfigurationError, match=r"Mamba-2 sizes MambaSizes.*groups=2.*has room"):
+        check_model(model, other, InferenceConfig())
+    check_model(model, model.config, InferenceConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_key_heads": 4}, "a layer's Gated DeltaNet sizes"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim=3"),
+        ({"layernorm_zero_centered_gamma": False}, "layernorm_zero_centered_gamma=False, which a"),
+    ],
+)
+def test_a_context_of_another_model(changes: dict[str, Any], message: str) -> None:
+    model = build_model(TINY, torch.float32, CPU)
+    config = transformer_config(TINY, torch.float32)
+    for name, value in changes.items():
+        setattr(config, name, value)
+        setattr(model.config, name, value)
+    for module in model.modules():
+        if isinstance(module, GatedDeltaMixer):
+            module.config = config
+    with pytest.raises(ConfigurationError, match=message):
+        check_model(model, config, InferenceConfig(max_sequence_length=64))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (MAMBA, "Mamba2Mixer runs only inside the engine"),
+        (TINY, "Megatron-Core's own GatedDeltaNet"),
+    ],
+)
+def test_outside_of_the_engine(architecture: ModelArchitecture, message: str) -> None:
+    model = build_model(architecture, torch.float32, CPU)
+    with pytest.raises(RuntimeError, match=message):
+        mixer_of(model)(torch.zeros(1, 1, 64))
+
+
+def test_layers_are_counted() -> None:
+    model = build_model(MAMBA, torch.float32, CPU)
+    assert [mixer_of(model, n).state_layer_index for n in (0, 1)] == [0, 1]
+
+
+def test_value_heads_share_key_heads() -> None:
+    with pytest.raises(ValueError, match="linear_num_value_heads = 3 must be a multiple"):
+        ModelArchitecture.from_dict(TINY.to_dict() | {"linear_num_value_heads": 3})
