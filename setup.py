@@ -79,7 +79,7 @@ setup(
     package_data={
         "megatron_async": [
             "py.typed",
-            "profiling/*.html",
+            "lab/*.html",
             "checkpoints/layers/*",
             "server/page/*",
         ],

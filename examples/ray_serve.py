@@ -16,8 +16,8 @@ import time
 import ray
 from ray import serve
 
-from megatron_async.fleet.ray_app import FleetSettings, build
-from megatron_async.fleet.ray_environment import set_for_cluster
+from megatron_async.ray.app import FleetSettings, build
+from megatron_async.ray.environment import set_for_cluster
 
 
 def main() -> None:

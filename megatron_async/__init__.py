@@ -17,15 +17,15 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
-    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_async.llm import LLM
-    from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import (
-        GPTInferenceWrapper,
-    )
+    from megatron_async.planning.dynamic_context import DynamicInferenceContext
     from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
     from megatron_async.requests.sampling_params import SamplingParams
-    from megatron_async.text_generation_controllers.text_generation_controller import (
+    from megatron_async.step.gpt_inference_wrapper import (
+        GPTInferenceWrapper,
+    )
+    from megatron_async.step.text_generation_controller import (
         TextGenerationController,
     )
 
@@ -37,10 +37,10 @@ _EXPORTS = {
     "DynamicInferenceRequest": "requests.inference_request",
     "Status": "requests.inference_request",
     "StructuredOutput": "text.structured_output",
-    "DynamicInferenceContext": "contexts.dynamic_context",
-    "DynamicInferenceEngine": "engines.dynamic_engine",
-    "TextGenerationController": "text_generation_controllers.text_generation_controller",
-    "GPTInferenceWrapper": "model_inference_wrappers.gpt.gpt_inference_wrapper",
+    "DynamicInferenceContext": "planning.dynamic_context",
+    "DynamicInferenceEngine": "engine.dynamic_engine",
+    "TextGenerationController": "step.text_generation_controller",
+    "GPTInferenceWrapper": "step.gpt_inference_wrapper",
 }
 __all__ = [
     "LLM",

@@ -106,7 +106,7 @@ class InferenceConfig:
     mixed_step_tokens: int | None = None
     """Tokens of a step that has running requests, while few prompt tokens wait. A step may always
     have half of those that wait. Running requests wait for a step's prompts, so long prompts are
-    prefilled in several (`engines/prompt_share.py`). With `target_tpot_ms` the target decides.
+    prefilled in several (`engine/prompt_share.py`). With `target_tpot_ms` the target decides.
     None: with captured steps a number that is measured at start, else as many as `max_tokens`."""
 
     target_tpot_ms: float | None = None

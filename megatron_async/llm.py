@@ -21,13 +21,10 @@ from megatron_async.checkpoints.registry import shipped_draft_layer
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import MOST_LOOKAHEAD, InferenceConfig
-from megatron_async.contexts.default_length import default_max_sequence_length
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine, Prompt
 from megatron_async.errors import ConfigurationError
 from megatron_async.interrupts import HeldInterrupts
-from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
@@ -35,12 +32,18 @@ from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
 from megatron_async.ops.cpu.compile_loops import compile_missing
 from megatron_async.other_names import answers_keywords, check_engine_names
+from megatron_async.planning.default_length import default_max_sequence_length
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.join_group import join_group
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 from megatron_async.requests.generation_keys import tell_passed_over
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.step.text_generation_controller import (
+    TextGenerationController,
+)
 from megatron_async.text.conversation import (
     RAW_CHAT,
     Conversation,
@@ -48,13 +51,10 @@ from megatron_async.text.conversation import (
     conversations,
     is_raw_chat,
 )
-from megatron_async.text_generation_controllers.text_generation_controller import (
-    TextGenerationController,
-)
 
 logger = logging.getLogger(__name__)
 
-RECORDER = "megatron_async.simulation.recorder"
+RECORDER = "megatron_async.lab.recorder"
 """Module of `Recorder`: by name, as its room stands beside the engine and no other imports it."""
 LOADING_TIMEOUT_S = 3600.0
 """Seconds by which ranks may differ in the time to load their weights (a cold disk)."""

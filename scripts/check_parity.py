@@ -6,7 +6,7 @@ or `transformers` in float32 (--reference transformers, which needs the dev extr
 with the weights as --dtype holds them, so what may differ is the arithmetic alone.
 
 Where a request's tokens part from the reference's, the reference's logits are computed again from
-the tokens before, which both share. A near tie (megatron_async/parity/divergence.py says how near)
+the tokens before, which both share. A near tie (megatron_async/lab/divergence.py says how near)
 is printed and passes, unless --exact is given. Anything else is a FAIL, and the exit code is 1.
 
     python scripts/check_parity.py --model smollm2 --device cuda --dtype bfloat16
@@ -44,8 +44,8 @@ from megatron_async.cli.ranks import (
     has_other_ranks,
     is_first_rank,
 )
-from megatron_async.parity.divergence import Divergence, find_divergences
-from megatron_async.parity.references import (
+from megatron_async.lab.divergence import Divergence, find_divergences
+from megatron_async.lab.references import (
     EngineReference,
     Reference,
     TransformersReference,

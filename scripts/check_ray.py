@@ -31,8 +31,8 @@ import psutil
 import ray
 from ray import serve
 
-from megatron_async.fleet.ray_app import FleetSettings, build
-from megatron_async.fleet.ray_environment import set_for_cluster
+from megatron_async.ray.app import FleetSettings, build
+from megatron_async.ray.environment import set_for_cluster
 
 MODEL = "smollm2"
 ENGINE = {"device": "cpu", "dtype": "float32", "max_sequence_length": 256, "max_requests": 50}

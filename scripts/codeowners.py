@@ -16,17 +16,16 @@ HEAD = f"""\
 """
 PARTS = {
     "context: the books, and the device's view of them": (
-        "contexts", "device_state", "rollback", "ops",
+        "planning", "device_state", "rollback", "ops",
     ),
     "controller: a step's work on the device": (
-        "captured_steps", "devices", "model_inference_wrappers", "models", "pipeline",
-        "text_generation_controllers",
+        "step", "models", "devices",
     ),
     "engine: requests, the loop, ranks, what is counted": (
-        "communication", "engines", "observe", "parity", "profiling", "ranks", "requests", "text",
+        "engine", "requests", "text", "observe", "ranks", "communication",
     ),
     "models from outside": ("checkpoints", "compat"),
-    "services and tools": ("cli", "fleet", "lab", "server", "serving", "simulation"),
+    "services and tools": ("serving", "server", "cli", "ray", "lab"),
 }  # fmt: skip
 """Sub-packages by part."""
 OWNERS = dict.fromkeys(PARTS, MAINTAINERS)

@@ -34,17 +34,15 @@ from typing import cast
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_async"
 STEP_PATH = (
-    "contexts",
+    "planning",
     "device_state",
-    "engines",
+    "engine",
     "observe",
-    "pipeline",
     "ranks",
     "rollback",
-    "text_generation_controllers",
+    "step",
     "models",
     "ops",
-    "model_inference_wrappers",
 )
 HOST_ONLY = ("cpu",)
 """Folders of `ops` that run on a CPU and nowhere else: their tensors are in host

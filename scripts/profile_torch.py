@@ -14,8 +14,8 @@ from dataclasses import asdict
 import torch
 
 from megatron_async import LLM
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.gpu_profile import (
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.gpu_profile import (
     FIRST_KERNEL,
     HEADER,
     device_activities,
@@ -23,7 +23,7 @@ from megatron_async.profiling.gpu_profile import (
     kernel_shares,
     profile_device,
 )
-from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
+from megatron_async.lab.workloads import start_steady_decode, steady_decode_tokens
 
 MAX_TOKENS = 8192
 

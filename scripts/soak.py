@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron_async import LLM, DynamicInferenceEngine, InferenceConfig, SamplingParams
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.model_less import ModelLessEngine
+from megatron_async.lab.model_shape import ModelShape
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.planning.step_plan import IntArray, StepPlan
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.simulation.model_less import ModelLessEngine
-from megatron_async.simulation.model_shape import ModelShape
 
 STOP_TOKENS = 8
 """Tokens 0 .. 7 end the requests that have stop tokens."""

@@ -21,15 +21,15 @@ export PATH=$PWD/.venv/bin:$PATH
 # checkpoints, scripts. No file of it takes more than 45 s of CPU time, all of them about 4 minutes.
 quick=(
     tests/unit_tests/cli
-    tests/unit_tests/contexts
+    tests/unit_tests/planning
     tests/unit_tests/device_state
     tests/unit_tests/devices
-    tests/unit_tests/engines
+    tests/unit_tests/engine
     tests/unit_tests/requests
     tests/unit_tests/rollback
     tests/unit_tests/scripts/test_lint_no_sync.py
     tests/unit_tests/serving
-    tests/unit_tests/simulation
+    tests/unit_tests/lab
     tests/unit_tests/text
     tests/unit_tests/test_*.py
     tests/functional_tests/lifecycle/test_abort_phases.py

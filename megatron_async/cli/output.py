@@ -16,7 +16,7 @@ from megatron_async.cli.files import reason, written_as
 from megatron_async.cli.terminal import WordWrap
 
 if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine, Prompt
+    from megatron_async.engine.dynamic_engine import DynamicInferenceEngine, Prompt
     from megatron_async.requests.inference_request import DynamicInferenceRequest
     from megatron_async.requests.sampling_params import SamplingParams
 

@@ -39,7 +39,7 @@ class RecurrentState(PerSlotState):
     """The pools of all recurrent layers of a stage. Without memory until `allocate`.
 
     A slot's row is its own number. With a `table` a slot may have any row, and other rows hold
-    snapshots, from which requests begin (`contexts/state_rows.py`). The last row is for rows
+    snapshots, from which requests begin (`planning/state_rows.py`). The last row is for rows
     without a request.
 
     A row's new owner never reads the data of the previous owner: a sequence begins at position 0,

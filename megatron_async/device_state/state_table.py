@@ -2,7 +2,7 @@
 
 A request's row is stored by slot, like its block table. For each prefill chunk, the plan has the
 row, the row from which the chunk begins, and the rows for snapshots of its scan; it also has the
-rows for snapshots of decode rows (`contexts/state_rows.py`). One kernel reads these from the step's
+rows for snapshots of decode rows (`planning/state_rows.py`). One kernel reads these from the step's
 bookkeeping, because a captured step's addresses are fixed.
 """
 

@@ -27,9 +27,9 @@ from megatron_async.cli.ranks import has_other_ranks
 from megatron_async.cli.terminal import STARTING, raise_interrupts, said_meanwhile
 
 if TYPE_CHECKING:
+    from megatron_async.lab.arrival_trace import TraceRequest
+    from megatron_async.lab.trace_server import ServedTrace
     from megatron_async.llm import LLM
-    from megatron_async.profiling.arrival_trace import TraceRequest
-    from megatron_async.profiling.trace_server import ServedTrace
 
 
 def measure_engine(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -48,8 +48,8 @@ def measure_engine(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     check_early(arguments.model, options)
 
     with said_meanwhile(STARTING):
+        from megatron_async.lab.arrival_trace import LengthDistribution, poisson_trace
         from megatron_async.llm import LLM
-        from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
 
     options.setdefault("max_sequence_length", longest_in + longest_out)
     progress = not arguments.no_progress and sys.stderr.isatty()
@@ -86,7 +86,7 @@ def measure_engine(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 def _served(llm: LLM, trace: Sequence[TraceRequest], progress: bool, what: str) -> ServedTrace:
     from tqdm import tqdm
 
-    from megatron_async.profiling.trace_server import serve_trace
+    from megatron_async.lab.trace_server import serve_trace
 
     with tqdm(
         total=len(trace), unit="request", desc=what, disable=None if progress else True, leave=False
@@ -100,7 +100,7 @@ def _served(llm: LLM, trace: Sequence[TraceRequest], progress: bool, what: str) 
 
 
 def _figures(runs: Sequence[ServedTrace]) -> dict[str, Any]:
-    from megatron_async.profiling.benchmark_record import distribution
+    from megatron_async.lab.benchmark_record import distribution
 
     requests = [request for run in runs for request in run.requests]
     seconds = sum(run.duration_s for run in runs)
@@ -149,8 +149,8 @@ def measure_server(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         raise ValueError("--api-key has what no header may have: give printable ASCII.")
     name = _served_name(url, arguments.api_key, arguments.model)
 
-    from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
-    from megatron_async.profiling.http_trace import AnswerError, HttpReaders, HttpServer
+    from megatron_async.lab.arrival_trace import LengthDistribution, poisson_trace
+    from megatron_async.lab.http_trace import AnswerError, HttpReaders, HttpServer
 
     prompts, outputs = (
         LengthDistribution(mean, 4 * mean, arguments.length_sigma)
@@ -169,7 +169,7 @@ def measure_server(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     except AnswerError as error:
         raise ValueError(f"{url}: {error}") from error
 
-    from megatron_async.profiling.benchmark_record import distribution
+    from megatron_async.lab.benchmark_record import distribution
 
     metrics = {
         "ttft": [1e3 * r.ttft_s for r in served],
@@ -386,7 +386,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     print(title)
     print("\n".join(table(figures)))
     if arguments.json is not None:
-        from megatron_async.profiling.benchmark_record import write_record
+        from megatron_async.lab.benchmark_record import write_record
 
         settings = {k: v for k, v in vars(arguments).items() if k not in ("run", "api_key")}
         write_record(arguments.json, f"bench {arguments.kind}", settings, [figures])

@@ -125,10 +125,10 @@ def run_simulate_fleet(arguments: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from megatron_async.profiling.benchmark_record import write_record
-    from megatron_async.simulation.fleets.fleet_jobs import TraceSource, run_jobs
-    from megatron_async.simulation.fleets.trace_files import write_trace
-    from megatron_async.simulation.fleets.traced_requests import hit_ceiling
+    from megatron_async.lab.benchmark_record import write_record
+    from megatron_async.lab.fleets.fleet_jobs import TraceSource, run_jobs
+    from megatron_async.lab.fleets.trace_files import write_trace
+    from megatron_async.lab.fleets.traced_requests import hit_ceiling
 
     source = TraceSource(arguments.trace, arguments.rate, arguments.num_requests, arguments.seed)
     if arguments.write_trace:
@@ -161,8 +161,8 @@ def check_options(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: an option that cannot be honoured.
     """
+    from megatron_async.lab.fleets.session_traces import KINDS
     from megatron_async.serving.routing import make_policy
-    from megatron_async.simulation.fleets.session_traces import KINDS
 
     for name in arguments.policy:
         make_policy(name)
@@ -195,7 +195,7 @@ def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[
         longest: tokens of its longest sequence.
     """
     from megatron_async.config import InferenceConfig
-    from megatron_async.simulation.fleets.fleet_jobs import FleetJob
+    from megatron_async.lab.fleets.fleet_jobs import FleetJob
 
     shape, machine = load_machine(arguments.machine)
     options = {name: getattr(arguments, name) for name, *_ in ENGINE_OPTIONS}

@@ -18,8 +18,8 @@ from megatron_async.cli.parser import add_model, take_model
 from megatron_async.cli.terminal import STARTING, raise_interrupts, said_meanwhile
 
 if TYPE_CHECKING:
+    from megatron_async.lab.profile_workload import ProfileWorkload
     from megatron_async.llm import LLM
-    from megatron_async.profiling.profile_workload import ProfileWorkload
 
 WORKLOADS = ("steady", "churn", "trace")
 
@@ -83,7 +83,7 @@ examples:
 def run_profile(arguments: argparse.Namespace) -> int:
     """Run the workload and write its profile."""
     arguments.model = take_model(arguments, default="smollm2")
-    from megatron_async.profiling.profile_workload import ProfileWorkload
+    from megatron_async.lab.profile_workload import ProfileWorkload
 
     options = {name: getattr(arguments, name) for name, *_ in WORKLOAD_OPTIONS}
     workload = ProfileWorkload(arguments.workload, **options)
@@ -91,9 +91,9 @@ def run_profile(arguments: argparse.Namespace) -> int:
     folder = writable_folder(arguments.out)
 
     with said_meanwhile(STARTING):
+        from megatron_async.lab.profile_run import record_workload, write_profile
+        from megatron_async.lab.step_gaps import gap_text
         from megatron_async.llm import LLM
-        from megatron_async.profiling.profile_run import record_workload, write_profile
-        from megatron_async.profiling.step_gaps import gap_text
 
     progress = not arguments.no_progress
     with LLM(

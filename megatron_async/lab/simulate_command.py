@@ -19,9 +19,9 @@ from megatron_async.cli.options import HelpFormatter
 
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
-    from megatron_async.profiling.arrival_trace import LengthDistribution
-    from megatron_async.simulation.device_times import Machine, Reach
-    from megatron_async.simulation.model_shape import ModelShape
+    from megatron_async.lab.arrival_trace import LengthDistribution
+    from megatron_async.lab.device_times import Machine, Reach
+    from megatron_async.lab.model_shape import ModelShape
 
 Setting = tuple[float, int, float | None]
 """Arrivals a second, lookahead, and `target_tpot_ms`."""
@@ -152,7 +152,7 @@ def machine_words(prefix: str, **_: Any) -> list[str]:
     """Machines of `simulate` with built-in times, and recordings."""
     from argcomplete.completers import FilesCompleter
 
-    from megatron_async.simulation.device_times import MACHINES
+    from megatron_async.lab.device_times import MACHINES
 
     return [*(n for n in MACHINES if n.startswith(prefix)), *FilesCompleter()(prefix)]
 
@@ -190,8 +190,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     )
     check_settings(arguments, settings)
 
-    from megatron_async.profiling.benchmark_record import write_record
-    from megatron_async.profiling.trace_server import latency_lines, setting_cells
+    from megatron_async.lab.benchmark_record import write_record
+    from megatron_async.lab.trace_server import latency_lines, setting_cells
 
     shape, machine = load_machine(arguments.machine)
     if arguments.draft_us:
@@ -251,7 +251,7 @@ def check_machine(name: str) -> None:
     Raises:
         ValueError: neither built in nor a file.
     """
-    from megatron_async.simulation.device_times import MACHINES
+    from megatron_async.lab.device_times import MACHINES
 
     if name not in MACHINES and not Path(name).is_file():
         raise ValueError(
@@ -283,15 +283,15 @@ def load_machine(name: str) -> tuple[ModelShape, Machine]:
     """
     check_machine(name)
 
+    from megatron_async.lab.device_times import MACHINES
+    from megatron_async.lab.model_shape import ModelShape
     from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-    from megatron_async.simulation.device_times import MACHINES
-    from megatron_async.simulation.model_shape import ModelShape
 
     if name in MACHINES:
         architecture = DUMMY_SHAPES[name.partition(":")[2]]
         return ModelShape.of_architecture(architecture, "bfloat16"), MACHINES[name]
-    from megatron_async.simulation.fit import fit_machine
-    from megatron_async.simulation.recording import load_recording
+    from megatron_async.lab.fit import fit_machine
+    from megatron_async.lab.recording import load_recording
 
     recording = load_recording(name)
     return recording.shape, fit_machine(recording)
@@ -308,8 +308,8 @@ def simulate_one(
     """Figures of one setting."""
     from tqdm import tqdm
 
-    from megatron_async.profiling.arrival_trace import poisson_trace
-    from megatron_async.simulation.simulator import simulate
+    from megatron_async.lab.arrival_trace import poisson_trace
+    from megatron_async.lab.simulator import simulate
 
     prompts, outputs = trace_lengths(arguments)
     count, seed = arguments.num_requests, arguments.seed
@@ -335,7 +335,7 @@ def trace_lengths(
         ConfigurationError: a mean beyond the longest, or a deviation that is none.
     """
     from megatron_async.errors import ConfigurationError
-    from megatron_async.profiling.arrival_trace import LengthDistribution
+    from megatron_async.lab.arrival_trace import LengthDistribution
 
     for name, longest in MEANS.items():
         mean, most = getattr(arguments, name), getattr(arguments, longest)
@@ -381,8 +381,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
     """Replay a recording and say how it went."""
     check_recording("FILE", arguments.file)
 
-    from megatron_async.simulation.recording import load_recording
-    from megatron_async.simulation.replay import Replay, describe_state
+    from megatron_async.lab.recording import load_recording
+    from megatron_async.lab.replay import Replay, describe_state
 
     recording = load_recording(arguments.file, allow_truncated=arguments.allow_truncated)
     replay = Replay(recording)

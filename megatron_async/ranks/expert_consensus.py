@@ -13,12 +13,12 @@ import asyncio
 import time
 from typing import Protocol, override
 
-from megatron_async.contexts.step_plan import StepShape
+from megatron_async.planning.step_plan import StepShape
 from megatron_async.ranks.actions import Launch
 from megatron_async.ranks.leader import CONFIRMATION_TIMEOUT_S, Leader, failed_alone
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.request_registry import RequestRegistry
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.step.text_generation_controller import LaunchedStep
 
 
 class Communicator(Protocol):

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from megatron_async.contexts.step_plan import StepPlan, StepShape
 from megatron_async.errors import CommunicationTimeout, RanksDisagree
 from megatron_async.interrupts import HeldInterrupts
+from megatron_async.planning.step_plan import StepPlan, StepShape
 from megatron_async.ranks.actions import (
     Action,
     Close,
@@ -19,7 +19,7 @@ from megatron_async.ranks.actions import (
 )
 from megatron_async.ranks.plan_digest import plan_digest, sample_digest
 from megatron_async.ranks.rank_group import WATCH_EVERY_S, Channel, ConnectedGroup
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.step.text_generation_controller import LaunchedStep
 
 IDLE_S = 0.5
 """Seconds within which a follower that waits for its leader heeds Ctrl-C."""

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any, override
 
-from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.errors import RanksDisagree
 from megatron_async.interrupts import HeldInterrupts
+from megatron_async.planning.step_plan import StepPlan
 from megatron_async.ranks.actions import (
     Abort,
     Action,
@@ -28,7 +28,7 @@ from megatron_async.ranks.actions import (
 from megatron_async.ranks.plan_digest import PlanComparer, plan_digest, sample_digest
 from megatron_async.ranks.rank_group import Channel, ConnectedGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.step.text_generation_controller import LaunchedStep
 
 CONFIRMATION_TIMEOUT_S = 5.0
 """Seconds. Ranks launch a step together, so a failure on all ranks occurs within a step's time."""

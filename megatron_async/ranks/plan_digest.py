@@ -8,10 +8,10 @@ from zlib import crc32
 
 import numpy as np
 
-from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.errors import RanksDisagree
+from megatron_async.planning.step_plan import StepPlan
 from megatron_async.ranks.actions import Digests
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.step.text_generation_controller import LaunchedStep
 
 MOST_KEPT = 4096
 """Most digests that are kept for comparison; older ones are dropped."""

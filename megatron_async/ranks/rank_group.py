@@ -12,13 +12,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, override
 
-from megatron_async.contexts.step_plan import StepPlan, StepShape
 from megatron_async.devices import Event
 from megatron_async.errors import JobFailed
+from megatron_async.planning.step_plan import StepPlan, StepShape
 from megatron_async.ranks.actions import Report, Turn
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.request_registry import RequestRegistry
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.step.text_generation_controller import LaunchedStep
 
 WATCH_EVERY_S = 0.05
 """Seconds between two checks whether the other ranks are alive, during a wait for the device."""

@@ -1,4 +1,4 @@
 """What a request is: its prompt and parameters, their record on the device, its readers.
 
-Where a request's keys and values lie is in `contexts/`; text and grammars are in `text/`.
+Where a request's keys and values lie is in `planning/`; text and grammars are in `text/`.
 """

@@ -21,14 +21,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.request_slots import SlotState
-from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.planning.request_slots import SlotState
+from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.inference_request import Status
 from megatron_async.rollback.slot_shadows import SlotShadows
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.step.text_generation_controller import LaunchedStep
 
 
 class Invalidation:

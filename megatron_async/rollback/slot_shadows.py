@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.contexts.request_slots import RequestSlots, SlotState
-from megatron_async.contexts.step_plan import IntArray
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.device_state.slot_states import PerSlotState
 from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.planning.request_slots import RequestSlots, SlotState
+from megatron_async.planning.step_plan import IntArray
 
 SHADOWED_BYTES = 256
 """Most bytes of a state for a slot that are copied before each step."""

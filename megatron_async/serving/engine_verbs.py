@@ -20,7 +20,7 @@ from megatron_async.errors import JobFailed
 from megatron_async.observe.timeline import NO_OVERLAP, Span, StepWindow, Timeline
 
 if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_async.observe.timeline import Timeline
 
 logger = logging.getLogger("megatron_async")

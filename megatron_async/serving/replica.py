@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigurationError, CoordinatorLost, JobFailed
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 from megatron_async.requests.inference_request import DynamicInferenceRequest

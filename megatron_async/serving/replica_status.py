@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_async.contexts.request_slots import SlotState
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async.planning.request_slots import SlotState
 from megatron_async.requests.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_async.contexts.prefix_hashes import DIGEST_BYTES, block_hashes
 from megatron_async.errors import ConfigurationError
+from megatron_async.planning.prefix_hashes import DIGEST_BYTES, block_hashes
 
 BYTES_PER_TOKEN = 4
 """Assumed bytes of a text for each token: the coordinator has no tokenizer."""

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async.contexts.step_output import StepOutput
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+from megatron_async.planning.step_output import StepOutput
 from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
 
 EVERY_S = 0.004

@@ -18,11 +18,11 @@ from engine_loads.eventful_churn import LetterTokenizer
 
 from megatron_async import DynamicInferenceContext, DynamicInferenceEngine, InferenceConfig
 from megatron_async.checkpoints.registry import open_model
+from megatron_async.lab.benchmark_record import write_record
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
-from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.text_generation_controllers.text_generation_controller import (
+from megatron_async.step.text_generation_controller import (
     TextGenerationController,
 )
 

@@ -1,7 +1,7 @@
 """How much memory, which policy, how many replicas: simulated fleets that serve a trace in time.
 
 For each KV pool, block size and policy the fleets are simulated from the smallest to the largest
-(`megatron_async/simulation/fleets/`), and the table says of each the hit ratio and the time to the
+(`megatron_async/lab/fleets/`), and the table says of each the hit ratio and the time to the
 first token, and which is the smallest that keeps `--ttft-ms` for 99 % of the requests. No GPU is
 needed. An aim that no fleet keeps, for want of speed and not of memory, is a "-".
 """
@@ -16,11 +16,11 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_async.config import InferenceConfig
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.fleets.fleet_jobs import FleetJob, TraceSource, run_jobs
+from megatron_async.lab.fleets.traced_requests import hit_ceiling
 from megatron_async.lab.simulate_command import load_machine
-from megatron_async.profiling.benchmark_record import write_record
 from megatron_async.serving.routing import POLICIES
-from megatron_async.simulation.fleets.fleet_jobs import FleetJob, TraceSource, run_jobs
-from megatron_async.simulation.fleets.traced_requests import hit_ceiling
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -26,7 +26,7 @@ from kernel_cases.case import (
     microseconds,
 )
 
-from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.lab.benchmark_record import write_record
 
 MODULES = (linear, experts, recurrent, decode_attention, prefill_attention, fused_ops)
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}

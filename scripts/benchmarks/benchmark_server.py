@@ -51,7 +51,7 @@ from server_peers import (
 )
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.lab.benchmark_record import write_record
 from megatron_async.server.stream_hub import EVERY_S
 
 SETTLE_S = 0.3

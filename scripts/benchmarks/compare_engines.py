@@ -42,10 +42,10 @@ from engine_servers import COMMANDS, EngineSettings, model_folder, serving
 
 from megatron_async import LLM
 from megatron_async.errors import ConfigurationError
-from megatron_async.profiling.arrival_trace import LengthDistribution, TraceRequest, poisson_trace
-from megatron_async.profiling.benchmark_record import distribution, write_record
-from megatron_async.profiling.http_trace import HttpReaders, HttpServer, TimedRequest
-from megatron_async.profiling.trace_server import serve_trace
+from megatron_async.lab.arrival_trace import LengthDistribution, TraceRequest, poisson_trace
+from megatron_async.lab.benchmark_record import distribution, write_record
+from megatron_async.lab.http_trace import HttpReaders, HttpServer, TimedRequest
+from megatron_async.lab.trace_server import serve_trace
 
 ENGINES = ("ours", "ours-http", "vllm", "vllm-http", "sglang-http")
 Served = tuple[list[TimedRequest], float]

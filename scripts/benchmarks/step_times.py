@@ -22,14 +22,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_async.contexts.request_slots import SlotState
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.devices import Device
+from megatron_async.lab.benchmark_record import distribution
 from megatron_async.ops.sampling.sampling import SamplingMode
-from megatron_async.profiling.benchmark_record import distribution
+from megatron_async.planning.request_slots import SlotState
 
 if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_async.observe.statistics import EngineStatistics
 
 NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
@@ -133,7 +133,7 @@ def counted(before: EngineStatistics, after: EngineStatistics) -> dict[str, Any]
 
 
 if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 
 
 def replay_ms(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.listener import EngineListener
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.engine.listener import EngineListener
+from megatron_async.planning.step_plan import StepPlan
+from megatron_async.step.text_generation_controller import LaunchedStep
 
 
 class HiddenStates(EngineListener):

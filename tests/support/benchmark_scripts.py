@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_async.profiling import http_trace
+from megatron_async.lab import http_trace
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NOTE = {"benchmark", "date", "gpu", "commit", "torch", "settings", "figures"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import override
 
-from megatron_async.contexts.step_plan import StepShape
+from megatron_async.planning.step_plan import StepShape
 from megatron_async.ranks.rank_group import RankGroup
 
 

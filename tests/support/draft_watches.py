@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from megatron_async.ops.drafting.ngram_lookup import LONGEST, SEARCHED, SHORTEST
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.step.text_generation_controller import LaunchedStep
 from tests.support.harness import greedy, make_engine
 from tests.support.mtp_model import MtpModel
 

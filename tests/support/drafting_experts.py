@@ -11,11 +11,11 @@ import torch
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.checkpoints import open_model
-from megatron_async.contexts.step_plan import StepPlan, StepShape
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.planning.step_plan import StepPlan, StepShape
 from megatron_async.ranks.join_group import join_group
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.drafters import DRAFTERS

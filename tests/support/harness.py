@@ -22,7 +22,7 @@ from megatron_async.devices import CpuDevice, Device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.observe.timeline import Timeline
-from megatron_async.text_generation_controllers.drafting import Drafter
+from megatron_async.step.drafting import Drafter
 
 CPU = torch.device("cpu")
 EngineFactory = Callable[..., DynamicInferenceEngine]

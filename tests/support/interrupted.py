@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
 

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts import host_staging
-from megatron_async.contexts.host_staging import HostStaging
-from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
-from megatron_async.contexts.prefix_cache import PrefixCache
-from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.contexts.scheduler import Scheduler
-from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.device_state import gpu_view, unpack_step_reference
 from megatron_async.device_state.bookkeeping_layout import COUNT
 from megatron_async.ops.drafting.ngram_lookup import ngram_drafts
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
+from megatron_async.planning import host_staging
+from megatron_async.planning.host_staging import HostStaging
+from megatron_async.planning.kv_block_allocator import KVBlockAllocator
+from megatron_async.planning.prefix_cache import PrefixCache
+from megatron_async.planning.request_slots import RequestSlots
+from megatron_async.planning.scheduler import Scheduler
+from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.streaming import RequestStream, StreamChunk
-from megatron_async.text_generation_controllers.ngram_drafter import NgramDrafter
-from megatron_async.text_generation_controllers.text_generation_controller import (
+from megatron_async.step.ngram_drafter import NgramDrafter
+from megatron_async.step.text_generation_controller import (
     TextGenerationController,
 )
 from tests.support.planted_state_bugs import MTP_BUGS, RECURRENT_BUGS

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.contexts.prefix_cache import PrefixCache
-from megatron_async.contexts.request_slots import RequestSlots
-from megatron_async.contexts.state_rows import StateRows
 from megatron_async.device_state import recurrent_state
-from megatron_async.engines.step_booking import StepBooking
-from megatron_async.engines.turn import Turn
+from megatron_async.engine.step_booking import StepBooking
+from megatron_async.engine.turn import Turn
 from megatron_async.interrupts import HeldInterrupts
 from megatron_async.ops import all_ops
 from megatron_async.ops.drafting.draft_tokens import lay_out_entries
 from megatron_async.ops.drafting.hidden_states import keep_hidden
 from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.planning.prefix_cache import PrefixCache
+from megatron_async.planning.request_slots import RequestSlots
+from megatron_async.planning.state_rows import StateRows
 from megatron_async.rollback.slot_shadows import SlotShadows
 
 PREFILLS = ("mamba_prefill", "delta_prefill")

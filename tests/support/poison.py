@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts.kv_block_allocator import KVBlockAllocator
-from megatron_async.contexts.step_plan import IntArray
 from megatron_async.device_state.recurrent_state import RecurrentState
+from megatron_async.planning.kv_block_allocator import KVBlockAllocator
+from megatron_async.planning.step_plan import IntArray
 
 UNWRITTEN = 1e6
 """Fills a block that is handed out: a finite value, as an earlier owner's, that would change every

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts.request_slots import SlotState
+from megatron_async.planning.request_slots import SlotState
 
 MOST_TRIES = 100
 """More than there are requests, each of which may be evicted in one try."""

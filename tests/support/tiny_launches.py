@@ -17,13 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts import dynamic_context
-from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.device_state import state_table
-from megatron_async.engines.late_launch import LateLaunch, PromptLaunch
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.late_launch import LateLaunch, PromptLaunch
+from megatron_async.engine.listener import EngineListener
 from megatron_async.ops.recurrent import recurrent_pools, reference_parts
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
+from megatron_async.planning import dynamic_context
+from megatron_async.planning.step_plan import StepPlan
 
 GRID = 4
 MODULES = (dynamic_context, state_table, recurrent_pools, reference_parts)

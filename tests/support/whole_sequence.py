@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import inference_mode_active
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
 from megatron_async.models.norm import fold_norms
@@ -22,6 +21,7 @@ from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
+from megatron_async.step.gpt_inference_wrapper import inference_mode_active
 
 
 def recurrence(zxbcdt: Tensor, params: MambaParams, sizes: MambaSizes) -> Tensor:

@@ -1,4 +1,4 @@
-"""A script written for Megatron-Core finds the same names at the same paths in this package."""
+"""A script written for Megatron-Core finds the same names at the same paths in `compat`."""
 
 from importlib import import_module
 
@@ -23,4 +23,4 @@ PATHS = {
 @pytest.mark.parametrize(("path", "name"), [(p, n) for p, names in PATHS.items() for n in names])
 def test_names_are_where_megatron_has_them(path, name):
     assert hasattr(import_module(f"megatron.core.inference.{path}"), name)
-    assert hasattr(import_module(f"megatron_async.{path}"), name)
+    assert hasattr(import_module(f"megatron_async.compat.inference.{path}"), name)

@@ -11,8 +11,8 @@ from megatron_async.compat.conversions.coordinated_states import LASTING, Coordi
 from megatron_async.compat.conversions.logs import suspension_log
 from megatron_async.compat.conversions.request_book import RequestBook
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.engines.pausing import EngineState as OwnState
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engine.pausing import EngineState as OwnState
 from megatron_async.errors import EngineStopped
 
 

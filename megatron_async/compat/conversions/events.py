@@ -23,7 +23,7 @@ from megatron.core.inference.inference_request import (
 )
 from numpy.typing import NDArray
 
-from megatron_async.contexts.step_output import StepOutput
+from megatron_async.planning.step_output import StepOutput
 from megatron_async.requests.inference_request import DynamicInferenceEvent as OwnEvent
 from megatron_async.requests.inference_request import DynamicInferenceEventType as OwnType
 from megatron_async.requests.inference_request import DynamicInferenceRequest

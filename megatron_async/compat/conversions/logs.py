@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from megatron_async.contexts.step_plan import StepPlan
 from megatron_async.device_state.kv_cache import GIB
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from megatron_async.errors import ConfigurationError
 from megatron_async.observe.statistics import EngineStatistics
+from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.request_registry import RequestRegistry
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_async.compat.conversions.answers import complete, describe, set_prompt
 from megatron_async.compat.conversions.errors import to_overflow
 from megatron_async.compat.conversions.events import EpochStamps, TokenTimes
-from megatron_async.contexts.request_slots import RequestSlots
+from megatron_async.planning.request_slots import RequestSlots
 from megatron_async.requests.inference_request import DynamicInferenceRequest as OwnRequest
 
 

@@ -6,11 +6,11 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
     DecodeOnly,
 )
 
-from megatron_async.contexts.step_output import StepOutput
-from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from megatron_async.observe.statistics import EngineStatistics
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
+from megatron_async.planning.step_output import StepOutput
+from megatron_async.planning.step_plan import StepPlan
+from megatron_async.step.text_generation_controller import LaunchedStep
 
 
 class StepWatch(EngineListener):

@@ -17,7 +17,7 @@ from megatron_async.models.architecture import ATTENTION, RECURRENT
 from megatron_async.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.planning.dynamic_context import DynamicInferenceContext
 
 OURS = "megatron_async."
 FREE_SHARE = 0.5

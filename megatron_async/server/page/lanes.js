@@ -1,5 +1,5 @@
 // Steps as a picture: a CPU lane over a device lane, and the gaps between the device's steps. The
-// profile page (megatron_async/profiling) holds a copy of this file. A span is
+// profile page (megatron_async/lab) holds a copy of this file. A span is
 // [lane (0: CPU, 1: device), name, step, start, length], microseconds.
 
 const SPACE = "http://www.w3.org/2000/svg";

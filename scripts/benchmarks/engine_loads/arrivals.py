@@ -28,10 +28,10 @@ from engine_loads.options import add_trace_options, cells, heads, load_parser, m
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job
-from megatron_async.engines.late_launch import PromptLaunch
-from megatron_async.profiling.arrival_trace import TraceRequest
-from megatron_async.profiling.benchmark_record import distribution, write_record
-from megatron_async.profiling.workloads import greedy
+from megatron_async.engine.late_launch import PromptLaunch
+from megatron_async.lab.arrival_trace import TraceRequest
+from megatron_async.lab.benchmark_record import distribution, write_record
+from megatron_async.lab.workloads import greedy
 
 BLOCK_SIZE = 64
 AT_ONCE, LATE = "at once", "late"

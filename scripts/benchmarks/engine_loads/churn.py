@@ -20,8 +20,8 @@ from step_times import time_steps
 
 from engine_loads.options import add_model_options, cells, gaps_of, heads, load_parser, routed
 from megatron_async import LLM
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.workloads import Churn, start_steady_decode, steady_decode_tokens
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.workloads import Churn, start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
 BLOCK_SIZE = 64

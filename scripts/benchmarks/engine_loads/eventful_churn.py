@@ -9,7 +9,7 @@ import numpy as np
 from megatron_async.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 STOP_WORD = "qx"

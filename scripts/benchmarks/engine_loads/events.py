@@ -27,10 +27,10 @@ from megatron_async import (
     InferenceConfig,
     TextGenerationController,
 )
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.step_gaps import step_gaps
+from megatron_async.lab.workloads import start_steady_decode, steady_decode_tokens
 from megatron_async.observe.timeline import Timeline
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.step_gaps import step_gaps
-from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
 BLOCK_SIZE = 16

@@ -16,9 +16,9 @@ from step_times import time_steps
 
 from engine_loads.options import cells, heads, load_parser
 from megatron_async import LLM, SamplingParams
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.workloads import start_steady_decode, steady_decode_tokens
 
 Load = Callable[[int], SamplingParams]
 """How a row samples."""

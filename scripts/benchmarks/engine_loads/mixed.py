@@ -23,11 +23,11 @@ from step_times import time_steps
 
 from engine_loads.options import add_model_options, cells, heads, load_parser, routed
 from megatron_async import LLM
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.workloads import greedy, start_steady_decode, steady_decode_tokens
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.workloads import greedy, start_steady_decode, steady_decode_tokens
 
 if TYPE_CHECKING:
-    from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 
 BLOCK_SIZE = 64
 FIRST_STEPS = 6

@@ -10,19 +10,19 @@ from typing import Any
 from megatron_async.checkpoints.model_names import DUMMY, UNIFORM
 from megatron_async.config import DEFAULT_DRAFTS, STATE_DTYPES
 from megatron_async.errors import ConfigurationError
-from megatron_async.lab.simulate_command import parse_chances
-from megatron_async.profiling.arrival_trace import (
+from megatron_async.lab.arrival_trace import (
     LengthDistribution,
     TraceRequest,
     poisson_trace,
 )
-from megatron_async.profiling.gpu_profile import (
+from megatron_async.lab.gpu_profile import (
     FIRST_KERNEL,
     GapReport,
     device_activities,
     gap_report,
     profile_device,
 )
+from megatron_async.lab.simulate_command import parse_chances
 
 
 def load_parser(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from engine_loads.options import load_parser
 from megatron_async import LLM, SamplingParams
-from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.lab.benchmark_record import write_record
 
 
 def measure(lookahead: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from torch import nn
 
 from engine_loads.options import add_model_options, load_parser, routed
 from megatron_async import LLM, SamplingParams
+from megatron_async.lab.benchmark_record import write_record
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
-from megatron_async.profiling.benchmark_record import write_record
 
 PARAMS = SamplingParams(temperature=0.0, num_tokens_to_generate=2, termination_id=-1)
 

@@ -26,7 +26,7 @@ import torch
 
 from engine_loads.options import add_model_options, load_parser, routed
 from megatron_async import LLM, DynamicInferenceRequest, SamplingParams
-from megatron_async.profiling.benchmark_record import write_record
+from megatron_async.lab.benchmark_record import write_record
 
 BLOCK_SIZE = 64
 WARM_UP = 2

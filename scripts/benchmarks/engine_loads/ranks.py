@@ -33,9 +33,9 @@ from engine_loads.options import (
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.forced_acceptance import force_acceptance
-from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.forced_acceptance import force_acceptance
+from megatron_async.lab.workloads import start_steady_decode, steady_decode_tokens
 
 WINDOWS = 5
 MAX_TOKENS = 8192

@@ -23,12 +23,12 @@ from tokenizers.models import BPE
 
 from engine_loads.options import add_model_options, cells, load_parser, routed
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
-from megatron_async.engines.listener import EngineListener
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.workloads import start_steady_decode, steady_decode_tokens
+from megatron_async.engine.listener import EngineListener
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.workloads import start_steady_decode, steady_decode_tokens
 from megatron_async.requests.streaming import RequestStream
+from megatron_async.step.text_generation_controller import LaunchedStep
 from megatron_async.text.tokenizer import Tokenizer
-from megatron_async.text_generation_controllers.text_generation_controller import LaunchedStep
 
 WINDOWS = 5
 WARM_UP = 20

@@ -31,8 +31,8 @@ from engine_loads.options import (
     routed,
 )
 from megatron_async import LLM
-from megatron_async.profiling.benchmark_record import write_record
-from megatron_async.profiling.trace_server import ServedTrace, latency_lines, serve_trace, summarize
+from megatron_async.lab.benchmark_record import write_record
+from megatron_async.lab.trace_server import ServedTrace, latency_lines, serve_trace, summarize
 
 BLOCK_SIZE = 64
 

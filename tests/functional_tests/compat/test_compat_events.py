@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_async.compat.conversions.events import TokenTimes
-from megatron_async.contexts.step_output import StepOutput
 from megatron_async.errors import ConfigurationError
+from megatron_async.planning.step_output import StepOutput
 from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
 from tests.support.compat_trio import make_compat_engine as make
 

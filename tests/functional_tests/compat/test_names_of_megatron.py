@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.names_of_megatron import CLASSES, ClassNames
-from megatron_async.text_generation_controllers.text_generation_controller import (
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.step.text_generation_controller import (
     TextGenerationController,
 )
 from tests.support import compat_trio
@@ -25,10 +25,10 @@ from tests.support import compat_trio
 PAGE = Path(__file__).resolve().parents[3] / "docs/megatron_names.md"
 MARK = "<!-- What follows is made by tests/functional_tests/compat/test_names_of_megatron.py -->\n"
 SOURCES = {
-    "DynamicInferenceContext": ("contexts/base_context.py", "contexts/dynamic_context.py"),
-    "DynamicInferenceEngine": ("engines/abstract_engine.py", "engines/dynamic_engine.py"),
+    "DynamicInferenceContext": ("planning/base_context.py", "planning/dynamic_context.py"),
+    "DynamicInferenceEngine": ("engine/abstract_engine.py", "engine/dynamic_engine.py"),
     "TextGenerationController": (
-        "text_generation_controllers/text_generation_controller.py",
+        "step/text_generation_controller.py",
     ),
 }  # fmt: skip
 BASES = {"BaseInferenceContext", "AbstractEngine"}

@@ -14,9 +14,9 @@ import torch
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import ConfigurationError
-from megatron_async.simulation.recorder import Recorder
-from megatron_async.simulation.recording import load_recording
-from megatron_async.simulation.replay import Replay
+from megatron_async.lab.recorder import Recorder
+from megatron_async.lab.recording import load_recording
+from megatron_async.lab.replay import Replay
 from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.drafters import DRAFTERS, Fickle, Oracle
 from tests.support.harness import Job, assert_all_is_back, drain, greedy, make_engine, run_at

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams, StructuredOutput
-from megatron_async.captured_steps.graph_shapes import GraphShapes
 from megatron_async.checkpoints.registry import DEMO, DEMO_DRAFT_LAYER, shipped_draft_layer
 from megatron_async.errors import ConfigurationError
+from megatron_async.lab.recorder import Recorder
+from megatron_async.lab.recording import load_recording
+from megatron_async.lab.replay import Replay
 from megatron_async.ops.sampling.sampling import SamplingMode
-from megatron_async.simulation.recorder import Recorder
-from megatron_async.simulation.recording import load_recording
-from megatron_async.simulation.replay import Replay
+from megatron_async.planning.graph_shapes import GraphShapes
 from tests.support.draft_watches import MtpWatch, WholeSequences
 from tests.support.drawn_drafts import DrawnSchedules
 from tests.support.harness import TINY, Job, alone_once, greedy, make_engine, make_model, run_at

@@ -14,9 +14,9 @@ import torch
 
 from megatron_async import DynamicInferenceEngine, InferenceConfig
 from megatron_async.errors import ConfigurationError
-from megatron_async.simulation.recorder import Recorder
-from megatron_async.simulation.recording import load_recording
-from megatron_async.simulation.replay import Replay
+from megatron_async.lab.recorder import Recorder
+from megatron_async.lab.recording import load_recording
+from megatron_async.lab.replay import Replay
 from tests.support.attention_model import AttentionModel
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.cycling_model import CyclingHybridModel, CyclingModel

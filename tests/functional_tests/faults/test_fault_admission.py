@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts import request_slots
+from megatron_async.planning import request_slots
 from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
 
 TOKENS = 12

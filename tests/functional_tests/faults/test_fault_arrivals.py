@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from megatron_async.errors import RequestError
 from tests.support.harness import (
     TINY,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts.request_slots import SlotState
+from megatron_async.planning.request_slots import SlotState
 from megatron_async.requests.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,

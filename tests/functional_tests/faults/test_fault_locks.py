@@ -18,11 +18,11 @@ import pytest
 
 from megatron_async import LLM
 from megatron_async.devices import CpuDevice
-from megatron_async.engines import admission
-from megatron_async.engines.listener import EngineListener
-from megatron_async.engines.turn import EngineThread
+from megatron_async.engine import admission
+from megatron_async.engine.listener import EngineListener
+from megatron_async.engine.turn import EngineThread
 from megatron_async.errors import JobFailed, RanksDisagree, RecordingError
-from megatron_async.simulation.recorder import Recorder
+from megatron_async.lab.recorder import Recorder
 from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.bytecodes import AtBytecode, ctrl_c
 from tests.support.harness import drain, greedy, make_engine, random_prompts

@@ -15,7 +15,7 @@ from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice
 from megatron_async.devices.base import Event
 from megatron_async.devices.cpu import CpuEvent
-from megatron_async.engines import arrival
+from megatron_async.engine import arrival
 from tests.support.harness import TINY, greedy, make_engine, random_prompts
 
 PATIENCE_S = 30.0

@@ -10,9 +10,9 @@ import torch
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, Status, StructuredOutput
 from megatron_async.errors import NoTokenToChoose
-from megatron_async.simulation.recorder import Recorder
-from megatron_async.simulation.recording import load_recording
-from megatron_async.simulation.replay import Replay
+from megatron_async.lab.recorder import Recorder
+from megatron_async.lab.recording import load_recording
+from megatron_async.lab.replay import Replay
 from tests.support.harness import (
     TINY,
     EngineFactory,

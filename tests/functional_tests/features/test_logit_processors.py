@@ -8,8 +8,8 @@ import random
 import pytest
 
 from megatron_async import SamplingParams
-from megatron_async.contexts.step_plan import NO_FEATURES
-from megatron_async.text_generation_controllers.token_sampler import TokenSampler
+from megatron_async.planning.step_plan import NO_FEATURES
+from megatron_async.step.token_sampler import TokenSampler
 from tests.support.harness import EngineFactory, Job, greedy, random_prompts, run_at
 from tests.support.plain_model import PlainModel
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_async import LLM, DynamicInferenceEngine, StructuredOutput
-from megatron_async.contexts.step_plan import StepPlan
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from megatron_async.errors import ConfigurationError
 from megatron_async.observe.tracer import Tracer
+from megatron_async.planning.step_plan import StepPlan
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import greedy, make_engine, make_model

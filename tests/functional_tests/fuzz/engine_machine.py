@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from megatron_async import SamplingParams
-from megatron_async.engines.late_launch import LateLaunch
+from megatron_async.engine.late_launch import LateLaunch
 from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.requests.inference_request import DynamicInferenceRequest

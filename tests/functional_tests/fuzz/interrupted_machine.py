@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from tests.functional_tests.fuzz.engine_machine import EngineMachine, runs
 from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
 

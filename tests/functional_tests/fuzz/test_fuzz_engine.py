@@ -50,7 +50,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import run_state_machine_as_test
 
-from megatron_async.engines.step_loop import StepLoop
+from megatron_async.engine.step_loop import StepLoop
 from megatron_async.text import structured_output
 from tests.functional_tests.fuzz.engine_machine import EngineMachine
 from tests.functional_tests.fuzz.expert_machine import ExpertMachine

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from megatron_async import LLM, DynamicInferenceEngine
-from megatron_async.observe.tracer import PARTS
-from megatron_async.profiling.gpu_profile import (
+from megatron_async.lab.gpu_profile import (
     FIRST_KERNEL,
     device_activities,
     profile_device,
 )
+from megatron_async.observe.tracer import PARTS
 from tests.support.harness import greedy
 
 pytestmark = pytest.mark.gpu

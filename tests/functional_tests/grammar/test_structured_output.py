@@ -11,7 +11,7 @@ import torch
 
 from megatron_async import SamplingParams, Status, StructuredOutput
 from megatron_async.devices.cpu import Chaos, CpuDevice, CpuStream
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.text.tokenizer import Tokenizer
 from tests.support.harness import (

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from megatron_async import DynamicInferenceEngine, Status
-from megatron_async.contexts.request_slots import SlotState
 from megatron_async.errors import RequestAborted
+from megatron_async.planning.request_slots import SlotState
 from megatron_async.requests.inference_request import DynamicInferenceEventType
 from tests.support.harness import TINY, EngineFactory, drain, greedy, random_prompts
 

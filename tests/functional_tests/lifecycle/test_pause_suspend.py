@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.contexts.request_slots import SlotState
 from megatron_async.devices import Chaos, CpuDevice
-from megatron_async.engines.pausing import EngineState
+from megatron_async.engine.pausing import EngineState
 from megatron_async.errors import EngineStopped, OutOfMemoryError, RequestAborted
+from megatron_async.planning.request_slots import SlotState
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.harness import (
     TINY,

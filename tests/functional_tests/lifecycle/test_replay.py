@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
-from megatron_async.contexts import dynamic_context
 from megatron_async.errors import RecordingError
-from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.simulation.recorder import Recorder
-from megatron_async.simulation.recording import (
+from megatron_async.lab.recorder import Recorder
+from megatron_async.lab.recording import (
     Added,
     Launched,
     TextEnd,
     load_recording,
 )
-from megatron_async.simulation.replay import Replay, describe_state
+from megatron_async.lab.replay import Replay, describe_state
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.planning import dynamic_context
 from tests.support.harness import (
     TINY,
     EngineFactory,

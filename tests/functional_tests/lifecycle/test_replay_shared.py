@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.prefix_cache import NOTHING, PrefixCache
 from megatron_async.errors import RecordingError
+from megatron_async.lab import simulator
+from megatron_async.lab.arrival_trace import TraceRequest
+from megatron_async.lab.device_times import MACHINES
+from megatron_async.lab.model_shape import ModelShape
+from megatron_async.lab.recorder import Recorder
+from megatron_async.lab.recording import Launched, load_recording
+from megatron_async.lab.replay import Replay
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.profiling.arrival_trace import TraceRequest
-from megatron_async.simulation import simulator
-from megatron_async.simulation.device_times import MACHINES
-from megatron_async.simulation.model_shape import ModelShape
-from megatron_async.simulation.recorder import Recorder
-from megatron_async.simulation.recording import Launched, load_recording
-from megatron_async.simulation.replay import Replay
+from megatron_async.planning.prefix_cache import NOTHING, PrefixCache
 from tests.support.attention_model import VOCABULARY
 from tests.support.harness import greedy, make_engine, make_model
 from tests.support.schedules import run_schedule, sharing_schedule

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine, InferenceConfig
-from megatron_async.contexts import prefix_cache
-from megatron_async.contexts.prefix_hashes import block_hashes
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.planning import prefix_cache
+from megatron_async.planning.prefix_hashes import block_hashes
 from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.caching_engine import TEXT, caching
 from tests.support.drafters import DRAFTERS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.engines import arrival
+from megatron_async.engine import arrival
 from megatron_async.errors import JobFailed, RankLost, RanksDisagree, StepFailed
 from megatron_async.ranks import leader, rank_group
 from tests.support.harness import (

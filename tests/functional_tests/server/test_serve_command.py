@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from megatron_async.cli import main as cli
-from megatron_async.profiling.arrival_trace import LengthDistribution, poisson_trace
-from megatron_async.profiling.http_trace import AnswerError, HttpReaders, HttpServer
+from megatron_async.lab.arrival_trace import LengthDistribution, poisson_trace
+from megatron_async.lab.http_trace import AnswerError, HttpReaders, HttpServer
 from tests.support.open_sockets import listening, reachable
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.served import ADMIN, ENGINE, KEY, Served, completion, token_ids

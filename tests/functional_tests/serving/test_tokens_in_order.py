@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from megatron_async import InferenceConfig, SamplingParams
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.step_plan import IntArray, StepPlan
+from megatron_async.lab.model_less import ModelLessEngine
+from megatron_async.lab.model_shape import ModelShape
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.planning.step_plan import IntArray, StepPlan
 from megatron_async.serving import connection, token_emitter
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.link import Link
 from megatron_async.serving.replica import Replica
 from megatron_async.serving.token_client import TokenClient
-from megatron_async.simulation.model_less import ModelLessEngine
-from megatron_async.simulation.model_shape import ModelShape
 from tests.support.patience import PATIENCE_S
 from tests.support.token_reader import KeepingReader
 

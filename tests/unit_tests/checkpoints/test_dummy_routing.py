@@ -12,11 +12,11 @@ from megatron_async.checkpoints.dummy import UNIFORM_EMBEDDING
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.registry import load_model
 from megatron_async.errors import ConfigurationError
+from megatron_async.lab.workloads import start_steady_decode
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.pipeline import EMBEDDING
 from megatron_async.ops.experts.expert_routing import NO_EXPERT
-from megatron_async.profiling.workloads import start_steady_decode
 
 CPU = torch.device("cpu")
 NANO = DUMMY_SHAPES["nemotron-3-nano-30b"]

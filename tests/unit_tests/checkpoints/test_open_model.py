@@ -20,11 +20,11 @@ from megatron_async.checkpoints import (
 )
 from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.devices import CpuDevice
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import transformer_config
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_async.cli import main as cli
 from megatron_async.cli import output as cli_output
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status

@@ -8,7 +8,7 @@ import pytest
 from megatron_async.cli import main as cli
 from megatron_async.errors import ConfigurationError
 from megatron_async.lab import profile_command as cli_profile
-from megatron_async.profiling.profile_workload import WORKLOADS, ProfileWorkload
+from megatron_async.lab.profile_workload import WORKLOADS, ProfileWorkload
 
 TINY = ["profile", "--model", "dummy:tiny", "--device", "cpu", "--batch", "4"]
 SMALL = ["--prompt-tokens", "8", "--no-progress"]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_async.cli import main as cli
 from megatron_async.lab.fleet_command import COLUMNS, fleet_lines
-from megatron_async.simulation.fleets import fleet_jobs
+from megatron_async.lab.fleets import fleet_jobs
 from tests.support.ranks import quick_context
 
 QUICK = ["--machine", "h200:smollm2-135m", "--num-requests", "10", "--rate", "2", "--no-progress"]

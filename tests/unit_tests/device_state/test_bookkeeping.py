@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.captured_steps.graph_shapes import (
+from megatron_async.config import InferenceConfig
+from megatron_async.device_state.bookkeeping_layout import FIELDS, BookkeepingLayout
+from megatron_async.devices import CpuDevice
+from megatron_async.ops.batch_dimensions import BatchDimensions
+from megatron_async.ops.sampling.slot_records import HEADER, Header, RowFeature
+from megatron_async.planning.graph_shapes import (
     GraphShapes,
     graph_sizes,
     make_graph_shapes,
     mixed_graph_sizes,
     packed_graph_sizes,
 )
-from megatron_async.config import InferenceConfig
-from megatron_async.contexts.host_staging import HostStaging
-from megatron_async.contexts.plan_builder import PlanBuilder, PrefillChunk
-from megatron_async.contexts.request_slots import NO_DECODE, DecodeRows, RequestSlots
-from megatron_async.device_state.bookkeeping_layout import FIELDS, BookkeepingLayout
-from megatron_async.devices import CpuDevice
-from megatron_async.ops.batch_dimensions import BatchDimensions
-from megatron_async.ops.sampling.slot_records import HEADER, Header, RowFeature
+from megatron_async.planning.host_staging import HostStaging
+from megatron_async.planning.plan_builder import PlanBuilder, PrefillChunk
+from megatron_async.planning.request_slots import NO_DECODE, DecodeRows, RequestSlots
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from tests.support.ready_requests import made_ready

@@ -24,11 +24,11 @@ from megatron_async.checkpoints.mapping import mtp_weights, weights
 from megatron_async.checkpoints.source import model_parameters
 from megatron_async.cli import main as cli
 from megatron_async.errors import ConfigurationError
+from megatron_async.lab.references import LogitsKeeper
 from megatron_async.models import transformer_engine_spec
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.transformer_engine_spec import HAVE_TE, require_transformer_engine
-from megatron_async.parity.references import LogitsKeeper
 from tests.support import te_stand_ins
 from tests.support.te_stand_ins import LayerNormColumn, Norm
 

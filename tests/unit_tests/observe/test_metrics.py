@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.engines.listener import EngineListener
+from megatron_async.engine.listener import EngineListener
 from megatron_async.errors import ConfigurationError
 from megatron_async.observe.metrics import EngineCollector, serve_metrics
 from tests.support.patience import PATIENCE_S

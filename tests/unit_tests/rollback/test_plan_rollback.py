@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext
-from megatron_async.contexts.request_slots import SlotState
 from megatron_async.device_state.slot_states import PerSlotState, SlotStates
 from megatron_async.devices import CpuDevice
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.planning.request_slots import SlotState
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.rollback.policy import take_back

@@ -9,10 +9,10 @@ from step_times import time_steps
 from megatron_async import LLM
 from megatron_async.device_state import unpack_step
 from megatron_async.errors import ConfigurationError
+from megatron_async.lab import benchmark_record
+from megatron_async.lab.gpu_profile import FIRST_KERNEL
+from megatron_async.lab.workloads import Churn, start_steady_decode
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.profiling import benchmark_record
-from megatron_async.profiling.gpu_profile import FIRST_KERNEL
-from megatron_async.profiling.workloads import Churn, start_steady_decode
 from tests.support.benchmark_scripts import SCRIPTS, load_script, run_script
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts import dynamic_context
-from megatron_async.parity import references
-from megatron_async.parity.divergence import find_divergences, tolerance
+from megatron_async.lab import references
+from megatron_async.lab.divergence import find_divergences, tolerance
+from megatron_async.planning import dynamic_context
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.ranks import run_ranks
 

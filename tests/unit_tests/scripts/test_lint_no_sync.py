@@ -140,7 +140,7 @@ def test_functions_of_ops_that_run_on_a_cpu_alone_may_read():
 
 def test_only_the_step_path_is_held_to_the_no_sync_rules(tmp_path):
     source = '"""M."""\n\nn = x.item()\n'
-    names = ["engines/a.py", "checkpoints/a.py", "llm.py", "ops/cpu/a.py"]
+    names = ["engine/a.py", "checkpoints/a.py", "llm.py", "ops/cpu/a.py"]
     paths = [tmp_path / name for name in names]
     for path in paths:
         path.parent.mkdir(exist_ok=True, parents=True)
@@ -150,13 +150,13 @@ def test_only_the_step_path_is_held_to_the_no_sync_rules(tmp_path):
 
 
 def test_main_reports_file_and_line_and_fails(tmp_path, monkeypatch, capsys):
-    bad = tmp_path / "megatron_async/engines/bad.py"
+    bad = tmp_path / "megatron_async/engine/bad.py"
     bad.parent.mkdir(parents=True)
     bad.write_text('"""M."""\n\nn = x.item()\n')
     monkeypatch.setattr(lint_no_sync, "ROOT", tmp_path)
     assert lint_no_sync.main([]) == 1
     output = capsys.readouterr()
-    assert output.out.startswith("megatron_async/engines/bad.py:3: x.item() waits for the device")
+    assert output.out.startswith("megatron_async/engine/bad.py:3: x.item() waits for the device")
     assert "1 findings" in output.err
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.serving.engine_verbs import PROFILE_VARIABLE, do_verb
 from tests.support.patience import PATIENCE_S
 

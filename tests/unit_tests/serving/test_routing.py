@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from megatron_async.contexts.prefix_hashes import block_hashes
+from megatron_async.planning.prefix_hashes import block_hashes
 from megatron_async.serving.routing import (
     MOST_PREFIX_BLOCKS,
     POLICIES,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_async import LLM, SamplingParams
-from megatron_async.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.observe.timeline import MOST_SPANS, STEPS, Span, StepWindow, Timeline
 from megatron_async.serving import engine_verbs
 from megatron_async.serving.engine_verbs import StepWatch

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async.contexts.step_output import StepOutput
+from megatron_async.planning.step_output import StepOutput
 from megatron_async.serving import token_emitter
 from megatron_async.serving.messages import Ended, StepTokens
 from megatron_async.serving.step_arrays import by_row

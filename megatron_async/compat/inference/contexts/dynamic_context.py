@@ -29,12 +29,12 @@ from megatron_async.compat.conversions.settings import DEFAULT_MAX_TOKENS, to_se
 from megatron_async.compat.conversions.step_watch import StepWatch
 from megatron_async.compat.models.serving_config import serving_config
 from megatron_async.config import InferenceConfig
-from megatron_async.contexts.dynamic_context import DynamicInferenceContext as OwnContext
-from megatron_async.contexts.request_slots import SlotState
 from megatron_async.device_state.device_memory import block_shape, max_paused_blocks
 from megatron_async.devices import Device
 from megatron_async.names_of_megatron import answers_calls
 from megatron_async.observe.timeline import Timeline
+from megatron_async.planning.dynamic_context import DynamicInferenceContext as OwnContext
+from megatron_async.planning.request_slots import SlotState
 
 __all__ = [
     "ActiveRequestCountOverflowError",

@@ -44,9 +44,9 @@ from megatron_async.compat.inference.contexts.dynamic_context import DynamicInfe
 from megatron_async.compat.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
-from megatron_async.contexts.step_output import StepOutput
-from megatron_async.engines.validation import check_request_id
+from megatron_async.engine.validation import check_request_id
 from megatron_async.errors import EngineStopped
+from megatron_async.planning.step_output import StepOutput
 from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 
 if TYPE_CHECKING:

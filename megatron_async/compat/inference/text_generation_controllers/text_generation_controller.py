@@ -11,9 +11,9 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron_async.compat.conversions.sampling import SamplingSeed
 from megatron_async.compat.conversions.text import detokenize, tokenize_prompt
 from megatron_async.errors import ConfigurationError
-from megatron_async.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.text_generation_controllers.drafting import Drafter
-from megatron_async.text_generation_controllers.text_generation_controller import (
+from megatron_async.step.drafting import Drafter
+from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.step.text_generation_controller import (
     TextGenerationController as OwnController,
 )
 

@@ -10,9 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.lab import forced_acceptance
 from megatron_async.lab.simulate_command import parse_chances
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
-from megatron_async.profiling import forced_acceptance
 from tests.support.attention_model import AttentionModel
 from tests.support.harness import greedy, make_engine
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.contexts.admission import MAX_PRIORITY as ENGINES_MAX_PRIORITY
+from megatron_async.planning.admission import MAX_PRIORITY as ENGINES_MAX_PRIORITY
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.fields.asked import Caller
 from megatron_async.server.fields.refusal import Refusal

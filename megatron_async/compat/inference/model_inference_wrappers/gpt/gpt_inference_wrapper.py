@@ -11,11 +11,11 @@ from megatron_async.compat.models.context_for import fit_context
 from megatron_async.compat.models.served_model import serve_model
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
-from megatron_async.model_inference_wrappers.gpt import gpt_inference_wrapper as core
 from megatron_async.models.norm import fold_norms
+from megatron_async.step import gpt_inference_wrapper as core
 
 if TYPE_CHECKING:
-    from megatron_async.contexts.dynamic_context import DynamicInferenceContext
+    from megatron_async.planning.dynamic_context import DynamicInferenceContext
 
 
 class GPTInferenceWrapper(core.GPTInferenceWrapper):

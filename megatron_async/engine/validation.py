@@ -1,0 +1,208 @@
+"""Decide whether a request can ever be served, before it takes resources."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_async.errors import PoolTooSmall, PromptTooLong, RequestError, SequenceTooLong
+from megatron_async.planning.admission import MAX_PRIORITY
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
+
+logger = logging.getLogger("megatron_async")
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of a servable request, from the settings of its engine."""
+
+    seed: int
+    max_length: int
+    """Sequence length at which the request ends, tokens."""
+    drafts: int
+    """Most drafts that a step verifies."""
+
+
+def check_request_id(request_id: Any) -> int:
+    """The id as a Python integer.
+
+    Raises:
+        RequestError: not an integer of 64 bits.
+    """
+    is_integer = isinstance(request_id, numbers.Integral) and not isinstance(request_id, bool)
+    if not is_integer or not -(2**63) <= request_id < 2**63:
+        raise RequestError(
+            f"request id {request_id!r} is not allowed: it must be an integer, -2**63 to 2**63 - 1."
+        )
+    return int(request_id)
+
+
+def check_priority(priority: Any) -> int:
+    """The priority as a Python integer.
+
+    Raises:
+        RequestError: not an integer, or too large.
+    """
+    is_integer = isinstance(priority, numbers.Integral) and not isinstance(priority, bool)
+    if not is_integer or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority={priority!r} is not allowed: it must be an integer from {-MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}; 0 is the default and higher is served earlier."
+        )
+    return int(priority)
+
+
+def check_params_type(params: Any) -> None:
+    """Raise RequestError unless `params` is a `SamplingParams` or None."""
+    if params is not None and not isinstance(params, SamplingParams):
+        kind = type(params)
+        raise RequestError(
+            f"sampling_params is a {kind.__module__}.{kind.__qualname__}: give a "
+            "megatron_async.SamplingParams, or None for the defaults."
+        )
+
+
+def require_detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
+    """The tokenizer's `detokenize`, for a request with stop words.
+
+    Raises:
+        RequestError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            "stop_words are matched on text, but this engine has no tokenizer: give it one, or use "
+            "stop_token_ids."
+        )
+    return tokenizer.detokenize
+
+
+def prompt_to_array(prompt: Any, vocab_size: int) -> np.ndarray:
+    """Token ids of a prompt as int32 `[length]`.
+
+    Args:
+        prompt: list, tuple, NumPy array or CPU tensor of token ids.
+        vocab_size: ids run from 0 to vocab_size - 1.
+
+    Raises:
+        RequestError: empty, not integers, or an id out of range.
+    """
+    if isinstance(prompt, torch.Tensor) and prompt.device.type != "cpu":
+        # Reading it would wait for the device and everything queued there.
+        raise RequestError(
+            f"the prompt is a tensor on {prompt.device}: give its token ids on the CPU."
+        )
+    try:
+        tokens = np.asarray(prompt)
+    except (TypeError, ValueError) as error:
+        kind = type(prompt).__name__
+        raise RequestError(f"a prompt of type {kind} is not a list of token ids.") from error
+    if tokens.size == 0:
+        raise RequestError("the prompt is empty: give at least one token.")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise RequestError(
+            f"a prompt of token ids must be a flat list of integers, not {tokens.ndim}-dimensional "
+            f"{tokens.dtype}."
+        )
+    bad = (tokens < 0) | (tokens >= vocab_size)
+    if bad.any():
+        where = int(np.argmax(bad))
+        raise RequestError(
+            f"token id {tokens[where]} at position {where} of the prompt is out of range: this "
+            f"model's ids run from 0 to {vocab_size - 1}."
+        )
+    return tokens.astype(np.int32)
+
+
+def check_request(
+    request: DynamicInferenceRequest, context: DynamicInferenceContext, vocab_size: int
+) -> RequestLimits:
+    """Check a request against the limits of the engine.
+
+    Raises:
+        RequestError: names the value and the remedy; `SequenceTooLong`, `PromptTooLong` or
+            `PoolTooSmall` if the request exceeds a limit of the engine.
+    """
+    params, config = request.sampling_params, context.config
+    params.validate(vocab_size)
+    prompt = len(request.prompt_tokens)
+    longest = context.max_sequence_length
+    if prompt >= longest:
+        raise SequenceTooLong(
+            f"the prompt has {prompt} tokens, but max_sequence_length={longest} must hold it and "
+            "at least one generated token: shorten the prompt or raise max_sequence_length."
+        )
+    if prompt > context.max_tokens and not config.enable_chunked_prefill:
+        raise PromptTooLong(
+            f"the prompt has {prompt} tokens, more than max_tokens={context.max_tokens} of one "
+            "step: set enable_chunked_prefill=True or raise max_tokens."
+        )
+    if params.num_tokens_total is not None:
+        max_length = params.num_tokens_total
+        if max_length <= prompt:
+            raise SequenceTooLong(
+                f"num_tokens_total={max_length} leaves nothing to generate after a prompt of "
+                f"{prompt} tokens: raise it, or give num_tokens_to_generate."
+            )
+    elif params.num_tokens_to_generate is not None:
+        max_length = prompt + params.num_tokens_to_generate
+    else:
+        max_length = min(longest, context.blocks.total * context.block_size_tokens + 1)
+    if max_length > longest:
+        # As in Megatron: a wish beyond the longest sequence is cut, not refused.
+        _tell_of_cut(longest)
+        max_length = longest
+    # The last token is never fed back, so it needs no place in the cache.
+    blocks = -(-(max_length - 1) // context.block_size_tokens)
+    if blocks > context.blocks.total:
+        pool = context.blocks.total * context.block_size_tokens
+        raise PoolTooSmall(
+            f"the request may reach {max_length} tokens and so needs {blocks} KV blocks, but the "
+            f"whole pool has {context.blocks.total} ({pool} tokens): lower num_tokens_to_generate, "
+            "or raise num_kv_blocks or buffer_size_gb."
+        )
+    seed = params.seed
+    if seed is None:
+        seed = _mix(config.inference_sampling_seed, request.request_id)
+    return RequestLimits(seed, max_length, _drafts(params, config.num_speculative_tokens))
+
+
+@cache
+def _tell_of_cut(longest: int) -> None:
+    """Log, once for each limit, that requests asked for more than the longest sequence."""
+    logger.warning(
+        "a request asks for more tokens than max_sequence_length=%d allows beside its prompt: it "
+        "ends there, with finish_reason 'length' (said once)",
+        longest,
+    )
+
+
+def _drafts(params: SamplingParams, most: int) -> int:
+    """Most drafts of a request of an engine with `most`."""
+    wanted = params.num_speculative_tokens
+    if wanted is not None and wanted > most:
+        raise RequestError(
+            f"num_speculative_tokens={wanted} is more than the engine's {most}: lower it, or "
+            "raise the engine's (InferenceConfig.num_speculative_tokens, with speculative_method)."
+        )
+    if params.structured_output is not None:
+        return 0
+    return most if wanted is None else int(wanted)
+
+
+def _mix(seed: int, request_id: int) -> int:
+    """Seed of a request without one: SplitMix64's finalizer (Steele et al. 2014) over both numbers,
+    cut to 63 bits, so that neighbouring ids get unrelated seeds."""
+    mask = 2**64 - 1
+    value = (seed * 0x9E3779B97F4A7C15 + request_id + 1) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) >> 1

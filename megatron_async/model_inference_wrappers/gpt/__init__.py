@@ -1,1 +1,0 @@
-"""The wrapper around `GPTModel` and `HybridModel`, at Megatron-Core's import path."""

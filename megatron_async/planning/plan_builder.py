@@ -1,0 +1,233 @@
+"""Turn scheduling decisions into an immutable `StepPlan`, and count them as launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_async.device_state.state_table import StatePlan
+from megatron_async.ops.batch_dimensions import BatchDimensions
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import NO_TOKEN, RowFeature
+from megatron_async.planning.graph_shapes import GraphShapes
+from megatron_async.planning.request_slots import NO_SLOTS, DecodeRows, RequestSlots, SlotState
+from megatron_async.planning.step_plan import (
+    NO_FEATURES,
+    BlockUpdates,
+    IntArray,
+    PlanFeatures,
+    StepPlan,
+    StepShape,
+)
+
+_NONE = np.empty(0, dtype=np.int32)
+_NO_UPDATES = BlockUpdates(NO_SLOTS, _NONE, _NONE)
+_NO_STARTS = np.zeros(1, dtype=np.int32)
+
+
+class PrefillChunk(NamedTuple):
+    """Tokens `start` .. `end` - 1 of the sequence in `slot`."""
+
+    slot: int
+    start: int
+    end: int
+
+
+PlanStates = Callable[[DecodeRows, list[PrefillChunk], int], StatePlan | None]
+"""From a step's decode rows and chunks and its number: what they read and write of recurrent
+states."""
+
+
+class PlanBuilder:
+    """Collects block-table updates while a step is scheduled, then builds its plan.
+
+    Args:
+        slots: the state that plans are built from and that `build` advances.
+        graph_shapes: shapes that have a captured graph; a step is padded to the smallest that holds
+            it. None: none has.
+
+    Attributes:
+        next_step: number of the plan that is built next.
+        plan_states: asked for each plan; None where recurrent states are not shared.
+    """
+
+    def __init__(self, slots: RequestSlots, graph_shapes: GraphShapes | None = None) -> None:
+        self._slots = slots
+        self._graph_shapes = graph_shapes or GraphShapes()
+        self.next_step = 0
+        self.plan_states: PlanStates | None = None
+        self._updates: list[tuple[IntArray, IntArray, IntArray]] = []
+        # Of steps in which every row yields one token: never written.
+        self._ones = np.ones(slots.capacity, dtype=np.int32)
+        self._all = np.ones(slots.capacity, dtype=np.bool_)
+
+    def add_block_updates(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
+        """Block `blocks[i]` becomes entry `indices[i]` of the table of `slots[i]`."""
+        self._updates.append((slots, indices, blocks))
+
+    def clear(self) -> None:
+        """Drop all block updates for the next plan."""
+        self._updates = []
+
+    def drop_block_updates(self, slot: int) -> None:
+        """Drop the block updates of a released slot for the next plan, which was not built."""
+        kept = [(update, update[0] != slot) for update in self._updates]
+        self._updates = [(a[keep], b[keep], c[keep]) for (a, b, c), keep in kept]
+
+    @property
+    def num_updates(self) -> int:
+        """Block-table updates of the step that is being scheduled."""
+        return sum(len(slots) for slots, _, _ in self._updates)
+
+    def shape_of(self, decode: DecodeRows, chunks: list[PrefillChunk]) -> StepShape:
+        """How large a step with these decode rows and prefill chunks is."""
+        count, width = len(decode.slots), decode.width
+        if not chunks:
+            return StepShape(count, tokens=count * width, width=width)
+        prefill_tokens = sum(end - start for _, start, end in chunks)
+        wanted = self._slots.prompt_log_probs
+        return StepShape(
+            decode_rows=count,
+            prefill_rows=len(chunks),
+            prefill_tokens=prefill_tokens,
+            tokens=count * width + prefill_tokens,
+            is_eager=int(any(start < wanted[slot] for slot, start, _ in chunks)),
+            width=width,
+        )
+
+    def build(
+        self, decode: DecodeRows, chunks: list[PrefillChunk], shape: StepShape | None = None
+    ) -> StepPlan:
+        """The plan of a step with these decode rows and prefill chunks.
+
+        Args:
+            decode: the rows, as their slots are now.
+            chunks: of further slots.
+            shape: a shape that holds them; None: their own.
+        """
+        shape = shape or self.shape_of(decode, chunks)
+        slots, (rows, width, kv_at_most, short_of_blocks) = self._slots, decode
+        num_decode = len(rows)
+        produces = self._all[: num_decode + len(chunks)]
+        widths = self._ones[: num_decode + len(chunks)]
+        if width > 1:
+            widths = widths.copy()
+            widths[:num_decode] = slots.widths_of(rows, width)
+        # Decode rows: their last token goes in, and drafts; one to `widths` tokens come out.
+        states = None
+        if self.plan_states is not None:
+            states = self.plan_states(decode, chunks, self.next_step)
+        slots.count_launched(rows, widths[:num_decode])
+        starts, token_ids = _NO_STARTS, _NONE
+        step_features = following = _NONE
+        if chunks:
+            ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
+            prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
+            complete = ends == slots.num_known[prefill_slots]
+            produces = produces.copy()
+            produces[num_decode:] = complete
+            step_features = complete * np.int32(RowFeature.PRODUCES)
+            begins = slots.num_prefilled[prefill_slots]
+            step_features[begins == slots.num_cached[prefill_slots]] |= RowFeature.STARTS
+            step_features[begins < slots.num_shared[prefill_slots]] |= RowFeature.REPEATS
+            known = slots.tokens[prefill_slots, np.where(complete, 0, ends)]
+            following = np.where(complete, np.int32(NO_TOKEN), known)
+            spans = [slots.tokens[slot, start:end] for slot, start, end in chunks]
+            token_ids = np.concatenate(spans)
+            starts = np.cumsum([0, *map(len, spans)], dtype=np.int32)
+            slots.num_prefilled[prefill_slots] = ends
+            done = prefill_slots[complete]
+            slots.count_launched(done, 1)
+            slots.state[done] = SlotState.DECODING
+            rows = np.concatenate((rows, prefill_slots))
+            kv_at_most = np.concatenate((kv_at_most, ends))
+        mode = SamplingMode(int(slots.sampling_mode[rows].max(initial=SamplingMode.GREEDY)))
+        plan = StepPlan(
+            step=self.next_step,
+            dims=shape.captured(self._graph_shapes)
+            or shape.eager(
+                width,
+                decode.kv_at_most,
+                tuple((end - start, end) for _, start, end in chunks),
+            ),
+            num_decode=num_decode,
+            width=width,
+            slots=rows,
+            generations=slots.generation[rows],
+            kv_at_most=kv_at_most,
+            widths=widths,
+            produces=produces,
+            sampling_mode=mode,
+            block_updates=self._take_updates(),
+            prefill_starts=starts,
+            prefill_token_ids=token_ids,
+            prefill_features=step_features,
+            prefill_following=following,
+            features=_features_of(slots, rows, produces, chunks, mode),
+            states=states,
+            short_of_blocks=short_of_blocks,
+        )
+        self.next_step += 1
+        return plan
+
+    def _take_updates(self) -> BlockUpdates:
+        if not self._updates:
+            return _NO_UPDATES
+        columns = zip(*self._updates, strict=True)
+        self._updates = []
+        return BlockUpdates(*(np.concatenate(column) for column in columns))
+
+
+def dummy_plan(dims: BatchDimensions) -> StepPlan:
+    """A plan of a captured shape in which every row is a dummy row."""
+    return StepPlan(
+        step=0,
+        dims=dims,
+        num_decode=0,
+        width=dims.width,
+        slots=NO_SLOTS,
+        generations=_NONE,
+        kv_at_most=_NONE,
+        widths=_NONE,
+        produces=np.empty(0, dtype=np.bool_),
+        sampling_mode=SamplingMode.GREEDY,
+        block_updates=_NO_UPDATES,
+        prefill_starts=_NO_STARTS,
+        prefill_token_ids=_NONE,
+        prefill_features=_NONE,
+        prefill_following=_NONE,
+        features=NO_FEATURES,
+    )
+
+
+def _features_of(
+    slots: RequestSlots,
+    rows: IntArray,
+    produces: np.ndarray,
+    chunks: list[PrefillChunk],
+    mode: SamplingMode,
+) -> PlanFeatures:
+    """What the requests of a step's rows ask for.
+
+    Args:
+        slots: per-request state.
+        rows: `[rows]` slots, those of the chunks last.
+        produces: bool `[rows]`: whether the row's sample is a token of its request.
+        chunks: prefill chunks.
+        mode: the highest among the rows.
+    """
+    if mode != SamplingMode.PROCESSED:
+        return NO_FEATURES
+    features = slots.features[rows]
+    wanted = slots.prompt_log_probs
+    prompts = tuple(i for i, (slot, start, _) in enumerate(chunks) if start < wanted[slot])
+    params = [slots.request_at(chunks[chunk][0]).sampling_params for chunk in prompts]
+    return PlanFeatures(
+        wants_log_probs=bool(np.any(features & RowFeature.LOG_PROBS)),
+        prompt_log_prob_chunks=prompts,
+        num_prompt_log_probs=sum(chunks[chunk][2] - chunks[chunk][1] for chunk in prompts),
+        prompt_top_n=max((each.top_n_logprobs for each in params), default=0),
+        constrained_rows=np.flatnonzero(((features & RowFeature.CONSTRAINED) != 0) & produces),
+    )

@@ -1,0 +1,380 @@
+"""`Scheduler`: which requests run in the next step, get blocks, or are paused or evicted when no
+block is free."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.config import InferenceConfig
+from megatron_async.observe.tracer import Tracer
+from megatron_async.planning.admission import AdmissionQueue, WaitingRequest
+from megatron_async.planning.draft_books import DraftBooks
+from megatron_async.planning.kv_block_allocator import KVBlockAllocator
+from megatron_async.planning.micro_batches import MicroBatches
+from megatron_async.planning.plan_builder import PlanBuilder, PrefillChunk
+from megatron_async.planning.prefix_cache import NOTHING, Found, PrefixCache
+from megatron_async.planning.request_slots import (
+    ALL,
+    NO_DECODE,
+    NO_SLOTS,
+    DecodeRows,
+    RequestSlots,
+    SlotState,
+)
+from megatron_async.planning.step_plan import IntArray
+from megatron_async.requests.inference_request import DynamicInferenceEventType, Status
+
+ADMISSION_HORIZON = 32
+"""Admission leaves free the blocks that running requests will need within this many steps, so that
+a new request does not cause the pause of running ones right away."""
+
+
+class Scheduler:
+    """Schedules steps on the CPU, without waiting for any step in flight.
+
+    Args:
+        config: settings of the engine.
+        slots: per-request state.
+        blocks: ownership of KV blocks.
+        builder: takes the block-table updates of the step that is scheduled.
+        tracer: records the time of scheduling as a named range.
+        max_paused_blocks: blocks that paused requests may hold.
+        chunk_border: a prefill chunk that is not its prompt's last ends at a multiple of this
+            position, if the step's budget reaches one. Then the result of a recurrent layer's scan
+            does not depend on the schedule.
+        prefix_cache: finds cached blocks for new requests; None: no blocks are shared.
+        drafts: choose the width of decode rows; None: it is 1.
+
+    Attributes:
+        waiting: requests without a slot.
+        prefilling: slots whose prompt is not wholly in the cache, in order of admission.
+        micro_batches: which of the requests the next step serves.
+        prefill_limit: prompt tokens that a step with decode rows may have, beside its budget.
+        pauses, evictions: counts of events so far.
+        recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        slots: RequestSlots,
+        blocks: KVBlockAllocator,
+        builder: PlanBuilder,
+        tracer: Tracer,
+        max_paused_blocks: int,
+        chunk_border: int = 1,
+        prefix_cache: PrefixCache | None = None,
+        drafts: DraftBooks | None = None,
+    ) -> None:
+        self._config = config
+        self._slots = slots
+        self._blocks = blocks
+        self._builder = builder
+        self._tracer = tracer
+        self._max_paused_blocks = max_paused_blocks
+        self._chunk_border = chunk_border
+        self.prefix_cache = prefix_cache
+        self._drafts = drafts
+        self.waiting = AdmissionQueue()
+        self.prefilling: list[int] = []
+        self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
+        self.prefill_limit = config.max_tokens
+        self.pauses = 0
+        self.evictions = 0
+        self.recomputed_tokens = 0
+
+    def release(self, slot: int) -> None:
+        """Take slot and blocks from a request; its generated tokens stay with it."""
+        slots = self._slots
+        if self.prefix_cache is not None:
+            self.prefix_cache.leaves(slot, self._builder.next_step)
+        slots.request_at(slot).generated_tokens = slots.generated_tokens(slot)
+        if slots.state[slot] == SlotState.PREFILLING:
+            self.prefilling.remove(slot)
+        self._builder.drop_block_updates(slot)
+        self._blocks.release(slots.release(slot))
+
+    def schedule(self) -> tuple[DecodeRows, list[PrefillChunk]]:
+        """Decode rows and prefill chunks of the next step; both empty if nothing can run."""
+        while True:
+            for micro_batch in self.micro_batches.in_turn():
+                with self._tracer.range("schedule", self._builder.next_step):
+                    decode = self._schedule_decode(micro_batch)
+                    budget = self._config.max_tokens - len(decode.slots) * decode.width
+                    if len(decode.slots):
+                        budget = min(budget, self.prefill_limit)
+                    prefill = self._schedule_prefill(micro_batch, budget)
+                if len(decode.slots) or prefill:
+                    self.micro_batches.took(micro_batch, feeds_back=len(decode.slots) > 0)
+                    return decode, prefill
+            if not self._make_room():
+                return NO_DECODE, []
+
+    def forget_prefilled(self) -> None:
+        """A plan was built: remove slots from `prefilling` whose prompts the plan completes."""
+        is_under_way = self._slots.state == SlotState.PREFILLING
+        self.prefilling = [slot for slot in self.prefilling if is_under_way[slot]]
+
+    # ---- Decode ------------------------------------------------------------------------------
+
+    def _schedule_decode(self, micro_batch: int) -> DecodeRows:
+        """The rows of a micro-batch that decode this step, each with blocks for its query tokens.
+
+        When blocks run out, rows run without drafts. If blocks are still too few, the requests
+        first in rank get them. Of the others, those whose length is known are paused; the rest
+        wait until the steps in flight have told their length.
+        """
+        slots, blocks = self._slots, self._blocks
+        # All slots at once: cheaper than to pick some out of each array.
+        wants = slots.may_decode()
+        # Under a grammar the mask of a token needs the token before it: one may be in flight.
+        wants &= slots.in_flight_steps < slots.most_in_flight
+        wants = self.micro_batches.members(wants, micro_batch)
+        width = 1 if self._drafts is None else self._drafts.width_for(wants)
+        short_of_blocks = False
+        places = slots.places(ALL, width)
+        needy, wanted, count = self._in_need(wants, places)
+        if width > 1 and count > blocks.allocatable:
+            width, short_of_blocks = 1, True
+            places = slots.places(ALL, width)
+            needy, wanted, count = self._in_need(wants, places)
+        if count > 0:
+            starved = NO_SLOTS
+            if count > blocks.allocatable:
+                by_rank = np.argsort(slots.rank[needy])
+                needy, wanted = needy[by_rank], wanted[by_rank]
+                fed = int(np.searchsorted(wanted.cumsum(), blocks.allocatable, side="right"))
+                starved, needy, wanted = needy[fed:], needy[:fed], wanted[:fed]
+                count = int(wanted.sum())
+                wants[starved] = False
+            self._resume(needy)
+            if len(starved):
+                is_exact = slots.in_flight_tokens[starved] == slots.in_flight_steps[starved]
+                self._pause(starved[is_exact])
+            self._give_blocks(needy, wanted, count)
+        rows = wants.nonzero()[0]  # sync-ok: NumPy; `flatnonzero` takes a microsecond more
+        if not len(rows):
+            return NO_DECODE
+        return DecodeRows(rows, width, places[rows], short_of_blocks)
+
+    def _in_need(
+        self, wants: NDArray[np.bool_], places: IntArray
+    ) -> tuple[IntArray, IntArray, int]:
+        """Slots of those that want to run, bool `[slots]`, that lack blocks for their places, how
+        many each lacks, and the sum."""
+        size = self._config.block_size_tokens
+        missing = self._slots.with_drafts(places) - self._slots.num_blocks * size
+        is_needy = missing > 0
+        is_needy &= wants
+        if not np.count_nonzero(is_needy):
+            return NO_SLOTS, NO_SLOTS, 0
+        needy = np.flatnonzero(is_needy)
+        wanted = -(-missing[needy] // size)
+        return needy, wanted, int(wanted.sum())
+
+    def _give_blocks(self, rows: IntArray, counts: IntArray, count: int) -> None:
+        """Give each of `rows` its number of further blocks, `count` in all."""
+        slots = self._slots
+        indices = slots.num_blocks[rows]
+        blocks = self._blocks.allocate(count)
+        if count > len(rows):
+            within = np.arange(len(blocks)) - np.repeat(counts.cumsum() - counts, counts)
+            indices = (np.repeat(indices, counts) + within).astype(np.int32)
+            rows = np.repeat(rows, counts)
+        slots.block_table[rows, indices] = blocks
+        slots.num_blocks[rows] = indices + 1
+        self._builder.add_block_updates(rows, indices, blocks)
+
+    # ---- Prefill -----------------------------------------------------------------------------
+
+    def _schedule_prefill(self, micro_batch: int, budget: int) -> list[PrefillChunk]:
+        """Prefill chunks for at most `budget` tokens of a micro-batch: prompts under way first,
+        then new requests."""
+        chunks: list[PrefillChunk] = []
+        for slot in self.prefilling:
+            if slot % self._slots.num_micro_batches == micro_batch:
+                budget -= self._add_chunk(chunks, slot, budget)
+        while budget > 0 and self._may_admit(micro_batch, budget):
+            budget -= self._add_chunk(chunks, self._admit(micro_batch), budget)
+        return chunks
+
+    def _add_chunk(self, chunks: list[PrefillChunk], slot: int, budget: int) -> int:
+        start = int(self._slots.num_prefilled[slot])
+        known = int(self._slots.num_known[slot])
+        end = min(known, start + budget)
+        border = end // self._chunk_border * self._chunk_border
+        if end < known and border > start:
+            end = border
+        if end > start:
+            chunks.append(PrefillChunk(slot, start, end))
+            if self.prefix_cache is not None:
+                self.prefix_cache.written(slot, start, end, self._builder.next_step)
+        return max(end - start, 0)
+
+    def _may_admit(self, micro_batch: int, budget: int) -> bool:
+        slots, config, queue = self._slots, self._config, len(self.waiting)
+        if not queue or not self.micro_batches.may_admit(micro_batch, queue):
+            return False
+        if np.any(slots.state == SlotState.PAUSED):
+            return False
+        waiting = self.waiting.first()
+        if budget < waiting.num_known <= config.max_tokens and not config.enable_chunked_prefill:
+            return False
+        size = config.block_size_tokens
+        wanted = self._blocks_for(waiting)
+        if self._builder.num_updates + wanted > self._blocks.total:
+            return False  # shared blocks stand in several tables: the next step has room for them
+        found = self._look_up(waiting)
+        if found.is_being_written or not self._has_row(found):
+            return False
+        horizon = ADMISSION_HORIZON * slots.max_width
+        soon = slots.num_known + slots.in_flight_tokens + horizon > slots.num_blocks * size
+        reserve = int(np.count_nonzero((slots.state == SlotState.DECODING) & soon))
+        # A cached block that nobody owns is taken from the allocatable ones like a fresh one.
+        wanted -= int(np.count_nonzero(self._blocks.owners[found.blocks]))
+        return wanted + reserve <= self._blocks.allocatable
+
+    def _blocks_for(self, waiting: WaitingRequest) -> int:
+        """Blocks of a request's known tokens, and of the drafts behind them."""
+        places = min(waiting.num_known + self._slots.draft_places, waiting.max_length - 1)
+        return -(-max(places, waiting.num_known) // self._config.block_size_tokens)
+
+    def _look_up(self, waiting: WaitingRequest) -> Found:
+        """What is kept of a request's beginning."""
+        if self.prefix_cache is None:
+            return NOTHING
+        step = self._builder.next_step
+        return self.prefix_cache.look_up(waiting.request, waiting.num_known, step)
+
+    def _has_row(self, found: Found) -> bool:
+        """Whether there is a row for the state of a request that was found this much."""
+        cache = self.prefix_cache
+        return cache is None or cache.has_row(found, self._builder.next_step)
+
+    def _admit(self, micro_batch: int) -> int:
+        """Give the first waiting request a slot and the blocks of all its tokens."""
+        waiting, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
+        request, count = waiting.request, self._blocks_for(waiting)
+        found = self._look_up(waiting)
+        cached = found.blocks
+        slot = slots.acquire(
+            request,
+            waiting.rank,
+            waiting.max_length,
+            micro_batch,
+            num_shared=len(cached) * size,
+        )
+        self.prefilling.append(slot)
+        if self.prefix_cache is not None:
+            self.prefix_cache.begin(slot, found, self._builder.next_step)
+        # Shared before fresh ones are taken, which could be cached ones too.
+        slots.block_table[slot, : len(cached)] = cached
+        self._blocks.share(cached)
+        slots.num_blocks[slot] = count
+        fresh = self._blocks.allocate(count - len(cached))
+        slots.block_table[slot, len(cached) : count] = fresh
+        indices, blocks = np.arange(count, dtype=np.int32), slots.blocks_of(slot).copy()
+        self._builder.add_block_updates(np.full(count, slot, np.int64), indices, blocks)
+        request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+        self.waiting.pop()
+        if self.prefix_cache is not None:
+            self.prefix_cache.count(waiting.num_known, found)
+        tokens = int(slots.num_cached[slot])
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = tokens
+        self.recomputed_tokens += max(waiting.num_computed - tokens, 0)
+        request.status = Status.ACTIVE_AND_GENERATING_TOKENS
+        return slot
+
+    # ---- Memory pressure ---------------------------------------------------------------------
+
+    def _pause(self, starved: IntArray) -> None:
+        """Pause requests without a block in this step; they keep slot and blocks, up to the
+        limit for paused requests. `starved` is in order of rank."""
+        slots = self._slots
+        newly = starved[slots.state[starved] != SlotState.PAUSED]
+        slots.state[newly] = SlotState.PAUSED
+        self.pauses += len(newly)
+        for slot in newly:
+            request = slots.request_at(slot)
+            request.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+            request.add_event(DynamicInferenceEventType.PAUSE)
+            self._give_surplus_back(slot)
+        first = slots.rank[slots.state != SlotState.FREE].min()
+        for slot in starved[::-1]:
+            # The first in rank is never evicted, so that it runs on to its end. Otherwise requests
+            # could evict each other in turn, each time before a sample of theirs is booked.
+            if slots.rank[slot] == first or self._held_by_paused() <= self._max_paused_blocks:
+                break
+            self._evict(slot)
+
+    def _held_by_paused(self) -> int:
+        """Blocks that paused requests hold, each counted once."""
+        slots = self._slots
+        paused = np.flatnonzero(slots.state == SlotState.PAUSED)
+        return self._blocks.count_held([slots.blocks_of(slot) for slot in paused])
+
+    def _give_surplus_back(self, slot: int) -> None:
+        """Release blocks of a request that were reserved for tokens which it did not yield."""
+        slots = self._slots
+        # Steps in flight write no further than their last token but one; where a draft model has
+        # entries of its own, that of the last token is there already, and is not made again.
+        last = int(slots.at_most(slot)) - (0 if slots.draft_places else 1)
+        keep = -(-min(last, int(slots.max_length[slot]) - 1) // self._config.block_size_tokens)
+        surplus = slots.blocks_of(slot)[keep:].copy()
+        slots.num_blocks[slot] -= len(surplus)
+        self._blocks.release(surplus)
+
+    def _resume(self, rows: IntArray) -> None:
+        """Continue requests that get a block; `rows` may contain running ones too."""
+        slots = self._slots
+        paused = rows[slots.state[rows] == SlotState.PAUSED]
+        slots.state[paused] = SlotState.DECODING
+        for slot in paused:
+            slots.request_at(slot).status = Status.ACTIVE_AND_GENERATING_TOKENS
+
+    def _make_room(self) -> bool:
+        """Nothing can run: evict the paused request last in rank if the first one lacks blocks.
+
+        Returns:
+            whether to plan again.
+        """
+        state = self._slots.state
+        if not np.any(state == SlotState.PAUSED):
+            return False
+        if np.any(state == SlotState.DECODING):
+            # At their length limits, or of unknown lengths, with tokens in flight: the next resolve
+            # brings blocks, which is sooner than a prefill from the start.
+            return False
+        is_paused = state == SlotState.PAUSED
+        needy, wanted, _ = self._in_need(is_paused, self._slots.places(ALL, 1))
+        # The first in rank goes on before the others, and each of them lacks blocks.
+        if len(needy) == np.count_nonzero(is_paused):
+            ranks = self._slots.rank[needy]
+            if self._blocks.allocatable < wanted[np.argmin(ranks)]:
+                self._evict(needy[np.argmax(ranks)])
+        return True
+
+    def _evict(self, slot: int) -> None:
+        """Take everything from a request, and queue it again.
+
+        Samples of it in flight become zombies; they will be sampled again, to the same tokens.
+        """
+        self._slots.request_at(slot).add_event(DynamicInferenceEventType.EVICT)
+        self.evictions += 1
+        self.requeue(slot)
+
+    def evict_all(self) -> None:
+        """Evict every request that holds a slot."""
+        for slot in np.flatnonzero(self._slots.state != SlotState.FREE):
+            self._evict(int(slot))
+
+    def requeue(self, slot: int) -> None:
+        """Take everything from a request; it waits again at its place by rank."""
+        slots, request = self._slots, self._slots.request_at(slot)
+        waiting = WaitingRequest(request, int(slots.rank[slot]), int(slots.max_length[slot]))
+        waiting.num_computed = slots.num_computed(slot)
+        self.release(slot)
+        self.waiting.add(waiting)
+        request.status = Status.WAITING_IN_QUEUE

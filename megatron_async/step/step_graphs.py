@@ -1,0 +1,225 @@
+"""Whole-step graphs: one for each padded shape, from unpacking to feeding back.
+
+A graph replays fixed kernels on fixed addresses. This is possible because all data that changes
+from step to step is in rings and per-slot arrays, which the kernels index by numbers on the device,
+and because shapes depend only on the padded size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tqdm import tqdm
+
+from megatron_async.devices import Device, Graph
+from megatron_async.models.parallel_state import agree_on_least
+from megatron_async.ops.batch_dimensions import BatchDimensions
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.planning.graph_shapes import FINE_TOKENS, GraphShapes
+
+CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCESSED)
+"""Three graphs a shape: greedy steps skip the sampler's searches, and only steps with a row that
+needs it process logits and give log probs. FILTERED serves SOFTMAX too, except on
+tensor-parallel ranks, which gather no logits for SOFTMAX."""
+
+MOST_GENERAL = max(CAPTURED_MODES)
+"""The mode whose graphs serve all modes. Mixed shapes of more than `FINE_TOKENS` are captured only
+for this mode: they are many, and their sampling is cheap compared with their products."""
+
+LAUNCH_MS = 1.0
+LAUNCH_SHARE = 0.2
+"""A step may be launched kernel by kernel if this takes the CPU at most so many milliseconds, or
+this share of the device's time. With a larger share, the device would wait for a host that becomes
+a few times slower under load."""
+
+TIMED_REPLAYS = 3
+"""The first replay of a graph brings it to the device."""
+
+Prepare = Callable[[BatchDimensions], None]
+"""Makes a step of dummy rows the next on the device."""
+Step = Callable[[BatchDimensions, SamplingMode], None]
+"""The device work of a step."""
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """A mixed step run eagerly; milliseconds."""
+
+    prefill_tokens: int
+    decode_rows: int
+    host_ms: float
+    """Time in which the CPU launches the kernels one by one."""
+    device_ms: float
+    """Time from the first kernel to the end of the last: the larger of `host_ms` and what the
+    kernels need."""
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether launching it kernel by kernel may stay as it is."""
+        return self.host_ms <= max(LAUNCH_MS, LAUNCH_SHARE * self.device_ms)
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """The cost of capturing, and the measurements that decided which shapes are captured."""
+
+    graphs: int
+    seconds: float
+    bytes: int
+    """Device memory that the graphs' shared pool took."""
+    mixed_sizes: tuple[int, ...] = ()
+    """Token counts for which mixed steps are captured (`GraphShapes.mixed_sizes`)."""
+    mixed_step_tokens: int | None = None
+    """Tokens of the short mixed step whose tokens are cheapest (`GraphShapes.limit_mixed_steps`);
+    None: all that were timed are short."""
+    eager_steps: tuple[EagerStep, ...] = ()
+    """The measurements: launching a larger mixed step takes the CPU little of the time
+    for which it keeps the GPU busy (`LAUNCH_SHARE`), so it runs eagerly."""
+
+    def __str__(self) -> str:
+        mixed = "mixed steps run eagerly"
+        if self.mixed_sizes:
+            mixed = f"mixed steps of up to {self.mixed_sizes[-1]} tokens"
+        if self.mixed_step_tokens:
+            mixed += f", {self.mixed_step_tokens} if few tokens wait"
+        gib = self.bytes / 2**30
+        text = f"{self.graphs} graphs in {self.seconds:.1f} s, {gib:.2f} GiB; {mixed}"
+        if not self.eager_steps:
+            return text
+        last = self.eager_steps[-1]
+        return (
+            f"{text} (at {last.prefill_tokens}, launching takes {last.host_ms:.1f} ms and running "
+            f"{last.device_ms:.1f} ms)"
+        )
+
+
+class StepGraphs:
+    """Captured steps, by shape and sampling mode.
+
+    Args:
+        device: the device that captures.
+        without_gather: whether SOFTMAX has graphs of its own.
+
+    Attributes:
+        bytes: device memory that captures took so far.
+    """
+
+    def __init__(self, device: Device, without_gather: bool = False) -> None:
+        self._device = device
+        own = (SamplingMode.SOFTMAX,) if without_gather else ()
+        self._modes = tuple(sorted((*CAPTURED_MODES, *own)))
+        self._graphs: dict[tuple[tuple[int, int, int], SamplingMode], Graph] = {}
+        self.bytes = 0
+
+    @property
+    def count(self) -> int:
+        """Number of graphs."""
+        return len(self._graphs)
+
+    def measure_mixed_shapes(
+        self, shapes: GraphShapes, prepare: Prepare, step: Step
+    ) -> tuple[EagerStep, ...]:
+        """Run mixed shapes with the fewest decode rows eagerly, smallest first, until launching one
+        takes the CPU no more than `LAUNCH_MS` or `LAUNCH_SHARE`; those with as many prefill tokens
+        or more are dropped.
+
+        Returns:
+            the measurements.
+        """
+        measured: list[EagerStep] = []
+        for tokens, rows in shapes.mixed_sizes.items():
+            dims = shapes.shape(rows[0], tokens)
+            measured.append(self._measure(dims, prepare, step))
+            # Ranks of one model pad their steps alike, and measure as many.
+            if agree_on_least(int(measured[-1].is_cheap)):
+                shapes.keep_mixed_up_to(tokens - 1)
+                break
+        return tuple(measured)
+
+    def _measure(self, dims: BatchDimensions, prepare: Prepare, step: Step) -> EagerStep:
+        compute = self._device.compute
+        work = partial(step, dims, SamplingMode.GREEDY)
+        compute_start = self._device.event(timing=True)
+        compute_end = self._device.event(timing=True)
+        host_s = 0.0
+        for _ in range(2):  # the first run compiles kernels
+            prepare(dims)
+            compute.record(compute_start)
+            start = time.perf_counter()
+            compute.launch(work)
+            host_s = time.perf_counter() - start
+            compute.record(compute_end)
+            compute_end.wait()
+        device_ms = compute_end.us_since(compute_start) / 1e3
+        return EagerStep(dims.prefill_tokens, dims.decode_rows, host_s * 1e3, device_ms)
+
+    def capture(
+        self, shapes: Sequence[BatchDimensions], prepare: Prepare, step: Step, progress: bool
+    ) -> None:
+        """Capture every shape in every mode, in the order given.
+
+        Args:
+            shapes: padded shapes; smaller ones reuse the memory of larger ones before them.
+            prepare: see `Prepare`.
+            step: see `Step`.
+            progress: show a bar.
+        """
+        before = self._device.memory_in_use()
+        jobs = [(dims, mode) for dims in shapes for mode in self._modes_of(dims)]
+        for dims, mode in tqdm(
+            jobs, desc="capture graphs", unit="graph", disable=None if progress else True
+        ):
+            prepare(dims)
+            # Once eagerly: kernels are compiled and libraries make their workspaces.
+            work = partial(step, dims, mode)
+            self._device.compute.launch(work)
+            self._graphs[dims.graph_key, mode] = self._device.capture(work)
+        self.bytes += self._device.memory_in_use() - before
+
+    def time_mixed_shapes(self, shapes: GraphShapes, prepare: Prepare) -> None:
+        """Replay graphs of mixed steps, of as many on each rank of a model, limit such steps by
+        their times (`GraphShapes.limit_mixed_steps`), and drop those that are slow on every rank
+        (`GraphShapes.slow_sizes`)."""
+        times = []
+        for dims in shapes.timed_shapes():
+            graph = self._graphs[dims.graph_key, MOST_GENERAL]
+            times.append(min(self._replay_ms(graph, dims, prepare) for _ in range(TIMED_REPLAYS)))
+        shapes.limit_mixed_steps(times)
+        slow = shapes.slow_sizes(times)
+        # Ranks of one model pad their steps alike.
+        for size in list(shapes.mixed_sizes)[: len(times)]:
+            if agree_on_least(int(size in slow)):
+                shapes.drop_mixed(size)
+        kept = {dims.graph_key for dims in shapes.all_shapes()}
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in kept}
+
+    def _replay_ms(self, graph: Graph, dims: BatchDimensions, prepare: Prepare) -> float:
+        compute = self._device.compute
+        start, end = self._device.event(timing=True), self._device.event(timing=True)
+        prepare(dims)
+        compute.record(start)
+        compute.launch(graph.replay)
+        compute.record(end)
+        end.wait()
+        return end.us_since(start) / 1e3
+
+    def _modes_of(self, dims: BatchDimensions) -> tuple[SamplingMode, ...]:
+        return self._modes if dims.prefill_tokens <= FINE_TOKENS else (MOST_GENERAL,)
+
+    def clear(self) -> None:
+        """Drop all graphs and, with them, their memory."""
+        self._graphs.clear()
+        self.bytes = 0
+
+    def find(self, dims: BatchDimensions, mode: SamplingMode) -> Graph | None:
+        """The graph for a step of this shape and mode; None where none was captured."""
+        if not dims.is_captured:
+            return None
+        if dims.prefill_tokens > FINE_TOKENS:
+            mode = MOST_GENERAL
+        elif mode not in self._modes:
+            mode = SamplingMode.FILTERED
+        return self._graphs.get((dims.graph_key, mode))

@@ -1,0 +1,239 @@
+"""A fleet of engines in this process, without its manager: requests are sent again when a replica
+is lost, and nothing is told twice or lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+
+from megatron_async.errors import ReplicaLost
+from megatron_async.ray.client import FleetClient
+from megatron_async.ray.messages import decode_batch
+from megatron_async.ray.replica import FleetReplica
+from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.serving.readers import RequestEnd
+from megatron_async.serving.records import CoordinatorConfig
+from tests.support.harness import greedy, make_engine, make_model
+from tests.support.patience import PATIENCE_S
+from tests.support.token_reader import KeepingReader
+
+STREAMS = 12
+MODEL: list[Any] = []
+
+
+def new_replica(name: str) -> FleetReplica:
+    if not MODEL:
+        MODEL.append(make_model())
+    return FleetReplica(make_engine(MODEL[0]), "tiny", name)
+
+
+class InProcess:
+    """Carries bytes to replicas in this process. `kill` drops a replica as its process' death
+    would: nothing more comes of it, and its calls raise."""
+
+    def __init__(self, count: int) -> None:
+        self.there = {f"r{number}": new_replica(f"r{number}") for number in range(count)}
+        self.dead: dict[str, asyncio.Event] = {name: asyncio.Event() for name in self.there}
+        self.batches = 0
+        self.runs = [asyncio.create_task(each.run()) for each in self.there.values()]
+
+    async def serve(self, data: bytes, replica: str) -> AsyncIterator[bytes]:
+        gone = asyncio.ensure_future(self.dead[replica].wait())
+        batches = self.there[replica].serve(data)
+        try:
+            while True:
+                coming = asyncio.ensure_future(anext(batches))  # type: ignore[call-overload]
+                coming.add_done_callback(lambda each: each.cancelled() or each.exception())
+                await asyncio.wait([coming, gone], return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    coming.cancel()
+                    await asyncio.gather(coming, return_exceptions=True)
+                    raise ReplicaLost(f"{replica} is dead")
+                try:
+                    batch = coming.result()
+                except StopAsyncIteration:
+                    return
+                self.batches += 1
+                yield batch
+        finally:
+            gone.cancel()
+
+    async def abort(self, replica: str, number: int) -> None:
+        self.there[replica].abort(number)
+
+    async def hello(self, replica: str) -> bytes:
+        return self.there[replica].hello
+
+    async def card(self) -> bytes:
+        return next(iter(self.there.values())).card
+
+    def replicas(self) -> Mapping[str, Mapping[str, Any]]:
+        alive = {name: each for name, each in self.there.items() if not self.dead[name].is_set()}
+        return {name: each.status() for name, each in alive.items()}
+
+    def kill(self, name: str) -> None:
+        self.dead[name].set()
+
+    async def close(self) -> None:
+        for run in self.runs:
+            run.cancel()
+        await asyncio.gather(*self.runs, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(count: int, **config: Any) -> AsyncIterator[tuple[InProcess, FleetClient]]:
+    fleet = InProcess(count)
+    client = FleetClient(fleet, CoordinatorConfig(**config), ingress=3)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.ask("health"))["replicas"] < count:
+                await asyncio.sleep(0.001)
+        yield fleet, client
+    finally:
+        await client.close()
+        await fleet.close()
+
+
+def ask_all(client: FleetClient, params: SamplingParams) -> list[KeepingReader]:
+    readers = [KeepingReader() for _ in range(STREAMS)]
+    for number, reader in enumerate(readers):
+        client.send([5 + number, 7, 11], params, reader)
+    return readers
+
+
+async def ends_of(readers: list[KeepingReader]) -> list[RequestEnd]:
+    return await asyncio.wait_for(asyncio.gather(*(reader.end for reader in readers)), PATIENCE_S)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def calm_answers(params: SamplingParams) -> list[list[int]]:
+    async with fleet_of(2) as (_, client):
+        readers = ask_all(client, params)
+        assert {end.finish_reason for end in await ends_of(readers)} == {"length"}
+        return [reader.got for reader in readers]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_dead_replicas_streams_go_on_with_the_same_tokens(temperature: float) -> None:
+    params = SamplingParams(num_tokens_to_generate=40, temperature=temperature)
+
+    async def run() -> None:
+        calm = await calm_answers(params)
+        assert len(set(map(tuple, calm))) > 3
+        async with fleet_of(2) as (fleet, client):
+            readers = ask_all(client, params)
+            await until(lambda: sum(len(reader.got) >= 5 for reader in readers) >= STREAMS // 2)
+            had = [len(reader.got) for reader in readers]
+            assert any(0 < count < 40 for count in had)
+            fleet.kill("r0")
+            ends = await ends_of(readers)
+            assert [reader.got for reader in readers] == calm
+            stats = await client.ask("stats")
+            assert stats["retried_requests"] > 0
+            assert stats["completed_requests"] == STREAMS
+            assert {end.attempts for end in ends} == {1, 2}
+            assert stats["unfinished_requests"] == stats["failed_requests"] == 0
+
+    asyncio.run(run())
+
+
+def test_without_retries_the_dead_replicas_requests_fail_alone() -> None:
+    async def run() -> None:
+        async with fleet_of(2, on_replica_death="fail") as (fleet, client):
+            readers = ask_all(client, greedy(40))
+            await until(lambda: all(reader.got for reader in readers))
+            fleet.kill("r0")
+            kinds = [end.failure and end.failure[0] for end in await ends_of(readers)]
+            assert kinds.count("ReplicaLost") == kinds.count(None) == STREAMS // 2
+
+    asyncio.run(run())
+
+
+def test_with_no_replica_left_a_request_fails_after_its_retries() -> None:
+    async def run() -> None:
+        async with fleet_of(1, no_replica_timeout_s=0.5) as (fleet, client):
+            fleet.kill("r0")
+            (reader,) = (KeepingReader(),)
+            client.send([1, 2], greedy(4), reader)
+            (end,) = await ends_of([reader])
+            assert end.failure is not None
+            assert end.failure[0] == "ReplicaLost"
+            assert (await client.ask("health"))["replicas"] == 0
+
+    asyncio.run(run())
+
+
+def test_bad_requests_and_refused_ones_fail_alone() -> None:
+    async def run() -> None:
+        async with fleet_of(1, max_unfinished=2) as (_, client):
+            readers = [KeepingReader() for _ in range(3)]
+            client.send([1, 2], SamplingParams(stop_token_ids=[10**6]), readers[0])
+            client.send([1, 2], greedy(4), readers[1])
+            client.send([1, 2], greedy(4), readers[2])
+            ends = await ends_of(readers)
+            kinds = [end.failure and end.failure[0] for end in ends]
+            assert kinds == ["RequestError", None, "Overloaded"]
+
+    asyncio.run(run())
+
+
+def test_an_abort_ends_one_request_and_frees_its_slot() -> None:
+    async def run() -> None:
+        async with fleet_of(1) as (fleet, client):
+            readers = [KeepingReader(), KeepingReader()]
+            numbers = [client.send([1, 2 + n], greedy(60), r) for n, r in enumerate(readers)]
+            await until(lambda: all(reader.got for reader in readers))
+            client.abort(numbers[0])
+            ends = await ends_of(readers)
+            assert [end.finish_reason for end in ends] == ["aborted", "length"]
+            assert len(readers[0].got) < len(readers[1].got) == 60
+            assert fleet.there["r0"].status()["unfinished_requests"] == 0
+
+    asyncio.run(run())
+
+
+def test_streams_share_batches_that_are_5_ms_apart() -> None:
+    async def run() -> None:
+        async with fleet_of(1) as (fleet, client):
+            loop = asyncio.get_running_loop()
+            start = loop.time()
+            readers = ask_all(client, greedy(40))
+            await ends_of(readers)
+            assert fleet.batches <= (loop.time() - start) / 0.005 + 2
+            assert fleet.batches < STREAMS * 40 / 4
+
+    asyncio.run(run())
+
+
+def test_two_ingresses_are_told_their_own_requests_only() -> None:
+    async def run() -> None:
+        async with fleet_of(1) as (fleet, client):
+            told: list[set[int]] = []
+
+            class Watching(InProcess):
+                def __init__(self) -> None:
+                    self.__dict__.update(fleet.__dict__)
+
+                async def serve(self, data: bytes, replica: str) -> AsyncIterator[bytes]:
+                    async for batch in fleet.serve(data, replica):
+                        numbers = decode_batch(batch).begun
+                        told.append({number >> 32 for number in numbers})
+                        yield batch
+
+            other = FleetClient(Watching(), ingress=4)
+            readers = [*ask_all(client, greedy(12)), *ask_all(other, greedy(12))]
+            await ends_of(readers)
+            assert [r.got for r in readers[:STREAMS]] == [r.got for r in readers[STREAMS:]]
+            assert set().union(*told) == {4}
+            await other.close()
+
+    asyncio.run(run())

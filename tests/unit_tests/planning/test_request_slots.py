@@ -1,0 +1,128 @@
+"""Slots change hands; their generations tell the hands apart."""
+
+import numpy as np
+import pytest
+
+from megatron_async.ops.sampling.sampling import SamplingMode
+from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.planning.admission import (
+    ARRIVALS,
+    MAX_PRIORITY,
+    AdmissionQueue,
+    WaitingRequest,
+    rank_of,
+)
+from megatron_async.planning.request_slots import NO_TOKEN, RequestSlots, SlotState
+from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.sampling_params import SamplingParams
+from tests.support.ready_requests import made_ready
+
+
+@pytest.fixture
+def slots():
+    return RequestSlots(capacity=3, max_sequence_length=16, max_blocks=4)
+
+
+def request(request_id, prompt=(1, 2, 3), generated=(), **params):
+    return DynamicInferenceRequest(
+        request_id=request_id,
+        prompt_tokens=np.array(prompt, np.int32),
+        generated_tokens=list(generated),
+        sampling_params=SamplingParams(**params),
+    )
+
+
+def acquire(slots, request_id=0, **kwargs):
+    return slots.acquire(made_ready(request(request_id, **kwargs), 10), request_id, max_length=10)
+
+
+def test_a_slot_is_released_to_the_next_generation(slots):
+    slot = acquire(slots, 7)
+    assert slots.num_free == 2
+    assert slots.state[slot] == SlotState.PREFILLING
+    assert slots.request_at(slot).request_id == slots.request_id[slot] == 7
+    slots.block_table[slot, :2], slots.num_blocks[slot] = (8, 9), 2
+    generation = slots.generation[slot]
+    released = slots.release(slot)
+    assert released.tolist() == [8, 9]
+    slots.block_table[slot] = 0
+    assert released.tolist() == [8, 9], "the caller's own copy"
+    assert slots.generation[slot] == generation + 1
+    assert slots.state[slot] == SlotState.FREE
+    assert slots.num_blocks[slot] == 0
+    with pytest.raises(AssertionError, match=f"slot {slot} is free"):
+        slots.request_at(slot)
+    assert acquire(slots, 8) == slot
+    assert slots.generation[slot] == generation + 1
+
+
+def test_an_evicted_request_brings_its_tokens_back(slots):
+    slot = acquire(slots, prompt=(4, 5), generated=(6, 7, 8))
+    assert slots.num_known[slot] == slots.at_least(slot) == slots.at_most(slot) == 5
+    assert slots.tokens[slot, :5].tolist() == [4, 5, 6, 7, 8]
+    assert slots.prompt_length[slot] == 2
+    assert slots.num_prefilled[slot] == 0
+    assert slots.generated_tokens(slot) == [6, 7, 8]
+    assert all(type(token) is int for token in slots.generated_tokens(slot))
+
+
+def test_stop_ids_grow_and_leave_nothing_to_the_next_owner(slots):
+    first = acquire(slots, 0, termination_id=2)
+    second = acquire(slots, 1, termination_id=None, stop_token_ids=[5, 6, 7])
+    assert slots.stop_ids[first].tolist() == [2, NO_TOKEN, NO_TOKEN, NO_TOKEN]
+    assert slots.stop_ids[second].tolist() == [NO_TOKEN, 5, 6, 7]
+    slots.release(second)
+    assert acquire(slots, 2, termination_id=9) == second
+    assert slots.stop_ids[second].tolist() == [9, NO_TOKEN, NO_TOKEN, NO_TOKEN]
+
+
+def test_a_slot_has_the_mode_and_the_features_of_its_request(slots):
+    assert slots.sampling_mode[acquire(slots, 0)] == SamplingMode.SOFTMAX
+    slot = acquire(slots, 1, temperature=0.0, presence_penalty=0.5)
+    assert slots.sampling_mode[slot] == SamplingMode.PROCESSED
+    assert slots.features[slot] == RowFeature.PENALTIES
+    slots.release(slot)
+    assert acquire(slots, 2, temperature=0.0) == slot
+    assert slots.sampling_mode[slot] == SamplingMode.GREEDY
+    assert slots.features[slot] == 0
+
+
+def test_the_queue_keeps_the_order_of_service():
+    queue = AdmissionQueue()
+    for rank in (3, 4, 7):
+        queue.add(WaitingRequest(request(10 + rank), rank, 10))
+    for rank in (5, 1, 9):
+        waiting = WaitingRequest(request(10 + rank, generated=(1, 1)), rank, 10)
+        queue.add(waiting)
+        assert waiting.num_known == 5
+    assert queue.num_known == 3 * 3 + 3 * 5
+    assert queue.remove(99) is None
+    assert queue.remove(14).rank == 4
+    assert queue.first().rank == 1
+    assert queue.num_known == 2 * 3 + 3 * 5
+    assert [queue.pop().rank for _ in range(len(queue))] == [1, 3, 5, 7, 9]
+    assert queue.num_known == 0
+
+
+def test_the_queue_forgets_what_was_taken_out():
+    queue = AdmissionQueue()
+    queue.add(WaitingRequest(request(0), 10**6, 10))
+    for rank in range(1000):  # one id, used again and again, always before the request above
+        queue.add(WaitingRequest(request(1), rank, 10))
+        assert queue.first().rank == rank
+        assert queue.remove(1).rank == rank
+    assert len(queue) == 1
+    assert len(queue._heap) < 100, "entries of removed requests pile up"
+    assert queue.first().request.request_id == 0
+    queue.add(WaitingRequest(request(2), 5, 10))
+    queue.add(WaitingRequest(request(3), 4, 10))
+    assert [waiting.rank for waiting in queue.in_order()] == [4, 5, 10**6]
+
+
+def test_priority_comes_before_arrival():
+    order = [(0, 5), (7, 5), (2, 0), (3, 0), (1, -1)]
+    ranks = [rank_of(arrival, priority) for arrival, priority in order]
+    assert ranks == sorted(ranks)
+    lowest = rank_of(ARRIVALS - 1, -MAX_PRIORITY)
+    highest = rank_of(0, MAX_PRIORITY)
+    assert -(2**63) <= highest < lowest < 2**63
