@@ -193,7 +193,7 @@ class InferenceConfig:
     quantization: str | None = None
     """int8: on a CPU, linear layers with 8-bit weights, or 4-bit as in their GGUF file; auto: where
     a CPU has quick loops for them. Faster, but tokens may differ from float32's
-    (docs/quantization.md). None (or "none"): the model's own weights."""
+    (docs/models.md). None (or "none"): the model's own weights."""
 
     attention_backend: str | None = None
     """Attention of prefill chunks on a GPU: triton (our kernel), warpgroup (ours for Hopper GPUs
