@@ -174,7 +174,7 @@ def run_replica(arguments: argparse.Namespace) -> int:
 
     from megatron_async.llm import LLM
     from megatron_async.observe.log_lines import log_to_stderr
-    from megatron_async.serving.replica_process import serve_replica
+    from megatron_async.serving.replica import serve_replica
 
     name, rank = arguments.name or "replica", os.environ.get("RANK")  # torchrun's
     log_to_stderr(name if rank is None else f"{name} rank {rank}")

@@ -1,20 +1,210 @@
-"""`AsyncCoordinatorClient`: send requests to a coordinator's replicas, on an asyncio loop."""
+"""`AsyncCoordinatorClient`: send requests to a coordinator's replicas, on an asyncio loop;
+`RemoteRequest`: a request that was sent, for `await` and `async for`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, override
 
-from megatron_async.errors import RequestError
+import msgspec
+import numpy as np
+
+from megatron_async.errors import CoordinatorLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.model_card import ModelCard
-from megatron_async.serving.remote_request import Completion, RemoteRequest, TokenChunk
-from megatron_async.serving.request_message import check_request, request_message
-from megatron_async.serving.token_client import TokenClient
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader, exception_of
+from megatron_async.serving.token_client import TokenClient, check_request, request_message
+from megatron_async.text.token_text import TokenText
 
 Prompt = str | Sequence[int] | Any
 """Text, or token ids (list, NumPy array or CPU tensor)."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended; the fields are those of `DynamicInferenceRequest`.
+
+    Attributes:
+        failure: kind (name of an exception) and message, or None.
+        replica: name of the replica that served it last; "" if none did.
+        attempts: number of replicas that it was given to.
+    """
+
+    prompt_tokens: list[int] = []
+    generated_tokens: list[int] = []
+    generated_text: str | None = None
+    finish_reason: str | None = None
+    generated_log_probs: list[float] | None = None
+    prompt_log_probs: list[float] | None = None
+    generated_top_n_logprobs: list[dict[str, float]] | None = None
+    prompt_top_n_logprobs: list[dict[str, float]] | None = None
+    num_cached_tokens: int | None = None
+    ttft: float | None = None
+    latency: float | None = None
+    failure: tuple[str, str] | None = None
+    replica: str = ""
+    attempts: int = 0
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, as an exception of `megatron_async.errors` where there is one."""
+        return None if self.failure is None else exception_of(*self.failure)
+
+
+class TokenChunk(msgspec.Struct, frozen=True):
+    """New token ids of a request, and new text that later tokens cannot change (None without
+    a tokenizer)."""
+
+    tokens: list[int]
+    text: str | None
+
+
+class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
+    """A request that was sent: `await request.completion()`, and, before that, `async for chunk in
+    request`. A slow reader gets larger chunks.
+
+    Args:
+        prompt: text or token ids.
+        params: as they were sent.
+        tokenizer: of the model; None if it has none, or if the replica makes the texts.
+        makes_text: whether the replica does.
+    """
+
+    def __init__(
+        self, prompt: str | list[int], params: SamplingParams, tokenizer: Any, makes_text: bool
+    ) -> None:
+        super().__init__()
+        self._prompt = prompt
+        self._params = params
+        self._tokenizer = tokenizer
+        self._text: TokenText | None = None
+        if tokenizer is not None:
+            self._text = TokenText(tokenizer, params, prompt)
+        self._texts: list[str] | None = [] if makes_text else None
+        """Texts of the replica that no chunk has returned yet."""
+        self._log_probs: list[TokenLogProbs] = []
+        self._num_read = 0
+        self._sent: list[str] = []
+        self._news = asyncio.Event()
+        self._end: RequestEnd | None = None
+        self._completion: Completion | None = None
+
+    # ---- What the client tells ---------------------------------------------------------------
+
+    @override
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
+        if log_probs is not None:
+            self._log_probs.append(log_probs)
+        self._news.set()
+
+    @override
+    def text(self, text: str) -> None:
+        if self._texts is not None:
+            self._texts.append(text)
+        self._news.set()
+
+    @override
+    def ended(self, end: RequestEnd) -> None:
+        self._end = end
+        self._news.set()
+
+    # ---- What readers ask --------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further tokens or text will come."""
+        return self._end is not None
+
+    async def completion(self) -> Completion:
+        """How it ended; `error` says why it failed.
+
+        Raises:
+            CoordinatorLost: the coordinator was lost before the request ended.
+        """
+        while self._end is None:
+            await self._wait()
+        if self._end.failure is not None and self._end.failure[0] == CoordinatorLost.__name__:
+            raise CoordinatorLost(self._end.failure[1])
+        if self._completion is None:
+            self._take()
+            self._completion = self._complete(self._end)
+        return self._completion
+
+    async def __anext__(self) -> TokenChunk:
+        while True:
+            chunk = self._take()
+            if chunk.tokens or chunk.text:
+                return chunk
+            if self._end is not None:
+                error = (await self.completion()).error
+                if error is not None:
+                    raise error
+                raise StopAsyncIteration
+            await self._wait()
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _take(self) -> TokenChunk:
+        """All that is there and no chunk has had."""
+        tokens = self._tokens_from(self._num_read)
+        self._num_read += len(tokens)
+        if self._texts is not None:
+            text: str | None = "".join(self._texts)
+            self._texts.clear()
+        elif self._text is not None:
+            text = self._text.push(tokens)
+            if self._end is not None:
+                text += self._text.end(self._end.finish_reason, self._end.stop_words_from)
+        else:
+            text = None
+        if text:
+            self._sent.append(text)
+        return TokenChunk(tokens, text)
+
+    def _tokens_from(self, first: int) -> list[int]:
+        return memoryview(self.generated).cast("i")[first:].tolist()
+
+    def _complete(self, end: RequestEnd) -> Completion:
+        prompt = end.prompt_tokens
+        top_n, asked = self._params.top_n_logprobs, self._params.return_log_probs
+        of_prompt = end.prompt_log_probs
+        has_text = self._texts is not None or self._text is not None
+        given = [] if isinstance(self._prompt, str) else self._prompt
+        values = [value for part in self._log_probs for value in part.chosen.tolist()]
+        return Completion(
+            prompt_tokens=given if prompt is None else prompt.tolist(),
+            generated_tokens=self._tokens_from(0),
+            generated_text="".join(self._sent) if has_text else None,
+            finish_reason=end.finish_reason,
+            generated_log_probs=values if asked else None,
+            prompt_log_probs=None if of_prompt is None else of_prompt.chosen.tolist(),
+            generated_top_n_logprobs=self._by_text(self._log_probs) if asked and top_n else None,
+            prompt_top_n_logprobs=None if of_prompt is None else self._by_text([of_prompt]),
+            num_cached_tokens=end.num_cached_tokens,
+            ttft=end.ttft,
+            latency=end.latency,
+            failure=end.failure,
+            replica=end.replica,
+            attempts=end.attempts,
+        )
+
+    def _by_text(self, parts: Sequence[TokenLogProbs]) -> list[dict[str, float]] | None:
+        """At each token the likeliest ones by text, or by id where the client has no tokenizer."""
+        places: list[dict[str, float]] = []
+        for part in parts:
+            if part.top_ids is None or part.top is None:
+                return None
+            for ids, values in zip(part.top_ids.tolist(), part.top.tolist(), strict=True):
+                places.append({})
+                for token, value in zip(ids, values, strict=True):
+                    if value > -np.inf:  # filters may leave fewer
+                        places[-1].setdefault(self._name(token), value)
+        return places
+
+    def _name(self, token: int) -> str:
+        return str(token) if self._tokenizer is None else self._tokenizer.detokenize([token])
 
 
 class AsyncCoordinatorClient(TokenClient):
@@ -59,7 +249,7 @@ class AsyncCoordinatorClient(TokenClient):
         card = await self.card()
         reader = RemoteRequest(given, params, await self._text_of(card), card.replica_makes_text)
         await self._open()
-        reader.number = self._send(message, params, reader)
+        self._send(message, params, reader)
         return reader
 
     async def generate(

@@ -9,8 +9,12 @@ from typing import Any
 
 from megatron_async.errors import CoordinatorLost
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.serving.async_client import AsyncCoordinatorClient, Prompt
-from megatron_async.serving.remote_request import Completion, TokenChunk
+from megatron_async.serving.async_client import (
+    AsyncCoordinatorClient,
+    Completion,
+    Prompt,
+    TokenChunk,
+)
 
 
 class CoordinatorClient:

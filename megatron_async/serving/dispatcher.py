@@ -13,6 +13,7 @@ import msgspec
 from megatron_async.requests.traces import is_sampled, named
 from megatron_async.serving.messages import (
     PROTOCOL,
+    TOKEN_BYTES,
     Abort,
     Again,
     Answer,
@@ -55,9 +56,8 @@ from megatron_async.serving.records import (
     RoutedRequest,
     tokens_of,
 )
-from megatron_async.serving.request_books import RequestBooks
+from megatron_async.serving.request_books import RequestBooks, as_told
 from megatron_async.serving.service_verbs import VERBS, ServiceVerbs, find_replica, state_after
-from megatron_async.serving.step_parts import StepParts
 
 
 class CardShelf:
@@ -290,22 +290,26 @@ class Dispatcher(RequestBooks):
     def _hear_tokens(self, replica: ReplicaRecord, message: StepTokens, now: float) -> None:
         """Send each client its part of a step: Python per client and per end, not per token."""
         try:
-            parts = StepParts(message, replica, self.routes, self.clients)
+            parts = self._parts_of(replica, message)
         except ValueError as error:
             reason = f"it told tokens that cannot be read ({error})"
             self._lose(replica, reason, now, in_order=False)
             self._send(replica.identity, Refused(f"{reason}: connect again."))
             return
-        self.service.generated(parts.num_tokens)
+        num_bytes = sum(len(part.tokens) for part in parts.values())
+        self.service.generated(num_bytes // TOKEN_BYTES)
         for ended in message.ends:
             if (request := replica.requests.get(ended.number)) is not None:
                 replica.completed += ended.failure is None
                 if request.is_aborted and (why := self.verbs.why_refused()):
                     failure = ("RequestAborted", f"aborted: {why}.")
                     ended = msgspec.structs.replace(ended, failure=failure)
-                parts.end(request, ended)
+                self._part_of(parts, request).ends.append(as_told(request, ended))
                 self._finish(request, ended)
-        parts.send(self._send)
+        identities = {client.index: identity for identity, client in self.clients.items()}
+        for index, part in parts.items():
+            if (identity := identities.get(index)) is not None:
+                self._send(identity, part)
 
     def _dispatch(self, now: float) -> None:
         """Give queued requests to replicas that have room. None gets two suspects (requests whose

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+TOKEN_BYTES = 4
+"""Bytes of a token id."""
 PROTOCOL = 12
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

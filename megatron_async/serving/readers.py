@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from megatron_async import errors
 from megatron_async.errors import ReplicaLost
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.serving.messages import Ended
+from megatron_async.serving.messages import TOKEN_BYTES, Ended
 from megatron_async.serving.model_card import ModelCard
 
 logger = logging.getLogger("megatron_async")
 
-TOKEN_BYTES = 4
-"""Bytes of a token id in a message."""
 FAULT_AT_END = "A reader of a request's tokens failed at its end."
 
 
@@ -127,11 +125,13 @@ class TokenReader:
     this request.
 
     Attributes:
+        number: the client's; -1 before it is sent.
         top_n: alternatives that the request asked for at each token.
         generated: its tokens so far, int32 as bytes.
     """
 
     def __init__(self) -> None:
+        self.number = -1
         self.top_n = 0
         self.generated = bytearray()
         self._repeated = -1

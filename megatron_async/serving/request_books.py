@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from megatron_async.requests.traces import named
 from megatron_async.serving.messages import Abort, Ended, Leave, StepTokens, ToClient, ToReplica
 from megatron_async.serving.records import (
@@ -17,7 +19,7 @@ from megatron_async.serving.records import (
 )
 from megatron_async.serving.request_queue import InFlight, RequestQueue
 from megatron_async.serving.service_counters import ServiceCounters
-from megatron_async.serving.step_parts import as_told
+from megatron_async.serving.step_arrays import StepArrays, by_row
 from megatron_async.serving.token_routes import TokenRoutes
 
 logger = logging.getLogger("megatron_async")
@@ -59,6 +61,27 @@ class RequestBooks:
         self.routes = TokenRoutes(first)
         self.in_flight = InFlight(config)
         self.service = ServiceCounters()
+
+    def _parts_of(self, replica: ReplicaRecord, message: StepTokens) -> dict[int, StepTokens]:
+        """A replica's step, divided into a message for each client, by the client's index: Python
+        per client and per text, not per token.
+
+        Raises:
+            ValueError: the message's arrays do not fit together.
+        """
+        message = by_row(message)
+        whole = self.routes.whole(replica.index, message)
+        if whole is not None:
+            parts = dict([whole])
+        else:
+            parts = dict(self.routes.split(replica.index, StepArrays.of(message)))
+        for number, text in message.texts:
+            if (request := replica.requests.get(number)) is not None:
+                self._part_of(parts, request).texts.append((request.asked.number, text))
+        return parts
+
+    def _part_of(self, parts: dict[int, StepTokens], request: RoutedRequest) -> StepTokens:
+        return parts.setdefault(self.clients[request.client].index, StepTokens())
 
     def abort_request(self, request: RoutedRequest) -> None:
         """End a request on behalf of its client or of an administrator."""
@@ -106,3 +129,8 @@ class RequestBooks:
         """A replica that is to leave may, once it has nothing left."""
         if replica.state == ReplicaState.LEAVING and not replica.requests:
             self._send(replica.identity, Leave())
+
+
+def as_told(request: RoutedRequest, ended: Ended) -> Ended:
+    """An end as the request's client is told it."""
+    return msgspec.structs.replace(ended, number=request.asked.number, attempts=request.attempts)

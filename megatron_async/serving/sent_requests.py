@@ -34,6 +34,7 @@ class SentRequests:
 
     def put(self, number: int, request: TokenReader, params: SamplingParams) -> None:
         """From now on the request gets the messages for its number."""
+        request.number = number
         request.top_n = params.top_n_logprobs if params.return_log_probs else 0
         self._requests[number] = request
 

@@ -11,7 +11,7 @@ from megatron_async import LLM, SamplingParams
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.records import CoordinatorConfig
-from megatron_async.serving.replica_process import serve_replica
+from megatron_async.serving.replica import serve_replica
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import Ranks
 

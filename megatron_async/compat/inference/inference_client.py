@@ -21,8 +21,7 @@ from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 from megatron_async.serving.connection import check_sendable
 from megatron_async.serving.messages import UNSENDABLE, Generate, encode
 from megatron_async.serving.readers import RequestEnd, TokenReader
-from megatron_async.serving.request_message import checked_traceparent
-from megatron_async.serving.token_client import TokenClient
+from megatron_async.serving.token_client import TokenClient, checked_traceparent
 
 logger = logging.getLogger("megatron_async")
 

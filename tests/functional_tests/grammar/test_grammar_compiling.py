@@ -11,8 +11,7 @@ import pytest
 
 from megatron_async import LLM, Status, StructuredOutput
 from megatron_async.errors import RequestAborted, RequestError
-from megatron_async.serving.replica import Replica
-from megatron_async.serving.replica_process import serve_replica
+from megatron_async.serving.replica import Replica, serve_replica
 from megatron_async.text import grammar_compiler, grammar_limits, structured_output
 from megatron_async.text.grammar_compiler import GrammarCompiler
 from tests.support.harness import (

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from megatron_async.serving.replica_process import frozen_heap
+from megatron_async.serving.replica import frozen_heap
 
 
 class Node:
