@@ -30,7 +30,7 @@ class ClassNames:
     """The public names of one class of Megatron's, those of its base class and of instances too.
 
     Attributes:
-        own: what our class has, and so that of `compat` too.
+        own: what our class has, and so the class of `compat` too.
         compat: what the class of `compat` alone has.
         otherwise: what exists, but does something else: what -> names.
         absent: what to do instead, or why there is nothing to do -> names.
@@ -43,7 +43,7 @@ class ClassNames:
 
     @cached_property
     def answers(self) -> dict[str, str]:
-        """What to say of each name that our class or that of `compat` lacks."""
+        """What to say of each name that our class or the class of `compat` lacks."""
         found = dict.fromkeys(self.compat.split(), BY_COMPAT)
         for text, names in self.absent.items():
             found |= dict.fromkeys(names.split(), text)
@@ -169,7 +169,7 @@ CLASSES = {
         own="inference_wrapped_model tokenizer vocab_size",
         compat="detokenize model_config num_speculative_tokens sampling_rng",
         otherwise={
-            "our class's takes a text; that of `compat` takes a tokenizer first, as Megatron's":
+            "our class's takes a text; the one of `compat` takes a tokenizer first, as Megatron's":
             "tokenize_prompt",
         },
         absent={

@@ -9,7 +9,7 @@ from pathlib import Path
 
 FILE = Path(__file__).resolve().parents[1] / "CODEOWNERS"
 MAINTAINERS = "maintainers@users.noreply.a-seed-8449540f.example"
-"""All commits' author. Whoever shares the work puts a GitHub name into `OWNERS`."""
+"""All commits' author. Everybody who shares the work puts a GitHub name into `OWNERS`."""
 HEAD = f"""\
 # Written by scripts/codeowners.py. GitHub asks the owners of the last line that matches.
 * {MAINTAINERS}

@@ -14,7 +14,8 @@ says so, with the reason:
 
 Everywhere in the package, a public function, method or class has a docstring; a method may inherit
 the docstring from a base class of the package. A docstring does not begin with a pronoun and does
-not send its reader elsewhere (`EMPTY_BEGINNING`). A file has at most `MAX_LINES` lines. The lint
+not send its reader elsewhere (`EMPTY_BEGINNING`); docstrings and comments name their things
+(`HIDDEN_NOUN`). A file has at most `MAX_LINES` lines. The lint
 reads syntax, not types, so it cannot tell an array from a tensor: the reason on the line does.
 """
 
@@ -52,6 +53,14 @@ DOCUMENTED_ELSEWHERE = {"overload", "setter", "gpu", "cpu"}
 """Decorators of what another function documents: an implementation's op is its reference."""
 EMPTY_BEGINNING = re.compile(r"(See|As|It|Its|They|Who|Of|Those|That|The same)\b")
 
+HIDDEN_NOUN = re.compile(
+    r"\b(?:(?i:who(?:m|ever)?|that[\s#]+of|what[\s#]+is[\s#]+(?:there|new|so)|such[\s#]+a[\s#]+one)"
+    r"|Those[\s#]+of)\b"
+)
+"""Words in docstrings and comments for which a reader has to look for a noun."""
+PERSON = re.compile(r"(?i:users?|operators?|people|person|(?:any|every|no|some)body)[\s#]+who\b")
+"""Nouns that "who" may follow."""
+
 READ = "keep the value on the device, or copy it with the step's samples and read it in resolve"
 UPLOAD = "put it into the step's bookkeeping buffer, or make it once, outside the step"
 SHAPE = "its result's shape is data: use a mask, torch.where(mask, a, b) or the plan's CPU arrays"
@@ -66,7 +75,7 @@ METHODS = {
     "masked_select": SHAPE,
     "synchronize": "wait for the step's event in resolve; nothing else waits",
 }
-"""Calls that synchronise whoever their receiver is, and the remedy."""
+"""Calls that synchronise whatever their receiver is, and the remedy."""
 
 WAIVER = re.compile(r"#\s*sync-ok\b:?\s*(?P<reason>.*)")
 
@@ -161,6 +170,27 @@ def check_sync(path: Path, source: str) -> tuple[list[Finding], int]:
     return findings, waived
 
 
+def prose(source: str) -> str:
+    """Docstrings and comments of a file on their lines; other lines are a full stop."""
+    lines = ["."] * (source.count("\n") + 1)
+    is_start = True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and is_start):
+            for number, line in enumerate(token.string.split("\n"), token.start[0] - 1):
+                lines[number] = line
+        elif token.type not in (tokenize.NL, tokenize.COMMENT):
+            is_start = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    return "\n".join(lines)
+
+
+def hidden_nouns(source: str) -> Iterator[tuple[int, str]]:
+    """Line and words of each `HIDDEN_NOUN` in the prose of a file."""
+    if HIDDEN_NOUN.search(source):
+        text = PERSON.sub(lambda match: "\n" * match[0].count("\n"), prose(source))
+        for match in HIDDEN_NOUN.finditer(text):
+            yield text.count("\n", 0, match.start()) + 1, re.sub(r"[\s#]+", " ", match[0])
+
+
 def public_definitions(body: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef]:
     """Classes and functions defined directly in `body` whose docstring a reader may look for."""
     for node in ast.iter_child_nodes(body):
@@ -229,6 +259,9 @@ def check_house(
             if found:
                 why = f"the docstring begins with {found[0]!r}: begin with a noun or a verb"
                 findings.append(Finding(path, node.lineno, f"{node.name}: {why}"))
+    for line, words in hidden_nouns(source):
+        why = f'{words!r} hides what is meant: write the noun ("which" for a thing)'
+        findings.append(Finding(path, line, why))
     for line, name in undocumented(tree, documented):
         findings.append(Finding(path, line, f"{name} has no docstring: say what it does"))
     return findings

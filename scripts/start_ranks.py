@@ -4,7 +4,7 @@ Ranks of this host alone are processes that meet in a folder of this user: no po
 of several hosts are started by torchrun, with its arguments.
 
 Ranks print their own errors. So when a rank fails, this script prints one line with the rank's
-number where torchrun prints a page. The script's exit status is that of the rank (128 + N for
+number where torchrun prints a page. The script's exit status is the rank's (128 + N for
 signal N); torchrun's is always 1.
 """
 

@@ -108,7 +108,7 @@ def start_job(randomly: random.Random) -> RunningJob:
 
 
 def look_after(job: RunningJob) -> None:
-    """Kill whose time has come, and collect who has ended."""
+    """Kill the victim when its time has come, and collect ended processes."""
     now = time.monotonic()
     if job.victim in job.pids and now >= job.kill_at:
         os.kill(job.victim, signal.SIGKILL)

@@ -200,8 +200,8 @@ def names_of(model_type: str, modules: bool, gated: bool) -> FamilyNames:
 class MtpNames:
     """Tensor names of one family.
 
-    In a name stand for numbers: `{depth}` that of the depth; `{first}` and `{last}` those of its
-    first and last layer, `{layer}` that of one of them, where layers of all depths are counted on.
+    In a name stand for numbers: `{depth}` the depth's; `{first}` and `{last}` its first and
+    last layer's, `{layer}` any layer's, where layers of all depths are counted on.
     """
 
     beginning: str

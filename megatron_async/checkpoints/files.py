@@ -50,7 +50,7 @@ def check_number(value: Any, key: str, where: str) -> float:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name in a file is that of a file in the same folder or below. Where that file is a
+    """Whether a name in a file names a file in the same folder or below. Where that file is a
     link, as in Hugging Face's cache, is the owner's choice and not the file's."""
     if not name or "\0" in name:
         return False

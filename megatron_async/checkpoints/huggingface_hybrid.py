@@ -5,8 +5,8 @@ Nemotron-H (also Nemotron Nano v2 and Nemotron 3 Nano) lists its layers one by o
 Megatron's pattern (`hybrid_override_pattern`) or by names (`layers_block_type`, transformers 5).
 Layers of Granite and Bamba are two of the pattern: Mamba-2 or attention, and an MLP or experts.
 
-The gated norm of Granite, Bamba and Mamba2 in transformers is over all heads; that of the published
-kernels (mamba-ssm) and of Megatron-Core is over each group. Mamba2 is served by the latter, since
+The gated norm of Granite, Bamba and Mamba2 in transformers is over all heads; in the published
+kernels (mamba-ssm) and Megatron-Core it is over each group. Mamba2 is served by the latter, since
 it is what Mamba-Codestral, the one published model with more than one group, was trained with.
 Granite and Bamba are read with one group alone, as all published ones have.
 transformers raises time steps of Nemotron-H that are smaller than `time_step_min` to it (0.001 in

@@ -310,7 +310,7 @@ def _hybrid_pattern(args: Mapping[str, Any]) -> str:
 
 
 def _layers(args: Mapping[str, Any], where: str) -> tuple[int, str, str]:
-    """Number of layers as families count them; the pattern; that of a depth of multi-token
+    """Number of layers as families count them; the pattern; the pattern of a depth of multi-token
     prediction, if there are any. A `HybridModel` counts attention and MLP apart."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern"):
         if not isinstance(args.get(name), str | None):

@@ -108,7 +108,7 @@ class Weight:
     """Hugging Face tensors that it is made of, with their shapes."""
     groups: int
     stored: str
-    """Key in a Megatron checkpoint of the `HybridModel`, which is that of the whole model."""
+    """Key in a Megatron checkpoint of the `HybridModel`, which is the whole model's."""
     partition_dim: int | None = None
     """Axis along which tensor-parallel ranks share the weight, by Megatron's name: 0, rows (of each
     part, or whole groups), 1, columns, or None: every rank holds all of it. Where an axis does not

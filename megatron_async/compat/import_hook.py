@@ -1,7 +1,7 @@
 """The import hook: a script's imports of `megatron.core.inference` are answered by this project.
 
 The function behind every import statement (`builtins.__import__`) is told the globals of the
-module that imports, so one wrapper decides by who asks. A loader that rewrites the script's
+module that imports, so one wrapper decides by the importer. A loader that rewrites the script's
 source would not do: pytest's own loader rewrites test files already, a name that is walked down to
 (`import megatron` ... `megatron.core.inference.config`) is no import statement, and compiled files
 have no source. Imports of other names cost a comparison of strings.

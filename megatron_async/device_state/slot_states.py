@@ -54,7 +54,7 @@ class PerSlotState:
 
     @property
     def bytes_of_snapshots(self) -> int:
-        """Device memory that `allocate` takes beside that of slots."""
+        """Device memory that `allocate` takes beside the slots'."""
         return 0
 
     def allocate(self) -> None:
@@ -96,7 +96,7 @@ class SlotStates(list[PerSlotState]):
 
     @property
     def bytes_of_snapshots(self) -> int:
-        """Device memory that `allocate` takes beside that of slots, over all states."""
+        """Device memory that `allocate` takes beside the slots', over all states."""
         return sum(state.bytes_of_snapshots for state in self)
 
     def allocate(self) -> None:

@@ -48,7 +48,7 @@ class Admission:
     """Admits requests, aborts them, and ends those whose masks cost too much.
 
     Args:
-        controller: has the tokenizer; its context schedules who is admitted.
+        controller: has the tokenizer; its context schedules admitted requests.
         grammars: compiles grammars.
         watch: gets the stop words of new requests.
         loop: requests enter and leave between its steps, and its group logs that.

@@ -21,8 +21,8 @@ ASK_FOR_S = 0.002
 """Seconds for which an event is queried. A longer wait uses a thread: its cost matters less then,
 and queries keep a core busy."""
 TOLD_WITHIN_S = 0.05
-"""Seconds within which a device that calls the loop may do so. Then a thread waits, and whoever
-called it also looks whether other ranks are lost."""
+"""Seconds within which a device that calls the loop may do so. Then a thread waits, and its
+caller also looks whether other ranks are lost."""
 
 
 async def arrival(event: Event, wait: Callable[[Event], Coroutine[Any, Any, None]]) -> None:

@@ -1,4 +1,4 @@
-"""Who may change an engine's books, and when: one thread (`EngineThread`), and as a whole or made
+"""Changes of an engine's books are made by one thread (`EngineThread`), and as a whole or made
 good (`Turn`)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_async.interrupts import HeldInterrupts, is_below
 
 
 class EngineThread:
-    """Which thread is at work in an engine: that of `run_engine`, or of a step or `generate` that
+    """The thread that is at work in an engine: of `run_engine`, or of a step or `generate` that
     has begun."""
 
     def __init__(self) -> None:

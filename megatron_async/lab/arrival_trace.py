@@ -16,7 +16,7 @@ class LengthDistribution:
     """Lognormal lengths in tokens, at least 1.
 
     Lengths of prompts and answers are skewed to the right in published traces; a lognormal is the
-    usual stand-in. The mean is that of the distribution before it is cut at `longest`.
+    usual stand-in. The mean is the distribution's before it is cut at `longest`.
     """
 
     mean: float

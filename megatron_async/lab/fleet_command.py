@@ -86,7 +86,7 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser) -> None:
     group.add_argument("--replicas", type=int, nargs="+", default=[1], metavar="N", help="how many")
     group.add_argument(
         "--policy", nargs="+", default=["prefix"], metavar="NAME",
-        help="who serves a request: prefix (the coordinator's default), least-loaded, round-robin",
+        help="choice of a replica: prefix (the coordinator's default), least-loaded, round-robin",
     )  # fmt: skip
     engine = fleet.add_argument_group("engine")
     engine.add_argument(

@@ -98,7 +98,7 @@ class ModelLessController(TextGenerationController):
         self.idle_us = 0.0
         self.most_work: Work = (0, 0, 0)
         self.engine_was_idle = True
-        """Set by who steps the engine: what precedes the next step is no idling."""
+        """Set by the engine's driver: what precedes the next step is no idling."""
         self._busy_until_us = 0.0
 
     def _make_drafting(self, drafter: Drafter | None) -> Drafting | None:

@@ -242,7 +242,7 @@ WIDTH = 16
 
 
 def describe_state(engine: DynamicInferenceEngine) -> str:
-    """Slots with their requests, lengths and blocks, who waits, and what is in flight."""
+    """Slots with their requests, lengths and blocks, waiting requests, and steps in flight."""
     context = engine.context
     slots, blocks = context.slots, context.blocks
     used = np.flatnonzero(slots.state != SlotState.FREE)

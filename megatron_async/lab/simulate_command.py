@@ -45,7 +45,7 @@ TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
 default, help."""
 
 MEANS = {"prompt_mean": "max_prompt_tokens", "output_mean": "max_output_tokens"}
-"""Option of a mean length -> that of the longest."""
+"""Option of a mean length -> option of the longest."""
 MOST_REQUESTS = 2**20
 MOST_TOKENS = 2**24
 

@@ -35,7 +35,7 @@ class AnyToken:
         self.cached_tokens = 0
 
     def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
-        """Zeros; and note who is prefilled for the first time."""
+        """Zeros; and note the requests that are prefilled for the first time."""
         now = context.device.clock.now_us  # type: ignore[attr-defined]  # a VirtualDevice
         begun = context.slots.request_id[plan.slots[plan.num_decode :]]
         for request_id, cached in zip(begun, cached_tokens(plan), strict=True):

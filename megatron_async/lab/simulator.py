@@ -38,7 +38,7 @@ class Simulated:
     the step before."""
     drafted_tokens: int
     accepted_tokens: int
-    """Those of `drafted_tokens` that were right."""
+    """Right ones among `drafted_tokens`."""
     cpu_us: float
     """Real time of the engine's thread a step, microseconds, on this machine."""
 

@@ -49,7 +49,7 @@ class CompiledLayers:
         self._heads = attention.num_attention_heads_per_partition
         self._kv_heads, self._dim = attention.num_query_groups_per_partition, dim
         self._eps = eps
-        # The table has addresses alone, so what is there must be kept.
+        # The table has addresses alone, so their tensors must be kept.
         self._kept: list[Any] = []
         rows = []
         for mixer, feed in zip(stack.layers[::2], stack.layers[1::2], strict=True):

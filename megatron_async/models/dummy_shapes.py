@@ -135,8 +135,8 @@ DUMMY_SHAPES |= {
 }
 """Shapes for `dummy:SHAPE` models (random weights), from the models' public `config.json` files.
 
-Those with "-mtp" have one depth of multi-token prediction besides: "nemotron-3-nano-30b-mtp" that
-of Nemotron 3.5 Lightning 30B-A3B, whose layers have these sizes; "qwen3-next-80b-mtp" that of
+Those with "-mtp" have one depth of multi-token prediction besides: "nemotron-3-nano-30b-mtp" as in
+Nemotron 3.5 Lightning 30B-A3B, whose layers have these sizes; "qwen3-next-80b-mtp" as in
 Qwen3-Next, applied again for further drafts; "llama-3.1-8b-mtp" one as if that model were published
 with it, a layer of its own kind.
 

@@ -134,8 +134,8 @@ def transformer_config(
 def _multipliers(architecture: ModelArchitecture) -> dict[str, Any]:
     """Granite's multipliers, under the names that Megatron-Core has for them.
 
-    That of attention is the softmax scale. That of the residual stream is part of the weights
-    (`ModelArchitecture.residual_multiplier`). Those of embedding and logits stay numbers, because
+    Attention's is the softmax scale. The residual stream's is part of the weights
+    (`ModelArchitecture.residual_multiplier`). Embedding's and logits' stay numbers, because
     the matrix that both would be part of is one where embeddings are tied.
     """
     a = architecture

@@ -126,7 +126,7 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
             distributed_timeout_minutes=COLLECTIVE_TIMEOUT_S / 60,
             create_gloo_process_groups=False,
         )
-        # Megatron's optimizers want groups for host tensors. Those of above take them, and each
+        # Megatron's optimizers want groups for host tensors. The groups above take them, and each
         # gloo group would listen at a further port.
         for name in [name for name in vars(parallel_state) if name.endswith("_GLOO")]:
             setattr(parallel_state, name, getattr(parallel_state, name.removesuffix("_GLOO")))

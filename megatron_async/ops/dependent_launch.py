@@ -13,7 +13,7 @@ of recurrent states lets nobody start before its end: a later stage of a pipelin
 behind it. What a layer writes may be read before a wait only if a kernel between lets its successor
 start after its own wait (`is_settled` of `ops/attention/decode_attention.py`).
 
-One kernel works before its wait: attention of decode rows beside that of prompts (`is_beside`,
+One kernel works before its wait: attention of decode rows beside the prompts' (`is_beside`,
 there). Only the prompts' kernel may still run then, and neither touches what the other writes.
 Their end stays in order, since the last programs wait.
 """

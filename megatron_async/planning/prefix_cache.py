@@ -71,9 +71,9 @@ class PrefixCache:
     Attributes:
         states: as given.
         queries: tokens of admitted requests.
-        hits: those of `queries` that were found.
-        lost_states: those of `queries` whose keys and values were found, but no state after them.
-        lost_blocks: those of `queries` in whole blocks that were evicted.
+        hits: queries that were found.
+        lost_states: queries whose keys and values were found, but no state after them.
+        lost_blocks: queries in whole blocks that were evicted.
         evictions: cached blocks that were handed out to another owner.
         losses: blocks that cannot be found any more, for any reason.
     """
@@ -122,7 +122,7 @@ class PrefixCache:
         self._lost.clear()
         return lost
 
-    # ---- Who begins --------------------------------------------------------------------------
+    # ---- Requests begin ----------------------------------------------------------------------
 
     def look_up(self, request: DynamicInferenceRequest, num_known: int, step: int) -> Found:
         """The cached blocks and state of a request's beginning.

@@ -29,7 +29,7 @@ def block_hashes(
     """A hash of each full block of a sequence, in order; a partial block at the end has none.
 
     A hash is blake2b, 16 bytes, of the hash before and the block's token ids as int32, little
-    endian. The hash before the first block is that of the salt.
+    endian. The hash before the first block is the salt's.
 
     Args:
         tokens: token ids `[tokens]` on the CPU, any integer type; each must fit int32.

@@ -319,7 +319,7 @@ class Scheduler:
         """Release blocks of a request that were reserved for tokens which it did not yield."""
         slots = self._slots
         # Steps in flight write no further than their last token but one; where a draft model has
-        # entries of its own, that of the last token is there already, and is not made again.
+        # entries of its own, the last token's is there already, and is not made again.
         last = int(slots.at_most(slot)) - (0 if slots.draft_places else 1)
         keep = -(-min(last, int(slots.max_length[slot]) - 1) // self._config.block_size_tokens)
         surplus = slots.blocks_of(slot)[keep:].copy()

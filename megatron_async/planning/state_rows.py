@@ -57,7 +57,7 @@ class StateRows:
         of_slot: int32 `[slots]`: the row of each slot's request, -1 where there is none.
         hits: requests that have begun from a snapshot.
         losses: snapshots that cannot be found any more, for any reason.
-        evictions: those of `losses` whose row was given to another owner.
+        evictions: losses whose row was given to another owner.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class StateRows:
         """Whether there is a snapshot at the end of the block with this hash."""
         return each in self._row_of
 
-    # ---- Who begins --------------------------------------------------------------------------
+    # ---- Requests begin ----------------------------------------------------------------------
 
     def find(self, hashes: list[bytes], step: int) -> FoundState:
         """The last snapshot of a sequence.
@@ -143,7 +143,7 @@ class StateRows:
         """Give a request that begins a row.
 
         Args:
-            slot: of the request; its `num_cached` is that of the snapshot.
+            slot: of the request; its `num_cached` is the snapshot's.
             found: the snapshot's row, or -1.
             matched: tokens whose KV blocks were found; as many as have a snapshot, or more.
             step: the plan that is made; `can_begin` has said yes.

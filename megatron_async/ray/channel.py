@@ -2,7 +2,7 @@
 
 A fleet's manager carries one stream of bytes for each request. A stream's item costs the replica
 and the ingress a good part of a millisecond (measured of Ray in docs/ray.md), a token far less. So
-of all open calls of an ingress one is the *carrier*: it yields what is new of all of them. When its
+of all open calls of an ingress one is the *carrier*: it yields the news of all of them. When its
 own request has ended, another call carries. A call that never carried yields nothing, and ends with
 its request.
 """

@@ -1,7 +1,7 @@
 """`FleetClient`: sends requests to the replicas of a fleet, as a coordinator would.
 
 For an HTTP process it is what `TokenClient` is in front of a coordinator, and it is the coordinator
-too: a `Dispatcher` decides who serves a request, and what happens to requests of a lost replica.
+too: a `Dispatcher` chooses a request's replica, and what happens to requests of a lost replica.
 The fleet's manager says which replicas there are, and carries a call for each request.
 """
 
@@ -133,7 +133,7 @@ class FleetClient:
     Args:
         fleet: carries them.
         config: limits of this client's requests, and how often a request is sent again. The manager
-            sees itself who is silent, and queues what a replica has no room for.
+            itself notices silent replicas, and queues what a replica has no room for.
         ingress: number of this client, below `MOST_INGRESSES`; None: drawn.
 
     Attributes:

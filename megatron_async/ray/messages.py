@@ -14,7 +14,7 @@ from megatron_async.serving.messages import ReplicaHello, StepTokens
 
 
 class FleetBatch(msgspec.Struct, frozen=True):
-    """From a replica: what is new of all requests of one ingress.
+    """From a replica: the news of all requests of one ingress.
 
     Attributes:
         sequence: 0, 1, 2 ... for this ingress. Batches travel with different calls, hence may

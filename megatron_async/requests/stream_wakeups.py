@@ -28,8 +28,8 @@ class StreamWakeups:
     """The coroutines that wait for news of a request, all on one thread.
 
     A step costs the engine the same however many readers wait. One timer serves all of them. It
-    runs on the event loop that steps the engine, or, where steps are synchronous, on that of the
-    last reader.
+    runs on the event loop that steps the engine, or, where steps are synchronous, on the
+    last reader's.
 
     Attributes:
         bookings: of steps so far: a reader that has read since the last one need not look again.

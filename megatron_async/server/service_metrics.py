@@ -168,7 +168,7 @@ OF_ENGINES = {
     "prefix_cache_queries": "prefix_cache_queries",
     "prefix_cache_hits": "prefix_cache_hits",
 }
-"""Counters of each engine: vLLM's name -> that of `engine.stats()`."""
+"""Counters of each engine: vLLM's name -> name in `engine.stats()`."""
 
 
 def vllm_metrics(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:

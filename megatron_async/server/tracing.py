@@ -135,7 +135,7 @@ class RequestTracer:
         return RequestTrace(self._tracer, parent, scope["method"], scope["path"])
 
     def close(self) -> None:
-        """Send what is there; takes as long as the collector, 10 s at most by default."""
+        """Send the spans that wait; takes as long as the collector, 10 s at most by default."""
         self._provider.shutdown()
 
 

@@ -277,7 +277,7 @@ class Connection[Heard]:
     # ---- What the loop calls -----------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take in what is there."""
+        """Take in all that has come."""
         link = self._link
         if link is None:
             return

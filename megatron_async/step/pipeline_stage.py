@@ -127,14 +127,14 @@ class LinkedStage(PipelineStage):
         self._row_bytes = model.hidden_size * model.params_dtype.itemsize
         rows = self._header_rows(context.max_requests) + -(-tokens // self._shares)
         shape = rows, model.hidden_size
-        # The first rows of a message are its header: int32 words, of which the first says who
-        # failed, and the others how long the decode rows' sequences are. Steps use these tensors
-        # one after another, on the compute stream; what is being sent lies apart, so that the next
+        # The first rows of a message are its header: int32 words, of which the first says which
+        # stage failed, and the others how long the decode rows' sequences are. Steps use them one
+        # after another, on the compute stream; what is being sent lies apart, so that the next
         # step may begin.
         self._input = torch.zeros(shape, dtype=model.params_dtype, device=target)
         self._output = torch.zeros_like(self._input)
         self._sending = torch.zeros(2, *shape, dtype=model.params_dtype, device=target)
-        # Ring: word 0 says who failed; then the rows of the sample ring. Written by the last
+        # Ring: word 0 is the failed stage; then the rows of the sample ring. Written by the last
         # stage's step (word 0) and on the copy stream; used again only after the host has resolved
         # the step.
         entries, rows, self._row_words = view.sample_ring.shape
@@ -184,7 +184,7 @@ class LinkedStage(PipelineStage):
 
     @override
     def send(self, plan: StepPlan, failed: bool) -> None:
-        # The last stage only writes who failed.
+        # The last stage only writes which one failed.
         with self._context.tracer.range("send_hidden_states", -1 if self.is_last else plan.step):
             self._write(plan, failed)
         self._last_sent = plan.step

@@ -23,7 +23,7 @@ MORE_TEMPLATES = "additional_chat_templates"
 OLD_TEMPLATE = "chat_template.json"
 """Where processors of models with a vision tower had theirs."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of templates: that of all chats, and that of chats in which tools are offered."""
+"""Names of templates: for all chats, and for chats in which tools are offered."""
 LARGEST_TEMPLATE = 4 * MIB
 """Bytes; published ones have up to 30 KiB."""
 

@@ -12,7 +12,7 @@ INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledErr
 
 
 def error_of(raised: BaseException, what: str) -> BaseException:
-    """The error to raise for what a library has raised: a `RequestError` for a panic (such as that
+    """The error to raise for what a library has raised: a `RequestError` for a panic (such as
     of a tokenizer's regular expression that tried too often) or a bare `Exception`, else itself.
 
     Args:

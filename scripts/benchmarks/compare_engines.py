@@ -19,7 +19,7 @@ client, TPOT the mean of a request's later intervals, tokens/s from the trace's 
 
 vLLM and SGLang run in environments of their own (`--vllm-python`, `--sglang-python`). For dummy
 models they are given the same shape with random weights, as a folder with `config.json` and the
-demo model's tokenizer (or that of --tokenizer), of which nothing but its presence matters.
+demo model's tokenizer (or --tokenizer's), of which nothing but its presence matters.
 """
 
 from __future__ import annotations

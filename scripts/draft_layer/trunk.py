@@ -40,7 +40,7 @@ class HiddenStates(EngineListener):
         return [self.found[number] for number in sorted(self.found)]
 
     def launched(self, plan: StepPlan | None) -> None:
-        """Note whose chunks these are: who ends with the step has left its slot when it is
+        """Note the chunks' requests: one that ends with the step has left its slot when the step is
         booked."""
         if plan is not None:
             chunks = plan.slots[plan.num_decode :]

@@ -73,7 +73,7 @@ class CoordinatedStates:
         self._next: EngineState | None = None
         self._has_resumed = False
         self._error: BaseException | None = None
-        # Who waits for a state goes on even if the next signal ends it before the waiter runs.
+        # A waiter for a state goes on even if the next signal ends the state before it runs.
         self._waiting: dict[EngineState, list[asyncio.Future[None]]] = {s: [] for s in LASTING}
         self._past: deque[frozenset[EngineState]] = deque(maxlen=MOST_PAST)
         """The lasting states of each moment since the last `wait_in_turn` ended, the last one
@@ -117,7 +117,7 @@ class CoordinatedStates:
         """The engine has left its coordinator, told or not.
 
         Args:
-            error: why it could not stay; who waits for a state gets it.
+            error: why it could not stay; waiters for a state get it.
         """
         self.state, self._next, self._error = EngineState.STOPPED, None, error
         self._tell()
@@ -149,7 +149,7 @@ class CoordinatedStates:
             self._past.popleft()
 
     def _tell(self) -> None:
-        """Wake who waits for what is so now."""
+        """Wake the waiters of the states that hold now."""
         moment = frozenset(state for state in LASTING if self._is_in(state))
         if not self._past or self._past[-1] != moment:
             self._past.append(moment)

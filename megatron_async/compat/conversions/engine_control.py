@@ -105,7 +105,7 @@ class EngineControl(DynamicInferenceEngine):
         """Go on, with the weights that the model has now; not suspended: nothing happens.
 
         Copies that the wrapper made of weights are made again, and the prefix cache is forgotten:
-        its keys and values are the old weights'. Those of running requests stay, but with
+        its keys and values are the old weights'. Keys and values of running requests stay, but with
         RECOMPUTE.
         """
         if not self._is_suspended:

@@ -33,7 +33,7 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One generated token; the payload is that of Megatron's event."""
+    """One generated token; the payload is Megatron's."""
 
     timestamp: float
     """`time.time()` of the report that carried the token."""

@@ -92,7 +92,7 @@ def _state_bytes(model_config: Any, settings: InferenceConfig) -> int:
 
 
 class KVBlockCounts:
-    """Numbers of blocks; who has which is not Megatron's affair here.
+    """Numbers of blocks; their owners are not Megatron's affair here.
 
     In Megatron the dummy block is one of `total_count`; so it is here.
 

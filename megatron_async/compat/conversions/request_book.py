@@ -116,7 +116,7 @@ class RequestBook:
         return entry.request
 
     def ended(self, own: OwnRequest) -> None:
-        """A request has ended: complete its record, and tell who waits for it. What the tokenizer
+        """A request has ended: complete its record, and tell its waiter. What the tokenizer
         raises meanwhile is this request's error alone."""
         entry = self._entries.pop(own.request_id)
         entry.has_ended, request = True, entry.request
@@ -172,6 +172,6 @@ class RequestBook:
 
 
 def deliver(future: asyncio.Future[Record], record: Record) -> None:
-    """Give a record to who waits for it, if anybody still does."""
+    """Give a record to its waiter, if that still waits."""
     if not future.done() and not future.get_loop().is_closed():
         future.set_result(record)

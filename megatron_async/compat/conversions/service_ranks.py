@@ -1,4 +1,4 @@
-"""The ranks of a Megatron job behind a coordinator: who leads, who follows, and what is refused."""
+"""The ranks of a Megatron job behind a coordinator: leaders, followers, and what is refused."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def all_there(ranks: ServiceRanks, failure: Exception | None) -> None:
     found = {}
     if ranks.is_spread:
         # In a thread: this rank's replica must go on answering pings.
-        exchange = partial(join_job().exchange, "who is behind the coordinator", said)
+        exchange = partial(join_job().exchange, "ranks behind the coordinator", said)
         found = await asyncio.to_thread(exchange)
     if failure is not None:
         raise failure

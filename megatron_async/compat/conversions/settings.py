@@ -197,7 +197,7 @@ def to_settings(model_config: Any, config: MegatronConfig | InferenceConfig) -> 
         kind = type(config)
         raise ConfigurationError(
             f"inference_config is a {kind.__module__}.{kind.__qualname__}: give Megatron's "
-            "InferenceConfig, that of megatron_async.compat.inference.config, or "
+            "InferenceConfig, the one of megatron_async.compat.inference.config, or "
             "megatron_async.InferenceConfig."
         )
     check_fields(config)
@@ -290,7 +290,7 @@ def _speculation_fields(config: MegatronConfig) -> dict[str, Any]:
 
 
 def _recurrent_fields(config: MegatronConfig) -> dict[str, Any]:
-    """Megatron's dtype of states, where no other was asked for. That of the convolution's inputs
+    """Megatron's dtype of states, where no other was asked for. The convolution's inputs'
     is not looked at: these are activations, and kept in the dtype that they have."""
     states = config.mamba_inference_state_config
     if states is None or getattr(config, "mamba_ssm_states_dtype", None) is not None:

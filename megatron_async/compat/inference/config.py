@@ -65,7 +65,7 @@ class InferenceConfig(MegatronInferenceConfig):
     attention_backend: str | None = None
     invalidation: str | None = None
     mamba_ssm_states_dtype: str | None = None
-    """None: that of `mamba_inference_state_config`, or float32 without one."""
+    """None: as in `mamba_inference_state_config`, or float32 without one."""
 
     num_state_snapshots: int | None = None
     prefix_caching_mamba_interval: int | None = None

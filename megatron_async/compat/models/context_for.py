@@ -80,7 +80,7 @@ def fit_context(
 
 
 def _given_settings(context: DynamicInferenceContext) -> Any:
-    """What a context was made with. That of `compat` keeps Megatron's configuration, which says
+    """The settings of a context. A `compat` context keeps Megatron's configuration, which says
     more than what became of it, and defaults where it was given the engine's own form."""
     given: Any = getattr(context, "megatron_config", None)
     if given is None or (type(given).__module__.startswith(OURS) and given == type(given)()):

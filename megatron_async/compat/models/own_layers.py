@@ -211,7 +211,7 @@ def own_layers(
             if kept is not None:
                 kept.data = kept.data.float()
     weights = SharedWeights(model, parts, served)
-    # What `take_over_positions` asks: the angles are the user's, whoever applies them.
+    # What `take_over_positions` asks: the angles are the user's, whichever layer applies them.
     served.position_embedding_type = model.position_embedding_type
     rotary = rotary_of(model)
     if rotary is not None:

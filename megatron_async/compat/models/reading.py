@@ -117,8 +117,8 @@ def unwrapped(model: Any) -> nn.Module:
     for name in ("forward", "_preprocess", "_postprocess"):
         if getattr(type(model), name, None) is not getattr(base, name, None):
             raise ConfigurationError(
-                f"a {type(model).__name__} is not served: its {name} is not that of "
-                f"Megatron-Core's {base.__name__}, and the engine would not call it."
+                f"a {type(model).__name__} is not served: its {name} differs from "
+                f"Megatron-Core's {base.__name__}.{name}, and the engine would not call it."
             )
     found: nn.Module = model
     return found

@@ -66,7 +66,7 @@ def serving_config(
     Args:
         config: Megatron's `TransformerConfig` of the model; a `ModelConfig` is returned as it is.
         layer_pattern: of a `HybridModel`, such as "M-*-", with "|" between pipeline stages; or a
-            list of characters. None: that of `model`, or of a `GPTModel`.
+            list of characters. None: the pattern of `model`, or of a `GPTModel`.
         model: a `HybridModel`, whose constructor was told the pattern; or a `GPTModel`.
 
     Returns:

@@ -1,7 +1,7 @@
-"""`SessionTrace`: made-up traces of users and agents who come back with all that was said before.
+"""`SessionTrace`: made-up traces of users and agents that come back with all they said before.
 
 Sessions are a tree: many share a prompt of the system's; each then goes its own way. The prompt of
-a turn is that of the turn before, its answer, and new tokens. Since tokens follow from ids
+a turn is the prompt of the turn before, its answer, and new tokens. Since tokens follow from ids
 (`tokens_of`), which answers have too, a simulated engine that samples the trace's tokens says
 exactly what the next prompt repeats.
 

@@ -26,7 +26,7 @@ class Served:
         arrival_s: at the coordinator.
         input_tokens: of its prompt.
         output_tokens: that it got.
-        replica: number of who served it.
+        replica: number of the replica.
         first_launched_s: when the step with its first chunk was launched.
         first_token_s: when its first token was on the host.
         ended_s: when its last one was.

@@ -53,8 +53,8 @@ def _exp_of_the_library(context: Any, builder: Any, signature: Any, args: Any) -
 
 @intrinsic
 def exp(typingctx: Any, x: Any = None) -> Any:
-    """The exponential in float32, to 2 units in the last place; NaN for NaN. In float64 that of the
-    C library, for tests."""
+    """The exponential in float32, to 2 units in the last place; NaN for NaN. In float64 the C
+    library's, for tests."""
     if x == types.float64:
         return types.float64(types.float64), _exp_of_the_library
 

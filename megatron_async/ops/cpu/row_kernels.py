@@ -58,12 +58,12 @@ def _numbers(kind: Any, element: Any) -> Any:
 
 
 floats = _numbers(types.float32, ir.FloatType())
-"""An address as that of float32 numbers. Tensors are given to small loops by their addresses:
+"""An address of float32 numbers. Tensors are given to small loops by their addresses:
 `numpy()` and the array it makes take one to two microseconds each time, `data_ptr()` 0.2."""
 integers = _numbers(types.int16, ir.IntType(16))
 words = _numbers(types.int32, ir.IntType(32))
 longs = _numbers(types.int64, ir.IntType(64))
-"""An address as that of int16, int32 and int64 numbers."""
+"""An address of int16, int32 and int64 numbers."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERS)

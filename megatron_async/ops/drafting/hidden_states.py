@@ -26,7 +26,7 @@ def keep_hidden(
         ends: int64 `[chunks]`: last tokens of chunks; the same token may occur twice.
         block_size: places of a block.
         kept: `[blocks + 1, hidden]`, contiguous, changed at the blocks of these tokens; the last
-            block's row, that of tokens without a request, stays.
+            block's row, for tokens without a request, stays.
     """
     chosen = write_index % block_size == block_size - 1
     if (ends < 0).any():  # which torch takes for the last ones, and the kernel for any memory

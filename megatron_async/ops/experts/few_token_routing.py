@@ -45,7 +45,7 @@ def norm_logits_kernel(
     has_gate: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """One token's logits of `block_experts` experts, or that of the shared expert's gate.
+    """One token's logits of `block_experts` experts, or its logit of the shared expert's gate.
 
     Residual add and norm are those of `ops/linear/rms_norm.py`, to the bit; every program does them
     again, which takes no longer than a kernel that does them once, and the first one stores them.

@@ -189,7 +189,7 @@ def product(
     """`x @ weight.T + bias`, by a choice, with the wants that the choice meets.
 
     An activation behind it is `silu(gate) * up` where `[gate; up] = x @ weight.T`, the gated MLP's
-    first half, or `relu(x @ weight.T) ** 2`, that of an MLP without a gate (So et al. 2021). Where
+    first half, or `relu(x @ weight.T) ** 2`, for an MLP without a gate (So et al. 2021). Where
     `places` are given, the product's rows are rotated and appended as by `rope_append`.
 
     Args:

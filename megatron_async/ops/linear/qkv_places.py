@@ -129,8 +129,8 @@ def split_pairs(
     y: gl.tensor, lines: gl.constexpr, columns: gl.constexpr, layout: gl.constexpr
 ) -> tuple[gl.tensor, gl.tensor]:
     """First and second elements of pairs, `[lines, columns]` each in a layout. The elements of a
-    pair are in one thread, as neighbours or as halves along an axis of y, whose size is twice that
-    of the result."""
+    pair are in one thread, as neighbours or as halves along an axis of y, whose size is twice the
+    result's."""
     first, second = gl.split(y.reshape([lines, 2, columns]).permute([0, 2, 1]))
     return gl.convert_layout(first, layout), gl.convert_layout(second, layout)
 

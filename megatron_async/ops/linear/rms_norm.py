@@ -27,7 +27,7 @@ EARLY_WIDTH = 1024
 """Longest rows after whose norm the next product is let start before the norm's own wait, so that
 its weights arrive while the kernel before the norm ends; of one row, whatever its length, and of
 rows for a streamed product. The step of 64 rows of SmolLM2 takes 0.697 instead of 0.726 ms by it,
-of Granite-4.0-H-350M 1.18 instead of 1.22, of Llama-3.1-8B 4.649 instead of 4.664; that of
+of Granite-4.0-H-350M 1.18 instead of 1.22, of Llama-3.1-8B 4.649 instead of 4.664; the step of
 Llama-3.2-1B would take 1.092 instead of 1.082 (docs/records/products.md, 2026-11-25 and 27)."""
 
 

@@ -349,7 +349,7 @@ def streamed_kernel(
     products: gl.constexpr = len(pieces)
     chunk_bytes: gl.constexpr = (block_m + height * halves) * strips * 128
     descriptors = (weights_0, weights_1, weights_2)
-    # A warpgroup reads 64 rows. Those of the strips behind give sums that nobody stores.
+    # A warpgroup reads 64 rows. Rows of the strips behind give sums that nobody stores.
     lines: gl.constexpr = max(64, block_m)
     behind: gl.constexpr = lines // block_m - 1
     x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, 64], IN_SHARED_MEMORY)

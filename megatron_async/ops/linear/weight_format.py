@@ -1,7 +1,7 @@
 """What the numbers of a weight are kept as, where they are kept in another form than the model's.
 
 A format is a name and its implementations: a class that makes the kept weight of the model's own,
-and multiplies by it. Those of CPUs are in `ops/linear/cpu`.
+and multiplies by it. Classes for CPUs are in `ops/linear/cpu`.
 """
 
 from __future__ import annotations

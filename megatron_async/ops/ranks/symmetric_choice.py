@@ -161,7 +161,7 @@ def _choose_among_ranks_kernel(
     theirs = tl.load(pointers + peer, mask=exists, other=0).to(tl.pointer_type(tl.int64))
     found = tl.load(theirs + start, mask=exists, other=0, cache_modifier=".cg")
     score = (found >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    # Of equal scores the first wins: that of the rank with the lowest tokens.
+    # Of equal scores the first wins, from the rank with the lowest tokens.
     best, winner = tl.max(tl.where(exists, score, float("-inf")), axis=0, return_indices=True)
     chosen = tl.sum(tl.where(peer == winner, found.to(tl.int32), 0)).to(tl.int64)
     tl.store(tokens + row, tl.where(is_finite(best), chosen, NOTHING))

@@ -40,7 +40,7 @@ def next_bases(
         rule: when inputs move into the state.
 
     Returns:
-        int32 `[decode rows + chunks]` each: the bases before and after the step. Those of a chunk
+        int32 `[decode rows + chunks]` each: the bases before and after the step. A chunk's bases
         are its first position, and the position that the written state stands at: the chunk's end,
         or for the last one of a prompt where `rule` says, but not before the chunk.
 

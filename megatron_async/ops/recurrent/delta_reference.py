@@ -45,7 +45,7 @@ def delta_decode(
         params: the layer's parameters.
         pools: the layer's pools, changed in place.
         step: the decode rows.
-        rule: when ring entries move into the state; that of `next_bases`.
+        rule: when ring entries move into the state; as for `next_bases`.
         out: `[decode rows * width, value_inner]`, adjacent elements; None: made here.
 
     Returns:

@@ -85,7 +85,7 @@ def flush(
             for rows whose bases are equal.
         base_before, base_after: int32 `[decode rows]` or more, of `next_bases`: a state holds the
             tokens before the one, and the rings those from there to the other.
-        rule: when inputs move into the state; that of `next_bases`. From one step to the next
+        rule: when inputs move into the state; as for `next_bases`. From one step to the next
             a base moves by a period, or by a row's query tokens if they are more.
         saves: int32 `[decode rows]` or more: pool row that gets a copy of the row's state at its
             new base, and of the inputs of its convolution; -1: none does. They are no decode row's.

@@ -8,7 +8,7 @@ reads a tile of one head's state and adds the contents of the rings. Neither wri
 step again gives the same bits.
 
 The second kernel is here for one query token a row, and for all dtypes; for several in bfloat16 on
-a GPU that of `mamba_outputs.py` is used. A step of one row has one kernel (`mamba_row.py`).
+a GPU the kernel of `mamba_outputs.py` is used. A step of one row has one kernel (`mamba_row.py`).
 """
 
 from __future__ import annotations

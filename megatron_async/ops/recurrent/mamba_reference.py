@@ -53,7 +53,7 @@ def mamba_decode(
         params: the layer's parameters.
         pools: the layer's pools, changed in place.
         step: the decode rows.
-        rule: when inputs move into the state; that of `next_bases`.
+        rule: when inputs move into the state; as for `next_bases`.
         out: `[decode rows * width, d_inner]`, adjacent elements; None: made here.
         gating: gate the outputs; of rows of one query token.
 
@@ -134,7 +134,7 @@ def mamba_prefill(
         pools: the layer's pools, changed in place.
         rows: the step's chunks.
         base_after: int32 `[chunks]`, of `next_bases`.
-        rule: when inputs move into the state; that of `next_bases`.
+        rule: when inputs move into the state; as for `next_bases`.
         out: `[tokens, d_inner]`, adjacent elements; None: made here.
         chunk_dest: int32 `[scan chunks]`: the pool row that gets the state at the end of each scan
             chunk that ends at a multiple of 128, and the three inputs before it; -1: none does. A

@@ -136,7 +136,7 @@ def input_messages(
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """What the model calls a function: its own name, behind that of its group if it is in one."""
+    """What the model calls a function: its own name, behind its group's name if it is in one."""
     return f"{namespace}.{name}" if namespace else name
 
 

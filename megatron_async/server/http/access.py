@@ -104,7 +104,7 @@ class Access:
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> bytes:
-    """The id of a request: that of its headers, or a new one where they have none that may be
+    """The id of a request: its headers', or a new one where they have none that may be
     repeated in the answer's headers."""
     given = headers.get(REQUEST_ID, b"")
     return given if _ID.fullmatch(given) else os.urandom(ID_BYTES).hex().encode()

@@ -27,7 +27,7 @@ class ChildProcess:
         pipe: the end of the parent's pipe that children read.
         fds: file descriptors that it inherits, beside `pipe`.
         given: what it reads from its standard input; None: nothing.
-        environment: of the process; None: that of this one.
+        environment: of the process; None: this process's.
         on_parents_death: the signal that it gets then.
 
     Attributes:

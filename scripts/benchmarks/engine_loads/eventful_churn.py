@@ -77,7 +77,7 @@ class EventfulChurn:
             self.aborted += 1
 
     def after_step(self, report: dict[str, Any]) -> None:
-        """Count who ended.
+        """Count the requests that ended.
 
         Raises:
             RuntimeError: a request failed otherwise than by its abort.

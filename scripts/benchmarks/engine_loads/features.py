@@ -2,7 +2,7 @@
 
 Every request of the batch has the feature. On one engine features are timed in turn, round after
 round, so that a machine's moods hit all alike; the figures are medians over the rounds. CPU time is
-that of the engine's own thread (prepare, launch and resolve).
+the engine's own thread's (prepare, launch and resolve).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         --model dummy:qwen3-0.6b
 
 A stage is busy from when it has its input until its layers (and, on the last one, sampling) are
-done; the timeline has that of every step. Were there no bubble, the slowest stage would be busy all
+done; the timeline has every step's. Were there no bubble, the slowest stage would be busy all
 the time: a step would take as long as that stage. "counted" is the idle share that the engine's own
 counter expects of equally fast stages; docs/ranks.md has the formula.
 """

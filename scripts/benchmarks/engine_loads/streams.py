@@ -48,7 +48,7 @@ COLUMNS = (
 
 
 class StepClock(EngineListener):
-    """Notes when steps are booked, and wakes who waits for the last of them.
+    """Notes when steps are booked, and wakes the waiters for the last of them.
 
     Args:
         engine: whose own CPU time is noted too.

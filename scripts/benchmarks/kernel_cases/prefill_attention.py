@@ -1,9 +1,9 @@
 """Prefill attention alone, several layers in a graph, by backend.
 
-The floor is the larger of the causal operations' time and that of the bytes of keys and values,
-read once. "ours" is the triton backend. What a step does once, as making a schedule, is not
-counted. With --decode-rows a layer also attends for decode rows, as in a mixed step: some backends
-leave room for that beside the prompts.
+The floor is the larger of the causal operations' time and the time to read
+keys and values once. "ours" is the triton backend. What a step does once, as making a schedule, is
+not counted. With --decode-rows a layer also attends for decode rows, as in a mixed step: some
+backends leave room for that beside the prompts.
 """
 
 from __future__ import annotations

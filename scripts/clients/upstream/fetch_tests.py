@@ -23,7 +23,7 @@ AS_JSON = "application/vnd.pypi.simple.v1+json"
 
 
 def read(url: str) -> bytes:
-    """What is there."""
+    """The answer to a request for `url`."""
     request = urllib.request.Request(url, headers={"Accept": AS_JSON})
     with urllib.request.urlopen(request, timeout=300) as response:
         data: bytes = response.read()

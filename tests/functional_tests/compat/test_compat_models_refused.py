@@ -228,7 +228,7 @@ def test_a_class_with_a_forward_of_its_own() -> None:
 
     model = gpt_model()
     model.__class__ = Scaled
-    refused(model, "a Scaled is not served: its forward is not that of")
+    refused(model, "a Scaled is not served: its forward differs from Megatron-Core's")
 
 
 def test_a_used_context_is_not_made_again() -> None:

@@ -117,6 +117,17 @@ def test_docstrings_begin_with_what_they_speak_of(beginning):
     assert lint_no_sync.check_house(Path("x.py"), source.replace(beginning, "Seeing it.")) == []
 
 
+@pytest.mark.parametrize(
+    "words", ["Whoever waits", "a rank who waits", "A length, that\n# of a row", "what is there"]
+)
+def test_docstrings_and_comments_name_their_things(words):
+    for source in (f'"""M."""\n\n# {words}.\n', f'"""M.\n\n{words}."""\n'):
+        (finding,) = lint_no_sync.check_house(Path("f.py"), source)
+        assert (finding.line, "write the noun" in finding.message) == (3, True)
+    source = f'"""M."""\n\nx = """{words}"""  # a user who waits; nobody\n# who does\n'
+    assert lint_no_sync.check_house(Path("f.py"), source) == []
+
+
 def test_method_docstring_is_inherited_from_a_base_in_the_package():
     base = 'class A:\n    """A."""\n    def f(self):\n        """F."""\n'
     child = 'class B(x.A[int]):\n    """B."""\n    def f(self): ...\n    def g(self): ...\n'

@@ -136,7 +136,7 @@ class DynamicInferenceContext(OwnContext):
         """Resolved steps with rows of requests that had ended, since the last `reset`."""
         return self.watch.with_zombies
 
-    # ---- Who is there ------------------------------------------------------------------------
+    # ---- Requests ----------------------------------------------------------------------------
 
     @property
     def total_request_count(self) -> int:

@@ -1,1 +1,1 @@
-"""HTTP servers under Megatron's path; that of the dynamic engine is this project's."""
+"""HTTP servers under Megatron's path; the dynamic engine's is this project's."""

@@ -40,7 +40,7 @@ def time_backend(
         shape: of the attention.
         device: a GPU; or a CPU, with a backend that is not captured and no decode rows.
         chunks: (query length, KV length) of each row, cut to the longest sequence.
-        decode_rows: of `DECODE_KEYS` keys, whose attention is timed with that of the chunks.
+        decode_rows: of `DECODE_KEYS` keys, whose attention is timed with the chunks'.
     """
     layers = layers_of_step(backend, shape, chunks, decode_rows)
     device.fence()

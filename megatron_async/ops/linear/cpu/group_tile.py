@@ -5,7 +5,7 @@ output's four weights. Weights are 0 to 15 and inputs -127 to 127, so `pmaddubsw
 products in 16 bits, leaves room for the sixteen of an input group: 16 x 15 x 127 is less than
 32,768. One `pmaddwd` then makes 32 bits of neighbours. VNNI's `vpdpbusd` does both.
 
-The order of a sum is that of its groups, whatever the lanes are: all kinds of tiles give the same
+The order of a sum is its groups' order, whatever the lanes are: all kinds of tiles give the same
 bits.
 """
 

@@ -63,7 +63,7 @@ def rounding(control: Any, first: Any, last: Any) -> None:  # pragma: no cover -
 def normalising(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
     """`(x, k, scales, scratch, residual, weight, eps, total, out, loop)`: `norm` of x, or
     `add_norm` where the address of a residual is not 0; then its rounding. eps is the address of a
-    float32, and loop that of the norm."""
+    float32, and loop the norm's address."""
     x, k, residual = argument(control, 0), argument(control, 1), argument(control, 4)
     weight, eps = argument(control, 5), carray(floats(argument(control, 6)), (1,))[0]
     total, out, loop = argument(control, 7), argument(control, 8), argument(control, 9)
