@@ -20,7 +20,7 @@ LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 
 DEFAULT_MAX_REQUESTS = 256
 SHORT_PROMPT = 32
-"""Prompt tokens for which a captured mixed step has a prefill row, if it has many."""
+"""Prompt tokens for each prefill row of a captured mixed step with many of them."""
 
 INVALIDATION_POLICIES = ("reconcile", "rollback")
 SPECULATIVE_METHODS = ("mtp", "ngram")

@@ -53,7 +53,7 @@ class RecurrentState(PerSlotState):
         width: most query tokens of a decode row.
         lag: tokens that may be taken back: the state does not include the last `lag` tokens.
         device: where the pools live.
-        snapshots: rows beside those of the slots.
+        snapshots: rows beside the slots' rows.
         table: the row of each slot; None: a slot's row is its own number.
 
     Attributes:

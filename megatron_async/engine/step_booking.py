@@ -98,8 +98,8 @@ class StepBooking:
         return outputs
 
     def mend(self, cause: BaseException) -> None:
-        """A turn was cut short by `cause`: give requests the tokens that are booked, fail those of
-        a step that was not, and end those of one that was. May be repeated."""
+        """A turn was cut short by `cause`: give requests their booked tokens, fail the requests of
+        an unbooked step, and end the requests that a booked one has ended. May be repeated."""
         slots, step = self._context.slots, self._step
         if step is not None and self._known is not None:
             slots.num_known[:] = self._known

@@ -275,7 +275,7 @@ def device_text(facts: Mapping[str, Any]) -> list[str]:
 
 
 def gap_record(report: GapReport, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The report for JSON; times are microseconds, of each step those of `StepGap`.
+    """The report for JSON; times are microseconds, each step's as in `StepGap`.
 
     Args:
         report: of the run.

@@ -120,7 +120,7 @@ class EngineStatistics:
     """Why the step launched last did not overlap; None if it did."""
     first_steps: int = 0
     """Steps launched on an idle engine: there was no work for a step before them. Also the first
-    steps after a pause or a suspend, which waited for the steps before them as they were told."""
+    steps after a pause or a suspend, which had drained the steps before them."""
     captured_steps: int = 0
     """Steps that replayed a graph; the others launched their kernels one by one."""
     rows: int = 0

@@ -213,7 +213,7 @@ def _features_of(
 
     Args:
         slots: per-request state.
-        rows: `[rows]` slots, those of the chunks last.
+        rows: `[rows]` slots, the chunks' last.
         produces: bool `[rows]`: whether the row's sample is a token of its request.
         chunks: prefill chunks.
         mode: the highest among the rows.

@@ -25,7 +25,7 @@ class StepOutput:
     request_ids: NDArray[np.int64]
     """int64 `[live]`."""
     tokens: IntArray
-    """int32 `[tokens]`, those of a row in order, row by row."""
+    """int32 `[tokens]`, row by row, each row's in order."""
     rows: IntArray
     """int64 `[tokens]`: the live row that each token belongs to."""
     is_first: NDArray[np.bool_]

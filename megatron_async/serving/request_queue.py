@@ -26,7 +26,7 @@ class RequestQueue:
 
     @property
     def entries(self) -> int:
-        """Places that they take, with those of requests that are gone."""
+        """Places that requests take, also places of requests that are gone."""
         return sum(map(len, self._heaps.values()))
 
     def add(self, request: RoutedRequest) -> None:

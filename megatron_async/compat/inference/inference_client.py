@@ -236,7 +236,7 @@ class InferenceClient:
             reply.ended(RequestEnd("error", (type(error).__name__, str(error))))
 
     async def _tell(self, wire: _Wire, fields: dict[str, Any]) -> None:
-        """Send a signal; its answer is awaited beside what follows, but for the last one."""
+        """Send a signal without waiting for its answer; `shutdown` alone waits."""
         asking = asyncio.ensure_future(self._ask(wire, **fields))
         if fields["what"] == "shutdown":
             await asking

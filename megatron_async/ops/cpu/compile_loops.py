@@ -42,7 +42,7 @@ def compile_all(has_float64: bool = False, progress: bool = False) -> None:
     written.
 
     Args:
-        has_float64: those of float64 too, which tests use.
+        has_float64: the loops of float64 too, which tests use.
         progress: show a bar on stderr, if that is a terminal.
     """
     if not compiles():

@@ -26,7 +26,7 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]
 
     Args:
         cache: keep the machine code on disk; a disk that does not take it costs time alone.
-        options: as those of `numba.njit`.
+        options: of `numba.njit`.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:

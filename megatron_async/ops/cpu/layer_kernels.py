@@ -72,7 +72,7 @@ scratch: see `product`; of the product with the most inputs.
 """
 
 FACTORS = ("eps", "head_eps", "scale")
-"""float32: of the layers' norms, of those of heads, and what scores are multiplied by."""
+"""float32: of the layers' norms, of the heads' norms, and what scores are multiplied by."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -5,7 +5,7 @@ the measurements beside the constants), its launch, and its entry of the table i
 `ops/linear/products.py`. The rules depend on the number of rows, the shape of the weight, the dtype
 and the device only, so a captured step and an eager one of as many rows agree. Their constants are
 measurements on an H200 (docs/records/products.md): sweeps of SmolLM2's and Llama-3.1-8B's shapes at
-1, 16 and 64 rows, and for weights that wait in registers or in shared memory of those of SmolLM2,
+1, 16 and 64 rows, and for weights that wait in registers or in shared memory of shapes of SmolLM2,
 Granite-4.0-H-350M, Qwen3-0.6B and Llama-3.2-1B at 2 to 64.
 """
 

@@ -158,7 +158,7 @@ def _take_group(
     kept = pools.conv + pool_row * strides.conv
     b_input_0, b_input_1, b_input_2 = history(kept + b_channel, first, always, conv_dim, conv_ring)
     c_input_0, c_input_1, c_input_2 = history(kept + c_channel, first, always, conv_dim, conv_ring)
-    # Of the inputs since the base: those of steps before from the rings, this step's below.
+    # Inputs since the base: those of earlier steps from the rings, this step's below.
     place_in = tl.arange(0, window)
     at = base + place_in
     is_old = at < first

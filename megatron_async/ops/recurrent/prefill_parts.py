@@ -52,7 +52,7 @@ class ConvolutionSizes(NamedTuple):
     outputs: int
     """Channels of the layer's output."""
     gates_at: int
-    """Columns from `offset` to those of the gates."""
+    """Columns from `offset` to the gates' columns."""
     heads: int
     """That have gates."""
     tile: int

@@ -206,7 +206,7 @@ def check_params(
 
     Args:
         op: name of the caller, for messages.
-        params: of the layer: `conv_weight`, perhaps `conv_bias`, then those of one number a head.
+        params: of the layer: `conv_weight`, perhaps `conv_bias`, then those with a number a head.
         names: of the last.
         conv_dim: channels of the convolution.
         heads: of the layer.

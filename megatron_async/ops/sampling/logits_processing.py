@@ -181,8 +181,8 @@ def process_logits(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tens
         logits: `[rows, vocabulary]`, any float dtype.
         rows: what each row asks for.
         out: float32 `[rows or more, vocabulary]`, written.
-        kept: `[rows or more, vocabulary]`, dtype of the logits, written with those of constrained
-            rows as they were.
+        kept: `[rows or more, vocabulary]`, dtype of the logits, written with the logits of
+            constrained rows as they were.
 
     Returns:
         the rows of `out`.

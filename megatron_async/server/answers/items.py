@@ -96,7 +96,7 @@ class ItemResult:
         reason: OpenAI's word for how it ended: "stop", "length", "tool_calls" or "abort".
         stop_word: that ended it, or None.
         stop_reason: vLLM's word for what ended it (`ChoiceText.stop_reason`).
-        generated_tokens, thought_tokens: of the answer, and those of them that were thoughts.
+        generated_tokens, thought_tokens: of the answer, and of its thoughts.
     """
 
     items: list[Item]

@@ -6,7 +6,7 @@ request's answer does not depend on the other requests, each row of the input ha
 ("per token" in vLLM). Eight bits are too few for rows with one very large element, as in language
 models; so rows have 16.
 
-Where Numba compiles loops, those of `ops/linear/cpu/integer_products.py` multiply 16-bit
+Where Numba compiles, the loops of `ops/linear/cpu/integer_products.py` multiply 16-bit
 integers. Weights whose numbers are a 4-bit file's stay 4 bits (`GroupedWeight`): exact, and quicker
 still, with rows of 8 bits in small groups.
 

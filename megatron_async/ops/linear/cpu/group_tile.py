@@ -22,7 +22,7 @@ GROUP = 32
 """Inputs of a weight group, whose weights share a scale and an offset."""
 INPUT_GROUP = 16
 """Inputs that share a scale of their row: half a group, the weights of one half of each byte. With
-32 as many tokens as with 16 bits a row are those of float32, with 16 more
+32 as many tokens equal float32's as with 16 bits a row, with 16 more do
 (docs/records/cpu_throughput.md, 2026-11-27)."""
 QUARTET = 4
 """Inputs of an instruction."""

@@ -174,7 +174,7 @@ def product(
         rows, k: sizes of x.
         weight: of int8 `[blocks, steps, 4, STEP]`, steps the fewest that hold k; or of a
             `GroupedWeight`.
-        blocks: outputs over those of a block.
+        blocks: outputs divided by a block's outputs.
         scales: of float32 `[4 blocks]`; 0: the weight is a `GroupedWeight`.
         out: of float32 `[whole_tiles(rows), outputs]`; written.
         size: blocks of a chunk; all of them: no thread takes part.
