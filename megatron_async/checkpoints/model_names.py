@@ -39,7 +39,7 @@ def is_hub_id(name: str) -> bool:
 def check_model_name(name: str) -> None:
     """Check that a name can be a model's: the demo model's, a known shape's, an existing path, or
     an id on the hub. Of what lies at the path the first bytes are read, so that a folder or a file
-    that holds no model is told at once.
+    that holds no model is refused at once.
 
     Raises:
         CheckpointError: the name is none of these; the message has the nearest name, or what is

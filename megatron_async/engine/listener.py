@@ -10,7 +10,7 @@ from megatron_async.step.text_generation_controller import LaunchedStep
 
 class EngineListener:
     """Listens and does nothing; subclasses override what they want to know, and are put into
-    `engine.listeners`, which are told in their order.
+    `engine.listeners`, which are called in their order.
 
     All methods run on the engine's own path, so they must be quick and must not wait.
     """

@@ -39,9 +39,9 @@ class StepBooking:
         context: the state of requests on the CPU.
         requests: the unfinished requests.
         statistics: counts.
-        invalidation: is told before a request loses its slot.
+        invalidation: called before a request loses its slot.
         watch: says which tokens may end a request by its text.
-        listeners: are told of ended requests.
+        listeners: called with ended requests.
 
     Attributes:
         undelivered: outputs that no report has had yet, oldest first.
@@ -199,8 +199,8 @@ class StepBooking:
         return (output.without(dropped) if dropped.any() else output), ends
 
     def _end_without_token(self, slot: int) -> None:
-        """The logits of a request left no token to choose: fail it, and no other. What observers
-        are told of a step's samples says so."""
+        """The logits of a request left no token to choose: fail it, and no other. Observers of
+        a step's samples see that."""
         slots, request = self._context.slots, self._context.slots.request_at(slot)
         position, generated = int(slots.num_known[slot]), len(slots.generated(slot))
         grammar = self._requests.get(request.request_id).grammar

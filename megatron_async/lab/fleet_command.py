@@ -156,7 +156,7 @@ def run_simulate_fleet(arguments: argparse.Namespace) -> int:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """What is wrong is told before a long trace is read.
+    """Refuse wrong options before a long trace is read.
 
     Raises:
         ValueError: an option that cannot be honoured.

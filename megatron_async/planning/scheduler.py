@@ -123,7 +123,7 @@ class Scheduler:
 
         When blocks run out, rows run without drafts. If blocks are still too few, the requests
         first in rank get them. Of the others, those whose length is known are paused; the rest
-        wait until the steps in flight have told their length.
+        wait until the steps in flight have shown their length.
         """
         slots, blocks = self._slots, self._blocks
         # All slots at once: cheaper than to pick some out of each array.

@@ -1,4 +1,4 @@
-"""`ApiConfig`: what an API process is told by the process that starts it."""
+"""`ApiConfig`: what an API process gets from its parent process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How HTTP is served, as the command line says it and as each API process is told.
+    """How HTTP is served, as the command line and each API process get it.
 
     Attributes:
         secret_file: of the coordinator, where it asks for one.

@@ -33,7 +33,7 @@ def run_api_process(config: ApiConfig, listener_fd: int) -> int:
     one end at once.
 
     Args:
-        config: what the process is told.
+        config: from its parent process.
         listener_fd: a socket that listens; several processes may share it.
 
     Returns:

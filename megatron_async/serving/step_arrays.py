@@ -115,7 +115,7 @@ class StepArrays:
 
 
 def by_row(message: StepTokens) -> StepTokens:
-    """A message whose tokens are told row by row: its reader pays for each row.
+    """A message with the tokens row by row: its reader pays for each row.
 
     Raises:
         ValueError: its arrays do not fit together.

@@ -90,7 +90,7 @@ class VirtualReplica:
     """One replica: what `serving/replica.py` is around an engine with a model.
 
     Its host takes in what has come between two steps. What a step yields is there at the step's
-    end, and `news` and `status` are told then.
+    end, and `news` and `status` are sent then.
 
     Args:
         number: of the replica.

@@ -34,7 +34,7 @@ class Answer:
         writer: class of the writers of its choices.
         asked: the request; its style says whether the answer is streamed.
         served: the model.
-        one_event_a_token: tokens that come together are told one by one.
+        one_event_a_token: tokens that come together are sent one by one.
 
     Attributes:
         choices: in the order of `asked.choices`.
@@ -80,7 +80,7 @@ class AnswerChoice:
     Args:
         answer: that it belongs to.
         writer: of the choice.
-        one_event_a_token: tokens that come together are told one by one.
+        one_event_a_token: tokens that come together are sent one by one.
 
     Attributes:
         failure: why it has failed, or None.

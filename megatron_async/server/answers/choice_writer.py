@@ -60,7 +60,7 @@ class _ChoiceWriter(ItemWriter):
         has_news = style.top_n is not None or style.gives_token_ids or style.continuous_usage
         self._keeps_tokens = (has_news or not self._is_told) and not style.is_scoring
         self._taken: list[tuple[list[int], LogProbs | None]] = []
-        """Of tokens that no event has told yet."""
+        """Ids and log probs that no event has sent yet."""
         self._num_tokens = 0
         self._is_first = True
         if not style.is_stream:
@@ -168,14 +168,14 @@ class _ChoiceWriter(ItemWriter):
         ]
 
     def _event_of(self, text: dict[str, Any]) -> bytes:
-        """An event with a text, with the log probs and ids of tokens that no event has told."""
+        """An event with a text, with the log probs and ids of tokens that no event has sent."""
         choice = {**text, "logprobs": None, "finish_reason": None}
         if self.style.top_n is not None and (found := self._places()):
             choice["logprobs"] = self._log_probs(found)
         return self._event(self._with_ids(choice))
 
     def _with_ids(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """The choice of an event, with ids of the tokens that no event has told, if asked for."""
+        """The choice of an event, with ids of the tokens that no event has sent, if asked for."""
         taken, self._taken = self._taken, []
         if self.style.gives_token_ids:
             choice["token_ids"] = [token for ids, _ in taken for token in ids]

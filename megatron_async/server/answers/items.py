@@ -92,7 +92,7 @@ class ItemResult:
 
     Attributes:
         items: in their order.
-        end: as the engine told it.
+        end: as the engine reported it.
         reason: OpenAI's word for how it ended: "stop", "length", "tool_calls" or "abort".
         stop_word: that ended it, or None.
         stop_reason: vLLM's word for what ended it (`ChoiceText.stop_reason`).
@@ -119,7 +119,7 @@ class ItemWriter:
     Attributes:
         tells_empty: an answer without any token has an empty text.
         tells_aborts: there is a word for an answer that was aborted; else it has failed.
-        is_by_token: thoughts and log probs are told of single tokens.
+        is_by_token: thoughts and log probs are sent for single tokens.
         splice: what stands before and behind each text of a stream that tells nothing else.
     """
 

@@ -49,7 +49,7 @@ class ResponseText(msgspec.Struct, kw_only=True):
 
 
 class ResponseReasoning(msgspec.Struct, kw_only=True):
-    """Options of reasoning. Thoughts are told as they are, never as a summary."""
+    """Options of reasoning. Thoughts are sent as they are, never as a summary."""
 
     effort: str | None = None
     summary: str | None = None

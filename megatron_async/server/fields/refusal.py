@@ -127,7 +127,7 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
 
 @contextmanager
 def told_at(field_names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[None]:
-    """What is refused inside, is told as `Refusal.at` does."""
+    """Refusals inside name the caller's fields, as `Refusal.at` does."""
     try:
         yield
     except Refusal as refusal:
@@ -139,7 +139,7 @@ def refusal_of(kind: str, message: str, format_field: str = "response_format") -
 
     Args:
         kind: name of the exception; of others than those of the service nothing but the name is
-            told, because their message may hold what is not the caller's.
+            sent, because their message may hold what is not the caller's.
         message: its text.
         format_field: which field the text's format is of.
     """

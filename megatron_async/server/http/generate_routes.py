@@ -134,8 +134,8 @@ class GenerateRoutes:
         return self._served
 
     async def prepare(self) -> None:
-        """Once a replica has a model, make what else the first requests would wait for. What is
-        wrong with the model, they are told."""
+        """Once a replica has a model, make what else the first requests would wait for. Faults
+        of the model are their errors."""
         with contextlib.suppress(CoordinatorLost, ReplicaLost, Refusal, ConfigurationError):
             while (await self._client.ask("health"))["state"] == "loading":
                 await asyncio.sleep(LOADED_EVERY_S)

@@ -190,7 +190,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Parse; returns what is behind the headers of a request that would speak another protocol
         (Java's HTTP client asks for "h2c" by itself). Here none is spoken, so it is a request as
         any other (RFC 9110, 7.8); but the parser takes it for one without a body. A new parser,
-        which is told of the body again, reads that."""
+        which gets the body's headers again, reads the body."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:

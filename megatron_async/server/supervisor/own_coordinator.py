@@ -77,7 +77,7 @@ class OwnCoordinator:
         return self._tell("drain")
 
     def abort_all(self) -> bool:
-        """Let it end all requests, each client told; whether it does, as `drain`."""
+        """Let it end all requests with an error to each client; whether it does, as `drain`."""
         return self._tell("abort", all=True)
 
     def _tell(self, what: str, **fields: Any) -> bool:

@@ -167,7 +167,7 @@ class Supervisor:
             self._say(f"ready after {time.monotonic() - self._started:.1f} s; try:\n{lines}")
 
     def _dead(self, child: ChildProcess, status: int) -> None:
-        """A child has ended that was not told to."""
+        """A child has ended without being asked to."""
         is_front = child in self._fronts
         if not is_front and not child.was_ready:
             # What it could not load it will not load the next time; it has said why.
