@@ -25,10 +25,10 @@ from tests.support import compat_trio
 PAGE = Path(__file__).resolve().parents[3] / "docs/megatron_names.md"
 MARK = "<!-- What follows is made by tests/functional_tests/compat/test_names_of_megatron.py -->\n"
 SOURCES = {
-    "DynamicInferenceContext": ("planning/base_context.py", "planning/dynamic_context.py"),
-    "DynamicInferenceEngine": ("engine/abstract_engine.py", "engine/dynamic_engine.py"),
+    "DynamicInferenceContext": ("contexts/base_context.py", "contexts/dynamic_context.py"),
+    "DynamicInferenceEngine": ("engines/abstract_engine.py", "engines/dynamic_engine.py"),
     "TextGenerationController": (
-        "step/text_generation_controller.py",
+        "text_generation_controllers/text_generation_controller.py",
     ),
 }  # fmt: skip
 BASES = {"BaseInferenceContext", "AbstractEngine"}
