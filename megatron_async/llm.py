@@ -15,9 +15,9 @@ import torch
 from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
-from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.checkpoints.info import check_weights_fit
 from megatron_async.checkpoints.registry import shipped_draft_layer
+from megatron_async.checkpoints.source import parse_dtype
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import MOST_LOOKAHEAD, InferenceConfig
@@ -44,7 +44,7 @@ from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.text_generation_controller import (
     TextGenerationController,
 )
-from megatron_async.text.conversation import (
+from megatron_async.text.tokenizer import (
     RAW_CHAT,
     Conversation,
     conversation_tokens,

@@ -36,7 +36,7 @@ import torch
 
 from megatron_async import LLM, InferenceConfig
 from megatron_async.checkpoints import open_model
-from megatron_async.checkpoints.dtypes import DTYPES, parse_dtype
+from megatron_async.checkpoints.source import DTYPES, parse_dtype
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.cli.ranks import (
     end_together,

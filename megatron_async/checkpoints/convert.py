@@ -12,13 +12,12 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import check_target
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.checkpoints.huggingface_config import write_config
 from megatron_async.checkpoints.registry import open_model
-from megatron_async.checkpoints.source import ModelSource
+from megatron_async.checkpoints.source import ModelSource, parse_dtype
 from megatron_async.checkpoints.torch_dist import save_torch_dist
 
 FORMATS = ("torch_dist", "huggingface")

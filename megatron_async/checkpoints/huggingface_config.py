@@ -19,7 +19,6 @@ from typing import Any
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import check_number, check_size
 from megatron_async.checkpoints.huggingface_delta import MODEL_TYPES, language_model_config
-from megatron_async.checkpoints.huggingface_experts import read_experts, write_experts
 from megatron_async.checkpoints.huggingface_hybrid import (
     check_written,
     read_hybrid,
@@ -27,7 +26,7 @@ from megatron_async.checkpoints.huggingface_hybrid import (
     write_hybrid,
 )
 from megatron_async.checkpoints.huggingface_mtp import read_mtp, write_mtp
-from megatron_async.checkpoints.settings import FULL, Settings
+from megatron_async.checkpoints.settings import FULL, Settings, read_experts, write_experts
 from megatron_async.models.architecture import LINEAR, LLAMA3, ModelArchitecture, RopeScaling
 
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -19,10 +19,9 @@ from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_defaults import ALIASES, DEFAULTS, NEUTRAL, REQUIRED
-from megatron_async.checkpoints.huggingface_experts import dense_layers, read_choice
-from megatron_async.checkpoints.settings import Settings
+from megatron_async.checkpoints.settings import Settings, dense_layers, read_choice
 from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MLP, ModelArchitecture
-from megatron_async.models.layer_sizes import CONV_KERNEL
+from megatron_async.models.sizes import CONV_KERNEL
 
 _FIXED: dict[str, tuple[Any, ...]] = {
     "linear_conv_kernel_dim": (CONV_KERNEL,),

@@ -27,10 +27,9 @@ from megatron_async.checkpoints.huggingface_delta import (
     read_delta,
     write_delta,
 )
-from megatron_async.checkpoints.huggingface_experts import read_choice
-from megatron_async.checkpoints.settings import Settings
+from megatron_async.checkpoints.settings import Settings, read_choice
 from megatron_async.models.architecture import ATTENTION, EXPERTS, MAMBA, MLP, ModelArchitecture
-from megatron_async.models.layer_sizes import CONV_KERNEL
+from megatron_async.models.sizes import CONV_KERNEL
 
 LAYER_NAMES = {
     "linear_attention": MAMBA,

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_async.checkpoints.dtypes import parse_dtype
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.registry import open_model
-from megatron_async.checkpoints.source import ModelSource
+from megatron_async.checkpoints.source import ModelSource, parse_dtype
 from megatron_async.devices import make_device, resolve_device_name
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.architecture import (

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from megatron_async.checkpoints.family_names import FamilyNames, mtp_names_of, names_of
 from megatron_async.checkpoints.weight import Region, Rows, Shape, Shard, Strip, Weight
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
+from megatron_async.models.sizes import CONV_KERNEL
 
 
 @dataclass(frozen=True)

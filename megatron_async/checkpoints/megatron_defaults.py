@@ -13,7 +13,7 @@ import re
 from fnmatch import translate
 from typing import Any
 
-from megatron_async.models.layer_sizes import CONV_KERNEL
+from megatron_async.models.sizes import CONV_KERNEL
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),

@@ -8,12 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.files import read_json
+from megatron_async.checkpoints.files import is_megatron, read_json
 from megatron_async.checkpoints.huggingface_config import check_family
-from megatron_async.checkpoints.iteration_folders import is_megatron
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.models.shapes_by_hand import EXAMPLE, FAMILIES, shape_by_hand
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES, EXAMPLE, FAMILIES, shape_by_hand
 
 DEMO = "smollm2"
 DUMMY = "dummy:"

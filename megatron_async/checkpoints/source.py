@@ -27,7 +27,6 @@ from megatron_async.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-
 STACKED_EXPERTS = (".experts.gate_up_proj", ".experts.up_proj")
 """Ends of names of tensors that hold all experts."""
 MODULE_NAMES = (*STACKED_EXPERTS, "model.norm_f.weight")
@@ -291,3 +290,22 @@ def byte_bar(total: int, show: bool, label: str = "loading weights") -> Any:
     """
     disable = None if show else True  # None: tqdm itself asks whether there is a terminal
     return tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=disable, leave=False)
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        CheckpointError: not one that weights may have.
+    """
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise CheckpointError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+    return found

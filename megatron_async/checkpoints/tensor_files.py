@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.files import is_inside, read_json
-from megatron_async.checkpoints.iteration_folders import is_megatron
+from megatron_async.checkpoints.files import is_inside, is_megatron, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

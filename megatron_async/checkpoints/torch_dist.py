@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.files import read_json
-from megatron_async.checkpoints.iteration_folders import METADATA, TRACKER, checkpoint_folder
+from megatron_async.checkpoints.files import METADATA, TRACKER, checkpoint_folder, read_json
 from megatron_async.checkpoints.mapping import Shard, mtp_weights, weights
 from megatron_async.checkpoints.megatron_args import architecture_from_args
 from megatron_async.checkpoints.pickled import TrainingArguments, load_common_state

@@ -41,8 +41,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.files import is_inside
-from megatron_async.checkpoints.iteration_folders import INDEX
+from megatron_async.checkpoints.files import INDEX, is_inside
 from megatron_async.checkpoints.mapping import Shape, Weight
 from megatron_async.checkpoints.pickled import METADATA_CLASSES, PlainUnpickler
 

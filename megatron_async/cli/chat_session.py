@@ -103,7 +103,7 @@ class ChatSession:
         self._runner.close()
 
     def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        from megatron_async.text.conversation import conversation_tokens
+        from megatron_async.text.tokenizer import conversation_tokens
 
         return conversation_tokens(self._llm.tokenizer, messages)
 

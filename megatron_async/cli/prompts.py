@@ -72,7 +72,7 @@ def model_prompts(
 
 def chat_prompts(llm: LLM, prompts: Sequence[str], system: str | None) -> list[list[int]]:
     """Token ids of each prompt as a conversation of one turn, by the model's chat template."""
-    from megatron_async.text.conversation import conversation_tokens
+    from megatron_async.text.tokenizer import conversation_tokens
 
     first = [] if system is None else [{"role": "system", "content": system}]
     return [

@@ -35,9 +35,8 @@ from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.backends.base import AttentionShape
-from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
-from megatron_async.ops.attention.backends.selection import choose_prefill
-from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
+from megatron_async.ops.attention.backends.own_kernel import TritonPrefill
+from megatron_async.ops.attention.backends.selection import PrefillChoice, choose_prefill
 from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
+from megatron_async.models.sizes import DeltaSizes, MambaSizes
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.recurrent import delta_pools, mamba_pools
 

@@ -22,7 +22,7 @@ from megatron_async.device_state.slot_states import PerSlotState, StateStep
 from megatron_async.device_state.state_table import StateSharing, StateTable
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
+from megatron_async.models.sizes import DeltaSizes, MambaSizes
 from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,

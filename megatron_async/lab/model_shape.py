@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_async.checkpoints.dtypes import parse_dtype
+from megatron_async.checkpoints.source import parse_dtype
 from megatron_async.models.architecture import ATTENTION, DELTA, MAMBA, ModelArchitecture
 
 if TYPE_CHECKING:

@@ -10,8 +10,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron_async.models.largest_sizes import LARGEST_EXPERT_WEIGHTS, size_problem
-from megatron_async.models.layer_sizes import CONV_KERNEL, DeltaSizes, MambaSizes
+from megatron_async.models.sizes import (
+    CONV_KERNEL,
+    LARGEST_EXPERT_WEIGHTS,
+    DeltaSizes,
+    MambaSizes,
+    size_problem,
+)
 
 KINDS = {
     "*": "attention",

@@ -19,7 +19,6 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.gated_delta import GatedDeltaMixer
 from megatron_async.models.hybrid_stack import PagedHybridStack
-from megatron_async.models.layer_sizes import CONV_KERNEL, DeltaSizes, MambaSizes
 from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
@@ -32,6 +31,7 @@ from megatron_async.models.partition import (
 )
 from megatron_async.models.positions import LEARNED, rotary_of
 from megatron_async.models.recurrent_layers import RecurrentMixer
+from megatron_async.models.sizes import CONV_KERNEL, DeltaSizes, MambaSizes
 
 ATTENTION = {
     "softmax_type": "vanilla",

@@ -23,7 +23,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_async.models.layer_ops import LayerOps
-from megatron_async.models.layer_sizes import CONV_KERNEL, DeltaSizes
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
@@ -31,6 +30,7 @@ from megatron_async.models.linear import (
 from megatron_async.models.norm import InferenceRMSNorm
 from megatron_async.models.partition import delta_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
+from megatron_async.models.sizes import CONV_KERNEL, DeltaSizes
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_async.models.layer_ops import LayerOps
-from megatron_async.models.layer_sizes import CONV_KERNEL, MambaSizes
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
 from megatron_async.models.partition import mamba_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
+from megatron_async.models.sizes import CONV_KERNEL, MambaSizes
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 

@@ -16,10 +16,10 @@ from megatron_async.models.architecture import (
     ModelArchitecture,
     RopeScaling,
 )
-from megatron_async.models.layer_sizes import CONV_KERNEL
 from megatron_async.models.mlp import UNGATED
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import layer_costs, output_cost, split_pattern
+from megatron_async.models.sizes import CONV_KERNEL
 
 
 @dataclass

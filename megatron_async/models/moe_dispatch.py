@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.ops.experts.expert_gather import packed_row_bytes
+from megatron_async.ops.experts.expert_exchange import packed_row_bytes
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.symmetric_exchange import SymmetricExchange, exchange_of
 

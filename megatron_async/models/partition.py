@@ -18,8 +18,8 @@ from megatron_async.models.architecture import (
     RECURRENT,
     ModelArchitecture,
 )
-from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
 from megatron_async.models.pipeline import stage_of
+from megatron_async.models.sizes import DeltaSizes, MambaSizes
 
 if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes

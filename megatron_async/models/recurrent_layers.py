@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
+from megatron_async.models.sizes import DeltaSizes, MambaSizes
 from megatron_async.models.step_view import RecurrentStepView
 from megatron_async.ops.linear.stream import Stream
 

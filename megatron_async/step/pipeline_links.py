@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async.communication.bootstrap import join_job
-from megatron_async.models.parallel_state import COLLECTIVE_TIMEOUT_S
-from megatron_async.models.peer_check import check_peers
+from megatron_async.models.parallel_state import COLLECTIVE_TIMEOUT_S, check_peers
 
 
 class PipelineLinks:

@@ -2,7 +2,7 @@
 numbers a schema may have.
 
 What is refused here is refused at once. That what is within these limits compiles is for
-`text/grammar_checker.py` to show.
+`text/grammar_compiler.py` to show.
 
 Numbers of a JSON schema are kept exactly, or refused. llguidance reads all numbers as floats of 64
 bits, and ranges of integers as integers of 64 bits. So a limit of 2**53 + 1 would be one of 2**53,

@@ -3,7 +3,7 @@
 The program imports llguidance and Python's own modules only. It reads JSON lines: first a
 tokenizer, then grammars; and answers each with the error ("": there is none), and with the bytes
 that the compiled form takes. A grammar that is
-too much for it ends it by a signal, which its parent can tell (`text/grammar_checker.py`). It ends
+too much for it ends it by a signal, which its parent can tell (`text/grammar_compiler.py`). It ends
 itself, so that none is left behind when the parent is killed.
 """
 

@@ -7,8 +7,7 @@ The process keeps nothing of a grammar: what is shared is only that it runs.
 from __future__ import annotations
 
 from megatron_async import DynamicInferenceEngine
-from megatron_async.text.grammar_checker import GrammarChecker
-from megatron_async.text.grammar_compiler import AT_ONCE
+from megatron_async.text.grammar_compiler import AT_ONCE, GrammarChecker
 
 _idle: dict[str, list[GrammarChecker]] = {}
 """By what they were told of a tokenizer."""

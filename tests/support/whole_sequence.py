@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.models.attention import stamp_kv_layers
-from megatron_async.models.layer_sizes import DeltaSizes, MambaSizes
 from megatron_async.models.norm import fold_norms
 from megatron_async.models.partition import recurrent_layers, recurrent_sizes
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
+from megatron_async.models.sizes import DeltaSizes, MambaSizes
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
 from megatron_async.ops.recurrent.mamba_pools import MambaParams
 from megatron_async.step.gpt_inference_wrapper import inference_mode_active

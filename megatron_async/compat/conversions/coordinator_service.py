@@ -15,7 +15,7 @@ from megatron_async.compat.conversions.coordinated_states import CoordinatedStat
 from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.errors import refuse
 from megatron_async.compat.conversions.megatron_replica import MegatronReplica
-from megatron_async.compat.conversions.request_book import RequestEntry
+from megatron_async.compat.conversions.requests import RequestEntry
 from megatron_async.compat.conversions.sampling import SamplingSeed
 from megatron_async.compat.conversions.service_ranks import (
     FollowerTask,

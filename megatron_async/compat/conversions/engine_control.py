@@ -9,7 +9,7 @@ from megatron.core.inference.engines.dynamic_engine import EngineState
 
 from megatron_async.compat.conversions.coordinated_states import LASTING, CoordinatedStates
 from megatron_async.compat.conversions.logs import suspension_log
-from megatron_async.compat.conversions.request_book import RequestBook
+from megatron_async.compat.conversions.requests import RequestBook
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.engine.pausing import EngineState as OwnState

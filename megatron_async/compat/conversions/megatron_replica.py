@@ -13,7 +13,7 @@ from megatron.core.inference.sampling_params import SamplingParams as MegatronPa
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.conversions.engine_control import EngineControl
-from megatron_async.compat.conversions.request_book import RequestEntry
+from megatron_async.compat.conversions.requests import RequestEntry
 from megatron_async.compat.conversions.service_ranks import CONFIRM, tell_cuda_profiler
 from megatron_async.errors import JobFailed
 from megatron_async.requests.inference_request import DynamicInferenceRequest

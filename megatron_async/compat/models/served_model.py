@@ -1,9 +1,16 @@
-"""From a model that Megatron built to one that the engine runs, with the same weights."""
+"""From a model that Megatron built to one that the engine runs, with the same weights; and a
+context that has room for it.
+
+Megatron makes the context first and the wrapper with the model afterwards. Its configuration does
+not tell a `HybridModel`'s layers: which of them have keys and values, and which a recurrent state.
+Nor does the context know what the wrapper will copy of the weights, and it has taken most of the
+memory. So it may have to allocate again.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
@@ -13,9 +20,14 @@ from megatron_async.compat.models.reading import parts_of, unwrapped
 from megatron_async.compat.models.refusals import check_config, gaps, refuse, strange_facts
 from megatron_async.compat.models.serving_config import serving_config
 from megatron_async.compat.models.their_modules import their_modules
-from megatron_async.models.architecture import ATTENTION, MLP
+from megatron_async.device_state.device_memory import agree_on_least
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import ATTENTION, MLP, RECURRENT
 from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_async.planning.dynamic_context import DynamicInferenceContext
 
 
 @dataclass(frozen=True)
@@ -69,3 +81,72 @@ def serve_model(model: Any) -> ServedModel:
     if len(reasons) > served_by_theirs:
         refuse(reasons)
     return ServedModel(found, their_modules(found, config), config, None)
+
+
+OURS = "megatron_async."
+FREE_SHARE = 0.5
+"""Copies take at most this share of what a context has left free; the rest is for activations."""
+
+
+def has_room(context: DynamicInferenceContext, config: ModelConfig) -> bool:
+    """Whether a context was made for just the layers of a model.
+
+    Args:
+        context: from any configuration.
+        config: that the model is served with.
+    """
+    wanted, known = config.hybrid_layer_pattern, context.model_config
+    told = getattr(known, "hybrid_layer_pattern", None)
+    if told is not None or wanted is None:
+        return bool(told == wanted)
+    # Keys and values for each layer that Megatron counts, on one stage, and no states.
+    simple = "|" not in wanted and not any(kind in wanted for kind in RECURRENT)
+    return bool(simple and wanted.count(ATTENTION) == known.num_layers)
+
+
+def fit_context(
+    context: DynamicInferenceContext, config: ModelConfig, weights: SharedWeights | None
+) -> None:
+    """Bind a served model's weights, and make its context again, in its place and with the settings
+    that it has, where it was made for other layers or has left too little memory for copies.
+
+    What others hold of the context (its slots, its view) is of the old one then.
+
+    Args:
+        context: unused as yet, if it is to be made again.
+        config: that the model is served with.
+        weights: of the model; None: all are the user's own objects.
+
+    Raises:
+        ConfigurationError: the context is to be made again, and has had requests or steps.
+        OutOfMemoryError: what the model needs does not fit.
+    """
+    device = context.device
+    copies = 0 if weights is None else weights.copied_bytes
+    # The ranks that hold the model take the same way, because making a context is collective.
+    fits = agree_on_least(int(copies <= FREE_SHARE * device.free_memory()), device)
+    as_it_is = has_room(context, config) and bool(fits)
+    if not as_it_is and (context.has_unfinished_requests() or context.next_step):
+        raise ConfigurationError(
+            "the context was made for other layers than the model has, or leaves too little memory "
+            "for the weights that are copied, and has been used: make a context for each model, "
+            "from its own configuration."
+        )
+    if not as_it_is:
+        context.gpu_view.kv_cache.release()
+        context.gpu_view.states.release()
+        device.trim()
+    if weights is not None:
+        weights.bind()
+    if not as_it_is:
+        settings, timeline = _given_settings(context), context.tracer.timeline
+        type(context).__init__(context, config, settings, device, timeline)
+
+
+def _given_settings(context: DynamicInferenceContext) -> Any:
+    """The settings of a context. A `compat` context keeps Megatron's configuration, which says
+    more than what became of it, and defaults where it was given the engine's own form."""
+    given: Any = getattr(context, "megatron_config", None)
+    if given is None or (type(given).__module__.startswith(OURS) and given == type(given)()):
+        return context.config
+    return given

@@ -61,7 +61,7 @@ def serving_config(
     `HybridModel`'s has no layer pattern: give `layer_pattern` (Megatron's scripts have it in
     `MambaInferenceStateConfig.layer_type_list`, where there are Mamba layers), or the model itself.
     Without either, what is returned counts every layer as attention, and has no pattern: the
-    wrapper makes the context again when it knows (`context_for.py`).
+    wrapper makes the context again when it knows (`served_model.py`).
 
     Args:
         config: Megatron's `TransformerConfig` of the model; a `ModelConfig` is returned as it is.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.attention.backends.base import PrefillBackend, PrefillRows
-from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
+from megatron_async.ops.attention.backends.selection import PrefillChoice
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 

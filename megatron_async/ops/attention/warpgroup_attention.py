@@ -9,9 +9,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron_async.ops.attention.prefill_attention import LOG2_E
+from megatron_async.ops.attention.prefill_attention import LOG2_E, check_rows
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, PrefillSchedule
-from megatron_async.ops.attention.prefill_tiles import check_rows
 from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
 from megatron_async.ops.dependent_launch import HOPPER, launch_options
 

@@ -1,23 +1,314 @@
 """Kernel of prefill attention for Hopper: warpgroups that multiply, and a warp that loads.
 
-As FlashAttention-3 (Shah et al. 2024) does, one warp brings keys and values by the copy engine, and
+As in FlashAttention-3 (Shah et al. 2024), one warp brings keys and values by the copy engine, and
 warpgroups of 64 queries each share them. Here a tile's queries are those of the query heads of one
 KV head, keys and values are found by block tables, and a program has its work from a schedule
 (`prefill_schedule.py`).
 
 Written in Gluon, the form of Triton in which a program states the place of each element.
+
+A warpgroup starts the scores of the next keys before it
+adds the values of the last ones, and computes the weights of the next keys while the matrix units
+add. Warpgroups start their products in turns: one computes weights while another multiplies.
 """
-# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.attention.prefill_schedule import GROUP_QUERIES, UNIT
-from megatron_async.ops.attention.warpgroup_attention_steps import attend, load_tiles
+from megatron_async.ops.attention.warpgroup_join import join_parts_of_queries, of_product
+
+# mypy: disable-error-code="assignment"
+
+
+PIECE = gl.constexpr(16)
+"""Keys whose values are cleared at a time."""
+
+
+@gluon.constexpr_function
+def _in_memory(dim: int) -> gl.BlockedLayout:
+    """Layout in which a thread has adjacent elements of a query."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _as_factor(columns: int) -> gl.DotOperandLayout:
+    """Layout in which they take the rows of weights that meet values of so many columns."""
+    return gl.DotOperandLayout(0, of_product(columns), 2)
+
+
+@gluon.jit
+def load_tiles(
+    key_chunks: tma.tensor_descriptor,
+    value_chunks: tma.tensor_descriptor,
+    table: gl.tensor,
+    end: gl.tensor,
+    tiles: gl.tensor,
+    column: gl.tensor,
+    shared: gl.tuple,
+    block_size: gl.constexpr,
+) -> None:
+    """Bring `tiles` tiles of keys and values from the one before `end` on backwards, when their
+    places are free."""
+    keys, values, keys_there, values_there, keys_read, values_read, _turns = shared
+    stages: gl.constexpr = keys.shape[0]
+    key_tile: gl.constexpr = keys.shape[1]
+    for i in range(tiles):
+        first = (end - 1 - i) * key_tile
+        cell = gl.load(table + first // block_size) * block_size + first % block_size
+        slot = i % stages
+        phase = i // stages % 2
+        mbarrier.wait(keys_read.index(slot), phase ^ 1)
+        mbarrier.expect(keys_there.index(slot), key_chunks.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            key_chunks, [cell, column], keys_there.index(slot), keys.index(slot)
+        )
+        mbarrier.wait(values_read.index(slot), phase ^ 1)
+        mbarrier.expect(values_there.index(slot), value_chunks.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            value_chunks, [cell, column], values_there.index(slot), values.index(slot)
+        )
+
+
+@gluon.jit
+def _weights(
+    scores: gl.tensor,
+    maximum: gl.tensor,
+    total: gl.tensor,
+    position: gl.tensor,
+    first: gl.tensor,
+    scale: gl.tensor,
+    masked: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Exponentials of one tile's scores, and what becomes of the maximum, the total and the sums so
+    far."""
+    key_tile: gl.constexpr = scores.shape[1]
+    if masked:
+        key = first + gl.arange(0, key_tile, layout=gl.SliceLayout(0, of_product(key_tile)))
+        scores = gl.where(position[:, None] >= key[None, :], scores, -float("inf"))
+    # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1))
+    subtracted = new_maximum * scale
+    if masked:
+        # A query that sees nothing yet has no maximum.
+        subtracted = gl.where(new_maximum == -float("inf"), 0.0, subtracted)
+    weights = gl.exp2(scores * scale - subtracted[:, None])
+    shrink = gl.exp2(maximum * scale - subtracted)
+    return weights, new_maximum, total * shrink + gl.sum(weights, 1), shrink
+
+
+@gluon.jit
+def _add_tiles(
+    begin: gl.tensor,
+    stop: gl.tensor,
+    end: gl.tensor,
+    queries: gl.shared_memory_descriptor,
+    shared: gl.tuple,
+    weights: gl.tensor,
+    gathered: gl.tensor,
+    maximum: gl.tensor,
+    total: gl.tensor,
+    position: gl.tensor,
+    scale: gl.tensor,
+    number: gl.constexpr,
+    masked: gl.constexpr,
+    in_turns: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Tiles `begin` .. `stop` - 1 in the order of `load_tiles`, from `end` on backwards: their
+    scores and weights, and the values of the tile before each."""
+    keys, values, keys_there, values_there, keys_read, values_read, turns = shared
+    warpgroups: gl.constexpr = turns.shape[0]
+    stages: gl.constexpr = keys.shape[0]
+    key_tile: gl.constexpr = keys.shape[1]
+    count: gl.constexpr = queries.shape[0]
+    dim: gl.constexpr = queries.shape[1]
+    rows: gl.constexpr = gl.SliceLayout(1, of_product(dim))
+    for i in range(begin, stop):
+        slot = i % stages
+        before = (i - 1) % stages
+        before_phase = (i - 1) // stages % 2
+        multiplied = gl.convert_layout(weights.to(queries.dtype), _as_factor(dim))
+        mbarrier.wait(keys_there.index(slot), i // stages % 2)
+        if in_turns:
+            # One warpgroup's products are behind the other's, not between them: so one computes
+            # weights while the other multiplies. The first one's first turn is free.
+            mbarrier.wait(turns.index(number), (i - 1) % 2 if number > 0 else i % 2)
+        zeros = gl.zeros([count, key_tile], gl.float32, layout=of_product(key_tile))
+        scores = warpgroup_mma(
+            queries, keys.index(slot).permute((1, 0)), warpgroup_mma_init(zeros), is_async=True
+        )
+        mbarrier.wait(values_there.index(before), before_phase)
+        adding = warpgroup_mma(
+            multiplied, values.index(before), warpgroup_mma_init(gathered), is_async=True
+        )
+        if in_turns:
+            mbarrier.arrive(turns.index((number + 1) % warpgroups), count=1)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+        mbarrier.arrive(keys_read.index(slot), count=1)
+        first = (end - 1 - i) * key_tile
+        weights, maximum, total, shrink = _weights(
+            scores, maximum, total, position, first, scale, masked
+        )
+        # These are there already. But ptxas moves nothing over a branch, and would move the
+        # weights behind the wait below.
+        mbarrier.wait(values_there.index(before), before_phase)
+        gathered, multiplied, weights = warpgroup_mma_wait(0, deps=(adding, multiplied, weights))
+        mbarrier.arrive(values_read.index(before), count=1)
+        gathered = gathered * gl.convert_layout(shrink, rows)[:, None]
+    return weights, gathered, maximum, total
+
+
+@gluon.jit
+def _places(
+    first: gl.tensor,
+    start: gl.tensor,
+    tokens: gl.tensor,
+    kv_head: gl.tensor,
+    count: gl.constexpr,
+    kv_heads: gl.constexpr,
+    group: gl.constexpr,
+    dim: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:
+    """Offsets `[count, dim]` of queries from `first` of their chunk on, and which of them exist."""
+    layout: gl.constexpr = _in_memory(dim)
+    # The query heads of a KV head share its keys: they are rows of one tile, token by token.
+    local = first + gl.arange(0, count, layout=gl.SliceLayout(1, layout))
+    head = kv_head * group + local % group
+    row = (start + local // group).to(gl.int64) * (kv_heads * group) + head
+    column = gl.arange(0, dim, layout=gl.SliceLayout(0, layout))
+    return row[:, None] * dim + column[None, :], (local // group < tokens)[:, None]
+
+
+@gluon.jit
+def _again(value: gl.tensor) -> gl.tensor:
+    """Value that the compiler takes for another one: what follows from it is computed again, not
+    kept in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _clear_behind(
+    values: gl.shared_memory_descriptor, kept: gl.tensor, layout: gl.constexpr
+) -> None:
+    """Zeros for the values of keys `kept` and later, which may be anything."""
+    key_tile: gl.constexpr = values.shape[0]
+    for i in gl.static_range(key_tile // PIECE):
+        if kept < (i + 1) * PIECE:
+            piece = values.slice(i * PIECE, PIECE, dim=0)
+            key = i * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(1, layout))[:, None]
+            found = piece.load(layout)
+            piece.store(gl.where(key < kept, found, gl.zeros_like(found)))
+    fence_async_shared()
+
+
+@gluon.jit
+def attend(
+    number: gl.constexpr,
+    query: gl.tensor,
+    out: gl.tensor,
+    chunk: gl.tuple,
+    first_query: gl.tensor,
+    kv_head: gl.tensor,
+    end: gl.tensor,
+    tiles: gl.tensor,
+    unmasked: gl.tensor,
+    scale: gl.tensor,
+    all_queries: gl.shared_memory_descriptor,
+    shared: gl.tuple,
+    partial: gl.tuple,
+    divides: gl.constexpr,
+    kv_heads: gl.constexpr,
+    group: gl.constexpr,
+    dim: gl.constexpr,
+    in_turns: gl.constexpr,
+) -> None:
+    """One warpgroup's queries over the `tiles` tiles before tile `end`."""
+    start, tokens, length = chunk
+    keys, values, keys_there, values_there, keys_read, _values_read, _turns = shared
+    key_tile: gl.constexpr = keys.shape[1]
+    count: gl.constexpr = all_queries.shape[1]
+    dtype: gl.constexpr = query.dtype.element_ty
+    flat: gl.constexpr = _in_memory(dim)
+    layout: gl.constexpr = of_product(key_tile)
+    sums: gl.constexpr = of_product(dim)
+    own = first_query + number * count
+    place, exists = _places(own, start, tokens, kv_head, count, kv_heads, group, dim)
+    queries = all_queries.index(number)
+    queries.store(gl.load(query + place, mask=exists, other=0.0))
+    fence_async_shared()
+    # What tokens behind the chunk's end attend to is not stored.
+    token = (own + gl.arange(0, count, layout=gl.SliceLayout(1, layout))) // group
+    position = length - tokens + token
+
+    mbarrier.wait(keys_there.index(0), 0)
+    zeros = gl.zeros([count, key_tile], gl.float32, layout=layout)
+    scores = warpgroup_mma(
+        queries, keys.index(0).permute((1, 0)), warpgroup_mma_init(zeros), is_async=True
+    )
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(keys_read.index(0), count=1)
+    maximum = gl.full([count], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+    total = gl.zeros([count], gl.float32, layout=gl.SliceLayout(1, layout))
+    first = (end - 1) * key_tile
+    weights, maximum, total, _shrink = _weights(
+        scores, maximum, total, position, first, scale, True
+    )
+    gathered = gl.zeros([count, dim], gl.float32, layout=sums)
+    if length < end * key_tile:
+        mbarrier.wait(values_there.index(0), 0)
+        _clear_behind(values.index(0), length - first, flat)
+    masked = gl.minimum(end - unmasked, tiles)
+    weights, gathered, maximum, total = _add_tiles(
+        1, masked, end, queries, shared,
+        weights, gathered, maximum, total, position, scale, number, True, in_turns,
+    )  # fmt: skip
+    weights, gathered, maximum, total = _add_tiles(
+        gl.maximum(masked, 1), tiles, end, queries, shared,
+        weights, gathered, maximum, total, position, scale, number, False, in_turns,
+    )  # fmt: skip
+    stages: gl.constexpr = keys.shape[0]
+    last = (tiles - 1) % stages
+    mbarrier.wait(values_there.index(last), (tiles - 1) // stages % 2)
+    multiplied = gl.convert_layout(weights.to(dtype), _as_factor(dim))
+    adding = warpgroup_mma(
+        multiplied, values.index(last), warpgroup_mma_init(gathered), is_async=True
+    )
+    gathered, multiplied = warpgroup_mma_wait(0, deps=(adding, multiplied))
+    total = gl.convert_layout(total, gl.SliceLayout(1, sums))
+    is_there = True
+    if divides:
+        _parts = partial[6]
+        is_there = _parts == 1
+        if is_there:
+            gathered = gathered / total[:, None]
+        else:
+            highest = gl.convert_layout(maximum * scale, gl.SliceLayout(1, sums))
+            gathered, is_there = join_parts_of_queries(
+                partial, gathered, highest, total, number, all_queries.shape[0]
+            )
+    else:
+        gathered = gathered / total[:, None]
+    if is_there:
+        # Through the place of the queries, so that a thread writes adjacent elements.
+        queries.store(gathered.to(dtype))
+        place, exists = _places(_again(own), start, tokens, kv_head, count, kv_heads, group, dim)
+        gl.store(out + place, queries.load(flat), mask=exists)
+
+
+# mypy: disable-error-code="assignment"
 
 
 @gluon.jit

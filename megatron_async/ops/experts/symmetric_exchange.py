@@ -2,7 +2,7 @@
 
 A decode step of a model with 48 layers has 96 exchanges of some kilobytes. NCCL's take longer than
 the transfer of the bytes, and the gather needs four kernels before it that pack the rows. Here each
-exchange is one kernel (`ops/experts/expert_gather.py`, `ops/experts/expert_combine.py`), up to
+exchange is one kernel (`ops/experts/expert_exchange.py`, `ops/experts/expert_exchange.py`), up to
 `EXCHANGE_BYTES`; NCCL serves larger steps.
 """
 
@@ -18,8 +18,13 @@ import triton
 from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops.experts.expert_combine import combine_add_rms_norm, combine_sums
-from megatron_async.ops.experts.expert_gather import WORD, gather_tokens, packed_row_bytes
+from megatron_async.ops.experts.expert_exchange import (
+    WORD,
+    combine_add_rms_norm,
+    combine_sums,
+    gather_tokens,
+    packed_row_bytes,
+)
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.ranks.symmetric_memory import flag_bytes, make_on_all, share, tell_group
 
@@ -85,7 +90,7 @@ class SymmetricExchange:
         )
 
     def combine(self, sums: Tensor, own_tokens: int) -> Tensor:
-        """Add the partial sums of all expert ranks: `ops.experts.expert_combine.combine_sums`."""
+        """Add the partial sums of all expert ranks: `ops.experts.expert_exchange.combine_sums`."""
         return combine_sums(
             sums, own_tokens, self._combines, self._combine_turns, self._rank, self._first_sum
         )
@@ -93,7 +98,7 @@ class SymmetricExchange:
     def combine_add_rms_norm(
         self, sums: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Combine, residual add and RMSNorm in one kernel (`ops/experts/expert_combine.py`)."""
+        """Combine, residual add and RMSNorm in one kernel (`ops/experts/expert_exchange.py`)."""
         return combine_add_rms_norm(
             sums,
             residual,

@@ -1,18 +1,28 @@
-"""Log probabilities of sampled tokens and of the likeliest ones, in plain torch; on a GPU
-`triton_log_probs`."""
+"""Log probabilities of sampled tokens and of the likeliest ones.
+
+On a GPU two kernels, for a captured step; programs of a row without log probs end at once:
+
+1. `_tiles`: the vocabulary in tiles: largest score, sum of exponentials, and the tile's likeliest
+   tokens, one after another.
+2. `_finish`: one program a row joins them.
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.op import op
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
 from megatron_async.ops.sampling.sampling import FilterCuts, SamplingRows, filter_logits
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
+from megatron_async.ops.sampling.tile_scores import heat_of, is_filtered, keeps, record_of
+from megatron_async.ops.sampling.triton_search import load_tile
 
 
-@op(gpu="sampling.triton_log_probs", cpu="sampling.cpu.host_sampling")
+@op(cpu="sampling.cpu.host_sampling")
 def log_probs(
     logits: Tensor,
     processed: Tensor,
@@ -79,3 +89,147 @@ def _drawn_from(processed: Tensor, row: SamplingRows) -> Tensor:
     if heat == 0:
         return processed
     return filter_logits(processed / heat[:, None], row)
+
+
+TILE = 2048
+
+LOG_PROBS = tl.constexpr(int(RowFeature.LOG_PROBS))
+PROCESSED = tl.constexpr(int(RowFeature.PROCESSED_LOG_PROBS))
+CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
+TOP_N = tl.constexpr(int(Header.TOP_N))
+MOST = tl.constexpr(MAX_TOP_N)
+WORDS = tl.constexpr(OUT_WORDS)
+
+
+@log_probs.gpu
+def log_probs_gpu(
+    logits: Tensor,
+    processed: Tensor,
+    tokens: Tensor,
+    cuts: FilterCuts | None,
+    rows: ProcessingRows,
+    ring: Tensor,
+    entry: Tensor,
+) -> None:
+    """Elements of a row of `logits` must be adjacent, the other tensors contiguous."""
+    assert cuts is not None, "of a step with filters"
+    count, vocab = logits.shape
+    splits = triton.cdiv(vocab, TILE)
+    device = logits.device
+    most = torch.empty(count, splits, dtype=torch.float32, device=device)
+    total = torch.empty_like(most)
+    values = torch.empty(count, splits, MAX_TOP_N, dtype=torch.float32, device=device)
+    ids = torch.empty_like(values, dtype=torch.int32)
+    asked = (rows.features, rows.slots, rows.records)
+    scores = (logits, logits.stride(0), processed, vocab)
+    _tiles[(splits, count)](*scores, *asked, *cuts, most, total, values, ids, TILE, num_warps=4)
+    _finish[(count,)](
+        *scores, *asked, tokens, most, total, values, ids,
+        ring, ring.stride(0), entry, splits,
+        triton.next_power_of_2(splits), triton.next_power_of_2(splits * MAX_TOP_N),
+    )  # fmt: skip
+
+
+@triton.jit
+def _tiles(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    processed: tl.tensor,
+    vocab: tl.constexpr,
+    features: tl.tensor,
+    slots: tl.tensor,
+    records: tl.tensor,
+    cut: tl.tensor,
+    last: tl.tensor,
+    top: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    values: tl.tensor,
+    ids: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
+    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    asked = tl.load(features + row)
+    if (asked & (LOG_PROBS | CONSTRAINED)) == LOG_PROBS:
+        record = record_of(records, slots, row)
+        token = split * tile + tl.arange(0, tile)
+        if (asked & PROCESSED) != 0:
+            score = load_tile(processed + row * vocab, split * tile, vocab, tile)
+            heat = heat_of(record)
+            if heat > 0:
+                if is_filtered(record):
+                    limit, largest = tl.load(cut + row), tl.load(top + row)
+                    last_id = tl.load(last + row)
+                    keep = keeps(record, score, token, heat, limit, last_id, largest)
+                    score = tl.where(keep, score, float("-inf"))
+                score = score / heat
+        else:
+            score = load_tile(logits + row * row_stride, split * tile, vocab, tile)
+        out = row * tl.num_programs(0) + split
+        largest = tl.max(score, axis=0)
+        finite = tl.where(largest > float("-inf"), largest, 0.0)
+        tl.store(most + out, largest)
+        tl.store(total + out, tl.sum(tl.exp(score - finite), axis=0))
+        wanted = tl.load(record + TOP_N)
+        place = 0
+        while place < wanted:
+            value, index = tl.max(score, axis=0, return_indices=True)
+            tl.store(values + out * MOST + place, value)
+            tl.store(ids + out * MOST + place, split * tile + index)
+            score = tl.where(token == split * tile + index, float("-inf"), score)
+            place += 1
+
+
+@triton.jit
+def _finish(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    processed: tl.tensor,
+    vocab: tl.constexpr,
+    features: tl.tensor,
+    slots: tl.tensor,
+    records: tl.tensor,
+    tokens: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    values: tl.tensor,
+    ids: tl.tensor,
+    ring: tl.tensor,
+    ring_stride: tl.tensor,
+    entry: tl.tensor,
+    splits: tl.tensor,
+    block: tl.constexpr,
+    candidates: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    asked = tl.load(features + row)
+    if (asked & (LOG_PROBS | CONSTRAINED)) == LOG_PROBS:
+        record = record_of(records, slots, row)
+        split = tl.arange(0, block)
+        part = tl.load(most + row * splits + split, mask=split < splits, other=float("-inf"))
+        sums = tl.load(total + row * splits + split, mask=split < splits, other=0.0)
+        largest = tl.max(part, axis=0)
+        log_total = largest + tl.log(tl.sum(sums * tl.exp(part - largest), axis=0))
+        token = tl.maximum(tl.load(tokens + row), 0)  # of a row without a token nobody reads it
+        if (asked & PROCESSED) != 0:
+            score = tl.load(processed + row * vocab + token)
+            heat = heat_of(record)
+            if heat > 0:
+                score = score / heat
+        else:
+            score = tl.load(logits + row * row_stride + token).to(tl.float32)
+        out = ring + tl.load(entry).to(tl.int64) * ring_stride + row * WORDS
+        tl.store(out, (score - log_total).to(tl.int32, bitcast=True))
+        wanted = tl.load(record + TOP_N)
+        # Tile after tile, in each from the likeliest on: equal ones are in order of their ids.
+        index = tl.arange(0, candidates)
+        exists = (index < splits * MOST) & (index % MOST < wanted)
+        first = row * splits * MOST + index
+        value = tl.load(values + first, mask=exists, other=float("-inf"))
+        place = 0
+        while place < wanted:
+            best, where = tl.max(value, axis=0, return_indices=True)
+            tl.store(out + 1 + place, tl.load(ids + row * splits * MOST + where))
+            tl.store(out + 1 + MOST + place, (best - log_total).to(tl.int32, bitcast=True))
+            value = tl.where(index == where, float("-inf"), value)
+            place += 1

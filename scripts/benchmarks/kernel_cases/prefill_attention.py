@@ -17,9 +17,13 @@ import torch
 from kernel_cases.case import OURS, Case, Chain, Family, Hardware, Need, Work
 from megatron_async.devices import make_device
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
-from megatron_async.ops.attention.backends.prefill_choice import DECODE_KEYS
-from megatron_async.ops.attention.backends.selection import BACKENDS, CANDIDATES
-from megatron_async.ops.attention.backends.timing import CALLS, layers_of_step
+from megatron_async.ops.attention.backends.selection import (
+    BACKENDS,
+    CALLS,
+    CANDIDATES,
+    DECODE_KEYS,
+    layers_of_step,
+)
 
 SHAPES = {"smollm2-135m": (9, 3, 64), "llama-3.1-8b": (32, 8, 128)}
 """(query heads, KV heads, head dimension)."""

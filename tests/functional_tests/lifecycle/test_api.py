@@ -35,7 +35,7 @@ from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.text_generation_controller import (
     TextGenerationController,
 )
-from megatron_async.text.conversation import RAW_CHAT
+from megatron_async.text.tokenizer import RAW_CHAT
 from tests.support.harness import (
     TINY,
     EngineFactory,

@@ -12,7 +12,7 @@ import pytest
 from megatron_async import LLM, SamplingParams
 from megatron_async.communication.own_folder import FOLDER_VARIABLE, OwnFolder
 from megatron_async.errors import ConfigurationError, RankLost
-from megatron_async.models import peer_check
+from megatron_async.models import parallel_state
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from tests.support.open_sockets import listening, reachable, second_address
 from tests.support.patience import PATIENCE_S, eventually
@@ -57,7 +57,7 @@ def test_ranks_of_one_host_open_nothing_to_others(sizes: dict[str, int], meets: 
 
 def meet_a_stranger() -> str:
     if os.environ["RANK"] == "1":
-        peer_check._word = lambda *_: list(b"a stranger's word")[: peer_check.WORD_BYTES]
+        parallel_state._word = lambda *_: list(b"a stranger's word")[: parallel_state.WORD_BYTES]
     with pytest.raises((ConfigurationError, RankLost)) as raised:
         ensure_process_groups(ParallelSizes(tensor_model_parallel=2))
     return str(raised.value)

@@ -8,9 +8,8 @@ from engine_loads.options import routed
 
 from megatron_async import LLM
 from megatron_async.checkpoints import open_model
-from megatron_async.checkpoints.dummy import UNIFORM_EMBEDDING
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.registry import load_model
+from megatron_async.checkpoints.registry import UNIFORM_EMBEDDING, load_model
 from megatron_async.errors import ConfigurationError
 from megatron_async.lab.workloads import start_steady_decode
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES

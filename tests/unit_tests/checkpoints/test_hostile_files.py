@@ -20,7 +20,7 @@ from megatron_async.checkpoints.info import model_info
 from megatron_async.checkpoints.megatron_args import architecture_from_args
 from megatron_async.json_objects import LARGEST_JSON, read_object
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.largest_sizes import size_problem
+from megatron_async.models.sizes import size_problem
 from megatron_async.text.tokenizer import Tokenizer, TokenizerError
 from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
 from tests.unit_tests.checkpoints.test_delta_folders import with_vision

@@ -7,8 +7,12 @@ import json
 import pytest
 
 from megatron_async.checkpoints import open_model
-from megatron_async.text.conversation import conversation_tokens, conversations
-from megatron_async.text.tokenizer import Tokenizer, TokenizerError
+from megatron_async.text.tokenizer import (
+    Tokenizer,
+    TokenizerError,
+    conversation_tokens,
+    conversations,
+)
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

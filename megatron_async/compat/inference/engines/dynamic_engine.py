@@ -33,7 +33,7 @@ from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.errors import refuse
 from megatron_async.compat.conversions.events import TokenTimes
 from megatron_async.compat.conversions.logs import MetricsLog
-from megatron_async.compat.conversions.request_book import RequestBook, RequestEntry
+from megatron_async.compat.conversions.requests import RequestBook, RequestEntry
 from megatron_async.compat.conversions.sampling import (
     RefusedParams,
     resolve_limits,

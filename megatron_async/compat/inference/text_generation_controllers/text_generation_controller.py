@@ -8,8 +8,8 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
     DecodeOnly,
 )
 
+from megatron_async.compat.conversions.requests import detokenize, tokenize_prompt
 from megatron_async.compat.conversions.sampling import SamplingSeed
-from megatron_async.compat.conversions.text import detokenize, tokenize_prompt
 from megatron_async.errors import ConfigurationError
 from megatron_async.step.drafting import Drafter
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper

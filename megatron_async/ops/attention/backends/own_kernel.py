@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, override
 
 import torch
@@ -12,6 +13,13 @@ from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     PrefillBackend,
     PrefillRows,
+)
+from megatron_async.ops.attention.prefill_attention import (
+    PROGRAMS_A_PROCESSOR,
+    Tile,
+    paged_prefill_attention,
+    queries_of,
+    tile_of,
 )
 from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
 
@@ -117,3 +125,29 @@ class OwnKernelPrefill(PrefillBackend):
         # The first layer waited for the schedule before it let the next kernel start.
         self._is_settled = True
         return out
+
+
+class TritonPrefill(OwnKernelPrefill):
+    """Prefill attention by the Triton kernel of `ops/attention/prefill_attention.py`.
+
+    Args:
+        shape: of the engine's attention.
+        first_key: queries behind this position do not see the keys before it.
+    """
+
+    name = "triton"
+
+    def __init__(self, shape: AttentionShape, first_key: int = 0) -> None:
+        def tile(tokens: int) -> Tile:
+            return tile_of(
+                tokens, shape.heads, shape.dim, shape.block_size, shape.dtype, shape.device
+            )
+
+        super().__init__(
+            shape,
+            partial(paged_prefill_attention, first_key=first_key),
+            tile,
+            [queries_of(shape.dtype, shape.dim)],
+            PROGRAMS_A_PROCESSOR,
+            divides=not first_key,
+        )

@@ -9,7 +9,13 @@ them alone and beside decode rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
 
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
@@ -17,14 +23,215 @@ from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     BackendUnavailable,
     PrefillBackend,
+    PrefillRows,
 )
 from megatron_async.ops.attention.backends.flash_attn_3 import FlashAttention3Prefill
 from megatron_async.ops.attention.backends.flash_attn_4 import FlashAttention4Prefill
-from megatron_async.ops.attention.backends.prefill_choice import STEP_CLASSES, PrefillChoice
-from megatron_async.ops.attention.backends.timing import time_backend
+from megatron_async.ops.attention.backends.own_kernel import TritonPrefill
 from megatron_async.ops.attention.backends.torch_backend import TorchPrefill
-from megatron_async.ops.attention.backends.triton_backend import TritonPrefill
 from megatron_async.ops.attention.backends.warpgroup_backend import WarpgroupPrefill
+from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
+
+DECODE_ROWS = 32
+DECODE_KEYS = 512
+"""Decode rows of a mixed step, and keys of each: some 28 of 450 with 48 arrivals a second on the 8B
+shape."""
+
+
+@dataclass(frozen=True)
+class StepClass:
+    """A class of steps, and the rows that are timed for it."""
+
+    name: str
+    least_query: int
+    """Steps whose longest chunk has at least so many tokens belong to it."""
+    query: int
+    kv: int
+    decode_rows: int = 0
+    """Decode rows of `DECODE_KEYS` keys; 0: steps without decode rows belong to it."""
+
+
+STEP_CLASSES = (
+    StepClass("chunks", 512, 2048, 2048),
+    StepClass("short chunks", 192, 256, 2048),
+    StepClass("short prompts", 0, 128, 128),
+    StepClass("chunks", 512, 2048, 2048, DECODE_ROWS),
+    StepClass("short chunks", 192, 256, 2048, DECODE_ROWS),
+    StepClass("short prompts", 0, 128, 128, DECODE_ROWS),
+)
+"""By falling `least_query`: the first that fits counts. A captured step may also have few tokens
+over a long sequence, but the host does not know; short prompts are the usual case. Steps with
+decode rows have classes of their own, as some backends leave room for their attention beside the
+prompts': with programs that fill a processor a mixed step of the 8B shape is up to 2.5 % longer
+(docs/records/prefill_attention.md)."""
+
+
+@dataclass(frozen=True)
+class PrefillChoice:
+    """A backend for each of `STEP_CLASSES`.
+
+    Attributes:
+        backends: in the order of the classes.
+        microseconds: of a layer, by class and backend; 0 if it could not be timed. Empty where
+            there was one backend alone.
+        dropped: backends that were at hand but failed when they were timed, and why.
+    """
+
+    backends: tuple[PrefillBackend, ...]
+    microseconds: tuple[dict[str, float], ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    @classmethod
+    def of_one(cls, backend: PrefillBackend) -> PrefillChoice:
+        """A choice of this backend for all steps."""
+        return cls((backend,) * len(STEP_CLASSES))
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps with prefill chunks can be captured."""
+        return all(backend.captures for backend in self.backends)
+
+    def pick(self, max_query_length: int, has_decode_rows: bool) -> PrefillBackend:
+        """The backend for a step whose longest chunk has at most so many tokens."""
+        for step_class, backend in zip(STEP_CLASSES, self.backends, strict=True):
+            fits = max_query_length >= step_class.least_query
+            if fits and has_decode_rows == (step_class.decode_rows > 0):
+                return backend
+        raise AssertionError("the last class of each kind takes every step")
+
+    def __str__(self) -> str:
+        names = [backend.name for backend in self.backends]
+        if not self.microseconds:
+            text = f"prefill {names[0]}"
+        else:
+            parts: dict[bool, list[str]] = {False: [], True: []}
+            for step_class, name, times in zip(STEP_CLASSES, names, self.microseconds, strict=True):
+                found = [f"{times[name]:.0f} us a layer" if times[name] else "not timed"]
+                others = [f"{o} {t:.0f}" for o, t in sorted(times.items()) if o != name]
+                found += [", ".join(others)] if others else []
+                parts[step_class.decode_rows > 0].append(
+                    f"{step_class.name} {name} ({'; '.join(found)})"
+                )
+            text = "prefill " + ", ".join(parts[False])
+            text += "; beside decode rows " + ", ".join(parts[True])
+        return "attention: " + "; ".join((text, *self.dropped))
+
+
+CALLS = 4
+"""Layers in a measured graph."""
+REPEATS = 5
+MOST_BYTES = 128 << 20
+"""Of the caches of a measured graph, if one layer's are not larger."""
+
+
+@torch.inference_mode()
+def time_backend(
+    backend: PrefillBackend,
+    shape: AttentionShape,
+    device: Device,
+    chunks: Sequence[tuple[int, int]],
+    decode_rows: int = 0,
+) -> float:
+    """Median device time of a layer, microseconds.
+
+    Args:
+        backend: what is timed.
+        shape: of the attention.
+        device: a GPU; or a CPU, with a backend that is not captured and no decode rows.
+        chunks: (query length, KV length) of each row, cut to the longest sequence.
+        decode_rows: of `DECODE_KEYS` keys, whose attention is timed with the chunks'.
+    """
+    layers = layers_of_step(backend, shape, chunks, decode_rows)
+    device.fence()
+    device.compute.launch(layers)  # kernels are compiled
+    replay = device.capture(layers).replay if backend.captures else layers
+    device.compute.launch(replay)
+    times = []
+    for _ in range(REPEATS):
+        start, end = device.event(timing=True), device.event(timing=True)
+        device.compute.record(start)
+        device.compute.launch(replay)
+        device.compute.record(end)
+        end.wait()
+        times.append(end.us_since(start) / CALLS)
+    return statistics.median(times)
+
+
+def layers_of_step(
+    backend: PrefillBackend,
+    shape: AttentionShape,
+    chunks: Sequence[tuple[int, int]],
+    decode_rows: int = 0,
+    decode_keys: int = DECODE_KEYS,
+) -> Callable[[], None]:
+    """A call that enqueues the attention of `CALLS` layers of one step, on random numbers. What a
+    step does once is done here.
+
+    Args:
+        backend: what attends for the chunks.
+        shape: of the attention.
+        chunks: (query length, KV length) of each row, cut to the longest sequence.
+        decode_rows: rows that decode; they need a GPU.
+        decode_keys: KV length of each of these, cut too.
+    """
+    where, size = shape.device, shape.block_size
+    longest = shape.longest_sequence
+    cut = [(min(query, kv, longest), min(kv, longest)) for query, kv in chunks]
+    lengths = [min(decode_keys, longest)] * decode_rows + [kv for _, kv in cut]
+    starts = list(accumulate((query for query, _ in cut), initial=decode_rows))
+    blocks = [-(-length // size) for length in lengths]
+    tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    for row, own in enumerate(torch.randperm(sum(blocks)).split(blocks)):
+        tables[row, : len(own)] = own
+    cells = (sum(blocks), size, shape.kv_heads, shape.dim)
+    # A cache for each layer, unless they would be large: layers find nothing in the second cache
+    # that decode rows of an earlier one have read.
+    cell_bytes = 2 * math.prod(cells) * shape.dtype.itemsize
+    count = min(CALLS, max(MOST_BYTES // cell_bytes, 1)) if decode_rows else 1
+    caches = torch.randn((count, 2, *cells), dtype=shape.dtype, device=where)
+    query = torch.randn(starts[-1], shape.heads, shape.dim, dtype=shape.dtype, device=where)
+    block_tables = tables.to(where)
+    kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=where)  # sync-ok: at the start
+    first_tokens = torch.tensor(starts, dtype=torch.int32, device=where)  # sync-ok: at the start
+    queries = [asked for asked, _ in cut]
+    backend.begin_step(
+        PrefillRows(
+            block_tables[decode_rows:],
+            kv_lengths[decode_rows:],
+            first_tokens,
+            sum(queries),
+            max(queries),
+            max(kv for _, kv in cut),
+            tuple(cut),
+            decode_rows,
+        )
+    )
+    workspace = None
+    if decode_rows:
+        workspace = DecodeWorkspace(decode_rows, shape.heads, shape.kv_heads, shape.dim, where)
+        workspace.schedule.update(kv_lengths[:decode_rows])
+
+    def layers() -> None:
+        for layer in range(CALLS):
+            keys, values = caches[layer % count]
+            out = torch.empty_like(query)
+            backend.attend(query, keys, values, shape.dim**-0.5, out)
+            if workspace is not None:
+                # As `GpuPagedAttention` does.
+                paged_decode_attention(
+                    query[:decode_rows],
+                    keys,
+                    values,
+                    block_tables[:decode_rows],
+                    shape.dim**-0.5,
+                    workspace,
+                    out[:decode_rows],
+                    is_settled=True,
+                    is_beside=backend.lets_others_start,
+                )
+
+    return layers
+
 
 logger = logging.getLogger(__name__)
 

@@ -110,7 +110,7 @@ def _write_log_probs(
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    from megatron_async.ops.sampling.cpu.log_prob_kernels import write_rows
+    from megatron_async.ops.sampling.cpu.sampling_kernels import write_rows
 
     write_rows(
         logits.detach().to(torch.float32).contiguous().numpy(),

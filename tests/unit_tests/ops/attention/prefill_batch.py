@@ -5,9 +5,12 @@ import random
 import torch
 
 from megatron_async.ops.attention.backends.base import PrefillRows
-from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
+from megatron_async.ops.attention.prefill_attention import (
+    PROGRAMS_A_PROCESSOR,
+    paged_prefill_attention,
+    tile_of,
+)
 from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
-from megatron_async.ops.attention.prefill_tiles import PROGRAMS_A_PROCESSOR, tile_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PADDING = 2**30

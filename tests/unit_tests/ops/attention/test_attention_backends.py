@@ -16,9 +16,14 @@ from megatron_async.ops.attention.backends.base import (
     BackendUnavailable,
     PrefillBackend,
 )
-from megatron_async.ops.attention.backends.prefill_choice import STEP_CLASSES, PrefillChoice
-from megatron_async.ops.attention.backends.selection import BACKENDS, choose_prefill
-from megatron_async.ops.attention.backends.timing import CALLS, layers_of_step
+from megatron_async.ops.attention.backends.selection import (
+    BACKENDS,
+    CALLS,
+    STEP_CLASSES,
+    PrefillChoice,
+    choose_prefill,
+    layers_of_step,
+)
 from tests.unit_tests.ops.attention.decode_batch import processors
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 

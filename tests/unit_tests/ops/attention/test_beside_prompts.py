@@ -9,8 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_async.ops.attention.backends.base import AttentionShape, BackendUnavailable
-from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
-from megatron_async.ops.attention.backends.selection import BACKENDS
+from megatron_async.ops.attention.backends.selection import BACKENDS, PrefillChoice
 from megatron_async.ops.attention.decode_attention import _parts_kernel
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
 from megatron_async.ops.attention.rope_append import rope_append_gpu

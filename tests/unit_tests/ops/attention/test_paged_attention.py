@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_async.ops.attention.backends.base import AttentionShape
-from megatron_async.ops.attention.backends.prefill_choice import PrefillChoice
-from megatron_async.ops.attention.backends.selection import BACKENDS
+from megatron_async.ops.attention.backends.selection import BACKENDS, PrefillChoice
 from megatron_async.ops.attention.cpu import host_attention
 from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention, shares_of
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention

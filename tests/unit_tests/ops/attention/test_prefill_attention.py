@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
-from megatron_async.ops.attention.prefill_tiles import Tile
+from megatron_async.ops.attention.prefill_attention import Tile, paged_prefill_attention
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 
 

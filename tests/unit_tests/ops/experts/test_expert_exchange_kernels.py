@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from megatron_async.ops.experts.expert_combine import combine_add_rms_norm, combine_sums
-from megatron_async.ops.experts.expert_gather import WORD, gather_tokens, packed_row_bytes
+from megatron_async.ops.experts.expert_exchange import (
+    WORD,
+    combine_add_rms_norm,
+    combine_sums,
+    gather_tokens,
+    packed_row_bytes,
+)
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks

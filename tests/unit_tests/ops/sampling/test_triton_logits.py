@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from megatron_async.ops.sampling import log_probs as plain_log_probs
+from megatron_async.ops.sampling import log_probs, token_mask, triton_logits, triton_sampling
 from megatron_async.ops.sampling import logits_processing as plain
-from megatron_async.ops.sampling import token_mask, triton_log_probs, triton_logits, triton_sampling
 from megatron_async.ops.sampling.logits_processing import (
     CachedTokens,
     ChunkTensors,
@@ -41,7 +40,7 @@ def rng(request):
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Small vocabularies and chunks go through every loop."""
-    for module in (triton_logits, triton_log_probs, token_mask):
+    for module in (triton_logits, log_probs, token_mask):
         monkeypatch.setattr(module, "TILE", 256)
     monkeypatch.setattr(triton_sampling, "TILE", 512)
     monkeypatch.setattr(triton_logits, "CHUNK_TILE", 64)
@@ -255,8 +254,8 @@ def test_log_probs(rng, device):
     ring = torch.full((2, count + 1, OUT_WORDS), -3, dtype=torch.int32, device=device)
     expected = ring.cpu()
     entry = torch.tensor([1], dtype=torch.int32, device=device)
-    triton_log_probs.log_probs_gpu(logits, processed, tokens, cuts, rows, ring, entry)
-    plain_log_probs.log_probs.reference(
+    log_probs.log_probs_gpu(logits, processed, tokens, cuts, rows, ring, entry)
+    log_probs.log_probs.reference(
         logits.cpu(), processed.cpu(), tokens.cpu(), None, on_cpu(rows), expected, entry.cpu(),
     )  # fmt: skip
     found = ring.cpu()

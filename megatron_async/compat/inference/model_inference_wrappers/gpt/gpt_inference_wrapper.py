@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron_async.compat.models.context_for import fit_context
-from megatron_async.compat.models.served_model import serve_model
+from megatron_async.compat.models.served_model import fit_context, serve_model
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.norm import fold_norms

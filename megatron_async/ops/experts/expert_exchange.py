@@ -1,9 +1,12 @@
-"""Sums over the ranks that share experts, each rank's of its own tokens, in one kernel.
+"""Tokens with their routing to all ranks that share experts, and the sums of the experts' outputs
+back, over symmetric memory, in a kernel each.
 
-One program serves the t-th token of every rank. It writes its rank's partial sums of all these
-tokens to its rank's symmetric memory, meets the other ranks (`ops/ranks/symmetric_meeting.py`), and
-reads all ranks' partial sums of its own t-th token. They are added in the order of ranks, in
-float32. Residual add and RMSNorm may follow, as in `ops/ranks/all_reduce_norm.py`.
+One program serves the t-th token of every rank. `gather_tokens`' writes its rank's token with its
+routing as one row to its rank's memory, meets the other ranks (`ops/ranks/symmetric_meeting.py`),
+and copies the rows of all ranks. `combine_sums`' writes its rank's partial sums of all these tokens
+to its rank's memory, meets the others, and reads all ranks' partial sums of its own t-th token.
+They are added in the order of ranks, in float32. Residual add and RMSNorm may follow, as in
+`ops/ranks/all_reduce_norm.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,167 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.experts.expert_routing import IN_KERNEL_NO_EXPERT, Routing
 from megatron_async.ops.ranks.symmetric_meeting import meet, meeting_warps
+
+ROW_ALIGNMENT = 32
+"""Bytes that the row of a token is padded to, so that kernels read it in whole words."""
+WORD = 4
+"""Bytes that the kernel copies as one."""
+
+
+def packed_row_bytes(hidden: int, topk: int, dtype: torch.dtype) -> int:
+    """Bytes of a token, its experts (int32) and their weights (float32), and padding."""
+    row = hidden * dtype.itemsize + topk * (torch.int32.itemsize + torch.float32.itemsize)
+    return -(-row // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def gather_tokens(
+    x: Tensor,
+    routing: Routing,
+    tokens: int,
+    pointers: Tensor,
+    turns: Tensor,
+    rank: int,
+    first_row: int,
+) -> Tensor:
+    """Packed rows of all ranks' tokens.
+
+    Args:
+        x: `[own tokens, hidden]`, contiguous, on a GPU; rows of whole words.
+        routing: of these tokens, contiguous.
+        tokens: of each rank, padding included, the same on all. Padding goes to no expert.
+        pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
+            ranks]`, zero at first, then, at `first_row` words, rows `[2, places, row bytes]`.
+        turns: int32 `[places]`, this rank's own memory, zero at first.
+        rank: of this process.
+        first_row: words before the rows.
+
+    Returns:
+        uint8 `[ranks * tokens, packed_row_bytes(...)]`, in the order of ranks.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit, or there are more tokens than places.
+    """
+    own, hidden = x.shape
+    topk = routing.experts.size(1)
+    _check_gather(x, routing, tokens, len(turns))
+    words = packed_row_bytes(hidden, topk, x.dtype) // WORD
+    x_words = hidden * x.element_size() // WORD
+    ranks = len(pointers)
+    out = torch.empty((ranks * tokens, words), dtype=torch.int32, device=x.device)
+    if tokens:
+        block = triton.next_power_of_2(x_words)
+        _gather_kernel[(tokens,)](
+            x.view(torch.int32),
+            routing.experts,
+            routing.weights.view(torch.int32),
+            out,
+            pointers,
+            turns,
+            own,
+            tokens,
+            rank=rank,
+            ranks=ranks,
+            lanes=triton.next_power_of_2(ranks),
+            places=len(turns),
+            first_row=first_row,
+            x_words=x_words,
+            topk=topk,
+            words=words,
+            block=block,
+            block_topk=triton.next_power_of_2(topk),
+            block_rest=triton.next_power_of_2(words - x_words),
+            num_warps=meeting_warps(ranks, block * WORD),
+            **launch_options(x),
+        )
+    return out.view(torch.uint8)
+
+
+def _check_gather(x: Tensor, routing: Routing, tokens: int, places: int) -> None:
+    own, row = x.size(0), x.size(1) * x.element_size()
+    experts, weights = routing.experts, routing.weights
+    if not own <= tokens <= places or row % WORD:
+        raise ValueError(
+            f"gather_tokens: there may be at most {tokens} tokens here and {places} on each rank, "
+            f"of whole words; found {own} of {row} bytes."
+        )
+    if experts.dtype != torch.int32 or weights.dtype != torch.float32:
+        raise ValueError(
+            f"gather_tokens: experts must be int32 and weights float32; found {experts.dtype} and "
+            f"{weights.dtype}."
+        )
+    if experts.shape != weights.shape or len(experts) != own:
+        raise ValueError(
+            f"gather_tokens: {own} tokens, but experts {tuple(experts.shape)} and weights "
+            f"{tuple(weights.shape)}."
+        )
+    if not (x.is_contiguous() and experts.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("gather_tokens: x and routing must be contiguous: call .contiguous().")
+
+
+@triton.jit(do_not_specialize=["own", "tokens"])
+def _gather_kernel(
+    x: tl.tensor,
+    experts: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    pointers: tl.tensor,
+    turns: tl.tensor,
+    own: tl.tensor,
+    tokens: tl.tensor,
+    rank: tl.constexpr,
+    ranks: tl.constexpr,
+    lanes: tl.constexpr,
+    places: tl.constexpr,
+    first_row: tl.constexpr,
+    x_words: tl.constexpr,
+    topk: tl.constexpr,
+    words: tl.constexpr,
+    block: tl.constexpr,
+    block_topk: tl.constexpr,
+    block_rest: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """One word of `x`, `experts`, `weights` and `out` is an int32."""
+    place = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    inside = column < x_words
+    choice = tl.arange(0, block_topk)
+    is_choice = choice < topk
+    bases = ()
+    for peer in tl.static_range(ranks):
+        base = tl.load(pointers + peer).to(tl.pointer_type(tl.int32))
+        bases += (tl.multiple_of(base, 16),)  # type: ignore[assignment]
+    wait_for_previous(overlap)
+    real = place < own
+    turn = tl.load(turns + place) + 1
+    start = first_row + ((turn & 1).to(tl.int64) * places + place) * words
+    mine = bases[rank] + start
+    found = tl.load(x + place * x_words + column, mask=inside & real, other=0)
+    chosen = tl.load(
+        experts + place * topk + choice, mask=is_choice & real, other=IN_KERNEL_NO_EXPERT
+    )
+    weight = tl.load(weights + place * topk + choice, mask=is_choice & real, other=0)
+    tl.store(mine + column, found, mask=inside)
+    tl.store(mine + x_words + choice, chosen, mask=is_choice)
+    tl.store(mine + x_words + topk + choice, weight, mask=is_choice)
+    meet(pointers, turns, place, turn, rank, ranks, lanes)
+    # All loads before all stores: each would wait for the one before it.
+    rest = x_words + tl.arange(0, block_rest)
+    is_rest = rest < x_words + 2 * topk
+    rows = ()
+    tails = ()
+    for peer in tl.static_range(ranks):
+        its = bases[peer] + start
+        row = tl.load(its + column, mask=inside, other=0, cache_modifier=".cg")
+        tail = tl.load(its + rest, mask=is_rest, other=0, cache_modifier=".cg")
+        rows += (row,)  # type: ignore[assignment]
+        tails += (tail,)  # type: ignore[assignment]
+    for peer in tl.static_range(ranks):
+        target = out + (peer * tokens + place) * words
+        tl.store(target + column, rows[peer], mask=inside)
+        tl.store(target + rest, tails[peer], mask=is_rest)
 
 
 def combine_sums(
