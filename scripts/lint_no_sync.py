@@ -254,11 +254,10 @@ def check_house(
         findings.append(Finding(path, 1, "module without a docstring: say what it is for"))
     documented = documented_methods([tree]) if documented is None else documented
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found = EMPTY_BEGINNING.match(ast.get_docstring(node) or "")
-            if found:
-                why = f"the docstring begins with {found[0]!r}: begin with a noun or a verb"
-                findings.append(Finding(path, node.lineno, f"{node.name}: {why}"))
+        text = node.value if isinstance(node, ast.Expr) else None  # of an attribute, too
+        if isinstance(text, ast.Constant) and (found := EMPTY_BEGINNING.match(str(text.value))):
+            why = f"the docstring begins with {found[0]!r}: begin with a noun or a verb"
+            findings.append(Finding(path, text.lineno, why))
     for line, words in hidden_nouns(source):
         why = f'{words!r} hides what is meant: write the noun ("which" for a thing)'
         findings.append(Finding(path, line, why))

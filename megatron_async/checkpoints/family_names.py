@@ -42,7 +42,7 @@ class FamilyNames:
         "in_proj_b.weight",
         "in_proj_a.weight",
     )
-    """Its first matrices: query, key and value in one; z; beta; alpha. Or two, of query, key, value
+    """The first matrices: query, key and value in one; z; beta; alpha. Or two, of query, key, value
     and z and of beta and alpha, each with a key head's rows together."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
     """Weights of an MLP: gate and up, both in one tensor, or up alone where the family has no

@@ -63,7 +63,7 @@ class StoredWeight:
     shape: Shape
     """Shape of the whole weight."""
     layer: int | None = None
-    """Its place on the first axis of a tensor that holds all layers; None: of this layer alone."""
+    """Place on the first axis of a tensor that holds all layers; None: of this layer alone."""
     num_layers: int = 0
     """On that axis."""
     is_each_expert: bool = False

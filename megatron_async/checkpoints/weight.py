@@ -35,7 +35,7 @@ class Shard:
     expert_size: int = 1
     """Ranks of that group."""
     stage: Stage | None = None
-    """Its pipeline stage; None: the only one."""
+    """The pipeline stage; None: the only one."""
     with_mtp: bool = False
     """Whether layers of multi-token prediction are part of it."""
 

@@ -26,7 +26,7 @@ LINGER_MS = 500
 """Milliseconds in which a goodbye must be sent; after that it is dropped."""
 
 MOST_BYTES = 1 << 20
-"""Of a message: a goodbye has the text of an error. A peer that sends more is disconnected."""
+"""Size of a message: a goodbye has the text of an error. A peer that sends more is disconnected."""
 
 NEVER_MS = 24 * 3600 * 1000
 """Milliseconds: a lost connection is not restored."""

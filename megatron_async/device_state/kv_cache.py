@@ -36,7 +36,7 @@ class BlockShape:
     head_dim: int
     """Elements of a head."""
     dtype: torch.dtype
-    """Of keys, values and hidden states."""
+    """Dtype of keys, values and hidden states."""
     keeps_tokens: bool = False
     """Whether token ids are kept beside the keys, for requests that begin after shared blocks and
     for the n-gram drafter."""

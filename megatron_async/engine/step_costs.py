@@ -48,7 +48,7 @@ class StepWork(NamedTuple):
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """These, and the tokens beyond `BALANCE`."""
+        """The fields, and the tokens beyond `BALANCE`."""
         return *self, max(self.prefill_tokens + self.decode_tokens - BALANCE, 0)
 
     @classmethod

@@ -99,11 +99,11 @@ class KernelShare:
     after: str
     """Name of the kernel that begins before it: tells uses of one kernel apart."""
     calls: float
-    """Of a step."""
+    """Calls a step."""
     waited_us: float
-    """Of a step: from the end of all kernels before to this kernel's end, idle time included."""
+    """Time a step from the end of all kernels before to this one's end, idle time included."""
     run_us: float
-    """Of a step: from the kernel's start to its end, waits for other kernels included."""
+    """Time a step from the kernel's start to its end, waits for other kernels included."""
 
     def __str__(self) -> str:
         return (
@@ -113,7 +113,7 @@ class KernelShare:
 
 
 HEADER = f"{'us a step':>10}{'calls':>7}{'us each':>9}{'run':>9}  kernel"
-"""Of a table of `KernelShare` lines."""
+"""Header of a table of `KernelShare` lines."""
 
 
 def kernel_shares(activities: Iterable[DeviceActivity], steps: int) -> list[KernelShare]:

@@ -55,7 +55,7 @@ COUNTERS = (
 recorded, so failed ones are not among them.)"""
 
 MOST_CHARACTERS = 256 << 20
-"""Of a line: gzip makes a file of a thousandth of that."""
+"""Length of a line: gzip makes a file of a thousandth of that."""
 DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 """Errors of reading what no recorder has written."""
 TEXT_ENDS = ("stop_word", "grammar", "error")

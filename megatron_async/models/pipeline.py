@@ -141,7 +141,7 @@ class Stage:
     first_layer: int
     """Global index of its first layer, attention and MLP layers counted."""
     pattern: str
-    """Its layers."""
+    """Kinds of the stage's layers."""
 
     @property
     def is_first(self) -> bool:

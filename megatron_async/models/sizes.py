@@ -19,7 +19,7 @@ LARGEST_HIDDEN = 1 << 20
 LARGEST_HEADS = 1 << 16
 LARGEST_VOCABULARY = 1 << 24
 LARGEST_OTHER = 2**31 - 1
-"""Of every other size: what fits 32 bits."""
+"""Limit of every other size: what fits 32 bits."""
 
 _EACH: Mapping[int, tuple[str, ...]] = {
     LARGEST_LAYERS: ("num_layers", "num_hidden_layers", "block_count"),

@@ -138,7 +138,7 @@ class EngineStatistics:
     failed_steps: int = 0
     finished_requests: int = 0
     finished_in_drafted_rows: int = 0
-    """Of these, requests whose last row verified drafts."""
+    """Finished requests whose last row verified drafts."""
     engine_pauses: int = 0
     engine_suspends: int = 0
     failed_requests: int = 0

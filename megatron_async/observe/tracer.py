@@ -77,7 +77,7 @@ class _Range:
 
 class _Thread(threading.local):
     step: tuple[Tracer, int] | None = None
-    """Of whose step the innermost `_StepRange` of this thread is."""
+    """Tracer and step of this thread's innermost `_StepRange`."""
     awaits = False
     """Whether an `_AwaitedStage` is pushed on this thread."""
 

@@ -16,11 +16,11 @@ class FewerDrafts(IntEnum):
     that allows the fewest drafts, and of equal ones the first."""
 
     GRAMMAR = 0
-    """Its request has a grammar."""
+    """The row's request has a grammar."""
     REQUEST = 1
-    """Its request asks for fewer."""
+    """The row's request asks for fewer."""
     LENGTH = 2
-    """Its request ends before."""
+    """The row's request ends before."""
     NOTHING_FOUND = 3
     """The drafter had no more."""
     BLOCKS = 4

@@ -52,7 +52,7 @@ DOUBLING_TOKENS = 270
 ONCE = ONE // 20
 """Share of a narrow step's time, in units of 1 / `ONE`, that a wide step takes longer."""
 EACH = ONE // 60
-"""Such a share for each draft."""
+"""Share for each draft, in the same units."""
 _STEP_SHIFT = 6
 """Probabilities are rounded to 64 steps: units of 1 / `ONE` shifted by so many bits."""
 

@@ -116,7 +116,7 @@ class _Replica:
     given: int = 0
     """Calls."""
     counted: int = 0
-    """Of them, those that the status before this one was told with."""
+    """Calls given when this status came."""
     is_leaving: bool = False
 
     @property

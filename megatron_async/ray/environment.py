@@ -16,9 +16,9 @@ PROCESSES = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
 }
-"""Of replicas and ingresses, set by `ray_app.build`: what RAY_SERVE_THROUGHPUT_OPTIMIZED stands for
-but its HTTP port. Calls go by gRPC, there are no threads between Ray's code and ours, and Python's
-garbage collector leaves the model alone."""
+"""Variables of replicas and ingresses, set by `ray_app.build`: as RAY_SERVE_THROUGHPUT_OPTIMIZED
+sets them, but its HTTP port. Calls go by gRPC, there are no threads between Ray's code and ours,
+and Python's garbage collector leaves the model alone."""
 
 CLUSTER = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
@@ -26,8 +26,8 @@ CLUSTER = {
     "RAY_enable_metrics_collection": "0",
     "RAY_worker_niceness": "0",
 }
-"""Of Ray's own processes: Serve's controller looks once a second (0.1 s is its default), nothing is
-told of each call and of each process for Ray's dashboard, and replicas have other processes'
+"""Variables of Ray's own processes: Serve's controller looks once a second (0.1 s is its default),
+Ray's dashboard gets nothing of single calls and processes, and replicas have other processes'
 priority (with the niceness of 15 that Ray gives them, a CPU engine's prefill of 150 ms took 7 to 16
 ms longer)."""
 

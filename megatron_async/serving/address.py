@@ -14,7 +14,7 @@ from megatron_async.serving.link import BACKLOG
 
 MOST_PORT = 2**16 - 1
 MOST_FILE_BYTES = 107
-"""Of the name of a Unix socket, on Linux."""
+"""Bytes of the name of a Unix socket, on Linux."""
 EXAMPLES = "tcp://127.0.0.1:9500 or ipc:///tmp/coordinator"
 
 

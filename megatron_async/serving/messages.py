@@ -24,11 +24,11 @@ MOST_BYTES = 256 << 20
 # nor a sum is ever given a number that it cannot hold.
 
 Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""Of a request or a question."""
+"""Number of a request or a question."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""Of one request, or what are as many; their sums can be sent, too."""
+"""Tokens of one request, or as many; their sums can be sent, too."""
 Difference = Annotated[int, msgspec.Meta(ge=-(2**48), le=2**48)]
-"""Of sizes of a replica, or a size."""
+"""Difference of sizes of a replica, or a size."""
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """Below 0, or of decades, where a clock was set; never NaN."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]

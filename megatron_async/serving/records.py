@@ -118,7 +118,7 @@ class ReplicaState(StrEnum):
     DRAINING = "draining"
     """Finishes its requests and gets no new ones."""
     PAUSED = "paused"
-    """Its engine runs no steps; its requests wait."""
+    """The engine runs no steps; requests wait."""
     LEAVING = "leaving"
     """Finishes its requests and ends."""
     HELPING = "helping"
@@ -211,13 +211,13 @@ class UnseenRun(NamedTuple):
     """A run that a replica's status does not count yet."""
 
     number: int
-    """Of the run, from 1."""
+    """Number of the run, from 1."""
     tokens: int
-    """That may have to be computed."""
+    """Tokens that may have to be computed."""
     blocks: int
     """KV blocks that it may take."""
     hashes: Sequence[bytes]
-    """Of its prompt's blocks."""
+    """Hashes of the prompt's blocks."""
 
 
 class ReplicaRecord:

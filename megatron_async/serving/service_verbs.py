@@ -63,7 +63,7 @@ class ServiceState(StrEnum):
     DRAINING = "draining"
     """Finishes its requests and refuses new ones."""
     PAUSED = "paused"
-    """Its engines run no steps; requests wait."""
+    """The engines run no steps; requests wait."""
     SLEEPING = "sleeping"
     """Paused, and its engines have freed their device memory."""
 

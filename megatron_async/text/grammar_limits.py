@@ -33,7 +33,7 @@ EXACT = 2**53
 """Integers up to here are floats, all of them."""
 MOST_LIMIT, LEAST_LIMIT = 10**17, 1e-50
 MOST_DECIMALS = 8
-"""Of `multipleOf`; with more, the library took other numbers for multiples."""
+"""Decimals of `multipleOf`; with more, the library took other numbers for multiples."""
 MOST_COUNT = 2**31
 """No text is so long."""
 
@@ -157,7 +157,7 @@ _RULE = re.compile(
     r"^[ \t]*[?!]*[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?(?:\{[^}\n]*\})?\s*:", re.MULTILINE
 )
 _PLACE = re.compile(r"[0-9]{1,9}")
-"""Of a list; Python refuses to read some thousand digits."""
+"""Place in a list; Python refuses to read some thousand digits."""
 _NO_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)", re.DOTALL)
 """An escaped character, or a class of characters. A class without an end goes to the end of the
 text: else each of many opening brackets would be read to there."""

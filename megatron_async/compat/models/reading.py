@@ -87,11 +87,11 @@ class Part:
     """One layer of the layer pattern."""
 
     kind: str
-    """Its character."""
+    """The pattern's character."""
     path: str
     """Path of the module that contains it; for a `GPTModel` this module contains two."""
     layer: Any
-    """That module."""
+    """The module at `path`."""
 
 
 def unwrapped(model: Any) -> nn.Module:

@@ -39,7 +39,7 @@ class Tile(NamedTuple):
     descriptors: bool = False
     """Whether keys and values are loaded by tensor descriptors (TMA)."""
     programs: int = 1
-    """That should share a processor, if their keys can be divided."""
+    """Programs that should share a processor, if their keys can be divided."""
 
 
 FEW_PROGRAMS = 128
@@ -126,7 +126,7 @@ def check_rows(
 
 LOG2_E = 1.4426950408889634
 NO_MAXIMUM = tl.constexpr(-1e30)
-"""Of scores before the first one; finite, so that a query that sees nothing of a tile or a part has
+"""Maximum before the first score; finite, so that a query that sees nothing of a tile or a part has
 weights of 0, and no NaN."""
 
 

@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (64, 128)
 """Head dimensions that the kernel serves."""
 MANY_TOKENS = 4096
-"""Of a step, for which large tiles of queries are enough for the whole device."""
+"""Tokens of a step from which on large tiles of queries are enough for the whole device."""
 
 
 class WarpgroupTile(NamedTuple):

@@ -37,7 +37,7 @@ COLUMNS = (
     "attention_norm", "qkv", "qkv_scales", "qkv_bias", "q_norm", "k_norm", "cache", "proj",
     "proj_scales", "mlp_norm", "fc1", "fc1_scales", "fc2", "fc2_scales",
 )  # fmt: skip
-"""Of the table of layers. Addresses: norms are float32 factors and products are of
+"""Columns of the table of layers. Addresses: norms are float32 factors and products are of
 `WidenedWeight`, or, without scales, of `GroupedWeight`; 0 where there is no norm of heads, or no
 bias. `cache`: the layer's number in the
 KV cache."""
@@ -47,17 +47,17 @@ KV cache."""
 ) = range(len(COLUMNS))  # fmt: skip
 
 SIZES = ("hidden", "ffn", "heads", "kv_heads", "dim", "rotated", "rope_positions")
-"""Of the model: int64. The last two are of the tables of the rotary embedding."""
+"""Sizes of the model: int64. The last two are of the tables of the rotary embedding."""
 BATCH = (
     "rows", "sequences", "blocks", "block_size", "width", "first_key", "places", "layer_floats",
 )  # fmt: skip
-"""Of the step: int64. See `decode_attention`; `rows` are sequences x width, `layer_floats` from a
-layer's keys to the next one's in the cache, whose values follow its keys."""
+"""Sizes of the step: int64. See `decode_attention`; `rows` are sequences x width, `layer_floats`
+from a layer's keys to the next one's in the cache, whose values follow its keys."""
 ADDRESSES = (
     "cos", "sin", "positions", "write_index", "tables", "last", "keys", "x", "out", "stream",
     "other", "normed", "qkv", "query", "attended", "both", "activated", "scratch",
 )  # fmt: skip
-"""Of what the step reads and writes:
+"""Addresses of what the step reads and writes:
 
 cos, sin: float32 `[rope_positions, rotated]`.
 positions, write_index: int64 `[rows]`.

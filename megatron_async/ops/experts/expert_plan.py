@@ -138,7 +138,7 @@ class FewTokenPlan:
     down_rows: int
     """Outputs of a program of the second product, a power of two."""
     down_warps: int
-    """Its warps, which share the units of its outputs."""
+    """Warps of such a program, which share the units of its outputs."""
     down_depth: int
     """Tiles of `TILE_BYTES` of each unit that it asks for at once."""
 

@@ -24,7 +24,7 @@ Activation = Literal["", "swiglu", "squared_relu"]
 """The activation after a product."""
 
 PROCESSORS = 132
-"""Of an H100 or H200: programs beyond this many, each with a deep pipeline, queue up."""
+"""Processors of an H100 or H200: programs beyond this many, each with a deep pipeline, queue up."""
 WIDE = 16384
 """Outputs from which on a product is a vocabulary's: not `warpgroup_kernel`'s, and beyond one row
 cuBLAS's if weights are short and not resident."""

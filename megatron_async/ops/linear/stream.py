@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 AddNorm = Callable[..., tuple[Tensor, Tensor]]
-"""Of (value, residual, weight, eps): `Stream.parts_of_ranks`."""
+"""A call with (value, residual, weight, eps): `Stream.parts_of_ranks`."""
 
 
 @dataclass

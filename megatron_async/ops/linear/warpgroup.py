@@ -98,7 +98,7 @@ IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth
 HALVES_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 """`IN_SHARED_MEMORY` of two pieces of a chunk's rows, which lie behind each other."""
 IN_ORDER = Rounding("16 at a time by warpgroups, in order", "sums")
-"""Of sums that are not split."""
+"""Rounding of sums that are not split."""
 
 
 @dataclass(frozen=True)

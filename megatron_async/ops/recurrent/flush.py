@@ -51,9 +51,9 @@ class FlushSizes(NamedTuple):
     heads: int
     head_dim: int
     columns: int
-    """Of a head's state."""
+    """Columns of a head's state."""
     channels: int
-    """Of `ring_xb`."""
+    """Channels of `ring_xb`."""
     ring: int
     """Entries of the rings."""
     gates: int

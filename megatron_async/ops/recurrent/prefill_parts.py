@@ -54,7 +54,7 @@ class ConvolutionSizes(NamedTuple):
     gates_at: int
     """Columns from `offset` to the gates' columns."""
     heads: int
-    """That have gates."""
+    """Heads that have gates."""
     tile: int
     """Channels of a program."""
     key_heads: int

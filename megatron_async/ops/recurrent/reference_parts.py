@@ -162,7 +162,7 @@ class Chunk(NamedTuple):
     raw: Tensor
     """`[3 + tokens, conv_dim]`: inputs of the convolution, and the three before them."""
     scan: Callable[[Tensor, slice], tuple[Tensor, Entries, Tensor, Tensor]]
-    """Of a state and of tokens up to the next multiple of 128: outputs `[tokens, heads, rows of a
+    """From a state and tokens up to the next multiple of 128: outputs `[tokens, heads, rows of a
     head]`, what the tokens add to the state, and what they leave in `ring_xb` and `ring_gates`."""
 
 

@@ -32,7 +32,7 @@ class RowFeature(IntFlag):
     BAD_WORDS = 4
     LOG_PROBS = 8
     PROCESSED_LOG_PROBS = 16
-    """Its log probs are of the processed logits."""
+    """The request's log probs are of the processed logits."""
     CONSTRAINED = 32
     """A grammar says what may come next: the row is sampled apart, once its mask is known."""
     PRODUCES = 256

@@ -30,7 +30,7 @@ class ResponseWriter(ItemWriter):
         super().__init__(asked, choice, served)
         self._sequence = 0
         self._log_probs: list[dict[str, Any]] = []
-        """Of tokens whose text has not come."""
+        """Log probs of tokens whose text has not come."""
         self._items: list[Item] = []
         # Functions of groups by their full names, which the model calls them by.
         self._grouped: dict[str, tuple[str, str]] = {

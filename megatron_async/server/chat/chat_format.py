@@ -73,7 +73,7 @@ def _plain(message: dict[str, Any], tool_format: CallFormat) -> dict[str, Any]:
 logger = logging.getLogger("megatron_async")
 
 PROBE, QUESTION = "get_value_of_key", "Which value has the key?"
-"""Of the chat whose call is read back."""
+"""Function and question of the chat whose call is read back."""
 PROBES = [
     {
         "type": "function",

@@ -34,10 +34,10 @@ TURN_S = 0.25
 WRITERS_S = 5.0
 """API processes have at most so long to write what is left and end, then they are killed."""
 ENDS_S = 6.0
-"""Of `--shutdown-timeout` so much, or a third, is kept for the ends of processes: half of it for
+"""Seconds of `--shutdown-timeout`, or a third, for the ends of processes: half of them for
 API processes, half for replicas, which have nothing to do by then, to give their devices back."""
 OWN_END_S = 1.0
-"""Of it so much, or a tenth, is this process' own: to end its coordinator and itself."""
+"""Seconds of `--shutdown-timeout`, or a tenth, for this process' own end and its coordinator's."""
 SHORTEST_S = 2.0
 """Processes have so long to end, also where requests have no time at all."""
 MOST_EARLY_DEATHS = 5

@@ -111,10 +111,11 @@ def test_docstrings_of_public_names():
 
 @pytest.mark.parametrize("beginning", ["See `other`.", "It ends.", "Of a step.", "As above."])
 def test_docstrings_begin_with_what_they_speak_of(beginning):
-    source = f'"""A module."""\n\n\ndef f():\n    """{beginning}"""\n'
-    (finding,) = lint_no_sync.check_house(Path("x.py"), source)
-    assert "begin with a noun or a verb" in finding.message
-    assert lint_no_sync.check_house(Path("x.py"), source.replace(beginning, "Seeing it.")) == []
+    for head in ("def f():\n    ", "x = 1\n"):
+        source = f'"""A module."""\n\n\n{head}"""{beginning}"""\n'
+        (finding,) = lint_no_sync.check_house(Path("x.py"), source)
+        assert "begin with a noun or a verb" in finding.message
+        assert lint_no_sync.check_house(Path("x.py"), source.replace(beginning, "Seeing it.")) == []
 
 
 @pytest.mark.parametrize(

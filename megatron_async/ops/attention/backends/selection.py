@@ -121,7 +121,7 @@ CALLS = 4
 """Layers in a measured graph."""
 REPEATS = 5
 MOST_BYTES = 128 << 20
-"""Of the caches of a measured graph, if one layer's are not larger."""
+"""Bytes of the caches of a measured graph, if one layer's are not larger."""
 
 
 @torch.inference_mode()

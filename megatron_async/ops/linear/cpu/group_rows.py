@@ -18,7 +18,7 @@ from megatron_async.ops.linear.cpu.group_tile import GROUP, INPUT_GROUP
 from megatron_async.ops.linear.cpu.integer_products import LARGEST_FINITE, MAGNITUDE
 
 LARGEST = 127.0
-"""Of an input as an integer."""
+"""The largest input as an integer."""
 LEAST = 2.0**-100
 """What the largest input of a group of zeros counts as."""
 

@@ -14,10 +14,10 @@ GROUP = 32
 LEVELS = 15
 """The largest weight as an integer."""
 TOLERANCE = 1e-6
-"""Of a group's largest weight: how far a weight may be from its grid. float32's own rounding, where
-a file's integers were multiplied by their scales, is a tenth of this."""
+"""How far a weight may be from its grid, as a share of its group's largest one. float32's own
+rounding, where a file's integers were multiplied by their scales, is a tenth of this."""
 LEAST_STEP = 1e-38
-"""Of a group of equal weights, which are divided by it."""
+"""Step of a group of equal weights, which are divided by it."""
 SAMPLE = 64
 """Groups that tell whether the others are looked at."""
 

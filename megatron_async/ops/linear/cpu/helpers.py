@@ -23,11 +23,11 @@ EPYC and 40 to 50 on a Xeon. From a step's last product to the next step's first
 ms; with 20,000 turns the helper was asleep at half of the steps and more, and a run of eight rows
 took 12 to 25 % longer (docs/records/cpu_throughput.md, 2026-11-27)."""
 CHUNK_BYTES = 2**16
-"""Of the weights that a thread takes at a time."""
+"""Bytes of weights that a thread takes at a time."""
 LEAST_SHARED = 2**17
 """Bytes of weights from which on a product is shared."""
 KEPT_BYTES = 2**20
-"""Of scratch memory that waits for the next product; more is given back after each."""
+"""Bytes of scratch memory that wait for the next product; more is given back after each."""
 
 
 class _Desk:

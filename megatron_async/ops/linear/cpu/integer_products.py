@@ -27,11 +27,11 @@ from megatron_async.ops.linear.cpu.integer_tile import FETCHES, OUTPUTS, STEP, T
 MOST_ROWS = 4
 """Rows of the largest tile."""
 MOST = np.float32(32767.0)
-"""Of an element of a row as an integer."""
+"""The largest element of a row as an integer."""
 LEAST = np.float32(1e-30)
 """What the largest element of a row of zeros counts as."""
 LARGEST_FINITE, MAGNITUDE = np.int32(0x7F7FFFFF), np.int32(0x7FFFFFFF)
-"""Of a float32's bits: the largest finite number, and all but the sign."""
+"""Bits of a float32: of the largest finite number, and all but the sign."""
 AHEAD = 6912
 """Bytes from the weights that are multiplied to those that the cache is told to fetch. A block's
 tiles together fetch as much as a block has. Else memory waits while tiles are computed, and tiles

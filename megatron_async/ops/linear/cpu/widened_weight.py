@@ -10,9 +10,9 @@ from megatron_async.ops.linear.cpu.helpers import compile_products, helpers_of
 from megatron_async.ops.linear.weight_format import INT8
 
 LARGEST = 127
-"""Of a weight as an integer."""
+"""The largest weight as an integer."""
 LEAST_SCALE = 1e-30
-"""Of an output whose weights are zeros, and of a row of zeros."""
+"""Scale of an output whose weights are zeros, and of a row of zeros."""
 
 
 class WidenedWeight:

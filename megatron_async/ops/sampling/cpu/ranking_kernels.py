@@ -17,7 +17,7 @@ from megatron_async.ops.sampling.slot_records import Header
 _TOP_K, _TOP_P, _MIN_P = (int(word) for word in (Header.TOP_K, Header.TOP_P, Header.MIN_P))
 _BITS = 11, 11, 10
 _SHIFTS = np.array([21, 10, 0], np.uint32)
-"""Of a key of 32 bits: the bits of each part, and those behind it."""
+"""Parts of a key of 32 bits: each one's bits, and the bits behind it."""
 _BINS = 2**11
 _LANES = 64
 """Sums of weights that are kept beside each other."""
