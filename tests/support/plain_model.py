@@ -11,7 +11,7 @@ import torch
 
 from megatron_async import SamplingParams
 from tests.support.harness import TINY, make_model
-from tests.unit_tests.checkpoints.checkpoint_models import huggingface_state
+from tests.unit_tests.checkpoints.hybrid_families import huggingface_state
 
 
 class PlainModel:

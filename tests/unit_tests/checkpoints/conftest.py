@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_async.checkpoints import LoadedModel, load_model
-from tests.unit_tests.checkpoints.checkpoint_models import FAMILIES
+from tests.unit_tests.checkpoints.hybrid_families import FAMILIES
 
 
 @pytest.fixture(scope="session")

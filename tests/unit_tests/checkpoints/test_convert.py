@@ -17,7 +17,7 @@ from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface_config import write_config
 from megatron_async.cli.main import main
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights, huggingface_state
+from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights, huggingface_state
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,13 @@ from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.huggingface_config import write_config
 from tests.support.whole_sequence import whole_logits
-from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights
-from tests.unit_tests.checkpoints.hybrid_families import COMMON, HYBRIDS, make_hybrid, their_logits
+from tests.unit_tests.checkpoints.hybrid_families import (
+    COMMON,
+    HYBRIDS,
+    assert_same_weights,
+    make_hybrid,
+    their_logits,
+)
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-moe")

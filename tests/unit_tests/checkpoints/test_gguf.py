@@ -17,7 +17,7 @@ from megatron_async.checkpoints import CheckpointError, LoadedModel, load_model,
 from megatron_async.checkpoints.gguf import _BLOCKS, _PLAIN, NAMES, GGUFSource, dequantise
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
-from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights, huggingface_state
+from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights, huggingface_state
 
 CPU = torch.device("cpu")
 GGUF_NAMES = {theirs: ours for ours, theirs in NAMES.items()}

@@ -18,7 +18,7 @@ from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.rotary import RotaryTable, inverse_frequencies
-from tests.unit_tests.checkpoints.checkpoint_models import (
+from tests.unit_tests.checkpoints.hybrid_families import (
     FAMILIES,
     assert_same_weights,
     huggingface_state,

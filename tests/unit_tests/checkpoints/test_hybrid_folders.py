@@ -16,10 +16,10 @@ from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from tests.support.whole_sequence import whole_logits
-from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights
 from tests.unit_tests.checkpoints.hybrid_families import (
     ATTENDING,
     HYBRIDS,
+    assert_same_weights,
     make_hybrid,
     save_hybrid,
     their_logits,

@@ -23,7 +23,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from tests.support.ranks import run_ranks
-from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights
+from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights
 
 CPU = torch.device("cpu")
 MOE_FAMILIES = ("mixtral", "qwen3-moe")

@@ -1,4 +1,5 @@
-"""Folders of training runs: what is beside the weights, iterations, and other formats."""
+"""Folders of training runs: what is beside the weights, other formats, several ranks, and logits as
+Megatron's own forward computes them."""
 
 from __future__ import annotations
 
@@ -6,21 +7,39 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.models.gpt import GPTModel
 
+from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.torch_dist import TorchDistSource
+from megatron_async.checkpoints.torch_dist_reader import TorchDistReader
+from megatron_async.checkpoints.torch_dist_strategy import SynchronousSaveStrategy
 from megatron_async.cli import main as cli
-from tests.unit_tests.checkpoints.checkpoint_models import assert_same_weights
-from tests.unit_tests.checkpoints.training_checkpoints import parsed_args, save_run, trained_model
+from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
+from tests.support.ranks import run_ranks
+from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights
+from tests.unit_tests.checkpoints.test_loading import load, part_of
+from tests.unit_tests.checkpoints.training_checkpoints import (
+    megatron_log_probs,
+    parsed_args,
+    save_run,
+    trained_model,
+)
 
 CPU = torch.device("cpu")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -180,3 +199,167 @@ def test_a_tokenizer_of_the_run_serves_all_its_iterations(run_folder: Path) -> N
         found = open_model(folder)
         assert found.tokenizer is not None
         assert found.tokenizer.eos_ids == found.architecture.eos_token_ids == tokenizer.eos_ids
+
+
+PROMPT = [3, 17, 42, 5, 88, 61, 9, 33, 70, 2, 54, 21, 90, 7, 12, 66, 38, 81, 29, 44]
+NEW_TOKENS = 6
+EXPERTS = {"num_experts": 4, "add_qkv_bias": False}
+BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+QWEN2_MOE = EXPERTS | {
+    "add_qkv_bias": True,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_shared_expert_gate": True,
+}
+
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({}, "llama"),
+    "tied": ({"untie_embeddings_and_output_weights": False}, "llama"),
+    "rope-percent": ({"rotary_percent": 0.5}, "llama"),
+    "rope-scaling": ({"use_rope_scaling": True, "rotary_base": 500000}, "llama"),
+    "qwen2": ({"add_qkv_bias": True}, "qwen2"),
+    "bias-and-norm": ({"add_qkv_bias": True, "qk_layernorm": True}, "megatron"),
+    "experts": (EXPERTS, "mixtral"),
+    "some-experts": (EXPERTS | {"moe_layer_freq": [0, 1]}, "mixtral"),
+    "expert-bias": (EXPERTS | BIASED, "mixtral"),
+    "shared-expert": (EXPERTS | {"moe_shared_expert_intermediate_size": 40}, "megatron"),
+    "qwen2-moe": (QWEN2_MOE, "megatron"),
+    "qwen2-moe-mixed": (QWEN2_MOE | {"moe_layer_freq": [1, 0]}, "megatron"),
+}
+"""Changed arguments, and the family that the loader finds."""
+METADATA: dict[str, dict[str, Any]] = {
+    "by-layer": {"non_homogeneous_layers": True},
+    "stacked": {"non_homogeneous_layers": False},
+    "singleton": {"singleton_local_shards": True},
+}
+"""Of `sharded_state_dict`: the ways in which Megatron-Core stores the same weights."""
+STORED = ("llama", "shared-expert", "qwen2-moe-mixed")
+"""Models that are stored in all these ways."""
+
+
+def check_served(folder: Path, model: GPTModel) -> None:
+    """Greedy tokens and the log probs of every token are those of Megatron's forward."""
+    llm = LLM(str(folder), device="cpu", dtype="float32", buffer_size_gb=0.01)
+    asks = SamplingParams(
+        temperature=0.0,
+        num_tokens_to_generate=NEW_TOKENS,
+        return_log_probs=True,
+        skip_prompt_log_probs=False,
+        termination_id=-1,
+    )
+    (request,) = llm.generate([PROMPT], asks)
+    llm.close()
+    assert request.prompt_log_probs is not None
+    assert request.generated_log_probs is not None
+    tokens = PROMPT + request.generated_tokens
+    expected = megatron_log_probs(model, tokens)[:-1]
+    assert tokens[len(PROMPT) :] == expected[len(PROMPT) - 1 :].argmax(-1).tolist()
+    found = torch.tensor([*request.prompt_log_probs, *request.generated_log_probs])
+    chosen = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(found, chosen, atol=3e-4, rtol=1e-4)
+
+
+CASES = [(name, "by-layer") for name in MODELS]
+CASES += [(name, kind) for name in STORED for kind in ("stacked", "singleton")]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_served_as_megatron_computes(name: str, kind: str, tmp_path: Path) -> None:
+    changes, family = MODELS[name]
+    args = parsed_args(**changes)
+    model = trained_model(args)
+    save_run(model, tmp_path, args, METADATA[kind])
+    assert open_model(tmp_path).architecture.model_type == family
+    check_served(tmp_path, model)
+
+
+def test_names_of_transformer_engine(tmp_path: Path) -> None:
+    """Of Megatron's TransformerEngine spec the norm before experts is a module of its own, which
+    the local spec stores under the name of a norm in `linear_fc1`. All other keys, those of
+    grouped experts too, are equal (`TEGroupedMLP.sharded_state_dict`)."""
+    args = parsed_args(**QWEN2_MOE)
+    model = trained_model(args)
+    local, other = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+    save_run(model, tmp_path, args, METADATA["by-layer"], rename=lambda k: k.replace(local, other))
+    found = open_model(tmp_path)
+    assert isinstance(found, TorchDistSource)
+    keys = TorchDistReader(found.folder).shapes
+    assert f"decoder.layers.1.{other}" in keys
+    assert not any(local in key for key in keys)
+    assert TorchDistReader(found.folder).has_object(
+        "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1"
+    )
+    check_served(tmp_path, model)
+
+
+WORLD = 4
+SHARED_EXPERTS = {"num_experts": 4, "moe_shared_expert_intermediate_size": 40}
+JOBS: dict[str, tuple[ParallelSizes, bool, dict[str, Any]]] = {
+    "tp2-pp2": (ParallelSizes(2, 2), False, {}),
+    "tp2-dp2-fully-parallel": (ParallelSizes(2), True, {"add_qkv_bias": True}),
+    "pp2-ep2-fully-parallel": (ParallelSizes(1, 2, 2), True, SHARED_EXPERTS),
+}
+"""Sizes of groups, whether data-parallel ranks share the writing, and changed arguments."""
+
+
+def write(folder: str, sizes: ParallelSizes, is_shared: bool, changes: dict[str, Any]) -> None:
+    """Every rank writes its part of a model; weights differ from rank to rank."""
+    ensure_process_groups(sizes)
+    args = parsed_args(**changes)
+    model = trained_model(
+        args,
+        tensor_model_parallel_size=sizes.tensor_model_parallel,
+        pipeline_model_parallel_size=sizes.pipeline_model_parallel,
+        expert_model_parallel_size=sizes.expert_model_parallel,
+        pipeline_dtype=torch.float32,
+        sequence_parallel=False,
+    )
+    strategy: Any = SynchronousSaveStrategy()
+    if is_shared:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = FullyParallelSaveStrategyWrapper(strategy, group)
+    save_run(model, Path(folder), args, strategy=strategy)
+
+
+def load_half(folder: str) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in load(folder, 2).items()}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def make(case: str) -> Path:
+        folder = tmp_path_factory.mktemp(case)
+        run_ranks(WORLD, write, str(folder), *JOBS[case])
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_shards_of_ranks_are_one_model(case: str, written: Callable[[str], Path]) -> None:
+    """The reference is Megatron's own reader: a model of one rank that has loaded the folder."""
+    folder = written(case)
+    assert len({path.name.split("_")[2] for path in folder.glob("*.distcp")}) > 1
+    whole = trained_model(parsed_args(**JOBS[case][2]))
+    wanted = {"model": whole.sharded_state_dict(metadata={"dp_cp_group": _data_parallel()})}
+    state = dist_checkpointing.load(wanted, str(folder))
+    whole.load_state_dict(state["model"])
+    check_served(folder, whole)
+
+
+def test_two_ranks_read_what_four_wrote(written: Callable[[str], Path]) -> None:
+    folder = str(written("tp2-pp2"))
+    whole = load(folder, 1)
+    halves = run_ranks(2, load_half, folder)
+    for rank, half in enumerate(halves):
+        assert half.keys() == whole.keys()
+        for name, values in half.items():
+            assert torch.equal(torch.tensor(values), part_of(name, whole[name], rank)), name
+
+
+def _data_parallel() -> Any:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,11 +1,18 @@
-"""What an administrator tells a whole service: pause, drain, sleep, abort; who comes and goes."""
+"""What an administrator tells a whole service, what its engines do then, and its counters."""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_async import LLM, SamplingParams
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async.serving.engine_verbs import PROFILE_VARIABLE, do_verb
 from megatron_async.serving.messages import (
     Abort,
     Answer,
@@ -16,6 +23,13 @@ from megatron_async.serving.messages import (
     SetPaused,
     StepTokens,
 )
+from megatron_async.serving.service_counters import (
+    HISTOGRAMS,
+    Histogram,
+    ServiceCounters,
+    cumulative,
+)
+from tests.support.patience import PATIENCE_S
 from tests.unit_tests.serving.told_service import Service
 
 
@@ -203,3 +217,124 @@ def test_replicas_that_share_experts_cannot_stand_still() -> None:
 @pytest.mark.parametrize("what", ["explode", ""])
 def test_unknown_commands_are_refused(what: str) -> None:
     assert refusal(Service("a"), what)
+
+
+GREEDY = SamplingParams(temperature=0.0, num_tokens_to_generate=6, termination_id=-1)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[DynamicInferenceEngine]:
+    with LLM("dummy:tiny", device="cpu", num_kv_blocks=32, block_size_tokens=16) as llm:
+        yield llm.engine
+
+
+def tokens(engine: DynamicInferenceEngine) -> list[int]:
+    return engine.generate([list(range(1, 40))], GREEDY)[0].generated_tokens
+
+
+def test_it_sleeps_and_wakes_to_the_same_tokens(engine: DynamicInferenceEngine) -> None:
+    before = tokens(engine)
+    value, failure = do_verb(engine, "r", "sleep", {})
+    assert failure is None
+    assert value["freed_bytes"] > 0
+    assert engine.is_stopped
+    assert do_verb(engine, "r", "wake", {}) == ({}, None)
+    assert not engine.is_stopped
+    assert tokens(engine) == before
+
+
+def test_the_prefix_cache_is_forgotten(engine: DynamicInferenceEngine) -> None:
+    tokens(engine)
+    hits = engine.stats()["prefix_cache_hits"]
+    tokens(engine)
+    assert engine.stats()["prefix_cache_hits"] > hits
+    hits = engine.stats()["prefix_cache_hits"]
+    assert do_verb(engine, "r", "reset_prefix_cache", {}) == ({}, None)
+    tokens(engine)
+    assert engine.stats()["prefix_cache_hits"] == hits
+
+
+def test_a_profile_is_written(
+    engine: DynamicInferenceEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROFILE_VARIABLE, str(tmp_path))
+    start, stop = {"action": "start"}, {"action": "stop"}
+    _, failure = do_verb(engine, "../r", "profile", stop)
+    assert failure is not None
+    assert "start one" in failure[1]
+    assert do_verb(engine, "../r", "profile", start) == ({}, None)
+    _, failure = do_verb(engine, "../r", "profile", start)
+    assert failure is not None
+    assert "already" in failure[1]
+    tokens(engine)
+    value, failure = do_verb(engine, "../r", "profile", stop)
+    assert failure is None
+    for thread in threading.enumerate():
+        if thread.name == "save-profile":
+            thread.join(PATIENCE_S)
+    (file,) = tmp_path.iterdir()  # a replica's name leads to no other folder
+    assert value["file"] == str(file)
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"forward_pass", "sampling"} <= names
+    assert engine.tracer.timeline is None
+
+
+def test_what_cannot_be_done_is_told(
+    engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PROFILE_VARIABLE, raising=False)
+    for what, fields, part in (
+        ("profile", {"action": "start"}, "--profile-dir"),
+        ("profile", {"action": 5}, "action=5"),
+        ("explode", {}, "explode"),
+    ):
+        value, failure = do_verb(engine, "r", what, fields)
+        assert value == {}
+        assert failure is not None
+        assert part in failure[1]
+
+
+def test_bounds_rise_and_hold_what_is_on_them() -> None:
+    for bounds in HISTOGRAMS.values():
+        assert list(bounds) == sorted(set(bounds))
+    assert HISTOGRAMS["e2e_seconds"][:4] == (0.001, 0.002, 0.005, 0.01)
+    assert HISTOGRAMS["prompt_tokens"][-1] == 1e6
+    histogram = Histogram((1.0, 2.0))
+    for value in (-3.0, 1.0, 1.5, 2.0, 9.0):
+        histogram.add(value)
+    assert histogram.counts == [2, 2, 1]
+    assert histogram.total == pytest.approx(13.5)
+
+
+def test_times_of_a_request_are_the_services() -> None:
+    counters = ServiceCounters()
+    counters.ended(
+        "length", prompt_tokens=7, cached_tokens=4, generated_tokens=11,
+        wait_s=0.5, queue_s=0.25, ttft=1.0, latency=3.0,
+    )  # fmt: skip
+    sums = {name: histogram.total for name, histogram in counters.histograms.items()}
+    assert sums == pytest.approx(
+        {
+            "queue_seconds": 0.75, "ttft_seconds": 1.5, "prefill_seconds": 0.75,
+            "e2e_seconds": 3.5, "inference_seconds": 2.75, "decode_seconds": 2.0,
+            "inter_token_seconds": 2.0, "prompt_tokens": 7, "generated_tokens": 11,
+        }
+    )  # fmt: skip
+    assert sum(counters.histograms["inter_token_seconds"].counts) == 10
+    assert (counters.prompt_tokens, counters.cached_tokens) == (7, 4)
+
+
+def test_who_never_ran_says_nothing_of_times() -> None:
+    counters = ServiceCounters()
+    counters.ended("error", wait_s=3.0)
+    counters.ended("aborted", wait_s=3.0)
+    counters.ended("of another version", wait_s=3.0)
+    counters.ended("termination_id", generated_tokens=1, ttft=0.1, latency=0.1)
+    assert counters.reasons["error"] == 2
+    assert sum(counters.histograms["inter_token_seconds"].counts) == 0
+    assert sum(counters.histograms["ttft_seconds"].counts) == 1
+    told = counters.as_dict()["histograms"]["ttft_seconds"]
+    pairs = cumulative("ttft_seconds", told["counts"])
+    assert pairs[-1] == ("+Inf", 1.0)
+    assert dict(pairs)["0.05"] == 0
+    assert dict(pairs)["0.1"] == 1

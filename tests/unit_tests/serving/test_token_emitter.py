@@ -1,19 +1,27 @@
-"""What a replica's emitter tells, and when."""
+"""What a replica's emitter tells and when, to readers of tokens and of steps."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron_async import LLM, SamplingParams
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async.observe.timeline import MOST_SPANS, STEPS, Span, StepWindow, Timeline
 from megatron_async.planning.step_output import StepOutput
-from megatron_async.serving import token_emitter
-from megatron_async.serving.messages import Ended, StepTokens
-from megatron_async.serving.step_arrays import by_row
+from megatron_async.serving import engine_verbs, token_emitter
+from megatron_async.serving.engine_verbs import StepWatch
+from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
+from megatron_async.serving.step_arrays import StepArrays, by_row
 from megatron_async.serving.token_emitter import FEW, TokenEmitter
+from megatron_async.serving.token_routes import SMALLEST, TokenRoutes
 
 NONE = np.empty(0, np.int64)
 MANY = FEW + 1
@@ -164,3 +172,173 @@ def test_steps_of_the_same_requests_are_rows_of_several_tokens(monkeypatch: Any)
         assert of_request(sent[2], MANY) == [5]
 
     play(scene, monkeypatch)
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids="lookahead {}".format)
+def engine(request: pytest.FixtureRequest) -> Iterator[DynamicInferenceEngine]:
+    sizes = {"num_kv_blocks": 32, "block_size_tokens": 16}
+    with LLM("dummy:tiny", device="cpu", **sizes, lookahead=request.param) as llm:
+        yield llm.engine
+
+
+def run(engine: DynamicInferenceEngine, tokens: int) -> list[int]:
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=tokens, termination_id=-1)
+    return engine.generate([[1, 2, 3]], params)[0].generated_tokens
+
+
+def test_a_window_has_its_steps_and_ends(engine: DynamicInferenceEngine) -> None:
+    expected = run(engine, 40)
+
+    async def watched() -> tuple[dict, dict]:
+        watch = StepWatch(engine)
+        first = watch.look()
+        assert isinstance(engine.tracer.timeline, StepWindow)
+        assert run(engine, 40) == expected  # more steps than a window has
+        assert engine.tracer.timeline is None  # nobody has looked meanwhile
+        return first, watch.look()
+
+    first, second = asyncio.run(watched())
+    assert first["spans"] == []
+    assert second["steps"] - first["steps"] == 40
+    assert second["generated_tokens"] - first["generated_tokens"] == 40
+    assert second["lookahead"] == engine.lookahead
+    of_device = [step for lane, name, step, _, _ in second["spans"] if lane == 1]
+    assert STEPS - engine.lookahead <= len(set(of_device)) <= STEPS + 1
+    assert of_device[0] == first["steps"]
+    assert min(start for _, _, _, start, _ in second["spans"]) == 0
+    assert all(length >= 0 for *_, length in second["spans"])
+    names = {name for lane, name, *_ in second["spans"] if lane == 0}
+    assert {"prepare_step", "launch_step", "resolve", "update_requests", "emit"} <= names
+    told = dict(second["reasons"])
+    assert told[first["steps"]] == "after_idle"
+    if engine.lookahead == 0:
+        assert set(told.values()) == {"after_idle", "serial"}
+        assert len(told) == len(set(of_device))
+    else:
+        assert len(told) == 1
+
+
+def test_who_goes_away_costs_nothing_any_more(
+    engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_verbs, "LEASE_S", 0.05)
+
+    async def watched() -> None:
+        StepWatch(engine).look()
+        assert engine.tracer.timeline is not None
+        await asyncio.sleep(0.2)  # an idle engine has no steps that would end the window
+
+    asyncio.run(watched())
+    assert engine.tracer.timeline is None
+
+
+def test_a_profile_under_way_is_looked_at_and_left_alone(engine: DynamicInferenceEngine) -> None:
+    async def watched() -> dict:
+        profile = engine.tracer.timeline = Timeline()
+        watch = StepWatch(engine)
+        run(engine, 4)
+        told = watch.look()
+        assert engine.tracer.timeline is profile
+        engine.tracer.timeline = None
+        return told
+
+    assert len([1 for lane, *_ in asyncio.run(watched())["spans"] if lane == 1]) == 4
+
+
+def test_a_window_keeps_no_more_than_it_may() -> None:
+    ended = []
+    window = StepWindow(lambda: ended.append(1))
+    for step in range(MOST_SPANS + 5):
+        window.add(Span("cpu", "resolve", step, 0.0, 1.0))
+    assert (len(window.spans), window.dropped) == (MOST_SPANS, 5)
+    for step in range(STEPS):
+        assert not ended
+        window.add(Span("cpu", "step", step, 0.0, 1.0))
+    assert ended == [1]
+
+
+HERE, THERE = 3, 4
+"""Replicas."""
+
+
+def routes(clients: list[int], replicas: list[int]) -> TokenRoutes:
+    """Requests 0, 1, ... of these clients, at these replicas; clients call them 100, 101, ..."""
+    made = TokenRoutes()
+    for place, (client, replica) in enumerate(zip(clients, replicas, strict=True)):
+        made.give(made.add(client, 100 + place), replica)
+    return made
+
+
+def step(numbers: list[int], counts: list[int]) -> StepTokens:
+    tokens = np.arange(sum(counts), dtype=np.int32)
+    return StepTokens(
+        np.array(numbers, np.int64).tobytes(), np.array(counts, np.int32).tobytes(),
+        tokens.tobytes(),
+    )  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 2), st.sampled_from([HERE, THERE])), min_size=1, max_size=4),
+    st.data(),
+)
+def test_it_agrees_with_split(requests: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Break it: `whole` that does not look at clients, at the replica, or at numbers."""
+    made = [routes([c for c, _ in requests], [r for _, r in requests]) for _ in range(2)]
+    rows = data.draw(st.lists(st.integers(0, len(requests)), min_size=1, max_size=4, unique=True))
+    count = data.draw(st.integers(0, 2))
+    message = step(rows, [count] * len(rows))
+    found = made[0].whole(HERE, message)
+    parts = dict(made[1].split(HERE, StepArrays.of(message)))
+    is_usual = count and rows[-1] < len(requests) and max(rows) < len(requests)
+    is_usual = is_usual and {requests[row] for row in rows} in ({(1, HERE)}, {(2, HERE)})
+    assert (found is not None) == bool(is_usual)
+    if found is not None:
+        assert dict([found]) == parts
+        assert (made[0].started == made[1].started).all()
+    else:
+        assert not made[0].started.any()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        StepTokens(),
+        StepTokens(bytes(8), bytes([1, 0, 0, 0]), b""),
+        StepTokens(bytes(7), bytes([1, 0, 0, 0]), bytes(4)),
+        StepTokens(bytes(8), bytes([1, 0, 0]), bytes(4)),
+        StepTokens(bytes(8), bytes([255, 255, 255, 255]), bytes(4)),
+        StepTokens(bytes(8), bytes([2, 0, 0, 0]), bytes(4)),
+        StepTokens(bytes(8), bytes([1, 0, 0, 0]) * 2, bytes(4)),
+        StepTokens(bytes(8), bytes([1, 0, 0, 0]), bytes(4), LogProbRows(b"", 0, b"")),
+    ],
+)
+def test_it_takes_nothing_that_does_not_fit(broken: StepTokens) -> None:
+    assert routes([1], [HERE]).whole(HERE, broken) is None
+
+
+def test_a_number_at_the_place_of_another_is_nobodys() -> None:
+    """Break it: `whole` that does not compare numbers."""
+    assert routes([1], [HERE]).whole(HERE, step([SMALLEST], [1])) is None
+
+
+def test_steps_of_the_same_requests_become_rows() -> None:
+    """Break it: `by_row` without `.T`."""
+    numbers, tokens = np.array([5, 6], np.int64), np.array([1, 10, 2, 20, 3, 30], np.int32)
+    end = Ended(5, "length")
+    told = by_row(StepTokens(numbers.tobytes(), b"", tokens.tobytes(), None, [], [end], 3))
+    arrays = StepArrays.of(told)
+    assert arrays.numbers.tolist() == [5, 6]
+    assert arrays.counts.tolist() == [3, 3]
+    assert arrays.tokens.tolist() == [1, 2, 3, 10, 20, 30]
+    assert told.ends == [end]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "size", "steps"),
+    [(b"", 0, 1), (b"", 0, 2**31 - 1), (bytes(8), 4, 2), (bytes(9), 4, 1), (bytes(16), 12, 2)],
+)
+def test_steps_that_do_not_fit_are_no_steps(numbers: bytes, size: int, steps: int) -> None:
+    """A replica that tells them is lost, as with other arrays that do not fit."""
+    with pytest.raises(ValueError, match="do not fit together"):
+        by_row(StepTokens(numbers, b"", bytes(size), steps=steps))

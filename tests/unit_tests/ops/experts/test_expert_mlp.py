@@ -10,6 +10,7 @@ from megatron_async.ops.experts.expert_mlp import expert_mlp, expert_mlp_by_plan
 from megatron_async.ops.experts.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route, route_gpu
 from megatron_async.ops.experts.expert_sort import sort_pairs
+from megatron_async.ops.experts.shared_gate import add_shared_expert, add_shared_expert_gpu
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -294,3 +295,22 @@ def test_replays_in_a_graph_without_reading_back():
         routing = route.reference(x, router, 4, False)
         expected = expert_mlp.reference(x, routing, fc1, fc2, 0, 16)
         torch.testing.assert_close(out, expected, rtol=0.03, atol=0.03)
+
+
+def test_reference_is_the_formula():
+    sums, shared, x = torch.randn(3, 5, 72)
+    weight = torch.randn(1, 72) / 72**0.5
+    expected = sums.double() + (x.double() @ weight.double().t()).sigmoid() * shared.double()
+    found = add_shared_expert.reference(sums, shared, x, weight)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bad_gate():
+    sums, weight = torch.ones(2, 8), torch.ones(1, 8)
+    for op in (add_shared_expert_gpu, add_shared_expert.reference):
+        with pytest.raises(ValueError, match=r"weight \(1, 8\); found"):
+            op(sums, sums, sums, weight[0])
+        with pytest.raises(ValueError, match="sums, shared and x must be alike"):
+            op(sums, sums[:1], sums, weight)
+        with pytest.raises(ValueError, match="must be contiguous"):
+            op(sums, torch.ones(8, 2).t(), sums, weight)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_async.ops.linear import rms_norm
+from megatron_async.ops.linear.activations import swiglu_gpu
 from megatron_async.ops.linear.rms_norm import MAX_HIDDEN, add_rms_norm_gpu
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
@@ -67,3 +68,14 @@ def test_when_the_next_kernel_may_start_early(tokens, hidden, is_early, monkeypa
     monkeypatch.setattr(rms_norm, "_add_rms_norm_kernel", Kernel())
     add_rms_norm_gpu(torch.ones(tokens, hidden), None, torch.ones(hidden), 1e-5)
     assert found["early"] == is_early
+
+
+def test_large_gates_do_not_overflow(device):
+    x = torch.tensor([[-1e4, -200.0, 200.0, 1e4, 1.0, 1.0, 2.0, 3.0]], device=device)
+    assert swiglu_gpu(x).tolist() == [[0.0, 0.0, 400.0, 3e4]]
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 7), torch.ones(8, 2).t()])
+def test_swiglu_of_bad_rows(x):
+    with pytest.raises(ValueError, match=r"rows must be \[gate; up\]"):
+        swiglu_gpu(x)

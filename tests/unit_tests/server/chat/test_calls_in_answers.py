@@ -1,12 +1,17 @@
 # ruff: noqa: E501  (tables of cases)
-"""Calls of tools in the answers of a chat, whole and streamed, and tools that are refused."""
+"""Calls of tools in the answers of a chat, whole and streamed, in linear time whatever the model
+writes; tools that are refused."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from megatron_async.server.chat.call_formats import FORMATS
+from megatron_async.server.chat.calls_reader import CallsReader
+from megatron_async.server.chat.thoughts import ThoughtReader
 from megatron_async.server.fields.refusal import Refusal
 from tests.support.served_demo import (
     CLOCK,
@@ -172,3 +177,38 @@ def test_thoughts_in_answers() -> None:
     deltas = [e["choices"][0]["delta"] for e in streamed(asked, "<think>Hm</think>Yes", served)]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm"
     assert "".join(delta.get("content", "") for delta in deltas) == "Yes"
+
+
+TOOLS = {"f": {"type": "object", "properties": {"a": {"type": "string"}}}}
+TOKENS = 3000
+
+
+def seconds(name: str, begun: str, token: str, count: int) -> float:
+    """CPU time to read an answer, token by token."""
+    reader = ThoughtReader(False, CallsReader(FORMATS[name], TOOLS))
+    start = time.process_time()
+    reader.push(begun)
+    for _ in range(count):
+        reader.push(token)
+    reader.end()
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "token"),
+    [
+        ("hermes", "", " " * 64),
+        ("hermes", "<think>", "\n" * 16),
+        ("hermes", "word<tool_call>", " " * 16),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "\\"),
+        ("hermes", "", '<tool_call>{"name"'),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>b</parameter>", " " * 8),
+        ("llama3_json", '{"name": ', " " * 8),
+        ("deepseek_v31", "<\uff5ctool\u2581calls\u2581begin\uff5c>", " " * 16),
+    ],
+)
+def test_four_times_the_tokens_take_about_four_times_as_long(
+    name: str, begun: str, token: str
+) -> None:
+    once = seconds(name, begun, token, TOKENS)
+    assert seconds(name, begun, token, 4 * TOKENS) < 9 * once + 0.1  # the square: 16 times

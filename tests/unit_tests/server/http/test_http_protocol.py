@@ -10,8 +10,10 @@ import pytest
 import uvicorn
 
 from megatron_async.server.api_config import ApiConfig
+from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.access import Access
 from megatron_async.server.http.app import App, Route
+from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.protocol import HttpLimits, HttpProtocol
 from megatron_async.server.http.replies import EVENTS, reply_json
 from tests.support.patience import PATIENCE_S
@@ -379,3 +381,23 @@ def test_who_leaves_is_noticed(served):
             await asyncio.sleep(0.01)
 
     served(test)
+
+
+def body(length, sent=b""):
+    async def receive():
+        return {"type": "http.request", "body": sent}
+
+    exchange = Exchange({}, receive, None, {b"content-length": length})
+    return asyncio.run(exchange.body(1000))
+
+
+@pytest.mark.parametrize("length", [b"0", b"0" * 6000, b"0" * 6000 + b"1000", b"", b"+5", b"x"])
+def test_what_is_no_too_large_number_is_read(length):
+    assert body(length) == b""
+
+
+@pytest.mark.parametrize("length", [b"1001", b"0" * 6000 + b"1001", b"9" * 6000, b"1" + b"0" * 20])
+def test_too_large_numbers(length):
+    with pytest.raises(Refusal, match="more than 1000 bytes") as refused:
+        body(length)
+    assert refused.value.status == 413

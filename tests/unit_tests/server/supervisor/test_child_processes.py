@@ -1,21 +1,33 @@
-"""Children of the supervisor: they end when their parent does, and are not started too often."""
+"""Children of the supervisor: their starts, their ends within `--shutdown-timeout`, and the
+coordinator among them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_async.errors import ConfigurationError
+from megatron_async.server.supervisor import service
+from megatron_async.server.supervisor.own_coordinator import OwnCoordinator
 from megatron_async.server.supervisor.processes import (
     LONGEST_DELAY_S,
     ChildProcess,
     restart_delay_s,
     why_ended,
 )
+from megatron_async.server.supervisor.serve_settings import ServeSettings
+from megatron_async.server.supervisor.service import MOST_EARLY_DEATHS, Supervisor
+from megatron_async.serving.async_client import AsyncCoordinatorClient
+from megatron_async.serving.records import CoordinatorConfig
 from tests.support.patience import PATIENCE_S, eventually
 
 PARENT = """
@@ -117,3 +129,183 @@ def test_ends_in_words() -> None:
     assert why_ended(2) == "it ended with status 2"
     assert why_ended(-9) == "it was ended by SIGKILL"
     assert why_ended(-99) == "it was ended by signal 99"
+
+
+class Replica:
+    """A process that has been ready once, and ends when it is told to."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.was_ready, self.is_alive, self.due = name, True, True, None
+        self.deaths, self.ends = 0, False
+
+    def reap(self) -> int | None:
+        ends, self.ends = self.ends, False
+        return 1 if ends else None
+
+    def start_later(self) -> float:
+        return 0.5
+
+
+class Coordinator:
+    """Says who has joined, and hears whether there is hope."""
+
+    is_alive = True
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.told: list[bool] = []
+
+    def ready_replicas(self) -> set[str]:
+        return self.there
+
+    def give_up(self, has_no_hope: bool) -> None:
+        self.told.append(has_no_hope)
+
+
+def test_five_vain_starts_of_each_replica_in_a_row() -> None:
+    supervisor: Any = Supervisor(ServeSettings(model="dummy:tiny", replicas=2), lambda _: None)
+    first, second = Replica("replica-0"), Replica("replica-1")
+    supervisor._coordinator = coordinator = Coordinator()
+    supervisor._replicas, supervisor._is_announced = [first, second], True
+
+    def has_no_hope(*dying: Replica) -> bool:
+        for replica in dying:
+            replica.ends = True
+        supervisor._turn()
+        return coordinator.told[-1]
+
+    for _ in range(MOST_EARLY_DEATHS + 2):
+        assert not has_no_hope(first)  # the other one serves
+    for _ in range(MOST_EARLY_DEATHS - 1):
+        assert not has_no_hope(second)
+    assert has_no_hope(second)
+    assert has_no_hope()
+    coordinator.there = {"replica-1"}  # it came after all
+    assert not has_no_hope()
+    coordinator.there = set()
+    assert not has_no_hope(second)
+
+
+class Clock:
+    """Time, and signals of the supervisor, which sleep by moving it."""
+
+    def __init__(self) -> None:
+        self.now, self.leave, self.last = 0.0, 1, signal.SIGTERM
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Child:
+    """A process that takes so many seconds to end."""
+
+    def __init__(self, name: str, clock: Clock, lasts_s: float) -> None:
+        self.name, self.is_alive, self.told = name, True, []
+        self._clock, self._lasts_s, self._ends = clock, lasts_s, float("inf")
+
+    def signal(self, number: int) -> None:
+        self.told.append((number, self._clock.now))
+        self._ends = 0.0 if number == signal.SIGKILL else self._clock.now + self._lasts_s
+
+    def reap(self) -> None:
+        self.is_alive = self.is_alive and self._clock.now < self._ends
+
+
+class Drained:
+    """A coordinator whose last request ends after so many seconds."""
+
+    def __init__(self, clock: Clock, done_s: float) -> None:
+        self._clock, self._done_s, self.aborted_at = clock, done_s, None
+
+    def drain(self) -> bool:
+        return True
+
+    def abort_all(self) -> None:
+        self.aborted_at = self._clock.now
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return {"state": "draining", "unfinished_requests": self._clock.now < self._done_s}
+
+
+@pytest.mark.parametrize("slow_s", [0.5, 1000.0])
+@pytest.mark.parametrize("done_s", [1.0, 1000.0])
+@pytest.mark.parametrize("limit_s", [0.0, 1.0, 6.0, 30.0, 300.0])
+def test_all_ends_within_the_limit(
+    limit_s: float, done_s: float, slow_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(service.time, "monotonic", lambda: clock.now)
+    settings = ServeSettings(model="dummy:tiny", shutdown_timeout_s=limit_s)
+    supervisor: Any = Supervisor(settings, lambda _: None)
+    supervisor._coordinator = coordinator = Drained(clock, done_s)
+    front, replica = Child("api", clock, slow_s), Child("replica", clock, slow_s)
+    supervisor._fronts, supervisor._replicas = [front], [replica]
+    assert supervisor._leave(clock) == 0
+    assert clock.now <= max(limit_s, 2.0) + 1e-6
+    # Requests have more than half of the time; who has more to do is told, then ended.
+    is_in_time = done_s < limit_s / 2
+    assert (coordinator.aborted_at is None) == is_in_time
+    if not is_in_time:
+        assert coordinator.aborted_at >= limit_s / 2 - 2.0
+    assert front.told[0][0] == signal.SIGTERM
+    assert signal.SIGKILL in dict(replica.told) or not replica.is_alive
+    assert replica.told[0][1] >= front.told[0][1]
+
+
+def test_without_a_coordinator_api_processes_have_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(service.time, "monotonic", lambda: clock.now)
+    settings = ServeSettings(model=None, coordinator="tcp://10.0.0.5:9500", shutdown_timeout_s=30.0)
+    supervisor: Any = Supervisor(settings, lambda _: None)
+    front = Child("api", clock, 1000.0)
+    supervisor._fronts = [front]
+    assert supervisor._leave(clock) == 0
+    assert [(number, round(at, 6)) for number, at in front.told] == [
+        (signal.SIGTERM, 0.0), (signal.SIGKILL, 29.0),
+    ]  # fmt: skip
+
+
+CONFIG = CoordinatorConfig(ping_interval_s=0.05)
+
+
+def test_others_of_this_host_do_not_reach_it() -> None:
+    with OwnCoordinator(CONFIG) as coordinator:
+        folder = coordinator.folder
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert coordinator.address == f"ipc://{folder}/coordinator"
+        assert coordinator.is_alive
+        assert coordinator.ready_replicas() == set()
+    assert not folder.exists()
+    assert not coordinator.is_alive
+
+
+def test_it_drains_and_says_so() -> None:
+    with OwnCoordinator(CONFIG) as coordinator:
+        assert coordinator.drain()
+        eventually(lambda: coordinator.stats["state"] == "draining")
+        assert coordinator.stats["unfinished_requests"] == 0
+
+        async def health() -> dict[str, object]:
+            async with AsyncCoordinatorClient(coordinator.address) as client:
+                return await client.ask("health")
+
+        assert asyncio.run(health()) == {"state": "draining", "replicas": 0}
+
+
+def test_a_folder_of_too_long_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ConfigurationError, match="TMPDIR"):
+        OwnCoordinator(CONFIG)
+    assert not list(deep.iterdir())
+
+
+def test_a_folder_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(ConfigurationError, match="set TMPDIR"):
+        OwnCoordinator(CONFIG)
