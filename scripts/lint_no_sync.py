@@ -51,7 +51,7 @@ memory."""
 MAX_LINES = 540
 DOCUMENTED_ELSEWHERE = {"overload", "setter", "gpu", "cpu"}
 """Decorators of what another function documents: an implementation's op is its reference."""
-EMPTY_BEGINNING = re.compile(r"(See|As|It|Its|They|Who|Of|Those|That|The same)\b")
+EMPTY_BEGINNING = re.compile(r"(See|As|It|Its|They|Their|Who|Of|Those|That|So|The same)\b")
 
 HIDDEN_NOUN = re.compile(
     r"\b(?:(?i:who(?:m|ever)?|that[\s#]+of|what[\s#]+is[\s#]+(?:there|new|so)|such[\s#]+a[\s#]+one)"

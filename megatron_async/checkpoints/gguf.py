@@ -429,7 +429,7 @@ class _QuickReader(gguf.GGUFReader):
 
 
 def _strings(data: np.ndarray, start: int, count: int) -> tuple[list[np.ndarray], int]:
-    """So many strings that stand behind each other, each behind its length, and their end."""
+    """`count` strings one behind the other, each behind its length, and the byte after the last."""
     found, place, view = [], start, memoryview(data)
     for _ in range(count):
         end = place + 8 + int.from_bytes(view[place : place + 8], "little")

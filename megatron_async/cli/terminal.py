@@ -20,7 +20,7 @@ STATUS = 130
 def ending_at_once() -> Iterator[None]:
     """Inside, until `raise_interrupts`, Ctrl-C ends the process with a line and status 130."""
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored (nohup), or somebody else's
+    if before is not signal.default_int_handler:  # ignored (nohup), or another library's
         yield
         return
     try:

@@ -19,7 +19,7 @@ FOLDER_VARIABLE = "MEGATRON_ASYNC_RANKS_FOLDER"
 PREFIX = "megatron-async-run-"
 LOCK = "lock"
 ATTEMPTS = 10
-"""Another process may take a new folder for a left one, before its owner has locked it."""
+"""Tries: another process may take a new folder for a left one, before its owner has locked it."""
 
 
 class OwnFolder:

@@ -159,7 +159,7 @@ class ImportHook:
         importlib.import_module = self.import_module
 
     def stop(self) -> None:
-        """Give the place back. Where somebody else has wrapped the hook since, the hook stays in
+        """Give the place back. Where another hook has wrapped this one since, the hook stays in
         the chain and does nothing."""
         self._is_on = False
         if builtins.__import__ == self.import_:

@@ -266,7 +266,7 @@ class StepLoop:
                 listener.resolved(step)
             if step.error is not None and self.in_flight:
                 # The failed step may not have told the device whose blocks are whose. Steps after
-                # it then wrote keys and values by tables of former owners, into blocks of anybody.
+                # it then wrote keys and values by tables of former owners, into any request's.
                 # Their samples are dropped, and all requests are prefilled again, to the same
                 # tokens.
                 self.context.evict_all()

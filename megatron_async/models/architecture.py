@@ -43,7 +43,7 @@ class RopeScaling:
 
     factor: float
     low_freq_factor: float = 1.0
-    """This and the next two are Llama 3's."""
+    """Llama 3's, as the next two fields."""
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     kind: str = LLAMA3

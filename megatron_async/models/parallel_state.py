@@ -149,7 +149,7 @@ def check_peers(job: Job, groups: Iterable[dist.ProcessGroup]) -> None:
     which they were made.
 
     Raises:
-        ConfigurationError: a connection leads to somebody else.
+        ConfigurationError: a connection leads to another process.
         RankLost: a rank is gone.
     """
     secret = job.exchange("the secret of peers", secrets.token_hex(32))[0].encode()

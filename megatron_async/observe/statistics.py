@@ -132,7 +132,7 @@ class EngineStatistics:
     discarded_steps: int = 0
     """Steps launched, taken back and launched again: under the policy "rollback" alone."""
     discarded_rows: int = 0
-    """Their rows; zombie rows are counted apart."""
+    """Rows of discarded steps; zombie rows are counted apart."""
     zombie_steps: int = 0
     """Resolved steps of which nothing could be used: all their rows were zombies."""
     failed_steps: int = 0

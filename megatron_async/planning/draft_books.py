@@ -46,9 +46,9 @@ ONE = 4096
 LEARNING_SHIFT = 3
 """A new observation moves a share by 1/8 of the difference."""
 FREE_TOKENS = 80
-"""A step of up to so many query tokens takes as long as a step of one."""
+"""A step of up to this many query tokens takes as long as a step of one."""
 DOUBLING_TOKENS = 270
-"""So many tokens beyond them take as long as such a step does."""
+"""Further query tokens that together take as long as a step of one."""
 ONCE = ONE // 20
 """Share of a narrow step's time, in units of 1 / `ONE`, that a wide step takes longer."""
 EACH = ONE // 60
@@ -125,8 +125,8 @@ def extra_time(rows: int, width: int) -> int:
 
 
 FEW_ROWS = 4
-"""So many rows are booked one by one, in 5 microseconds each: arrays take 20 for any number, and,
-after a wait that has emptied the caches, 80."""
+"""Up to this many rows are booked one by one, in 5 microseconds each: arrays take 20 for any
+number, and, after a wait that has emptied the caches, 80."""
 
 
 FOUND, FIRST, RIGHT, HITS, GAIN, MOST = range(6)

@@ -18,7 +18,7 @@ from megatron_async.ray.messages import FleetBatch, encode_batch
 from megatron_async.serving.messages import StepTokens
 
 BEGUN_S = 0.2
-"""So long a begun request waits for the first tokens to be told with them: before they come the
+"""Seconds for which a begun request waits, to be told with its first tokens: before they come the
 engine is busy with its prompt, and on a CPU a batch of its own takes time from that. An ingress
 that aborts the request before it has begun waits as long."""
 

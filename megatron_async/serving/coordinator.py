@@ -54,7 +54,7 @@ STRANGER_BYTES = 64 << 10
 STRANGER_S = 5.0
 """Seconds that each has to say hello."""
 NO_FILES_S = 0.1
-"""Seconds without accepting anybody when the process has too many open files."""
+"""Seconds without accepting peers when the process has too many open files."""
 TELL_EVERY_S = 1.0
 """Seconds between two log lines about peers that are refused: a peer can make any number."""
 

@@ -202,7 +202,7 @@ class LinkedStage(PipelineStage):
         message, rows = self._sending[place, :end], plan.dims.decode_rows
         header = self._header(message)
         if failed:
-            # Rows of length 0 write no key of anybody.
+            # Rows of length 0 write no request's key.
             message.zero_()
             header[0] = self._number
         else:

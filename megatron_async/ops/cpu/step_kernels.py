@@ -6,7 +6,7 @@ small operations: with 8-bit weights of SmolLM2-135M 1.0 to 1.4 ms of CPU time i
 ms, and 0.2 to 0.3 with these loops. They are too short to release Python's lock.
 
 Their indices come from a step's words. A wrong one raises IndexError, as it does in plain torch: it
-must fail the step, not write over memory of somebody else. What the loops of layers read (places in
+must fail the step, not write over other memory. What the loops of layers read (places in
 the KV cache, columns of block tables) is right if these loops have passed it.
 """
 

@@ -33,7 +33,7 @@ class LogProbs(Protocol):
 
     @property
     def top(self) -> NDArray[np.float32] | None:
-        """Their log probs."""
+        """Log probs of `top_ids`."""
 
     def __getitem__(self, places: slice) -> Self:
         """Log probs of a range of places."""

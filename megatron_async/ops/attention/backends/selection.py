@@ -247,7 +247,7 @@ CANDIDATES = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3")
 """Backends to choose from; torch is a reference, and never the fastest."""
 
 WORTH = 0.95
-"""Another backend is chosen if it takes at most so much of the time of the first one in
+"""Another backend is chosen if it takes at most this share of the time of the first one in
 `CANDIDATES`. Otherwise noise would choose where two are as fast: another one at each start, and
 with it other roundings."""
 

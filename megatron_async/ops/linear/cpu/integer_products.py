@@ -92,7 +92,7 @@ def _as_float(typingctx: Any, bits: Any) -> Any:
 
 @register_jitable
 def whole_tiles(rows: Any) -> Any:
-    """So many rows, and those that fill the last tile: tiles have 1, 2 or 4 rows."""
+    """The rows, and those that fill the last tile: tiles have 1, 2 or 4 rows."""
     last = rows % MOST_ROWS
     return rows - last + (last if last <= 2 else MOST_ROWS)
 
