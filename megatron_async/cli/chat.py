@@ -18,7 +18,6 @@ from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
     MODEL_HELP,
     PROGRAM,
-    HelpFormatter,
     add_dtype,
     add_engine_options,
     engine_options,
@@ -55,18 +54,17 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `chat`."""
     chat = commands.add_parser(
         "chat",
+        run=run_chat,
         parents=[common],
         help="talk to a model in the terminal",
         description="Talk to a model in the terminal. Answers appear as they are made.\n"
         f"In the chat:\n\n{COMMANDS}",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} chat
   {PROGRAM} chat ./model.gguf --quantization auto
   {PROGRAM} chat ./my-llama --system "You answer in one sentence." --temperature 0.7
   printf 'What is 2 + 3?\\nAnd times 4?\\n' | {PROGRAM} chat""",
     )
-    chat.set_defaults(run=run_chat)
     source = chat.add_argument_group("model")
     source.add_argument("model", nargs="?", default=DEMO, metavar="MODEL", help=MODEL_HELP)
     source.add_argument("--system", metavar="TEXT", help="system message")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_async.cli.options import PROGRAM, HelpFormatter
+from megatron_async.cli.options import PROGRAM
 from megatron_async.config import (
     ATTENTION_BACKENDS,
     INVALIDATION_POLICIES,
@@ -47,16 +47,15 @@ def add_completion(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `completion`."""
     completion = commands.add_parser(
         "completion",
+        run=run_completion,
         parents=[common],
         help="print the completion script of a shell",
         description="Print a script with which TAB completes commands, options, models and files.",
-        formatter_class=HelpFormatter,
         epilog=f"""installation, once:
   {PROGRAM} completion bash >> ~/.bashrc
   {PROGRAM} completion zsh >> ~/.zshrc      # after compinit
   {PROGRAM} completion fish > ~/.config/fish/completions/{PROGRAM}.fish""",
     )
-    completion.set_defaults(run=run_completion)
     completion.add_argument("shell", choices=SHELLS, help="whose script to print")
 
 

@@ -9,35 +9,43 @@ from typing import Any
 from megatron_async.checkpoints.files import check_target
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.files import check_folder
-from megatron_async.cli.options import MODEL_HELP, PROGRAM, HelpFormatter, add_dtype
+from megatron_async.cli.options import (
+    MODEL_HELP,
+    NO_PROGRESS,
+    PROGRAM,
+    Rows,
+    add_dtype,
+    add_rows,
+)
 from megatron_async.cli.terminal import raise_interrupts
+
+OPTIONS: Rows = (
+    ("--no-mtp", bool, None, False, "leave multi-token prediction out, if there is any"),
+    ("--overwrite", bool, None, False, "replace what TARGET holds"),
+    NO_PROGRESS,
+)
 
 
 def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `convert`."""
     convert = commands.add_parser(
         "convert",
+        run=run_convert,
         parents=[common],
         help="write a model as a Megatron or a Hugging Face checkpoint",
         description="Write any model that loads as a Megatron torch_dist checkpoint folder\n"
         "or as a Hugging Face folder, bit for bit, with its configuration and tokenizer.",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} convert smollm2 ./smollm2-megatron
   {PROGRAM} convert ./smollm2-megatron ./smollm2-hf --to huggingface""",
     )
-    convert.set_defaults(run=run_convert)
     convert.add_argument("source", metavar="SOURCE", help=MODEL_HELP)
     convert.add_argument("target", metavar="TARGET", help="folder to write")
-    convert.add_argument(
-        "--to", choices=("torch_dist", "huggingface"), default="torch_dist", help="format to write"
+    add_rows(
+        convert, [("--to", ("torch_dist", "huggingface"), None, "torch_dist", "format to write")]
     )
     add_dtype(convert)
-    convert.add_argument(
-        "--no-mtp", action="store_true", help="leave multi-token prediction out, if there is any"
-    )
-    convert.add_argument("--overwrite", action="store_true", help="replace what TARGET holds")
-    convert.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add_rows(convert, OPTIONS)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:

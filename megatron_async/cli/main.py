@@ -27,13 +27,17 @@ from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable, written_as
 from megatron_async.cli.option_names import in_options
 from megatron_async.cli.options import (
+    DEVICE,
     DRAFT_LAYER_HELP,
+    JSON,
     MODEL_HELP,
+    NO_PROGRESS,
     PROGRAM,
-    HelpFormatter,
+    Rows,
     add_dtype,
     add_engine_options,
     add_parallel,
+    add_rows,
     engine_options,
     metrics_server,
     parallel_sizes,
@@ -95,12 +99,55 @@ USER_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 """What a value, a file or a machine of the user's can cause; anything else is a bug of ours."""
 
 
+PROMPTS: Rows = (
+    ("--draft-layer", str, "FILE", None, DRAFT_LAYER_HELP),
+    ("-p --prompt", list, "TEXT", None, "a prompt; may be repeated"),
+    ("--prompts-file", str, "FILE", None, "prompts, one a line; '-' reads standard input"),
+)
+CHAT_OR_RAW: Rows = (
+    ("--chat", bool, None, False,
+     "wrap each prompt in the model's chat template, as is done where it has one;\n"
+     "an error where it has none"),
+    ("--raw", bool, None, False, "go on from each prompt's text as it is, no template"),
+)  # fmt: skip
+LAYERS = (
+    "--transformer-impl", ("local", "transformer_engine"), None, "local",
+    "layers of torch and our kernels, or TransformerEngine's (GPU; must be installed)",
+)  # fmt: skip
+OUTPUT: Rows = (
+    ("--json", bool, None, False,
+     "one JSON document: results and stats\n(several replicas: results and replica_stats, a list)"),
+    ("--timeline", str, "FILE", None,
+     "write what the CPU and the device did when, for https://ui.perfetto.dev\n"
+     "(several replicas: each its own, replica 0's t.json is t-0.json)"),
+    ("--metrics-port", port, "PORT", None,
+     "meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
+     "(several replicas: replica 1 at PORT+1, and so on)"),
+    ("--record", str, "FILE", None,
+     "write every arrival, plan and sample, for `replay`\n"
+     "(several replicas: each its own, replica 0's run.rec is run-0.rec)"),
+    NO_PROGRESS,
+)  # fmt: skip
+GPUS = {"a100": 8, "b200": 10, "h100": 9, "h200": 9}
+"""Compute capability (major) of GPUs that `info --program` knows by name."""
+INFO: Rows = (
+    ("--memory-gb", float, "GB", None, "plan for this much memory, not for what is"),
+    ("--program", bool, None, False, "the kernels that each layer launches in a step, instead"),
+    ("--rows", int, "N", None, "of --program: rows that decode a token (default: 1)"),
+    ("--tokens", int, "N", None,
+     "of --program: all tokens of the step; those beyond --rows are a prompt's\n"
+     "(default: as many as rows)"),
+    ("--gpu", tuple(GPUS), None, None,
+     "of --program: by the rules for this GPU, which need not be here\n(default: the device)"),
+    JSON,
+)  # fmt: skip
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = Parser(
         prog=PROGRAM,
         description="Async-scheduled continuous-batching inference for Megatron-Core models.",
-        formatter_class=HelpFormatter,
         epilog=f"Try `{PROGRAM} chat`, or `{PROGRAM} generate smollm2 -p 'Hello'`.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
@@ -117,123 +164,53 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `generate`."""
     generate = commands.add_parser(
         "generate",
+        run=run_generate,
         parents=[common],
         help="answer prompts, all at once",
         description="Answer one or many prompts at once through the async engine.",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} generate smollm2 --prompt "Why is the sky blue?"
   {PROGRAM} generate smollm2 -p "One" -p "Two" --temperature 0.8 --top-p 0.95
   {PROGRAM} generate ./my-llama --prompts-file prompts.txt --json > answers.json
   {PROGRAM} generate dummy:tiny --prompt "1 2 3" --timeline step.timeline.json""",
     )
-    generate.set_defaults(run=run_generate)
     source = generate.add_argument_group("model and prompts")
     add_model(source, MODEL_HELP)
-    source.add_argument("--draft-layer", metavar="FILE", help=DRAFT_LAYER_HELP)
-    source.add_argument(
-        "-p",
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="a prompt; may be repeated",
-    )
-    source.add_argument(
-        "--prompts-file", metavar="FILE", help="prompts, one a line; '-' reads standard input"
-    )
-    form = source.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat", action="store_true",
-        help="wrap each prompt in the model's chat template, as is done where it has one;\n"
-        "an error where it has none",
-    )  # fmt: skip
-    form.add_argument(
-        "--raw", action="store_true", help="go on from each prompt's text as it is, no template"
-    )
-    source.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
+    add_rows(source, PROMPTS)
+    add_rows(source.add_mutually_exclusive_group(), CHAT_OR_RAW)
+    add_rows(source, [("--system", str, "TEXT", None, "system message, for the chat template")])
 
     add_sampling_options(generate)
 
     engine = generate.add_argument_group("engine")
     add_engine_options(engine)
     add_dtype(engine)
-    engine.add_argument(
-        "--transformer-impl", choices=("local", "transformer_engine"), default="local",
-        help="layers of torch and our kernels, or TransformerEngine's (GPU; must be installed)",
-    )  # fmt: skip
+    add_rows(engine, [LAYERS])
 
     add_parallel(generate)
 
-    output = generate.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true",
-        help="one JSON document: results and stats\n"
-        "(several replicas: results and replica_stats, a list)",
-    )  # fmt: skip
-    output.add_argument(
-        "--timeline", metavar="FILE",
-        help="write what the CPU and the device did when, for https://ui.perfetto.dev\n"
-        "(several replicas: each its own, replica 0's t.json is t-0.json)",
-    )  # fmt: skip
-    output.add_argument(
-        "--metrics-port", type=port, metavar="PORT",
-        help="meanwhile serve Prometheus metrics at http://127.0.0.1:PORT/metrics\n"
-        "(several replicas: replica 1 at PORT+1, and so on)",
-    )  # fmt: skip
-    output.add_argument(
-        "--record", metavar="FILE",
-        help="write every arrival, plan and sample, for `replay`\n"
-        "(several replicas: each its own, replica 0's run.rec is run-0.rec)",
-    )  # fmt: skip
-    output.add_argument("--no-progress", action="store_true", help="no progress bar")
-
-
-GPUS = {"a100": 8, "b200": 10, "h100": 9, "h200": 9}
-"""Compute capability (major) of GPUs that `info --program` knows by name."""
+    add_rows(generate.add_argument_group("output"), OUTPUT)
 
 
 def add_info(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `info`."""
     info = commands.add_parser(
         "info",
+        run=run_info,
         parents=[common],
         help="architecture, memory needed, and the KV pool that fits",
         description="Print a model's architecture, its parameters, the memory they need and\n"
         "the KV pool that fits beside them. Or, with --program, the kernels of each layer in\n"
         "a step. No weights are loaded.",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} info smollm2
   {PROGRAM} info dummy:llama-3.1-8b --dtype bfloat16 --memory-gb 24
   {PROGRAM} info smollm2 --program --rows 16 --gpu h200""",
     )
-    info.set_defaults(run=run_info)
     info.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    info.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    add_rows(info, [DEVICE])
     add_dtype(info)
-    info.add_argument(
-        "--memory-gb", type=float, metavar="GB", help="plan for this much memory, not for what is"
-    )
-    info.add_argument(
-        "--program", action="store_true",
-        help="the kernels that each layer launches in a step, instead",
-    )  # fmt: skip
-    info.add_argument(
-        "--rows", type=int, metavar="N",
-        help="of --program: rows that decode a token (default: 1)",
-    )  # fmt: skip
-    info.add_argument(
-        "--tokens", type=int, metavar="N",
-        help="of --program: all tokens of the step; those beyond --rows are a prompt's\n"
-        "(default: as many as rows)",
-    )  # fmt: skip
-    info.add_argument(
-        "--gpu", choices=GPUS,
-        help="of --program: by the rules for this GPU, which need not be here\n"
-        "(default: the device)",
-    )  # fmt: skip
-    info.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_rows(info, INFO)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:

@@ -81,24 +81,30 @@ PARALLEL_OPTIONS: tuple[tuple[str, str], ...] = (
 """By the names of `LLM`."""
 
 
-Rows = Sequence[tuple[str, Any, str | None, Any, str]]
-"""Options, a row each: name; type, a tuple of choices, bool (no value), list (may be repeated) or
-"+" (several values); what stands for the value; default; help."""
+Rows = Sequence[tuple[str, Any, str | None, Any, str | None]]
+"""Options, a row each: the option, or the field that it names, and a short form behind a space;
+type, a tuple of choices, bool (no value), `BooleanOptionalAction`, list (may be repeated) or a list
+of a type (several values); what stands for the value; default; help."""
 
 
 def add_rows(group: Any, rows: Rows) -> None:
     """Options that a command has for itself."""
     for name, kind, metavar, default, text in rows:
+        names = name.split() if name.startswith("-") else [flag(name)]
+        told: dict[str, Any] = {} if name.startswith("-") else {"dest": name}
         if kind is bool:
-            group.add_argument(name, action="store_true", help=text)
+            told |= {"action": "store_true"}
+        elif kind is argparse.BooleanOptionalAction:
+            told |= {"action": kind, "default": default}
         elif kind is list:
-            group.add_argument(name, action="append", default=[], metavar=metavar, help=text)
-        elif kind == "+":
-            group.add_argument(name, nargs="+", default=[], metavar=metavar, help=text)
+            told |= {"action": "append", "default": [], "metavar": metavar}
+        elif isinstance(kind, list):
+            told |= {"nargs": "+", "type": kind[0], "default": default, "metavar": metavar}
         elif isinstance(kind, tuple):
-            group.add_argument(name, choices=kind, default=default, help=text)
+            told |= {"choices": kind, "default": default}
         else:
-            group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+            told |= {"type": kind, "default": default, "metavar": metavar}
+        group.add_argument(*names, **told, help=text)
 
 
 ON_REPLICA_DEATH = (
@@ -106,6 +112,12 @@ ON_REPLICA_DEATH = (
     "serve a lost replica's requests again elsewhere, or fail them",
 )  # fmt: skip
 NO_PROGRESS = ("--no-progress", bool, None, False, "no progress bar")
+NO_BARS = ("--no-progress", bool, None, False, "no progress bars")
+DEVICE = (
+    "--device", str, None, None, "cpu, cuda or cuda:N (default: a GPU where there is one)",
+)  # fmt: skip
+JSON = ("--json", bool, None, False, "one JSON document on stdout")
+FIGURES = ("--json", str, "FILE", None, "write the figures as JSON")
 
 
 def port(text: str) -> int:

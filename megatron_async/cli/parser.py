@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, override
 
 from megatron_async.cli.option_names import ELSEWHERE, SHORT, command_meant, option_meant
-from megatron_async.cli.options import PROGRAM
+from megatron_async.cli.options import PROGRAM, HelpFormatter
 from megatron_async.cli.ranks import is_to_say
 from megatron_async.requests.parameter_names import nearest
 
@@ -21,7 +21,19 @@ SWITCH_WITH_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored expl
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with errors of one line, as all our errors are."""
+    """argparse's parser with errors of one line, as all our errors are.
+
+    Args:
+        run: what does the command, with the arguments; None: there are commands below it.
+        named: as argparse takes them.
+    """
+
+    def __init__(
+        self, run: Callable[[argparse.Namespace], int] | None = None, **named: Any
+    ) -> None:
+        super().__init__(formatter_class=HelpFormatter, **named)
+        if run is not None:
+            self.set_defaults(run=run)
 
     @override
     def error(self, message: str) -> NoReturn:

@@ -13,7 +13,6 @@ from megatron_async.cli.options import (
     NO_PROGRESS,
     ON_REPLICA_DEATH,
     PROGRAM,
-    HelpFormatter,
     Rows,
     add_dtype,
     add_engine_options,
@@ -47,7 +46,7 @@ HTTP: Rows = (
     ("--port", port, "PORT", 8000, "0 takes any that is free"),
     ("--api-processes", int, "N", API_PROCESSES,
      "processes that speak HTTP; one for about 100,000 tokens/s"),
-    ("--served-model-name", "+", "NAME", [],
+    ("--served-model-name", [str], "NAME", [],
      "names that requests may call the model by (default: its own)"),
     ("--root-path", str, "PATH", "", "where a proxy has mounted it, as /llm"),
     ("--ssl-certfile", str, "FILE", None, "certificate for HTTPS, PEM"),
@@ -106,11 +105,11 @@ def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `serve`."""
     serve = commands.add_parser(
         "serve",
+        run=run_serve,
         parents=[common],
         help="serve a model over HTTP, in OpenAI's protocol",
         description="Load a model and serve it over HTTP to OpenAI's clients. One SIGTERM or\n"
         "Ctrl-C: finish what is under way and end; two: end at once.",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} serve smollm2
   {PROGRAM} serve ./my-llama --host 0.0.0.0 --api-key-file keys.txt --api-processes 2
@@ -118,7 +117,6 @@ def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
   {PROGRAM} serve --coordinator tcp://10.0.0.5:9500 --secret-file secret
 docs/server.md has all of it.""",
     )
-    serve.set_defaults(run=run_serve)
     serve.add_argument("model", metavar="MODEL", nargs="?", help=MODEL_HELP)
     add_rows(serve, WHAT)
     add_rows(serve.add_argument_group("HTTP"), HTTP)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.options import (
+    JSON,
     MODEL_HELP,
     NO_PROGRESS,
     ON_REPLICA_DEATH,
     PROGRAM,
-    HelpFormatter,
     Rows,
     add_dtype,
     add_engine_options,
@@ -38,6 +38,7 @@ COLUMNS = {
     "free_blocks": "free blocks",
     "completed_requests": "completed",
 }
+OF_COORDINATOR = ("--coordinator", str, "ADDRESS", ADDRESS, "its address")
 COMMANDS = ("pause", "drain", "resume", "remove")
 
 
@@ -65,16 +66,15 @@ def add_serving(commands: Any, common: argparse.ArgumentParser) -> None:
 def _add_coordinator(commands: Any, common: argparse.ArgumentParser) -> None:
     coordinator = commands.add_parser(
         "coordinator",
+        run=run_coordinator,
         parents=[common],
         help="divide requests between replicas",
         description="Take requests of `CoordinatorClient`s and give them to replicas, by load and\n"
         "by shared prefix. Replicas may join and leave at any time. Ctrl-C stops it.",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} coordinator
   {PROGRAM} coordinator --bind tcp://0.0.0.0:9500 --on-replica-death fail --metrics-port 9401""",
     )
-    coordinator.set_defaults(run=run_coordinator)
     coordinator.add_argument(
         "--bind", default=ADDRESS, metavar="ADDRESS",
         help="tcp://HOST:PORT, or ipc://FILE for this host alone. Without a secret every\n"
@@ -87,19 +87,18 @@ def _add_coordinator(commands: Any, common: argparse.ArgumentParser) -> None:
 def _add_replica(commands: Any, common: argparse.ArgumentParser) -> None:
     replica = commands.add_parser(
         "replica",
+        run=run_replica,
         parents=[common],
         help="serve what a coordinator sends",
         description="Load a model and serve a coordinator's requests with it. One SIGTERM or\n"
         "Ctrl-C: finish them and end; two: end at once, others serve them again.",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} replica smollm2 --name first
   torchrun --nproc-per-node 2 -m megatron_async replica dummy:llama-3.1-8b \\
       --tensor-model-parallel-size 2 --coordinator tcp://head:9500""",
     )
-    replica.set_defaults(run=run_replica)
     replica.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    replica.add_argument("--coordinator", default=ADDRESS, metavar="ADDRESS", help="its address")
+    add_rows(replica, [OF_COORDINATOR])
     _add_secret(replica, "of the coordinator")
     replica.add_argument("--name", help="unique among the replicas (default: host and process id)")
     engine = replica.add_argument_group("engine")
@@ -117,21 +116,20 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser) -> None:
 def _add_replicas(commands: Any, common: argparse.ArgumentParser) -> None:
     replicas = commands.add_parser(
         "replicas",
+        run=run_replicas,
         parents=[common],
         help="show a coordinator's replicas; pause, drain or remove one",
         description="Show what a coordinator's replicas do, or tell one of them what to do.",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} replicas
   {PROGRAM} replicas drain first     # finish what it has, take nothing more
   {PROGRAM} replicas resume first""",
     )
-    replicas.set_defaults(run=run_replicas)
     replicas.add_argument("what", nargs="?", choices=COMMANDS, help="what the replica shall do")
     replicas.add_argument("name", nargs="?", metavar="NAME", help="of the replica")
-    replicas.add_argument("--coordinator", default=ADDRESS, metavar="ADDRESS", help="its address")
+    add_rows(replicas, [OF_COORDINATOR])
     _add_secret(replicas, "of the coordinator")
-    replicas.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add_rows(replicas, [JSON])
 
 
 def run_coordinator(arguments: argparse.Namespace) -> int:

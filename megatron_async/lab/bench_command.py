@@ -17,10 +17,12 @@ from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable
 from megatron_async.cli.options import (
     MODEL_HELP,
+    NO_PROGRESS,
     PROGRAM,
-    HelpFormatter,
+    Rows,
     add_dtype,
     add_engine_options,
+    add_rows,
     engine_options,
 )
 from megatron_async.cli.ranks import has_other_ranks
@@ -270,6 +272,43 @@ TITLES = {
 """Rows of the table, by key of the figures."""
 
 
+PROMPT, ANSWER = "tokens of a prompt, mean", "tokens of an answer, mean"
+LATENCY: Rows = (
+    ("--batch-size", int, "N", 8, "requests at once"),
+    ("--repeats", int, "N", 5, "batches measured"),
+    ("--input-len", int, "N", 128, PROMPT),
+    ("--output-len", int, "N", 64, ANSWER),
+)
+MANY: Rows = (
+    ("--num-prompts", int, "N", 64, "requests"),
+    ("--input-len", int, "N", 256, PROMPT),
+    ("--output-len", int, "N", 128, ANSWER),
+    (
+        "--length-sigma",
+        float,
+        "X",
+        0.6,
+        "lengths are lognormal with this deviation; 0 makes all equal",
+    ),
+)
+LOAD: Rows = (
+    ("--model", str, "NAME", None, "served name (default: the server's first)"),
+    ("--api-key", str, "KEY", "", "if the server wants one"),
+    ("--request-rate", float, "R", math.inf,
+     "arrivals a second, at random times; inf: all at once"),
+    ("--max-concurrency", int, "N", None, "no more requests at once (default: any)"),
+    ("--goodput", [str], "METRIC:MS", [],
+     "count requests within limits such as ttft:200 tpot:50 latency:3000"),
+    ("--client-processes", int, "N", 1, "that send and read"),
+    ("--new-connections", bool, None, False,
+     "each request opens a connection (default: they are kept, as OpenAI's client does)"),
+)  # fmt: skip
+LAST: Rows = (
+    ("--seed", int, "N", 0, "of the requests"),
+    ("--json", str, "FILE", None, "write all figures, with machine, date and versions"),
+)
+
+
 def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `bench latency`, `bench throughput` and `bench serve`."""
     bench = commands.add_parser(
@@ -277,7 +316,6 @@ def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
         help="how fast a model is served: latency, throughput, load on a server",
         description="Measure how fast a model is served. Requests have random prompts, are greedy\n"
         "and run to their full length. A warm-up comes first and is not counted.",
-        formatter_class=HelpFormatter,
         epilog=f"""examples:
   {PROGRAM} bench latency smollm2 --batch-size 8 --input-len 128 --output-len 64
   {PROGRAM} bench throughput dummy:llama-3.1-8b --num-prompts 512
@@ -286,12 +324,13 @@ def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     def add(kind: str, text: str) -> Any:
-        parser = kinds.add_parser(
-            kind, parents=[common], help=text, description=text.capitalize() + ".",
-            formatter_class=HelpFormatter,
-        )  # fmt: skip
-        parser.set_defaults(run=run_bench)
-        return parser
+        return kinds.add_parser(
+            kind,
+            parents=[common],
+            run=run_bench,
+            help=text,
+            description=text.capitalize() + ".",
+        )
 
     latency = add("latency", "one batch of equal requests, again and again, in this process")
     throughput = add("throughput", "many requests that all arrive at once, in this process")
@@ -302,59 +341,16 @@ def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
         "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
         help="of a server: this project's, vLLM's, SGLang's ...",
     )  # fmt: skip
-    latency.add_argument("--batch-size", type=int, default=8, metavar="N", help="requests at once")
-    latency.add_argument("--repeats", type=int, default=5, metavar="N", help="batches measured")
-    _add_lengths(latency, input_len=128, output_len=64)
-    for parser, number in ((throughput, 64), (serve, 64)):
-        parser.add_argument("--num-prompts", type=int, default=number, metavar="N", help="requests")
-        _add_lengths(parser, input_len=256, output_len=128)
-        parser.add_argument(
-            "--length-sigma", type=float, default=0.6, metavar="X",
-            help="lengths are lognormal with this deviation; 0 makes all equal",
-        )  # fmt: skip
-    _add_load(serve)
+    add_rows(latency, LATENCY)
+    add_rows(throughput, MANY)
+    add_rows(serve, [*MANY, *LOAD])
     for parser in (latency, throughput, serve):
-        parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests")
-        parser.add_argument(
-            "--json", metavar="FILE", help="write all figures, with machine, date and versions"
-        )
+        add_rows(parser, LAST)
     for parser in (latency, throughput):
         engine = parser.add_argument_group("engine")
         add_engine_options(engine)
         add_dtype(engine)
-        parser.add_argument("--no-progress", action="store_true", help="no progress bar")
-
-
-def _add_lengths(parser: Any, input_len: int, output_len: int) -> None:
-    parser.add_argument(
-        "--input-len", type=int, default=input_len, metavar="N", help="tokens of a prompt, mean"
-    )
-    parser.add_argument(
-        "--output-len", type=int, default=output_len, metavar="N", help="tokens of an answer, mean"
-    )
-
-
-def _add_load(serve: Any) -> None:
-    serve.add_argument("--model", metavar="NAME", help="served name (default: the server's first)")
-    serve.add_argument("--api-key", default="", metavar="KEY", help="if the server wants one")
-    serve.add_argument(
-        "--request-rate", type=float, default=math.inf, metavar="R",
-        help="arrivals a second, at random times; inf: all at once",
-    )  # fmt: skip
-    serve.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="no more requests at once (default: any)"
-    )
-    serve.add_argument(
-        "--goodput", nargs="+", default=[], metavar="METRIC:MS",
-        help="count requests within limits such as ttft:200 tpot:50 latency:3000",
-    )  # fmt: skip
-    serve.add_argument(
-        "--client-processes", type=int, default=1, metavar="N", help="that send and read"
-    )
-    serve.add_argument(
-        "--new-connections", action="store_true",
-        help="each request opens a connection (default: they are kept, as OpenAI's client does)",
-    )  # fmt: skip
+        add_rows(parser, [NO_PROGRESS])
 
 
 def run_bench(arguments: argparse.Namespace) -> int:

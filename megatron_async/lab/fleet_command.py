@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_writable
-from megatron_async.cli.options import HelpFormatter
+from megatron_async.cli.options import FIGURES, NO_PROGRESS, Rows, add_rows
 from megatron_async.lab.simulate_command import (
     MOST_REQUESTS,
     add_machine,
@@ -24,15 +24,39 @@ TRACE_HELP = """requests, and which prompts begin alike (default: chats):
   agents      made up: programs with tools, on contexts that grow
   PATH.jsonl  a file in the format of Mooncake's public traces"""
 
-TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
-    ("rate", float, 8.0, "requests a second, in the mean, of a made-up trace"),
-    ("num_requests", int, 1000, "requests of a made-up trace"),
-    ("seed", int, 0, "of a made-up trace"),
+TRACE: Rows = (
+    ("--trace", str, "TRACE", "chats", TRACE_HELP),
+    ("--write-trace", str, "FILE", None, "write the trace, and do no more"),
 )
-ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
-    ("max_requests", int, None, "requests that a replica serves at once"),
-    ("max_tokens", int, 2048, "token budget of one step"),
-    ("lookahead", int, 1, "steps in flight"),
+MADE_UP: Rows = (
+    ("rate", float, "N", 8.0, "requests a second, in the mean, of a made-up trace"),
+    ("num_requests", int, "N", 1000, "requests of a made-up trace"),
+    ("seed", int, "N", 0, "of a made-up trace"),
+)
+FLEET: Rows = (
+    ("--replicas", [int], "N", [1], "how many"),
+    ("--policy", [str], "NAME", ["prefix"],
+     "choice of a replica: prefix (the coordinator's default), least-loaded, round-robin"),
+)  # fmt: skip
+CACHE: Rows = (
+    ("--kv-gb", [float], "GIB", [40.0], "KV pool of a replica, GiB"),
+    ("--block-size-tokens", [int], "N", [64], "tokens in a KV block"),
+    ("--prefix-caching-mamba-gb", [float], "GIB", [None],
+     "snapshots of recurrent states of a replica, GiB; 0: none (default: in rows that no "
+     "request needs)"),
+    ("--prefix-caching-mamba-interval", [int], "N", [None],
+     "tokens between snapshots inside a prompt; 0: none"),
+    ("--no-prefix-caching", bool, None, False, "keep no blocks, for comparison"),
+)  # fmt: skip
+ENGINE_OPTIONS: Rows = (
+    ("max_requests", int, "N", None, "requests that a replica serves at once"),
+    ("max_tokens", int, "N", 2048, "token budget of one step"),
+    ("lookahead", int, "N", 1, "steps in flight"),
+)
+LAST: Rows = (
+    ("--processes", int, "N", 1, "rows at a time"),
+    FIGURES,
+    NO_PROGRESS,
 )
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("GiB", "kv_gb", "{:g}"),
@@ -64,12 +88,12 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `simulate-fleet`."""
     fleet = commands.add_parser(
         "simulate-fleet",
+        run=run_simulate_fleet,
         parents=[common],
         help="serve a trace with shared prompts by simulated replicas",
         description="Serve a trace by replicas behind the coordinator's own routing, in virtual\n"
         "time: how much KV memory, which policy, how many replicas. Every combination\n"
         "of the options that take several values is a row.",
-        formatter_class=HelpFormatter,
         epilog="""examples:
   megatron-async simulate-fleet --trace chats --rate 60 --replicas 4 8 --kv-gb 4 16
   megatron-async simulate-fleet --trace toolagent_trace.jsonl --replicas 16 --policy prefix
@@ -77,46 +101,13 @@ def add_simulate_fleet(commands: Any, common: argparse.ArgumentParser) -> None:
   megatron-async simulate-fleet --machine h200:nemotron-3-nano-30b --trace agents
       --prefix-caching-mamba-gb 5 20 --prefix-caching-mamba-interval 0 2048""",
     )
-    fleet.set_defaults(run=run_simulate_fleet)
     add_machine(fleet, "h200:llama-3.1-8b")
-    trace = fleet.add_argument_group("trace")
-    trace.add_argument("--trace", default="chats", metavar="TRACE", help=TRACE_HELP)
-    trace.add_argument("--write-trace", metavar="FILE", help="write the trace, and do no more")
-    group = fleet.add_argument_group("fleet")
-    group.add_argument("--replicas", type=int, nargs="+", default=[1], metavar="N", help="how many")
-    group.add_argument(
-        "--policy", nargs="+", default=["prefix"], metavar="NAME",
-        help="choice of a replica: prefix (the coordinator's default), least-loaded, round-robin",
-    )  # fmt: skip
-    engine = fleet.add_argument_group("engine")
-    engine.add_argument(
-        "--kv-gb", type=float, nargs="+", default=[40.0], metavar="GIB",
-        help="KV pool of a replica, GiB",
-    )  # fmt: skip
-    engine.add_argument(
-        "--block-size-tokens", type=int, nargs="+", default=[64], metavar="N",
-        help="tokens in a KV block",
-    )  # fmt: skip
-    engine.add_argument(
-        "--prefix-caching-mamba-gb", type=float, nargs="+", default=[None], metavar="GIB",
-        help="snapshots of recurrent states of a replica, GiB; 0: none (default: in rows that no "
-        "request needs)",
-    )  # fmt: skip
-    engine.add_argument(
-        "--prefix-caching-mamba-interval", type=int, nargs="+", default=[None], metavar="N",
-        help="tokens between snapshots inside a prompt; 0: none",
-    )  # fmt: skip
-    engine.add_argument(
-        "--no-prefix-caching", action="store_true", help="keep no blocks, for comparison"
-    )
-    for place, options in ((trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS)):
-        for name, type_, default, text in options:
-            place.add_argument(
-                flag(name), type=type_, default=default, metavar="N", help=text, dest=name
-            )
-    fleet.add_argument("--processes", type=int, default=1, metavar="N", help="rows at a time")
-    fleet.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    fleet.add_argument("--no-progress", action="store_true", help="no progress bar")
+    trace, group, engine = map(fleet.add_argument_group, ("trace", "fleet", "engine"))
+    for place, rows in (
+        (trace, TRACE), (group, FLEET), (engine, CACHE), (trace, MADE_UP), (engine, ENGINE_OPTIONS),
+        (fleet, LAST),
+    ):  # fmt: skip
+        add_rows(place, rows)
 
 
 def run_simulate_fleet(arguments: argparse.Namespace) -> int:

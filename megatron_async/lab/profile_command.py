@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.early_checks import check_early
-from megatron_async.cli.fields import flag
 from megatron_async.cli.options import (
+    DEVICE,
     MODEL_HELP,
+    NO_BARS,
     PROGRAM,
-    HelpFormatter,
+    Rows,
     add_dtype,
+    add_rows,
 )
 from megatron_async.cli.parser import add_model, take_model
 from megatron_async.cli.terminal import STARTING, raise_interrupts, said_meanwhile
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("steady", "churn", "trace")
 
-WORKLOAD_OPTIONS: tuple[tuple[str, type, str, Any, str], ...] = (
+WORKLOAD_OPTIONS: Rows = (
     ("batch", int, "N", 16, "rows of a step; of a trace, the most"),
     ("prompt_tokens", int, "N", 64, "length of each prompt; of a trace, the mean"),
     ("steps", int, "N", 200, "steady, churn: steps to record"),
@@ -33,20 +35,26 @@ WORKLOAD_OPTIONS: tuple[tuple[str, type, str, Any, str], ...] = (
     ("output_tokens", int, "N", 64, "trace: mean length of an answer"),
     ("seed", int, "N", 0, "of prompts, lengths and arrivals"),
 )
-"""Options that are fields of `ProfileWorkload`: name, type, metavar, default, help."""
+"""Options that are fields of `ProfileWorkload`."""
+ENGINE: Rows = (
+    DEVICE,
+    ("--lookahead", int, "N", 1, "steps launched ahead of bookkeeping: 0 is serial"),
+    ("--enable-prefix-caching", argparse.BooleanOptionalAction, None, None,
+     "let requests that begin alike share blocks (default: on); the workloads' do not"),
+)  # fmt: skip
 
 
 def add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `profile`."""
     profile = commands.add_parser(
         "profile",
+        run=run_profile,
         parents=[common],
         help="run a workload and show where the device waited for the CPU",
         description="Run a workload and write into a folder: index.html (pictures of the longest\n"
         "gap, of typical steps and of all gaps), gaps.txt and gaps.json (idle time of the\n"
         "device and CPU time by stage, for each step), and timeline.json for\n"
         "https://ui.perfetto.dev.",
-        formatter_class=HelpFormatter,
         epilog=f"""workloads:
   steady  a full batch decodes; nobody arrives or ends
   churn   requests end and arrive in every step
@@ -56,28 +64,17 @@ examples:
   {PROGRAM} profile smollm2 --out profile
   {PROGRAM} profile dummy:llama-3.1-8b --workload churn --batch 64 --out profile""",
     )
-    profile.set_defaults(run=run_profile)
     what = profile.add_argument_group("what to run")
     add_model(what, MODEL_HELP, default="smollm2")
-    what.add_argument("--workload", choices=WORKLOADS, default="steady", help="see below")
-    for name, type_, metavar, default, text in WORKLOAD_OPTIONS:
-        what.add_argument(flag(name), type=type_, metavar=metavar, default=default, help=text)
+    add_rows(what, [("--workload", WORKLOADS, None, "steady", "see below"), *WORKLOAD_OPTIONS])
     engine = profile.add_argument_group("engine")
-    engine.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
-    engine.add_argument(
-        "--lookahead", type=int, metavar="N", default=1,
-        help="steps launched ahead of bookkeeping: 0 is serial",
-    )  # fmt: skip
-    engine.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
-        help="let requests that begin alike share blocks (default: on); the workloads' do not",
-    )  # fmt: skip
+    add_rows(engine, ENGINE)
     add_dtype(engine)
     output = profile.add_argument_group("output")
     output.add_argument(
         "--out", required=True, metavar="DIR", help="folder to write into; made if it is not there"
     )
-    output.add_argument("--no-progress", action="store_true", help="no progress bars")
+    add_rows(output, [NO_BARS])
 
 
 def run_profile(arguments: argparse.Namespace) -> int:

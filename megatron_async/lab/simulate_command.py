@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.fields import flag
 from megatron_async.cli.files import check_recording, check_writable
-from megatron_async.cli.options import HelpFormatter
+from megatron_async.cli.options import FIGURES, NO_BARS, Rows, add_rows
 
 if TYPE_CHECKING:
     from megatron_async.config import InferenceConfig
@@ -32,37 +32,48 @@ MACHINE_HELP = """how long steps take (default: %(default)s):
   PATH/TO/RUN.rec      fitted to a recording made on your machine (generate --record); right
                        as far as its steps reach: as many rows, prompt and context tokens"""
 
-TRACE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
-    ("num_requests", int, 256, "requests of a trace"),
-    ("prompt_mean", float, 256.0, "mean prompt, tokens"),
-    ("output_mean", float, 128.0, "mean answer, tokens"),
-    ("max_prompt_tokens", int, 1024, "longest prompt"),
-    ("max_output_tokens", int, 512, "longest answer"),
-    ("length_sigma", float, 0.6, "standard deviation of the lengths' logarithm; 0: all equal"),
-    ("seed", int, 0, "of the whole trace"),
+TRACE_OPTIONS: Rows = (
+    ("num_requests", int, "N", 256, "requests of a trace"),
+    ("prompt_mean", float, "N", 256.0, "mean prompt, tokens"),
+    ("output_mean", float, "N", 128.0, "mean answer, tokens"),
+    ("max_prompt_tokens", int, "N", 1024, "longest prompt"),
+    ("max_output_tokens", int, "N", 512, "longest answer"),
+    ("length_sigma", float, "N", 0.6, "standard deviation of the lengths' logarithm; 0: all equal"),
+    ("seed", int, "N", 0, "of the whole trace"),
 )
-"""Options of `simulate`, those of `scripts/benchmarks/benchmark_engine.py throughput`: name, type,
-default, help."""
+"""Options of `simulate`, those of `scripts/benchmarks/benchmark_engine.py throughput`."""
 
 MEANS = {"prompt_mean": "max_prompt_tokens", "output_mean": "max_output_tokens"}
 """Option of a mean length -> option of the longest."""
 MOST_REQUESTS = 2**20
 MOST_TOKENS = 2**24
 
-ENGINE_OPTIONS: tuple[tuple[str, type, Any, str], ...] = (
-    ("max_requests", int, None, "requests served at once (default: 256, or --max-step-tokens)"),
-    ("max_tokens", int, 2048, "token budget of one step"),
-    (
-        "mixed_step_tokens",
-        int,
-        None,
-        "tokens of a step with running requests, while few prompt\n"
-        "tokens wait (default: of the machine's short step with the cheapest tokens)",
-    ),
-    ("block_size_tokens", int, 64, "tokens in a KV block"),
-    ("num_kv_blocks", int, None, "KV blocks (default: enough for all requests at their longest)"),
-    ("paused_buffer_size_gb", float, None, "most KV memory of paused requests, GiB"),
-)
+STEPS: Rows = (
+    ("--lookahead", [int], "N", [0, 1, 2], None),
+    ("--target-tpot-ms", [float], "N", [None],
+     "milliseconds between two tokens of running requests that prompts shall not exceed\n"
+     "(default: none)"),
+    ("--late-launch", argparse.BooleanOptionalAction, None, None,
+     "with lookahead 1, launch a step shortly before the running one ends (default: on)"),
+)  # fmt: skip
+ENGINE_OPTIONS: Rows = (
+    ("max_requests", int, "N", None,
+     "requests served at once (default: 256, or --max-step-tokens)"),
+    ("max_tokens", int, "N", 2048, "token budget of one step"),
+    ("mixed_step_tokens", int, "N", None,
+     "tokens of a step with running requests, while few prompt\n"
+     "tokens wait (default: of the machine's short step with the cheapest tokens)"),
+    ("block_size_tokens", int, "N", 64, "tokens in a KV block"),
+    ("num_kv_blocks", int, "N", None,
+     "KV blocks (default: enough for all requests at their longest)"),
+    ("paused_buffer_size_gb", float, "N", None, "most KV memory of paused requests, GiB"),
+)  # fmt: skip
+REPLAY: Rows = (
+    ("--until-step", int, "N", None,
+     "stop when step N is planned, and print slots, blocks and requests"),
+    ("--allow-truncated", bool, None, False,
+     "replay what there is of a recording that has no end (its run crashed)"),
+)  # fmt: skip
 
 SPEED: tuple[tuple[str, str, str], ...] = (
     ("served/s", "requests_per_second", "{:.2f}"),
@@ -84,6 +95,29 @@ SCHEDULE: tuple[tuple[str, str, str], ...] = (
 """The first two tables, none wider than a page: title, key of the figures, format."""
 
 
+def parse_chances(text: str) -> list[float]:
+    """Chances of an option, "0.8,0.6,0.45".
+
+    Raises:
+        argparse.ArgumentTypeError: one is no number from 0 to 1.
+    """
+    try:
+        chances = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: {error}") from error
+    if not all(0 <= chance <= 1 for chance in chances):
+        raise argparse.ArgumentTypeError(f"{text!r}: each chance must lie between 0 and 1")
+    return chances
+
+
+DRAFTS: Rows = (
+    ("--forced-acceptance", parse_chances, "P,P,...", [],
+     "draft as many tokens for each row as there are chances that each is right,\n"
+     "given those before it were (default: no drafts)"),
+    ("--draft-us", float, "N", 0.0, "microseconds that drafting adds to a step (default: 0)"),
+)  # fmt: skip
+
+
 def add_replay_and_simulate(commands: Any, common: argparse.ArgumentParser) -> None:
     """Both commands' options."""
     add_replay(commands, common)
@@ -94,12 +128,12 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `simulate`."""
     simulate = commands.add_parser(
         "simulate",
+        run=run_simulate,
         parents=[common],
         help="serve random arrivals in virtual time, without a model",
         description="Serve requests that arrive at random through the real engine and scheduler,\n"
         "on a device that is only a clock: what another lookahead, batch or KV pool\n"
         "would do, in seconds and without a GPU.",
-        formatter_class=HelpFormatter,
         epilog="""examples:
   megatron-async simulate --machine h200:llama-3.1-8b --rate 16 48 --lookahead 0 1 2
   megatron-async simulate --machine h200:llama-3.1-8b --rate 48 --lookahead 1 --target-tpot-ms 8 12
@@ -109,37 +143,15 @@ def add_simulate(commands: Any, common: argparse.ArgumentParser) -> None:
   megatron-async simulate --machine h200:llama-3.1-8b --rate 8 --forced-acceptance 0.8,0.6
   megatron-async simulate --machine run.rec --rate 4""",
     )
-    simulate.set_defaults(run=run_simulate)
     add_machine(simulate, "h200:smollm2-135m")
-    trace = simulate.add_argument_group("trace")
-    trace.add_argument("--rate", type=float, nargs="+", default=[64.0], help="arrivals a second")
-    engine = simulate.add_argument_group("engine")
-    engine.add_argument("--lookahead", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    engine.add_argument(
-        "--target-tpot-ms", type=float, nargs="+", default=[None], metavar="N",
-        help="milliseconds between two tokens of running requests that prompts shall not exceed\n"
-        "(default: none)",
-    )  # fmt: skip
-    engine.add_argument(
-        "--late-launch", action=argparse.BooleanOptionalAction,
-        help="with lookahead 1, launch a step shortly before the running one ends (default: on)",
-    )  # fmt: skip
-    for group, options in ((trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS)):
-        for name, type_, default, text in options:
-            group.add_argument(
-                flag(name), type=type_, default=default, metavar="N", help=text, dest=name
-            )
-    engine.add_argument(
-        "--forced-acceptance", type=parse_chances, default=[], metavar="P,P,...",
-        help="draft as many tokens for each row as there are chances that each is right,\n"
-        "given those before it were (default: no drafts)",
-    )  # fmt: skip
-    engine.add_argument(
-        "--draft-us", type=float, default=0.0, metavar="N",
-        help="microseconds that drafting adds to a step (default: 0)",
-    )  # fmt: skip
-    simulate.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    simulate.add_argument("--no-progress", action="store_true", help="no progress bars")
+    rates = ("--rate", [float], None, [64.0], "arrivals a second")
+    trace, engine = map(simulate.add_argument_group, ("trace", "engine"))
+    for group, rows in (
+        (trace, [rates]), (engine, STEPS), (trace, TRACE_OPTIONS), (engine, ENGINE_OPTIONS),
+        (engine, DRAFTS),
+    ):  # fmt: skip
+        add_rows(group, rows)
+    add_rows(simulate, [FIGURES, NO_BARS])
 
 
 def add_machine(parser: argparse.ArgumentParser, default: str) -> None:
@@ -161,26 +173,18 @@ def add_replay(commands: Any, common: argparse.ArgumentParser) -> None:
     """Options of `replay`."""
     replay = commands.add_parser(
         "replay",
+        run=run_replay,
         parents=[common],
         help="schedule a recorded run again, step for step, without the model",
         description="Run the requests and samples of a recording through the real engine and\n"
         "scheduler, and compare every plan with the recorded one.",
-        formatter_class=HelpFormatter,
         epilog="""examples:
   megatron-async generate --model smollm2 --prompt Hello --record run.rec
   megatron-async replay run.rec
   megatron-async replay run.rec --until-step 12""",
     )
-    replay.set_defaults(run=run_replay)
     replay.add_argument("file", metavar="FILE", help="written by generate --record")
-    replay.add_argument(
-        "--until-step", type=int, metavar="N",
-        help="stop when step N is planned, and print slots, blocks and requests",
-    )  # fmt: skip
-    replay.add_argument(
-        "--allow-truncated", action="store_true",
-        help="replay what there is of a recording that has no end (its run crashed)",
-    )  # fmt: skip
+    add_rows(replay, REPLAY)
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -393,18 +397,3 @@ def run_replay(arguments: argparse.Namespace) -> int:
         print("The recording has no end: its run crashed, or is still going on.")
     print(f"{steps} steps planned, every one as recorded.")
     return 0
-
-
-def parse_chances(text: str) -> list[float]:
-    """Chances of an option, "0.8,0.6,0.45".
-
-    Raises:
-        argparse.ArgumentTypeError: one is no number from 0 to 1.
-    """
-    try:
-        chances = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: {error}") from error
-    if not all(0 <= chance <= 1 for chance in chances):
-        raise argparse.ArgumentTypeError(f"{text!r}: each chance must lie between 0 and 1")
-    return chances
