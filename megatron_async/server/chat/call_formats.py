@@ -16,8 +16,14 @@ from typing import Any
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.chat.answer_pieces import TOOL_NAME, Call, OfferedTool, ReadingCalls
-from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
-from megatron_async.server.chat.json_calls import json_call, json_value
+from megatron_async.server.chat.call_text import (
+    BLANKS,
+    CallText,
+    NoCall,
+    Step,
+    json_call,
+    json_value,
+)
 from megatron_async.server.chat.thoughts import Special, mark
 from megatron_async.server.chat.xml_calls import XML_MARKS, read_xml, xml_rules, xml_written
 

@@ -2,7 +2,7 @@
 
 It reads JSON lines: first the template and the special tokens, then [variables, limit in seconds of
 CPU time]; and answers each with {"text"} or {"error"}. A chat that takes too long or too much
-memory ends the process, which its parent can tell (`template_process.py`).
+memory ends the process, which its parent can tell (`template_renderer.py`).
 """
 
 from __future__ import annotations

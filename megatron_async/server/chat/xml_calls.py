@@ -23,8 +23,7 @@ from typing import Any
 
 from megatron_async.errors import RequestError
 from megatron_async.server.chat.answer_pieces import TOOL_NAME, Call, OfferedTool, ReadingCalls
-from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step
-from megatron_async.server.chat.json_calls import json_value
+from megatron_async.server.chat.call_text import BLANKS, CallText, NoCall, Step, json_value
 from megatron_async.server.chat.thoughts import Special, in_lark, mark
 from megatron_async.server.chat.tool_types import KINDS, ToolTypes, ValueTypes, alternatives
 from megatron_async.text.grammar_limits import NOTES, check_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from megatron_async.server.chat.template_process import TakesLong
+from megatron_async.server.chat.template_renderer import TakesLong
 from megatron_async.server.fields.ask import is_quick
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.server.chat.template_process import TakesLong
-from megatron_async.server.chat.template_renderer import TemplateRenderer
+from megatron_async.server.chat.template_renderer import TakesLong, TemplateRenderer
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from megatron_async.cli.serve import read_settings
 from megatron_async.errors import CoordinatorLost
 from megatron_async.observe.statistics import NoOverlapReason
 from megatron_async.server.api_config import ApiConfig, KeyDigest
-from megatron_async.server.chat.template_process import TakesLong
+from megatron_async.server.chat.template_renderer import TakesLong
 from megatron_async.server.fields.json_body import Limits
 from megatron_async.server.fields.request_bodies import ChatRequest, Message
 from megatron_async.server.http.access import Access
