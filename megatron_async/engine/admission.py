@@ -36,9 +36,9 @@ from megatron_async.step.text_generation_controller import (
     TextGenerationController,
 )
 from megatron_async.text.grammar_compiler import GrammarCompiler
-from megatron_async.text.panics import INTERRUPTS
 from megatron_async.text.structured_output import ALLOWANCE_S, CREDIT_S, StructuredOutput
 from megatron_async.text.token_watch import EVERYTHING, TokenWatch
+from megatron_async.text.tokenizer import INTERRUPTS
 
 POLL_S = 0.005
 """Seconds between two checks of an engine that only waits for grammars to be compiled."""

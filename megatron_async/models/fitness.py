@@ -76,11 +76,19 @@ def check_model(model: nn.Module, config: Any, settings: InferenceConfig) -> Non
     Raises:
         ConfigurationError: names all options that are not served.
     """
-    found = [*_positions(model, settings), *_modules(model, config, settings)]
-    if found:
+    refuse([*_positions(model, settings), *_modules(model, config, settings)])
+
+
+def refuse(reasons: list[str]) -> None:
+    """Raise if there are reasons not to serve a model.
+
+    Raises:
+        ConfigurationError: with all of them.
+    """
+    if reasons:
         raise ConfigurationError(
-            f"this model is not served, because of {'; '.join(dict.fromkeys(found))}. Change that, "
-            "or serve the model with Megatron-Core's own engine."
+            f"this model is not served, because of {'; '.join(dict.fromkeys(reasons))}. Change "
+            "that, or serve the model with Megatron-Core's own engine."
         )
 
 
@@ -134,10 +142,10 @@ def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterat
             yield from _unserved(mine, CONVOLUTION)
         elif isinstance(module, InferenceMLP):
             yield from _unserved(mine, MLP)
-            yield from _activation(mine)
+            yield from strange_activation(mine)
         elif isinstance(module, MoELayer):
             yield from _unserved(mine, EXPERTS)
-            yield from _activation(mine)
+            yield from strange_activation(mine)
             yield from _router(module)
     decoder = getattr(model, "decoder", None)
     foreign = decoder is not None and not isinstance(decoder, PagedHybridStack)
@@ -152,7 +160,8 @@ def _unserved(config: Any, served: dict[str, Any]) -> Iterator[str]:
             yield f"{name}={getattr(mine, '__name__', repr(mine))}"
 
 
-def _activation(config: Any) -> Iterator[str]:
+def strange_activation(config: Any) -> Iterator[str]:
+    """An activation that no MLP or expert here has, if a configuration names one."""
     served, mine = GATED[config.gated_linear_unit], config.activation_func
     if mine is not served:
         name = getattr(mine, "__name__", repr(mine))

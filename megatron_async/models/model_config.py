@@ -52,6 +52,50 @@ class ModelConfig(TransformerConfig):
     """The first depth takes hidden states from before the final norm."""
 
 
+SAME = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "layernorm_epsilon",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "attention_output_gate",
+    "layernorm_zero_centered_gamma",
+    "rotary_base",
+    "rope_scaling",
+    "position_embedding_type",
+    "rotary_percent",
+)
+"""Fields of `ModelArchitecture` that are fields of `ModelConfig`, with the same values."""
+SAME_OF = {
+    MAMBA: (
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "mamba_state_dim",
+        "mamba_num_groups",
+        "mamba_norm_epsilon",
+    ),
+    DELTA: (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+    ),
+}
+"""Further ones where the pattern has layers of a kind."""
+SAME_OF_EXPERTS = (
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_gate",
+)
+"""Further ones of a model with experts."""
+
+
 def transformer_config(
     architecture: ModelArchitecture,
     dtype: torch.dtype,
@@ -66,29 +110,24 @@ def transformer_config(
         sizes: over how many ranks it is split; None: one.
         with_mtp: with its layers of multi-token prediction.
     """
-    sizes = sizes or ParallelSizes()
+    a, sizes = architecture, sizes or ParallelSizes()
     stages = sizes.pipeline_model_parallel
-    gated = architecture.activation == "silu"
+    gated = a.activation == "silu"
+    names = [*SAME, *(name for kind, own in SAME_OF.items() if kind in a.pattern for name in own)]
+    same: dict[str, Any] = {name: getattr(a, name) for name in names}
+    if DELTA in a.pattern:
+        same["linear_conv_kernel_dim"] = CONV_KERNEL
     config = ModelConfig(
         tensor_model_parallel_size=sizes.tensor_model_parallel,
-        pipeline_model_parallel_size=sizes.pipeline_model_parallel,
+        pipeline_model_parallel_size=stages,
         expert_model_parallel_size=sizes.expert_model_parallel,
         sequence_parallel=sizes.sequence_parallel and sizes.tensor_model_parallel > 1,
-        num_layers=len(architecture.pattern),
-        hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
-        ffn_hidden_size=architecture.ffn_hidden_size or None,
-        layernorm_epsilon=architecture.layernorm_epsilon,
+        num_layers=len(a.pattern),
+        ffn_hidden_size=a.ffn_hidden_size or None,
         normalization="RMSNorm",
         gated_linear_unit=gated,
         activation_func=F.silu if gated else UNGATED,
         add_bias_linear=False,
-        add_qkv_bias=architecture.add_qkv_bias,
-        qk_layernorm=architecture.qk_layernorm,
-        attention_output_gate=architecture.attention_output_gate,
-        layernorm_zero_centered_gamma=architecture.layernorm_zero_centered_gamma,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -105,29 +144,21 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         hybrid_layer_pattern=split_pattern(
-            architecture.pattern,
-            stages,
-            output_cost(architecture, dtype, sizes),
-            layer_costs(architecture, dtype, sizes),
+            a.pattern, stages, output_cost(a, dtype, sizes), layer_costs(a, dtype, sizes)
         ),
         # Or a tied embedding's copy would be filled by a collective on GPUs, before it has memory.
         init_model_with_meta_device=stages > 1,
-        is_hybrid_model=architecture.count(RECURRENT) > 0,
-        rotary_base=architecture.rotary_base,
-        rope_scaling=architecture.rope_scaling,
-        position_embedding_type=architecture.position_embedding_type,
-        rotary_percent=architecture.rotary_percent,
-        mtp_pattern=architecture.mtp_pattern if with_mtp else "",
-        mtp_num_depths=architecture.mtp_num_depths if with_mtp else 0,
-        mtp_hidden_before_norm=architecture.mtp_hidden_before_norm and with_mtp,
-        **_multipliers(architecture),
-        **_moe_options(architecture),
-        **_mamba_options(architecture),
-        **_delta_options(architecture),
+        is_hybrid_model=a.count(RECURRENT) > 0,
+        mtp_pattern=a.mtp_pattern if with_mtp else "",
+        mtp_num_depths=a.mtp_num_depths if with_mtp else 0,
+        mtp_hidden_before_norm=a.mtp_hidden_before_norm and with_mtp,
+        **same,
+        **_multipliers(a),
+        **_moe_options(a),
     )
     # Megatron-Core refuses to make a configuration with a single expert a token whose weight is
     # always 1, since nothing trains such a router. Served it can be.
-    config.moe_router_pre_softmax = architecture.moe_router_pre_softmax
+    config.moe_router_pre_softmax = a.moe_router_pre_softmax
     return config
 
 
@@ -154,44 +185,13 @@ def _multipliers(architecture: ModelArchitecture) -> dict[str, Any]:
     }
 
 
-def _mamba_options(architecture: ModelArchitecture) -> dict[str, Any]:
-    if MAMBA not in architecture.pattern:
-        return {}
-    return {
-        "mamba_num_heads": architecture.mamba_num_heads,
-        "mamba_head_dim": architecture.mamba_head_dim,
-        "mamba_state_dim": architecture.mamba_state_dim,
-        "mamba_num_groups": architecture.mamba_num_groups,
-        "mamba_norm_epsilon": architecture.mamba_norm_epsilon,
-    }
-
-
-def _delta_options(architecture: ModelArchitecture) -> dict[str, Any]:
-    if DELTA not in architecture.pattern:
-        return {}
-    return {
-        "linear_num_key_heads": architecture.linear_num_key_heads,
-        "linear_num_value_heads": architecture.linear_num_value_heads,
-        "linear_key_head_dim": architecture.linear_key_head_dim,
-        "linear_value_head_dim": architecture.linear_value_head_dim,
-        "linear_conv_kernel_dim": CONV_KERNEL,
-    }
-
-
 def _moe_options(architecture: ModelArchitecture) -> dict[str, Any]:
-    if not architecture.num_moe_experts:
+    a = architecture
+    if not a.num_moe_experts:
         return {}
-    shared = architecture.moe_shared_expert_intermediate_size or None
     return {
-        "num_moe_experts": architecture.num_moe_experts,
-        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
-        "moe_router_topk": architecture.moe_router_topk,
-        "moe_router_pre_softmax": architecture.moe_router_pre_softmax
-        or architecture.moe_router_topk == 1,
-        "moe_router_score_function": architecture.moe_router_score_function,
-        "moe_router_enable_expert_bias": architecture.moe_router_enable_expert_bias,
-        "moe_router_topk_scaling_factor": architecture.moe_router_topk_scaling_factor,
-        "moe_shared_expert_intermediate_size": shared,
-        "moe_shared_expert_gate": architecture.moe_shared_expert_gate,
+        **{name: getattr(a, name) for name in SAME_OF_EXPERTS},
+        "moe_router_pre_softmax": a.moe_router_pre_softmax or a.moe_router_topk == 1,
+        "moe_shared_expert_intermediate_size": a.moe_shared_expert_intermediate_size or None,
         "moe_router_load_balancing_type": "none",
     }

@@ -5,6 +5,7 @@ Method names are those that Megatron-Core's text generation controller calls.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer as BackendTokenizer
 
-from megatron_async.errors import ConfigurationError
+from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.json_objects import MIB, read_object, write_object
 from megatron_async.text.byte_level import (
     BytePieces,
@@ -28,7 +29,6 @@ from megatron_async.text.chat_template import (
     folder_template,
 )
 from megatron_async.text.gguf_tokenizer import read_gguf
-from megatron_async.text.panics import error_of
 from megatron_async.text.special_tokens import (
     TOKENIZER_CONFIG,
     add_special_tokens,
@@ -37,6 +37,24 @@ from megatron_async.text.special_tokens import (
     special_texts,
     token_text,
 )
+
+INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""Exceptions that go to the caller, and are nobody's fault."""
+
+
+def error_of(raised: BaseException, what: str) -> BaseException:
+    """The error to raise for what a library has raised: a `RequestError` for a panic (such as
+    of a tokenizer's regular expression that tried too often) or a bare `Exception`, else itself.
+
+    Args:
+        raised: by the library.
+        what: could not be done.
+    """
+    is_own = isinstance(raised, Exception) and type(raised) is not Exception
+    if is_own or isinstance(raised, INTERRUPTS):
+        return raised
+    return RequestError(f"{what}: {type(raised).__name__}: {raised}.")
+
 
 logger = logging.getLogger("megatron_async")
 

@@ -22,7 +22,7 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
-from megatron_async.compat.models.reading import Part
+from megatron_async.compat.models.refusals import Part
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MAMBA, MLP
 from megatron_async.models.embedding import shard_vocabulary

@@ -16,13 +16,19 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
 from megatron_async.compat.models.own_layers import SharedWeights, own_layers
-from megatron_async.compat.models.reading import parts_of, unwrapped
-from megatron_async.compat.models.refusals import check_config, gaps, refuse, strange_facts
+from megatron_async.compat.models.refusals import (
+    check_config,
+    gaps,
+    parts_of,
+    strange_facts,
+    unwrapped,
+)
 from megatron_async.compat.models.serving_config import serving_config
 from megatron_async.compat.models.their_modules import their_modules
 from megatron_async.device_state.device_memory import agree_on_least
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, MLP, RECURRENT
+from megatron_async.models.fitness import refuse
 from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.model_config import ModelConfig
 

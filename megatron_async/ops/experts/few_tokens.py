@@ -3,7 +3,7 @@
 In a decode step of few requests, launches take as long as the reads of the weights. The grouped
 products (`ops/experts/expert_mlp.py`) need ten launches for such a layer; this module needs three:
 
-1. residual add, RMSNorm, and the logits of all experts (`ops/experts/few_token_routing.py`);
+1. residual add, RMSNorm, and the logits of all experts (`ops/experts/few_token_kernels.py`);
 2. the choice, and the first product of the chosen experts and of the shared one;
 3. their second product, each token's experts added up in order, the shared one last
    (`ops/experts/few_token_kernels.py`).
@@ -34,8 +34,11 @@ from megatron_async.ops.experts.expert_plan import (
     plan_few_tokens,
 )
 from megatron_async.ops.experts.expert_routing import Routing, route
-from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
-from megatron_async.ops.experts.few_token_routing import norm_logits_kernel
+from megatron_async.ops.experts.few_token_kernels import (
+    few_down_kernel,
+    few_up_kernel,
+    norm_logits_kernel,
+)
 from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.row_tiles import TILE_BYTES

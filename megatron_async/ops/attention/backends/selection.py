@@ -24,11 +24,13 @@ from megatron_async.ops.attention.backends.base import (
     BackendUnavailable,
     PrefillBackend,
     PrefillRows,
+    TorchPrefill,
 )
-from megatron_async.ops.attention.backends.flash_attn_3 import FlashAttention3Prefill
-from megatron_async.ops.attention.backends.flash_attn_4 import FlashAttention4Prefill
+from megatron_async.ops.attention.backends.flash_attn import (
+    FlashAttention3Prefill,
+    FlashAttention4Prefill,
+)
 from megatron_async.ops.attention.backends.own_kernel import TritonPrefill
-from megatron_async.ops.attention.backends.torch_backend import TorchPrefill
 from megatron_async.ops.attention.backends.warpgroup_backend import WarpgroupPrefill
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 

@@ -10,7 +10,7 @@ import torch
 from megatron_async import LLM, SamplingParams
 from megatron_async.config import ATTENTION_BACKENDS
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops.attention.backends import flash_attn_3, selection, warpgroup_backend
+from megatron_async.ops.attention.backends import flash_attn, selection, warpgroup_backend
 from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     BackendUnavailable,
@@ -74,7 +74,7 @@ def test_torch_backend(block_size, first):
 def test_flash_attention_3_is_checked_before_use(monkeypatch):
     """A stand-in for the import only: a module of another version."""
     shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
-    package, module = ModuleType("flash_attn_3"), ModuleType(flash_attn_3.MODULES[0])
+    package, module = ModuleType("flash_attn_3"), ModuleType(flash_attn.MODULES[0])
     module.__version__ = "2.9"
     module.flash_attn_with_kvcache = lambda q, k_cache, v_cache, cache_seqlens, block_table: None
     monkeypatch.setitem(sys.modules, package.__name__, package)
