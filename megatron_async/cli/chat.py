@@ -18,7 +18,6 @@ from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
     MODEL_HELP,
     PROGRAM,
-    add_dtype,
     add_engine_options,
     engine_options,
 )
@@ -70,9 +69,7 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
     source.add_argument("--system", metavar="TEXT", help="system message")
     source.add_argument("--draft-layer", metavar="FILE", help=DRAFT_LAYER_HELP)
     add_sampling_options(chat, ANSWER_TOKENS)
-    engine = chat.add_argument_group("engine")
-    add_engine_options(engine)
-    add_dtype(engine)
+    add_engine_options(chat)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:

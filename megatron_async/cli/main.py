@@ -182,10 +182,7 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
 
     add_sampling_options(generate)
 
-    engine = generate.add_argument_group("engine")
-    add_engine_options(engine)
-    add_dtype(engine)
-    add_rows(engine, [LAYERS])
+    add_rows(add_engine_options(generate), [LAYERS])
 
     add_parallel(generate)
 

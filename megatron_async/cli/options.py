@@ -58,13 +58,17 @@ def engine_fields() -> list[str]:
     return [*first, *(name for name in field_options(InferenceConfig) if name in found - {*first})]
 
 
-def add_engine_options(group: Any) -> None:
-    """The fields of `InferenceConfig`; those that are not given keep its defaults."""
+def add_engine_options(parser: Any) -> Any:
+    """The group "engine": the fields of `InferenceConfig`, of which those that are not given keep
+    its defaults, and `--dtype`."""
+    group = parser.add_argument_group("engine")
     add_fields(group, InferenceConfig, engine_fields(), DEFAULTS)
     group.add_argument(
         "--no-chunked-prefill", dest="enable_chunked_prefill", action="store_false", default=None,
         help=argparse.SUPPRESS,
     )  # fmt: skip
+    add_dtype(group)
+    return group
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

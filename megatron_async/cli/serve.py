@@ -14,7 +14,6 @@ from megatron_async.cli.options import (
     ON_REPLICA_DEATH,
     PROGRAM,
     Rows,
-    add_dtype,
     add_engine_options,
     add_parallel,
     add_rows,
@@ -122,9 +121,7 @@ docs/server.md has all of it.""",
     add_rows(serve.add_argument_group("HTTP"), HTTP)
     add_rows(serve.add_argument_group("who may use it"), ACCESS)
     add_rows(serve.add_argument_group("limits"), LIMITS)
-    engine = serve.add_argument_group("engine")
-    add_engine_options(engine)
-    add_dtype(engine)
+    add_engine_options(serve)
     add_parallel(serve, "serve")
     add_rows(serve, [NO_PROGRESS])
 

@@ -15,7 +15,6 @@ from megatron_async.cli.options import (
     ON_REPLICA_DEATH,
     PROGRAM,
     Rows,
-    add_dtype,
     add_engine_options,
     add_parallel,
     add_rows,
@@ -101,9 +100,7 @@ def _add_replica(commands: Any, common: argparse.ArgumentParser) -> None:
     add_rows(replica, [OF_COORDINATOR])
     _add_secret(replica, "of the coordinator")
     replica.add_argument("--name", help="unique among the replicas (default: host and process id)")
-    engine = replica.add_argument_group("engine")
-    add_engine_options(engine)
-    add_dtype(engine)
+    add_engine_options(replica)
     add_parallel(replica, "replica")
     metrics = (
         "--metrics-port", port, "PORT", None,

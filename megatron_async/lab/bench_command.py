@@ -20,7 +20,6 @@ from megatron_async.cli.options import (
     NO_PROGRESS,
     PROGRAM,
     Rows,
-    add_dtype,
     add_engine_options,
     add_rows,
     engine_options,
@@ -347,9 +346,7 @@ def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     for parser in (latency, throughput, serve):
         add_rows(parser, LAST)
     for parser in (latency, throughput):
-        engine = parser.add_argument_group("engine")
-        add_engine_options(engine)
-        add_dtype(engine)
+        add_engine_options(parser)
         add_rows(parser, [NO_PROGRESS])
 
 
