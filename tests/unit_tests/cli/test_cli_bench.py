@@ -183,7 +183,7 @@ def test_a_serial_run_is_never_ahead(capsys, tmp_path):
 def test_a_trace_does_not_count_the_time_with_nothing_to_do(capsys, tmp_path):
     options = ["--requests", "4", "--rate", "20", "--output-tokens", "6", "--seed", "3"]
     record, printed = run(capsys, tmp_path, "--workload", "trace", *options)
-    # Whether there was such a time depends on the machine; see test_step_gaps.py.
+    # Whether there was such a time depends on the machine; see test_gpu_profile.py.
     assert ("times there was nothing to do" in printed) == bool(record["idle_us"])
     assert not set(map(int, record["idle_us"])) & {step["step"] for step in record["steps"]}
     assert record["steps"]

@@ -1,14 +1,26 @@
-"""Prometheus metrics, scraped over HTTP as Prometheus does."""
+"""Metrics, lines of log, named ranges and the timeline file."""
 
+from __future__ import annotations
+
+import json
+import logging
+import re
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async import LLM, SamplingParams
+from megatron_async.devices import CpuDevice
 from megatron_async.engine.listener import EngineListener
 from megatron_async.errors import ConfigurationError
+from megatron_async.observe.log_lines import LineFormatter, said_line
 from megatron_async.observe.metrics import EngineCollector, serve_metrics
+from megatron_async.observe.timeline import Span, Timeline
+from megatron_async.observe.tracer import Tracer
+from megatron_async.serving.service_counters import LOAD_EVERY_S, LoadLines
 from tests.support.patience import PATIENCE_S
 
 
@@ -138,3 +150,163 @@ def test_a_taken_port_is_named(engine):
     with pytest.raises(ConfigurationError, match=r":70000 .*1 to 65535"):
         serve_metrics(engine, 70000)
     serve_metrics(engine, server.port).close()  # free again
+
+
+@pytest.fixture
+def device():
+    device = CpuDevice()
+    yield device
+    device.close()
+
+
+def test_ranges_of_host_and_streams_go_to_their_lanes(device, tmp_path):
+    timeline = Timeline()
+    tracer = Tracer(device, timeline)
+
+    def work(name):
+        with tracer.range(name, 3):
+            pass
+
+    with tracer.range("step", 3), tracer.range("prepare_step", 3):
+        pass
+    device.compute.launch(lambda: work("forward_pass"))
+    device.copy.launch(lambda: work("transfer_samples_to_cpu"))
+    device.close()
+    lanes = {span.name: span.lane for span in timeline.spans}
+    assert lanes == {
+        "step": "cpu",
+        "prepare_step": "cpu",
+        "forward_pass": "device",
+        "transfer_samples_to_cpu": "copy",
+    }
+    outer, inner = timeline.select("cpu", "step")[3], timeline.select("cpu", "prepare_step")[3]
+    assert outer.start_us <= inner.start_us <= inner.end_us <= outer.end_us
+
+    timeline.save(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"cpu", "device", "copy"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == 4
+    assert min(e["ts"] for e in spans) == 0
+    assert all(e["args"]["step"] == 3 for e in spans)
+
+
+def test_without_a_timeline_a_range_is_shared_and_records_nothing(device):
+    tracer = Tracer(device)
+    assert tracer.range("a") is tracer.range("b", 5)
+
+
+def test_ranges_are_nvtx_ranges_where_that_is_asked_for_also_when_the_stage_fails(
+    device, monkeypatch
+):
+    """NVTX itself tells nobody what was pushed unless a profiler is attached."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    tracer = Tracer(device)
+    plan = SimpleNamespace(step=3, kind="Decode", num_rows=2)
+    with tracer.range("emit", 3), tracer.planning(3), tracer.call(3), tracer.of_step(plan):
+        pass
+    with tracer.awaited("resolve", plan):
+        pass
+    assert calls == []
+    tracer = Tracer(device, nvtx=True)
+    with pytest.raises(ZeroDivisionError), tracer.planning(3), tracer.range("emit", 3):
+        _ = 1 // 0
+    assert calls == ["Plan step 3", "emit", "pop", "pop"]
+    calls.clear()
+    with tracer.planning(3), tracer.planning(3), tracer.planning(4), tracer.planning(3):
+        pass
+    assert calls == [f"Plan step {step}" for step in (3, 4, 3)] + ["pop"] * 3
+
+
+def test_waits_of_coroutines_that_end_in_any_order_leave_the_threads_ranges_nested(
+    device, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    monkeypatch.setattr(
+        torch.cuda.nvtx, "range_start", lambda text: calls.append(f"start {text}") or 7
+    )
+    monkeypatch.setattr(torch.cuda.nvtx, "range_end", lambda _: calls.append("end"))
+    plan = SimpleNamespace(step=3, kind="Decode", num_rows=2)
+    waits = [Tracer(device, nvtx=True).awaited("resolve", plan) for _ in range(2)]
+    waits[0].__enter__()
+    waits[1].__enter__()
+    waits[0].__exit__()
+    waits[1].__exit__()
+    with Tracer(device, nvtx=True).awaited("resolve", plan):
+        pass
+    pushed = ["Decode step 3 rows 2", "resolve"]
+    assert calls == [*pushed, "start resolve", "pop", "pop", "end", *pushed, "pop", "pop"]
+
+
+def test_a_full_timeline_counts_what_it_drops(monkeypatch):
+    monkeypatch.setattr("megatron_async.observe.timeline.MAX_SPANS", 2)
+    timeline = Timeline()
+    for i in range(5):
+        timeline.add(Span("cpu", "step", i, i, i + 1))
+    assert (len(timeline.spans), timeline.dropped) == (2, 3)
+
+
+FORM = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ [\w -]+: [^\n]*")
+
+
+def line(text: str, error: BaseException | None = None, thread: str = "MainThread") -> str:
+    given = None if error is None else (type(error), error, error.__traceback__)
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "said: %s", (text,), given)
+    record.threadName = thread
+    return LineFormatter("api-0").format(record)
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "a\nb", "\r\x1b[2J", "\x00\x85\u2028\u2029", "ü 漢 \U0001f642"]
+)
+def test_a_text_is_one_line(text: str) -> None:
+    found = line(text)
+    assert FORM.fullmatch(found)
+    assert len(found.splitlines()) == 1
+    assert " WARNING api-0: said: " in found
+    assert found.isprintable()
+    if text.isprintable():
+        assert found.endswith(text)
+
+
+def test_a_traceback_cannot_be_taken_for_a_line() -> None:
+    try:
+        raise ValueError("\x1b[2J\u2028bad\n2026-01-01 00:00:00,000 INFO api-0: all is well")
+    except ValueError as error:
+        first, *rest = line("x", error).split("\n")
+    assert FORM.fullmatch(first)
+    assert len(rest) >= 4
+    assert all(one.startswith("    ") and one.isprintable() for one in rest)
+
+
+def test_a_coordinator_in_a_thread_has_its_name() -> None:
+    assert " WARNING coordinator: " in line("x", thread="coordinator")
+
+
+def test_what_is_said_to_people_has_the_same_first_line() -> None:
+    first, *rest = said_line("supervisor", "ready; try:\n  curl \\\n    x").split("\n")
+    assert FORM.fullmatch(first)
+    assert rest == ["  curl \\", "    x"]
+
+
+def test_load_is_told_every_ten_seconds_while_there_is_any() -> None:
+    def stats(unfinished: int, prompts: int, generated: int) -> dict[str, object]:
+        engine = {"slots": 4, "waiting_requests": 1, "kv_blocks": 8, "kv_blocks_in_use": 2}
+        replica = {"engine": engine, "unfinished_requests": unfinished}
+        service = {"prompt_tokens": prompts, "generated_tokens": generated}
+        return {"queued_requests": 0, "replicas": {"a": replica}, "service": service}
+
+    lines = LoadLines(0.0)
+    assert lines.line(stats(3, 0, 50), LOAD_EVERY_S - 0.1) == ""
+    told = lines.line(stats(3, 20, 100), LOAD_EVERY_S)
+    assert told.startswith("Load: 2 running, 1 waiting; 10.0 tokens/s generated, 2.0 prompt tok")
+    assert told.endswith(" 2 of 8 KV blocks in use (25.0 %).")
+    assert lines.line(stats(3, 20, 110), 1.5 * LOAD_EVERY_S) == ""
+    told = lines.line(stats(0, 20, 110), 2 * LOAD_EVERY_S)
+    assert told.startswith("Load: 0 running, 0 waiting; 1.0 tokens/s generated")
+    assert lines.line(stats(0, 20, 110), 3 * LOAD_EVERY_S) == ""  # nothing happens
