@@ -19,8 +19,7 @@ from torch import Tensor
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.mlp import SharedExpertMLP
-from megatron_async.models.moe_dispatch import TokenDispatcher
-from megatron_async.models.moe_experts import Experts
+from megatron_async.models.moe_experts import Experts, TokenDispatcher
 from megatron_async.models.norm import normalise
 from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import Routing

@@ -15,7 +15,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async.compat.conversions.coordinated_states import Signal
-from megatron_async.compat.conversions.megatron_replica import MegatronParamsMessage
+from megatron_async.compat.conversions.coordinator_service import MegatronParamsMessage
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 from megatron_async.serving.connection import check_sendable

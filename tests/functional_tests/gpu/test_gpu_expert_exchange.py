@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.devices import make_device
-from megatron_async.models.moe_dispatch import TokenDispatcher
+from megatron_async.models.moe_experts import TokenDispatcher
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
 from megatron_async.ops.experts.symmetric_exchange import (

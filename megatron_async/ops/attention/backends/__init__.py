@@ -1,3 +1,3 @@
-"""Prefill attention with one interface: a file for each backend, and the choice among them."""
+"""Prefill attention with one interface: its backends, and the choice among them."""
 
 from __future__ import annotations
