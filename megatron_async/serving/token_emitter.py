@@ -107,8 +107,8 @@ class TokenEmitter(EngineListener):
         """Send what waits if no step does it: each step looks at the clock first, so that the
         loop is not woken for each message."""
         if self._timer is None:
-            wait_s = max(self._last_s + EVERY_S + SLACK_S - time.monotonic(), 0.0)
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._look)
+            at_s = self._last_s + EVERY_S + SLACK_S  # asyncio's clock is `time.monotonic`
+            self._timer = asyncio.get_running_loop().call_at(at_s, self._look)
 
     def _look(self) -> None:
         self._timer = None
