@@ -143,7 +143,6 @@ def test_dummy_weights_are_made_on_the_gpu():
             assert 0.015 < float(first.float().std()) < 0.025, name
 
 
-CPU = torch.device("cpu")
 RANKS = 2
 LLAMA = ModelArchitecture("llama", 2, 64, 4, 2, 16, 96, 131, tie_word_embeddings=True)
 """A vocabulary that does not divide, and MLP columns that halve a quantised block."""
