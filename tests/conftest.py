@@ -170,6 +170,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(params=[0, 1, 2])
+def lookahead(request: pytest.FixtureRequest) -> int:
+    """A test that names it runs with each, unless it is parametrized with others."""
+    return request.param
+
+
+@pytest.fixture(params=["reconcile", "rollback"])
+def invalidation(request: pytest.FixtureRequest) -> str:
+    """As `lookahead`."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def smollm2_llm() -> Iterator[LLM]:
     """The demo model as a user gets it: float32 on the CPU, lookahead 1."""

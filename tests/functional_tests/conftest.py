@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_async import LLM, DynamicInferenceEngine
+from megatron_async import LLM
 from tests.support.harness import (
     NUM_TOKENS,
     EngineFactory,
-    assert_all_is_back,
+    engines_are_closed,
     make_engine,
     make_model,
 )
@@ -41,15 +42,11 @@ TEXTS = (
 )
 
 
-@pytest.fixture
-def watched_engines() -> Iterator[list[DynamicInferenceEngine]]:
-    """Engines put into this list are closed after the test, and everything must be back then."""
-    engines: list[DynamicInferenceEngine] = []
-    yield engines
-    for engine in engines:
-        engine.close()
-    for engine in engines:
-        assert_all_is_back(engine)
+@pytest.fixture(autouse=True)
+def close_engines() -> Iterator[None]:
+    """What a test leaves open is closed behind it, and everything must be back then."""
+    with engines_are_closed():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -58,32 +55,16 @@ def tiny_model() -> torch.nn.Module:
 
 
 @pytest.fixture
-def make_tiny_engine(
-    watched_engines: list[DynamicInferenceEngine], tiny_model: torch.nn.Module
-) -> EngineFactory:
+def make_tiny_engine(tiny_model: torch.nn.Module) -> EngineFactory:
     """Engines around the tiny model; see `harness.make_engine`."""
-    return _factory(watched_engines, tiny_model, None)
+    return partial(make_engine, tiny_model, max_requests=8)
 
 
 @pytest.fixture
-def make_smollm2_engine(
-    watched_engines: list[DynamicInferenceEngine], smollm2_llm: LLM
-) -> EngineFactory:
+def make_smollm2_engine(smollm2_llm: LLM) -> EngineFactory:
     """Engines around the demo model; see `harness.make_engine`."""
     model = smollm2_llm.engine.controller.inference_wrapped_model.model
-    return _factory(watched_engines, model, smollm2_llm.tokenizer)
-
-
-def _factory(
-    engines: list[DynamicInferenceEngine], model: torch.nn.Module, tokenizer: Any
-) -> EngineFactory:
-    def make(**config: Any) -> DynamicInferenceEngine:
-        defaults = {"num_kv_blocks": 256, "max_requests": 8, "tokenizer": tokenizer}
-        engine = make_engine(model, **{**defaults, **config})
-        engines.append(engine)
-        return engine
-
-    return make
+    return partial(make_engine, model, max_requests=8, tokenizer=smollm2_llm.tokenizer)
 
 
 @pytest.fixture(scope="session")

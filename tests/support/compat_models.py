@@ -43,7 +43,7 @@ from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_
 from megatron_async.compat.models import serving_config
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
-from tests.support.harness import CpuDevice
+from tests.support.harness import CpuDevice, watched
 
 VOCABULARY = 96
 LENGTH = 256
@@ -198,7 +198,7 @@ def engine_of(
         config, InferenceConfig(**{**defaults, **settings}), device or CpuDevice()
     )
     wrapper = GPTInferenceWrapper(model, context)
-    return DynamicInferenceEngine(TextGenerationController(wrapper), context)
+    return watched(DynamicInferenceEngine(TextGenerationController(wrapper), context))
 
 
 def gpt_config(**changes: Any) -> TransformerConfig:

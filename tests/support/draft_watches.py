@@ -26,7 +26,7 @@ from megatron_async.engine.listener import EngineListener
 from megatron_async.ops.drafting.ngram_lookup import LONGEST, SEARCHED, SHORTEST
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
 from megatron_async.step.text_generation_controller import LaunchedStep
-from tests.support.harness import greedy, make_engine
+from tests.support.harness import drain, greedy, make_engine
 from tests.support.mtp_model import MtpModel
 
 
@@ -157,8 +157,7 @@ class WholeSequences:
             begun = (text for text in self._texts if text[: len(tokens)] == tokens)
             whole = next(begun, tokens)
             self._engine.generate([whole], greedy(1))
-            while self._engine.has_unfinished_requests():
-                self._engine.step_modern()
+            drain(self._engine)
             states = self._engine.context.gpu_view.hidden_states[: len(whole)].clone()
             for length in range(1, len(whole) + 1):
                 self._known[tuple(whole[:length])] = states[:length]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -81,7 +82,34 @@ def make_engine(
     context = DynamicInferenceContext(model.config, settings, device, timeline)
     wrapped = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapped, tokenizer, drafter)
-    return DynamicInferenceEngine(controller, context)
+    return watched(DynamicInferenceEngine(controller, context))
+
+
+_watched: list[DynamicInferenceEngine] | None = None
+"""Engines of the test that runs."""
+
+
+def watched[Engine: DynamicInferenceEngine](engine: Engine) -> Engine:
+    """`engine`, which `engines_are_closed` then closes."""
+    if _watched is not None:
+        _watched[:] = [each for each in _watched if not each.loop.is_closed] + [engine]
+    return engine
+
+
+@contextmanager
+def engines_are_closed() -> Iterator[None]:
+    """Close, at its end, the engines that are `watched` since and open still: all must be back."""
+    global _watched
+    _watched = []
+    try:
+        yield
+    finally:
+        engines = [engine for engine in _watched if not engine.loop.is_closed]
+        _watched = None
+        for engine in engines:
+            engine.close()
+    for engine in engines:
+        assert_all_is_back(engine)
 
 
 def assert_all_is_back(engine: DynamicInferenceEngine) -> None:
@@ -169,7 +197,9 @@ def drain(engine: DynamicInferenceEngine) -> None:
         engine.step_modern()
 
 
-def random_prompts(seed: int, lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+def random_prompts(
+    seed: int, lengths: Sequence[int], vocabulary: int = TINY.vocab_size
+) -> list[list[int]]:
     """Prompts of random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return [

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.config import KVCacheManagementMode
+from megatron.core.inference.contexts import dynamic_context as megatron_contexts
+from megatron.core.inference.engines import dynamic_engine as megatron_engines
+from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.inference.inference_request import (
+    DynamicInferenceRequestRecord,
+)
+from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron_async import errors
 from megatron_async.compat.conversions.events import TokenTimes
-from megatron_async.errors import ConfigurationError
+from megatron_async.compat.inference import engines
+from megatron_async.compat.inference.contexts import dynamic_context as contexts
+from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron_async.compat.inference.engines import DynamicInferenceEngine
+from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.planning.step_output import StepOutput
+from tests.support.compat_models import fill, gpt_model
 from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
 from tests.support.compat_trio import make_compat_engine as make
+from tests.support.harness import drain, make_engine
 
 FACTS = {
     "blocks_total", "blocks_hashed_total", "blocks_hashed_active", "pre_fwd_active_token_count",
@@ -168,3 +185,286 @@ def test_drafts_and_shared_blocks_are_counted(tiny_model: torch.nn.Module) -> No
     assert last["inference/prefix_cache_blocks_matched"] == 6
     if drafted:
         assert last["inference/spec_decode_tokens_proposed"] > 0
+
+
+PERSIST, RECOMPUTE = KVCacheManagementMode.PERSIST, KVCacheManagementMode.RECOMPUTE
+PROMPT = list(range(3, 45, 2))
+TOKENS = 16
+
+
+@pytest.mark.parametrize("mode", ["persist", "recompute"])
+@pytest.mark.parametrize("interval", [2, 3, 5])
+def test_megatrons_loop_with_suspends(
+    tiny_model: torch.nn.Module, mode: str, interval: int
+) -> None:
+    with compat_engine(tiny_model, kv_cache_management_mode=mode) as engine:
+        expected = drive(engine, PROMPTS, greedy_params(8))
+        found = drive(engine, PROMPTS, greedy_params(8), suspend_resume_interval=interval)
+        evictions = engine.evicted_request_count
+    assert [r.generated_tokens for r in found] == [r.generated_tokens for r in expected]
+    kinds = [event.type.name for request in found for event in request.events]
+    assert (evictions > 0) is ("EVICT" in kinds) is (mode == "recompute")
+
+
+def test_memory_goes_back_only_with_recompute(tiny_model: torch.nn.Module) -> None:
+    for mode in (PERSIST, RECOMPUTE):
+        with compat_engine(tiny_model, kv_cache_management_mode=mode) as engine:
+            engine.add_request(0, PROMPTS[0], greedy_params(5))
+            engine.step_modern()
+            freed = engine.suspend()
+            assert (freed > 0) is (mode is RECOMPUTE)
+            assert engine.suspend() == 0, "suspended already"
+            engine.resume()
+            engine.resume()  # nothing happens
+            assert engine.state is EngineState.RUNNING
+
+
+@contextmanager
+def serving(model: Any, **fields: Any) -> Iterator[DynamicInferenceEngine]:
+    with compat_engine(model, **fields) as engine:
+        yield engine
+
+
+def tokens_of(engine: DynamicInferenceEngine, prompt: list[int] = PROMPT) -> list[int]:
+    (record,) = engine.generate([prompt], greedy_params(TOKENS))
+    tokens: list[int] = record[0].generated_tokens
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def weights() -> tuple[list[int], list[int]]:
+    """Tokens of a fresh engine with the weights of seed 0, and with those of seed 1."""
+    found = []
+    for seed in (0, 1):
+        with serving(gpt_model(seed=seed)) as engine:
+            found.append(tokens_of(engine))
+    assert found[0] != found[1]
+    assert all(len(set(tokens)) > 4 for tokens in found)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("mode", [PERSIST, RECOMPUTE])
+@pytest.mark.parametrize("caching", [False, True])
+def test_weights_that_training_changed_in_place_are_served(
+    weights: tuple[list[int], list[int]], mode: KVCacheManagementMode, caching: bool
+) -> None:
+    model = gpt_model(seed=0)
+    with serving(model, kv_cache_management_mode=mode, enable_prefix_caching=caching) as engine:
+        assert tokens_of(engine) == weights[0]
+        for seed in (1, 0, 1):
+            engine.suspend()
+            fill(model, seed=seed)
+            engine.resume()
+            # The same prompt: a block that is found again would be the old weights'.
+            assert tokens_of(engine) == weights[seed]
+
+
+def half_way(engine: DynamicInferenceEngine, tokens: int) -> Any:
+    """A request that has generated about so many tokens, its engine suspended."""
+    future = engine.add_request(0, PROMPT, greedy_params(TOKENS))
+    while len(engine.get_request(0).generated_tokens) < tokens:
+        engine.step_modern()
+    engine.suspend()
+    return future
+
+
+def test_a_running_request_goes_on_with_new_weights_over_its_old_keys_or_new_ones(
+    weights: tuple[list[int], list[int]],
+) -> None:
+    answers = {}
+    for mode in (PERSIST, RECOMPUTE):
+        model = gpt_model(seed=0)
+        with serving(model, kv_cache_management_mode=mode) as engine:
+            future = half_way(engine, 6)
+            known = list(engine.get_request(0).generated_tokens)
+            assert known == weights[0][: len(known)]
+            fill(model, seed=1)
+            engine.resume()
+            while engine.has_unfinished_requests():
+                engine.step_modern()
+            answers[mode] = future.result()[0].generated_tokens
+            assert answers[mode][: len(known)] == known, "booked tokens stay"
+            # What new weights alone make of prompt and tokens so far.
+            rest = engine.generate([PROMPT + known], greedy_params(TOKENS - len(known)))
+            alone = known + rest[0][0].generated_tokens
+        assert (answers[mode] == alone) is (mode is RECOMPUTE)
+    assert answers[PERSIST] != answers[RECOMPUTE]
+
+
+@pytest.mark.parametrize("mode", [PERSIST, RECOMPUTE])
+def test_epochs(mode: KVCacheManagementMode) -> None:
+    with serving(gpt_model(), kv_cache_management_mode=mode) as engine:
+        before = engine.add_request(9, PROMPT, greedy_params(1))
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        assert (before.result()[0].policy_epoch, before.result()[0].kv_cache_epoch) == (None, None)
+
+        engine.set_generation_epoch(3)
+        future = half_way(engine, 5)
+        live = engine.get_request(0)
+        assert live.policy_epoch == live.kv_cache_epoch == [(0, 3)]
+        known = len(PROMPT) + len(live.generated_tokens)
+        engine.set_generation_epoch(4)
+        live = engine.get_request(0)
+        assert live.policy_epoch == [(0, 3), (known - 1, 4)]
+        engine.resume()
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        request = future.result().merge()
+        assert request.policy_epoch == [(0, 3), (known - 1, 4)]
+        # With RECOMPUTE all keys and values are the new weights'.
+        kept = mode is PERSIST
+        assert request.kv_cache_epoch == ([(0, 3), (known - 1, 4)] if kept else [(0, 4)])
+        after = engine.add_request(1, PROMPT, greedy_params(1))
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        assert after.result()[0].policy_epoch == [(0, 4)]
+        engine.reset()
+        assert engine.book.epoch is None
+
+
+def test_an_epoch_told_after_a_recompute_counts_from_there(tiny_model: torch.nn.Module) -> None:
+    with compat_engine(tiny_model, kv_cache_management_mode=RECOMPUTE) as engine:
+        engine.set_generation_epoch(1)
+        future = half_way(engine, 3)
+        engine.resume()
+        engine.step_modern()  # it is admitted again, with the weights of epoch 1
+        engine.set_generation_epoch(2)
+        known = len(PROMPT) + len(engine.get_request(0).generated_tokens)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        request = future.result()[0]
+        assert request.policy_epoch == request.kv_cache_epoch == [(0, 1), (known - 1, 2)]
+
+
+NAMES = (
+    "ActiveRequestCountOverflowError",
+    "BlockOverflowError",
+    "ContextErrorFactory",
+    "ContextOverflowError",
+    "MaxSequenceLengthOverflowError",
+    "RequestOverflowError",
+    "TensorStateDeallocatedError",
+    "TokenOverflowError",
+    "get_mem_size_str",
+)
+
+
+def test_the_names_are_megatrons_own_classes() -> None:
+    for name in NAMES:
+        assert getattr(contexts, name) is getattr(megatron_contexts, name)
+    assert engines.EngineSuspendedError is megatron_engines.EngineSuspendedError
+
+
+OVERFLOWS = {
+    "MaxSequenceLengthOverflowError": ("x" * 64, greedy_params(1), errors.SequenceTooLong),
+    "TokenOverflowError": ("x" * 50, greedy_params(1), errors.PromptTooLong),
+    "BlockOverflowError": ("x" * 20, greedy_params(40), errors.PoolTooSmall),
+}
+
+
+@pytest.mark.parametrize("name", list(OVERFLOWS))
+def test_an_overflow_fails_its_request_with_megatrons_error(
+    tiny_model: torch.nn.Module, name: str
+) -> None:
+    prompt, params, ours = OVERFLOWS[name]
+    settings = {"max_sequence_length": 64, "max_tokens": 40, "num_kv_blocks": 3, "max_requests": 2}
+    with compat_engine(tiny_model, **settings) as engine:
+        (plain,) = drive(engine, PROMPTS[:1], greedy_params(3))
+        failed, fine = drive(engine, [prompt, PROMPTS[0]], [params, greedy_params(3)])
+    assert fine.generated_tokens == plain.generated_tokens
+    assert (failed.failed(), failed.generated_tokens, failed.generated_text) == (True, [], "")
+    assert [event.type.name for event in failed.events] == [
+        "ADD_ENGINE", "ERROR_NONTRANSIENT", "FAIL",
+    ]  # fmt: skip
+    error = failed.events[1].payload
+    assert isinstance(error, getattr(megatron_contexts, name))
+    assert isinstance(error, ours)
+    assert (error.request_id, error.is_transient) == (0, False)
+    assert "raise" in str(error), "with a remedy"
+    # Megatron's own code sends it and reads it.
+    record = DynamicInferenceRequestRecord.from_request(failed)
+    back = DynamicInferenceRequestRecord.deserialize(record.serialize())
+    assert type(back[0].events[1].payload) is getattr(megatron_contexts, name)
+
+
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [
+        (greedy_params(0), "num_tokens_to_generate"),
+        (greedy_params(2, top_n_logprobs=2), "return_log_probs"),
+        (SamplingParams(num_tokens_to_generate=2, num_tokens_total=9), "num_tokens_total"),
+        ({"top_k": 1}, "dict"),
+        (greedy_params(2, top_p=1.5), "top_p"),
+    ],
+)
+def test_other_bad_parameters_fail_their_request_alone(
+    tiny_model: torch.nn.Module, params: Any, word: str
+) -> None:
+    with compat_engine(tiny_model) as engine:
+        future = engine.add_request(7, PROMPTS[0], params)
+        assert future.done()
+        assert engine.has_unfinished_requests(), "it is still to be reported"
+        result = engine.step_modern()
+        (record,) = result["finished_request_records"]
+    assert record is future.result()
+    assert record[0].failed()
+    error = record[0].events[1].payload
+    assert isinstance(error, RequestError)
+    assert isinstance(error, megatron_contexts.ContextOverflowError)
+    assert word in str(error)
+    assert record.serialize()["requests"][0]["events"][1]["payload"]["request_id"] == 7
+
+
+def test_an_id_in_use_is_refused_and_its_request_goes_on(tiny_model: torch.nn.Module) -> None:
+    with compat_engine(tiny_model) as engine:
+        (plain,) = drive(engine, PROMPTS[:1], greedy_params(5))
+        future = engine.add_request(4, PROMPTS[0], greedy_params(5))
+        for bad in (4, "four", True):
+            with pytest.raises(RequestError, match="request id"):
+                engine.add_request(bad, PROMPTS[1], greedy_params(5))  # type: ignore[arg-type]
+        drain(engine)
+        assert future.result().merge().generated_tokens == plain.generated_tokens
+
+
+def test_a_stopped_engine_raises_what_both_worlds_catch(tiny_model: torch.nn.Module) -> None:
+    with compat_engine(tiny_model) as engine:
+        future = engine.add_request(0, PROMPTS[0], greedy_params(2))
+        engine.suspend()
+        for kind in (megatron_engines.EngineSuspendedError, errors.EngineStopped):
+            with pytest.raises(kind, match="resume"):
+                engine.step_modern()
+            with pytest.raises(kind):
+                asyncio.run(engine.async_step())
+            with pytest.raises(kind):
+                engine.generate([PROMPTS[0]], greedy_params(2))
+        engine.resume()
+        drain(engine)
+        assert future.result()[0].succeeded()
+
+
+def test_an_abort_is_a_failed_record(tiny_model: torch.nn.Module) -> None:
+    with compat_engine(tiny_model) as engine:
+        future = engine.add_request(0, PROMPTS[0], greedy_params(50))
+        other = engine.add_request(1, PROMPTS[1], greedy_params(5))
+        for _ in range(4):
+            engine.step_modern()
+        engine.abort_request(0)
+        request = future.result()[0]
+        assert request.failed()
+        assert 0 < len(request.generated_tokens) < 50
+        assert "aborted" in str(request.events[-2].payload)
+        ids = []
+        while engine.has_unfinished_requests():
+            ids += [r.request_id for r in engine.step_modern()["finished_request_records"]]
+        assert ids == [0, 1]
+        assert other.result()[0].succeeded()
+
+
+def test_parts_of_our_own_trio_are_refused(tiny_model: torch.nn.Module) -> None:
+    own = make_engine(tiny_model, max_requests=2)
+    context = DynamicInferenceContext(tiny_model.config, compat_config())
+    with pytest.raises(ConfigurationError, match=r"megatron_async.compat"):
+        DynamicInferenceEngine(own.controller, context)  # type: ignore[arg-type]
+    own.close()
+    context.device.close()

@@ -32,8 +32,6 @@ def test_tokens_are_megatrons(name: str) -> None:
     assert any("linear_qkv.layer_norm_weight" in name for name, _ in model.named_parameters())
     engine = engine_of(model, lookahead=1)
     check_tokens(engine, model)
-    drain(engine)
-    engine.close()
 
 
 def test_norms_that_multiply_by_one_plus_weight() -> None:
@@ -49,8 +47,6 @@ def test_norms_that_multiply_by_one_plus_weight() -> None:
     engine.context.reset_prefix_cache()
     engine.controller.inference_wrapped_model.refresh_weights()
     assert check_tokens(engine, model) != before
-    drain(engine)
-    engine.close()
 
 
 def test_a_norm_that_is_not_what_the_configuration_says() -> None:

@@ -162,7 +162,6 @@ def test_in_bfloat16_only_what_is_wanted_wider_is_copied() -> None:
     ]
     engine = engine_of(model, lookahead=1)
     generate(engine)
-    engine.close()
 
 
 def test_a_model_of_the_engines_loader_is_served_as_it_is() -> None:
@@ -172,7 +171,6 @@ def test_a_model_of_the_engines_loader_is_served_as_it_is() -> None:
     engine = engine_of(model, lookahead=1)
     assert engine.controller.inference_wrapped_model.refresh_weights() is False
     generate(engine)
-    engine.close()
 
 
 def test_a_context_makes_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +203,6 @@ def test_a_context_makes_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> Non
     assert first > copies.copied_bytes > second
     assert engine.context.gpu_view.kv_cache is caches[1]
     assert_megatrons(model, generate(engine))
-    engine.close()
 
 
 def test_experts_that_lie_side_by_side_are_shared() -> None:
@@ -234,7 +231,6 @@ def test_experts_that_lie_side_by_side_are_shared() -> None:
     assert wrapper.refresh_weights() is True
     assert wrapper.refresh_weights() is False
     assert_megatrons(model, generate(engine))
-    engine.close()
 
 
 def test_inside_and_outside_of_inference_mode() -> None:

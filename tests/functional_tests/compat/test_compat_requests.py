@@ -18,7 +18,7 @@ import megatron_async
 from megatron_async.compat.conversions.sampling import to_megatron_params, to_own_params
 from megatron_async.errors import RequestError
 from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
-from tests.support.harness import make_engine
+from tests.support.harness import drain, make_engine
 from tests.support.letter_tokenizers import EOS, make_ascii_tokenizer
 
 TOKENS = 10
@@ -101,8 +101,7 @@ def test_a_record_goes_over_a_wire_and_back(tiny_model: torch.nn.Module) -> None
     params = greedy_params(5, return_log_probs=True, return_prompt_tokens=True)
     with compat_engine(tiny_model, track_generated_token_events=True) as engine:
         future = engine.add_request(3, PROMPTS[0], params)
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
         record = future.result()
     assert type(record) is DynamicInferenceRequestRecord
     assert record.latency == record[0].latency
@@ -191,8 +190,7 @@ def test_a_stop_word_ends_a_request_and_is_taken_from_its_tokens(
 def test_segments_are_the_texts_of_the_tokens(tiny_model: torch.nn.Module) -> None:
     with compat_engine(tiny_model) as engine:
         future = engine.add_request(0, "abc", greedy_params(3, return_segments=True))
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
         request = future.result()[0]
     assert request.segments[:3] == ["a", "b", "c"]
     assert "".join(request.generated_segments) == request.generated_text
@@ -239,8 +237,7 @@ def test_our_own_parameters_are_taken_too(tiny_model: torch.nn.Module) -> None:
     with compat_engine(tiny_model) as engine:
         (plain,) = drive(engine, PROMPTS[:1], greedy_params(4))
         future = engine.add_request(0, PROMPTS[0], own_params(num_tokens_to_generate=4))
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
         request = future.result().merge()
     assert request.generated_tokens == plain.generated_tokens
     assert type(request.sampling_params) is SamplingParams

@@ -272,7 +272,6 @@ class OutOfLuck(RuntimeError):
     """Not an error of ours."""
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("fails_in", ["forward", "sample"])
 def test_exception_in_a_step(
     make_tiny_engine: EngineFactory,

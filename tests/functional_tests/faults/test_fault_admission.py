@@ -10,10 +10,10 @@ import torch
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.planning import request_slots
-from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
+from tests.support.harness import EngineFactory, drain, greedy, make_engine, random_prompts
 
 TOKENS = 12
-PROMPTS = random_prompts(71, (5, 9, 18, 7), TINY.vocab_size)
+PROMPTS = random_prompts(71, (5, 9, 18, 7))
 POOL = {"max_requests": 3, "num_kv_blocks": 24, "block_size_tokens": 8}
 
 PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
@@ -48,7 +48,6 @@ def expected(tiny_model: torch.nn.Module, params: list[Any]) -> list[list[int]]:
 @pytest.mark.pairs
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_an_admission_that_raises_is_made_later(
     make_tiny_engine: EngineFactory,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,7 +84,6 @@ def test_an_admission_that_raises_is_made_later(
     assert [future.result().generated_tokens for future in futures] == expected
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_the_last_of_several_admissions_raises(
     make_tiny_engine: EngineFactory, lookahead: int
 ) -> None:

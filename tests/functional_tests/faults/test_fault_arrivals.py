@@ -12,7 +12,6 @@ from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.engine.listener import EngineListener
 from megatron_async.errors import RequestError
 from tests.support.harness import (
-    TINY,
     EngineFactory,
     assert_all_is_back,
     drain,
@@ -23,7 +22,7 @@ from tests.support.harness import (
 from tests.support.patience import PATIENCE_S
 
 TOKENS = 12
-PROMPTS = random_prompts(81, (7, 5), TINY.vocab_size)
+PROMPTS = random_prompts(81, (7, 5))
 
 
 class Panic(BaseException):

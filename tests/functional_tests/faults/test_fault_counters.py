@@ -15,12 +15,12 @@ from megatron_async.requests.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
 )
-from tests.support.harness import TINY, EngineFactory, greedy, random_prompts
+from tests.support.harness import EngineFactory, greedy, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.step_watch import StepWatch
 
 TOKENS = 24
-PROMPTS = random_prompts(51, (9, 14, 40, 5), TINY.vocab_size)
+PROMPTS = random_prompts(51, (9, 14, 40, 5))
 LONG = 20
 CRAMPED = {"num_kv_blocks": 21, "block_size_tokens": 4, "max_requests": 4, "max_tokens": 20}
 

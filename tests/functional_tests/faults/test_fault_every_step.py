@@ -9,9 +9,9 @@ import torch
 
 from megatron_async import Status
 from megatron_async.errors import StepFailed
-from tests.support.harness import TINY, drain, greedy, make_engine, random_prompts
+from tests.support.harness import drain, greedy, make_engine, random_prompts
 
-PROMPTS = random_prompts(5, (20, 70, 100, 3), TINY.vocab_size)
+PROMPTS = random_prompts(5, (20, 70, 100, 3))
 POISON = 2
 MOST_STEPS = 200
 
@@ -63,4 +63,3 @@ def test_failures_end(tiny_model: torch.nn.Module, lookahead: int, fails: str) -
     after = engine.generate(PROMPTS, greedy(6))
     assert [r.generated_tokens for r in after] == expected
     drain(engine)
-    engine.close()

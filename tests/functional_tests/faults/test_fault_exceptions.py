@@ -12,12 +12,12 @@ import pytest
 from megatron_async import DynamicInferenceEngine, Status
 from megatron_async.errors import StepFailed
 from megatron_async.requests.streaming import RequestStream
-from tests.support.harness import TINY, EngineFactory, drain, greedy, random_prompts
+from tests.support.harness import EngineFactory, drain, greedy, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.step_watch import StepWatch
 
 TOKENS = 16
-PROMPTS = random_prompts(61, (7, 12, 4, 9), TINY.vocab_size)
+PROMPTS = random_prompts(61, (7, 12, 4, 9))
 
 
 class MadeUpError(Exception):

@@ -141,7 +141,6 @@ def test_a_recording_of_a_step_that_was_cut_short_is_incomplete(tmp_path: Path) 
     drain(engine)
     with pytest.raises(RecordingError, match=r"incomplete .*cut short by MemoryError"):
         recorder.close()
-    engine.close()
 
 
 def test_a_leader_that_was_cut_short_ends_its_job() -> None:

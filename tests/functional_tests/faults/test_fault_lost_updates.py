@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine
-from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engine, random_prompts
+from tests.support.harness import EngineFactory, drain, greedy, make_engine, random_prompts
 
-FORMER, RUNNING, PAUSED, NEWCOMER = random_prompts(17, (20, 8, 16, 7), TINY.vocab_size)
+FORMER, RUNNING, PAUSED, NEWCOMER = random_prompts(17, (20, 8, 16, 7))
 PROMPTS = {"running": RUNNING, "paused": PAUSED, "newcomer": NEWCOMER}
 TOKENS = {"running": 10, "paused": 10, "newcomer": 8}
 CALLS = range(1, 9)
@@ -54,7 +54,6 @@ def expected(tiny_model: torch.nn.Module) -> dict[str, list[int]]:
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("where", "error"),

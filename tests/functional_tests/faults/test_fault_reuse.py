@@ -16,7 +16,6 @@ from megatron_async import DynamicInferenceEngine
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.devices import Chaos, CpuDevice, Device
 from tests.support.harness import (
-    TINY,
     assert_all_is_back,
     drain,
     greedy,
@@ -27,7 +26,7 @@ from tests.support.late_device import LateDevice
 from tests.support.poison import poison_blocks
 
 TOKENS = 20
-PROMPTS = random_prompts(41, (6, 17, 11, 4, 25, 9), TINY.vocab_size)
+PROMPTS = random_prompts(41, (6, 17, 11, 4, 25, 9))
 CRAMPED = {
     "num_kv_blocks": 24,
     "block_size_tokens": 2,

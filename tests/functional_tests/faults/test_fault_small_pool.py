@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.harness import TINY, EngineFactory, greedy, random_prompts
+from tests.support.harness import EngineFactory, greedy, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.step_watch import StepWatch
 
 REQUESTS, TOKENS = 10, 18
-PROMPTS = random_prompts(71, [4 + number % 9 for number in range(REQUESTS)], TINY.vocab_size)
+PROMPTS = random_prompts(71, [4 + number % 9 for number in range(REQUESTS)])
 BLOCK = 2
 LONGEST = max(map(len, PROMPTS)) + TOKENS
 TWO_REQUESTS = 2 * -(-(LONGEST - 1) // BLOCK)

@@ -18,7 +18,7 @@ from megatron_async.observe.tracer import Tracer
 from megatron_async.planning.step_plan import StepPlan
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.drafters import DRAFTERS
-from tests.support.harness import greedy, make_engine, make_model
+from tests.support.harness import drain, greedy, make_engine, make_model
 from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.nvtx_log import NvtxLog, injection, read_log
 from tests.support.ranks import run_ranks
@@ -116,8 +116,7 @@ def _alone() -> Seen:
     engine.step_modern()
     engine.step_modern()
     engine.add_request(1, list(range(20)), greedy(2, return_log_probs=True))
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     engine.close()
     torch.cuda.nvtx.mark("captured")
     drafter = DRAFTERS["oracle"]([[*range(40)]], 128)

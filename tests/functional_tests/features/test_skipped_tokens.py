@@ -108,7 +108,6 @@ def test_what_is_asked_for_changes_tokens(
 @pytest.mark.pairs
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 @pytest.mark.parametrize("device", [CpuDevice, LateDevice, CapturingCpu])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_skipped_tokens_count(
     model: torch.nn.Module,
     earlier: list[Job],
@@ -149,13 +148,11 @@ def test_skipped_tokens_count(
     engine.reset_prefix_cache()
     assert_all_is_back(engine)
     blocks.check_free_blocks()
-    engine.close()
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 @pytest.mark.parametrize("every", [2, 3, 5])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_evicted_requests_find_their_own_tokens(
     model: torch.nn.Module,
     later: list[Job],
@@ -202,7 +199,6 @@ def test_evicted_requests_find_their_own_tokens(
     engine.reset_prefix_cache()
     assert_all_is_back(engine)
     blocks.check_free_blocks()
-    engine.close()
 
 
 def serve(engine: DynamicInferenceEngine, jobs: list[Job], first_id: int = 0) -> list[list[int]]:

@@ -60,7 +60,6 @@ def test_another_engine_runs_in_the_middle_of_a_step(model: torch.nn.Module) -> 
     accepted = [each.stats()["accepted_tokens"] for each in (alone, engine)]
     assert accepted[0] == accepted[1]
     engine.close()
-    other.close()
 
 
 def test_two_engines_on_two_threads(model: torch.nn.Module) -> None:

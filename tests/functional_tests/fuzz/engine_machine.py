@@ -25,12 +25,12 @@ from megatron_async.requests.inference_request import DynamicInferenceRequest
 from tests.functional_tests.fuzz.fuzz_requests import (
     MAX_SEQUENCE,
     Ask,
+    SerialAnswers,
+    TrackedRequest,
     asks,
     engine_settings,
     snapshot_settings,
 )
-from tests.functional_tests.fuzz.serial_answers import SerialAnswers
-from tests.functional_tests.fuzz.tracked_request import TrackedRequest
 from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.draft_watches import MtpWatch, NgramWatch, WholeSequences
 from tests.support.drafters import DRAFTERS

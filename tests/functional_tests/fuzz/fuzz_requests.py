@@ -5,6 +5,7 @@ A new sampling parameter is one line of its group; a new output is one line of `
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable
@@ -12,9 +13,15 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from megatron_async import StructuredOutput
+from megatron_async import DynamicInferenceEngine, SamplingParams, Status, StructuredOutput
+from megatron_async.errors import RequestAborted, RequestError, StepFailed
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from tests.support.attention_model import VOCABULARY
+from megatron_async.requests.streaming import RequestStream, StreamChunk
+from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.harness import drain, make_engine
+from tests.support.late_device import LateDevice
+from tests.support.letter_tokenizers import Pieces
+from tests.support.shared_checkers import lend_checkers
 
 MAX_PROMPT, MAX_NEW_TOKENS = 20, 24
 MAX_SEQUENCE = MAX_PROMPT + MAX_NEW_TOKENS
@@ -177,3 +184,160 @@ def equal(found: Any, expected: Any) -> bool:
     if isinstance(found, list | tuple) and isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(equal, found, expected))
     return type(found) is type(expected) and found == expected
+
+
+class TrackedRequest:
+    """A request from its `add_request` to its end.
+
+    Args:
+        engine: that serves it, or has refused it.
+        ask: what for.
+        future: from `add_request`.
+
+    Attributes:
+        request: the engine's.
+        emitted: tokens that steps have reported, in order.
+        is_aborted: whether its owner has aborted it.
+        may_fail: whether it may end with a step that fails.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        ask: Ask,
+        future: asyncio.Future[DynamicInferenceRequest],
+    ) -> None:
+        self._ask = ask
+        new_tokens = ask.sampling["num_tokens_to_generate"]
+        self._is_refused = not _fits(engine, len(ask.prompt), new_tokens)
+        self.request = future.result() if future.done() else engine.get_request(ask.request_id)
+        self.future = future
+        self.emitted: list[int] = []
+        self.is_aborted = self.may_fail = False
+        self._readers: list[tuple[list[StreamChunk], asyncio.Task[None]]] = []
+
+    def read(self, stream: RequestStream, loop: asyncio.AbstractEventLoop) -> None:
+        """Read `stream` whenever `loop` runs."""
+        chunks: list[StreamChunk] = []
+        self._readers.append((chunks, loop.create_task(_read(stream, chunks))))
+
+    @property
+    def readers(self) -> list[asyncio.Task[None]]:
+        """Tasks that read its streams."""
+        return [task for _, task in self._readers]
+
+    def check_end(self, serial: SerialAnswers) -> None:
+        """Check the request and its future, when it is reported as ended."""
+        request = self.request
+        assert self.future.done(), f"nobody was told of {request}"
+        assert self.future.cancelled() or self.future.result() is request
+        if self._is_refused:
+            assert isinstance(request.error, RequestError), request
+            assert request.finish_reason == "error"
+            return
+        assert request.generated_tokens == self.emitted
+        if self.may_fail and isinstance(request.error, StepFailed):
+            assert (request.status, request.finish_reason) == (Status.FAILED, "error")
+            answer = serial.answer(self._ask)
+            assert self.emitted == answer.generated_tokens[: len(self.emitted)]
+            return
+        if self.is_aborted:
+            answer = serial.answer(self._ask, len(self.emitted))
+            assert request.finish_reason == "aborted"
+            assert isinstance(request.error, RequestAborted)
+            for name in CUT_SHORT:
+                found, expected = COMPARED[name](request), COMPARED[name](answer)
+                if found is not None and expected is not None:
+                    expected = expected[: len(request.generated_tokens)]
+                assert equal(found, expected), (name, found, expected)
+            return
+        answer = serial.answer(self._ask)
+        assert request.error is None, request.error
+        assert request.status == Status.COMPLETED
+        for name, output in COMPARED.items():
+            found, expected = output(request), output(answer)
+            assert equal(found, expected), (name, found, expected)
+
+    def check_readers(self) -> None:
+        """Check what the readers got, when the event loop has run."""
+        for chunks, task in self._readers:
+            assert task.done(), f"a reader still waits for {self.request}"
+            if self.is_aborted:
+                assert isinstance(task.exception(), RequestAborted)
+            elif isinstance(self.request.error, StepFailed):
+                assert isinstance(task.exception(), StepFailed)
+            else:
+                assert task.exception() is None, task.exception()
+            tokens = [token for chunk in chunks for token in chunk.tokens]
+            assert tokens == self.request.generated_tokens
+            text = "".join(chunk.text or "" for chunk in chunks)
+            assert text == self.request.generated_text
+
+
+async def _read(stream: RequestStream, chunks: list[StreamChunk]) -> None:
+    async for chunk in stream:
+        chunks.append(chunk)
+
+
+def _fits(engine: DynamicInferenceEngine, prompt: int, new_tokens: int) -> bool:
+    """Whether the engine must serve a request of this size: it may split the prompt, or a step
+    holds it; and it may end alone in the pool. (Its last token needs no place in the cache.)"""
+    config, blocks = engine.context.config, engine.context.blocks.total
+    splits = config.enable_chunked_prefill or prompt <= config.max_tokens
+    return splits and prompt + new_tokens - 1 <= blocks * config.block_size_tokens
+
+
+class SerialAnswers:
+    """Answers of one engine without lookahead, with room for any request; kept once known.
+
+    Args:
+        model: of the engines under test too.
+    """
+
+    def __init__(self, model: AttentionModel) -> None:
+        self._engine = make_engine(
+            model,
+            tokenizer=Pieces(),
+            device=LateDevice(),
+            lookahead=0,
+            max_requests=1,
+            max_sequence_length=MAX_SEQUENCE,
+            num_kv_blocks=1,
+            block_size_tokens=MAX_SEQUENCE,
+            check_integrity=False,
+        )
+        lend_checkers(self._engine)
+        self._answers: dict[str, DynamicInferenceRequest] = {}
+
+    def answer(self, ask: Ask, tokens: int | None = None) -> DynamicInferenceRequest:
+        """The finished request (its id seeds it, if it brings no seed).
+
+        Args:
+            ask: what it asks for.
+            tokens: with a number it may be cut short after so many generated tokens.
+        """
+        owner = None if "seed" in ask.sampling else ask.request_id
+        key = repr((owner, ask.prompt, sorted(ask.sampling.items())))
+        if key in self._answers:
+            return self._answers[key]
+        params = SamplingParams(**ask.sampling)
+        future = self._engine.add_request(ask.request_id, ask.prompt, params)
+        request = self._engine.get_request(ask.request_id)
+        while not future.done() and (tokens is None or request.generated_length < tokens):
+            self._engine.step_modern()
+        if future.done():
+            assert request.succeeded(), request.error
+            self._answers[key] = request
+        else:
+            self._engine.abort_request(ask.request_id)
+        drain(self._engine)
+        return request
+
+    def sequence(self, ask: Ask) -> list[int]:
+        """Prompt and answer, as far as drafts may reach: on after what ends the request, other
+        than a grammar."""
+        most = ask.sampling["num_tokens_to_generate"] + MAX_DRAFTS
+        most = min(most, MAX_SEQUENCE - len(ask.prompt))
+        endless = {name: value for name, value in ask.sampling.items() if name not in STOPPING}
+        endless |= {"num_tokens_to_generate": most, "termination_id": -1}
+        return [*ask.prompt, *self.answer(ask._replace(sampling=endless)).generated_tokens]

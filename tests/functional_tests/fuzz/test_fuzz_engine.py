@@ -53,10 +53,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from megatron_async.engine.step_loop import StepLoop
 from megatron_async.text import structured_output
 from tests.functional_tests.fuzz.engine_machine import EngineMachine
-from tests.functional_tests.fuzz.expert_machine import ExpertMachine
-from tests.functional_tests.fuzz.failing_machine import FailingMachine
 from tests.functional_tests.fuzz.fuzz_requests import MAX_SEQUENCE, Ask
-from tests.functional_tests.fuzz.interrupted_machine import InterruptedMachine
+from tests.functional_tests.fuzz.other_machines import (
+    ExpertMachine,
+    FailingMachine,
+    InterruptedMachine,
+)
 from tests.support.planted_bugs import BUGS, Plant
 from tests.support.planted_state_bugs import INTERRUPT_BUGS
 from tests.support.tiny_launches import use_small_grid
@@ -87,6 +89,11 @@ SEEDS = {
 """Bugs that seed 0 does not find so soon: a seed that does."""
 RARE = {"drafts_of_the_last_owner": 18, "a_match_with_itself": 18}
 """Bugs that need a rare event: a seed that has it soon."""
+
+
+@pytest.fixture(autouse=True)
+def close_engines() -> None:
+    """Machines close theirs; the one that gives the serial answers serves the next test, too."""
 
 
 @pytest.fixture(autouse=True)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
-from megatron_async import DynamicInferenceEngine, SamplingParams
-from megatron_async.devices import CudaDevice
+from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
+from megatron_async.devices import CudaDevice, make_device
+from megatron_async.lab.gpu_profile import (
+    FIRST_KERNEL,
+    device_activities,
+    profile_device,
+)
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.observe.tracer import PARTS
 from tests.support.harness import (
     Job,
+    assert_all_is_back,
     drain,
     greedy,
     make_engine,
@@ -36,15 +45,10 @@ def gpu_model() -> torch.nn.Module:
 
 
 @pytest.fixture
-def make_gpu_engine(
-    watched_engines: list[DynamicInferenceEngine], gpu_model: torch.nn.Module
-) -> EngineFactory:
+def make_gpu_engine(gpu_model: torch.nn.Module) -> EngineFactory:
     def make(**config) -> DynamicInferenceEngine:
-        engine = make_engine(
-            gpu_model, device=CudaDevice(), **{"num_kv_blocks": 128, "max_requests": 16, **config}
-        )
-        watched_engines.append(engine)
-        return engine
+        settings = {"num_kv_blocks": 128, "max_requests": 16, **config}
+        return make_engine(gpu_model, device=CudaDevice(), **settings)
 
     return make
 
@@ -70,7 +74,6 @@ def cpu_tokens() -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_tokens_equal_the_cpus(
     make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], lookahead: int
 ) -> None:
@@ -78,7 +81,6 @@ def test_tokens_equal_the_cpus(
     assert run_at(engine, {0: jobs()}) == cpu_tokens
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_pauses_and_evictions_change_nothing(
     make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], lookahead: int
 ) -> None:
@@ -145,7 +147,6 @@ def test_no_step_waits_in_secret(
 
 
 @pytest.mark.parametrize("asks", [False, True], ids=["tokens", "log probs"])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_copies_of_a_step(make_gpu_engine: EngineFactory, lookahead: int, asks: bool) -> None:
     """To the device only new blocks of a row; to the host log probs, and the samples with them."""
     engine = make_gpu_engine(lookahead=lookahead, block_size_tokens=16)
@@ -186,3 +187,103 @@ def test_a_graph_after_others_are_gone() -> None:
         del graph
     torch.cuda.synchronize()
     assert float(kept[-1].sum()) == 1000.0
+
+
+PROMPTS = random_prompts(3, (5, 33, 1, 64, 17, 90), SMALL.vocab_size)
+LONG = 40
+
+
+def engine_of(gpu_model: torch.nn.Module, **config: object) -> DynamicInferenceEngine:
+    sizes = {"num_kv_blocks": 2000, "max_requests": 8, "max_tokens": 256}
+    return make_engine(gpu_model, device=make_device("cuda"), **{**sizes, **config})
+
+
+@pytest.fixture(scope="module")
+def whole(gpu_model: torch.nn.Module) -> list[list[int]]:
+    jobs = [Job(prompt, greedy(LONG)) for prompt in PROMPTS]
+    return run_at(engine_of(gpu_model, lookahead=0), {0: jobs[:4], 5: jobs[4:]})
+
+
+@pytest.mark.parametrize("graphs", [None, 0], ids=["captured", "eager"])
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_rollback(
+    gpu_model: torch.nn.Module, whole: list[list[int]], lookahead: int, graphs: int | None
+) -> None:
+    cut = [tokens[: tokens.index(tokens[4 + 5 * n]) + 1] for n, tokens in enumerate(whole)]
+    jobs = [
+        Job(prompt, greedy(LONG, termination_id=tokens[-1]))
+        for prompt, tokens in zip(PROMPTS, cut, strict=True)
+    ]
+    engine = engine_of(
+        gpu_model, lookahead=lookahead, invalidation="rollback", num_cuda_graphs=graphs
+    )
+    assert run_at(engine, {0: jobs[:4], 5: jobs[4:]}) == cut
+    assert_all_is_back(engine)
+    stats = engine.stats()
+    assert stats["discarded_steps"] > 0
+    assert stats["zombie_rows"] == 0
+    assert (stats["captured_steps"] > 0) == (graphs is None)
+
+
+def test_suspend_gives_memory_back(
+    gpu_model: torch.nn.Module, whole: list[list[int]], lookahead: int
+) -> None:
+    engine = engine_of(gpu_model, lookahead=lookahead)
+    graphs, cache = engine.controller.graphs, engine.context.gpu_view.kv_cache
+    count = graphs.count
+    futures = [engine.add_request(i, prompt, greedy(LONG)) for i, prompt in enumerate(PROMPTS)]
+    told, seen = [], []
+    for _ in range(3):
+        for _ in range(6):
+            engine.step_modern()
+        before = torch.cuda.mem_get_info()[0]
+        told.append(engine.suspend(free_kv_cache=True))
+        seen.append(torch.cuda.mem_get_info()[0] - before)
+        assert graphs.count == 0
+        engine.resume()
+        assert graphs.count == count > 0
+    # As the driver counts: what other processes on the GPU take at that moment is missing.
+    assert max(told) >= 0.9 * cache.num_bytes
+    assert max(seen) >= 0.9 * cache.num_bytes
+    captured = engine.stats()["captured_steps"]
+    drain(engine)
+    assert engine.stats()["captured_steps"] > captured
+    assert [future.result().generated_tokens for future in futures] == whole
+
+
+MARKERS = [f"{part}_ends" for part in PARTS]
+
+
+def step_often(engine: DynamicInferenceEngine) -> None:
+    for _ in range(4):
+        engine.step_modern()
+
+
+def kernels_of_steps(nvtx: bool) -> list[list[str]]:
+    """Names of the kernels of each profiled step, which is captured and has a draft."""
+    settings = {"num_speculative_tokens": 1, "speculative_method": "ngram", "num_kv_blocks": 32}
+    with LLM("dummy:tiny", device="cuda", nvtx=nvtx, max_requests=4, **settings) as llm:
+        engine = llm.engine
+        engine.add_request(0, [1, 2, 3], greedy(24))
+        step_often(engine)
+        before = engine.stats()["captured_steps"]
+        profiler = profile_device(partial(step_often, engine))
+        assert engine.stats()["captured_steps"] == before + 4
+        steps: list[list[str]] = []
+        for activity in sorted(device_activities(profiler), key=lambda each: each.start_us):
+            if FIRST_KERNEL in activity.name:
+                steps.append([])
+            if steps:
+                steps[-1].append(activity.name)
+    return steps
+
+
+def test_kernels_end_the_parts_of_a_captured_step():
+    steps = kernels_of_steps(nvtx=True)
+    assert len(steps) >= 3
+    for kernels in steps[:-1]:
+        assert [name for name in kernels if name in MARKERS] == MARKERS
+        places = [0, *(kernels.index(name) for name in MARKERS)]
+        assert all(end - start > 1 for start, end in pairwise(places)), kernels
+    plain = kernels_of_steps(nvtx=False)
+    assert not set(MARKERS) & {name for kernels in plain for name in kernels}

@@ -16,6 +16,7 @@ from tests.support.draft_watches import DraftRecorder
 from tests.support.harness import (
     Job,
     assert_all_is_back,
+    drain,
     greedy,
     make_engine,
     make_model,
@@ -196,6 +197,4 @@ def test_steps_wait_for_nothing(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert engine.stats()["accepted_tokens"] > before or method == "mtp"  # of random weights
-    while engine.has_unfinished_requests():
-        engine.step_modern()
-    engine.close()
+    drain(engine)

@@ -64,14 +64,10 @@ def gpu_model() -> torch.nn.Module:
 
 
 @pytest.fixture
-def make_gpu_engine(
-    watched_engines: list[DynamicInferenceEngine], gpu_model: torch.nn.Module
-) -> EngineFactory:
+def make_gpu_engine(gpu_model: torch.nn.Module) -> EngineFactory:
     def make(**config: Any) -> DynamicInferenceEngine:
         settings = {"num_kv_blocks": 128, "max_requests": 8, "max_tokens": 64, **config}
-        engine = make_engine(gpu_model, device=CudaDevice(), **settings)
-        watched_engines.append(engine)
-        return engine
+        return make_engine(gpu_model, device=CudaDevice(), **settings)
 
     return make
 
@@ -111,7 +107,6 @@ def check_same(found: DynamicInferenceRequest, expected: DynamicInferenceRequest
             assert [t for t, _ in place] == [t for t, _ in other]
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("memory", [{}, PRESSURE], ids=["room", "pressure"])
 def test_answers_equal_the_cpus(
     make_gpu_engine: EngineFactory,
@@ -141,7 +136,6 @@ def cpu_sharing_answers() -> Iterator[list[DynamicInferenceRequest]]:
 
 
 @pytest.mark.parametrize("evicts", [False, True])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_tokens_before_the_first_chunk_count(
     make_gpu_engine: EngineFactory,
     cpu_sharing_answers: list[DynamicInferenceRequest],
@@ -210,7 +204,6 @@ def test_prompts_of_whole_blocks(name: str, graphs: int | None) -> None:
     assert (captured > 0) == (graphs is None)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_structured_output(
     make_gpu_engine: EngineFactory, ascii_tokenizer: Any, lookahead: int
 ) -> None:

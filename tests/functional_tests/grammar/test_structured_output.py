@@ -104,8 +104,6 @@ def serial_tokens(tiny_model: torch.nn.Module, ascii_tokenizer: Tokenizer) -> li
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("invalidation", ["reconcile", "rollback"])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("memory", [{}, PRESSURE], ids=["room", "pressure"])
 def test_equal_to_serial_and_valid(
     make_tiny_engine: EngineFactory,

@@ -40,11 +40,11 @@ from tests.support.harness import (
     TINY,
     EngineFactory,
     Job,
-    assert_all_is_back,
     greedy,
     make_model,
     random_prompts,
     run_together,
+    watched,
 )
 
 STATS = {
@@ -146,9 +146,8 @@ def test_one_prompt_needs_no_list(smollm2_llm: LLM, prompt: Any) -> None:
     assert out[0].succeeded()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_ends_of_a_request(make_tiny_engine: EngineFactory, lookahead: int) -> None:
-    prompt = random_prompts(3, [9], TINY.vocab_size)[0]
+    prompt = random_prompts(3, [9])[0]
     tokens = run_together(make_tiny_engine(lookahead=0), [Job(prompt, greedy(30))])[0]
     position = next(i for i in range(3, 30) if tokens[i] not in tokens[:i])
     stop = tokens[position]
@@ -176,7 +175,7 @@ def test_a_request_without_a_limit_ends_where_the_pool_does(
 ) -> None:
     """4 blocks of 16 hold 64 tokens, and the last token of all needs no place."""
     engine = make_tiny_engine(max_sequence_length=512, num_kv_blocks=4, block_size_tokens=16)
-    prompt = random_prompts(3, [9], TINY.vocab_size)[0]
+    prompt = random_prompts(3, [9])[0]
     wished = greedy(30, num_tokens_to_generate=None, termination_id=-1)
     (cut, asked) = engine.generate([prompt, prompt], [wished, greedy(100)])
     assert (cut.finish_reason, len(prompt) + len(cut.generated_tokens)) == ("length", 65)
@@ -187,7 +186,7 @@ def test_a_wish_that_is_cut_is_told_once(
     make_tiny_engine: EngineFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_tiny_engine(max_sequence_length=47, max_requests=8)
-    prompt = random_prompts(3, [9], TINY.vocab_size)[0]
+    prompt = random_prompts(3, [9])[0]
     for output in engine.generate([prompt] * 3, greedy(1000, termination_id=-1)):
         assert len(output.generated_tokens) == 47 - len(prompt)
     (told,) = [record.getMessage() for record in caplog.records if "47" in record.getMessage()]
@@ -207,14 +206,11 @@ def make_trio(model: torch.nn.Module, **config: Any) -> DynamicInferenceEngine:
     )
     context = DynamicInferenceContext(model.config, inference_config)
     controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
-    return DynamicInferenceEngine(controller, context)
+    return watched(DynamicInferenceEngine(controller, context))
 
 
-def test_trio_step_by_step(
-    tiny_model: torch.nn.Module, watched_engines: list[DynamicInferenceEngine]
-) -> None:
+def test_trio_step_by_step(tiny_model: torch.nn.Module) -> None:
     engine = make_trio(tiny_model, async_sched_mode="async")
-    watched_engines.append(engine)
     assert engine.lookahead == 1
     assert not engine.has_unfinished_requests()
     engine.add_request(0, [1, 2, 3], SamplingParams(num_tokens_to_generate=5, termination_id=-1))
@@ -234,13 +230,10 @@ def test_trio_step_by_step(
     assert finished[0].ttft <= finished[0].latency
 
 
-def test_trio_under_asyncio(
-    tiny_model: torch.nn.Module, watched_engines: list[DynamicInferenceEngine]
-) -> None:
+def test_trio_under_asyncio(tiny_model: torch.nn.Module) -> None:
     """Consumers await their futures while another coroutine steps the engine."""
-    jobs = [Job(prompt, greedy(12)) for prompt in random_prompts(5, [3, 17, 1], TINY.vocab_size)]
+    jobs = [Job(prompt, greedy(12)) for prompt in random_prompts(5, [3, 17, 1])]
     engine = make_trio(tiny_model, lookahead=1)
-    watched_engines.append(engine)
     expected = run_together(engine, jobs)
 
     async def consume(number: int) -> list[int]:
@@ -321,19 +314,16 @@ def gpt_name(name: str) -> str:
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_gpt_model(
     tiny_model: torch.nn.Module,
-    watched_engines: list[DynamicInferenceEngine],
     lookahead: int,
 ) -> None:
     gpt = build_gpt_model()
     state = {gpt_name(name): value for name, value in tiny_model.named_parameters()}
     assert state.keys() == dict(gpt.named_parameters()).keys()
     gpt.load_state_dict(state, strict=False)
-    jobs = [Job(prompt, greedy(30)) for prompt in random_prompts(6, [3, 40, 1], TINY.vocab_size)]
+    jobs = [Job(prompt, greedy(30)) for prompt in random_prompts(6, [3, 40, 1])]
     engines = [make_trio(model, lookahead=lookahead) for model in (tiny_model, gpt)]
-    watched_engines += engines
     hybrid_tokens, gpt_tokens = (run_together(engine, jobs) for engine in engines)
     assert gpt_tokens == hybrid_tokens
-    assert_all_is_back(engines[1])
 
 
 def test_model_without_paged_attention() -> None:

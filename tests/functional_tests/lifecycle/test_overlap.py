@@ -23,7 +23,7 @@ def medium_model() -> torch.nn.Module:
 
 
 def run_steady_decode(
-    engines: list[DynamicInferenceEngine], model: torch.nn.Module, lookahead: int
+    model: torch.nn.Module, lookahead: int
 ) -> tuple[DynamicInferenceEngine, Timeline]:
     """A batch that decodes together, from the first step to the last."""
     timeline = Timeline()
@@ -35,7 +35,6 @@ def run_steady_decode(
         block_size_tokens=16,
         max_requests=ROWS,
     )
-    engines.append(engine)
     for number, prompt in enumerate(random_prompts(0, [8] * ROWS, MEDIUM.vocab_size)):
         engine.add_request(number, prompt, greedy(DECODE_STEPS))
     drain(engine)
@@ -65,20 +64,16 @@ def prepared_during(timeline: Timeline) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
-def test_overlap_ratio(
-    watched_engines: list[DynamicInferenceEngine], medium_model: torch.nn.Module, lookahead: int
-) -> None:
-    engine, _ = run_steady_decode(watched_engines, medium_model, lookahead)
+def test_overlap_ratio(medium_model: torch.nn.Module, lookahead: int) -> None:
+    engine, _ = run_steady_decode(medium_model, lookahead)
     stats = engine.stats()
     assert stats["steps"] == DECODE_STEPS
     assert stats["overlap_ratio"] == (1.0 if lookahead else 0.0)
     assert stats["zombie_rows"] == 0  # length limits are known before a launch
 
 
-def test_next_step_is_prepared_during_this_one(
-    watched_engines: list[DynamicInferenceEngine], medium_model: torch.nn.Module
-) -> None:
-    _, timeline = run_steady_decode(watched_engines, medium_model, lookahead=1)
+def test_next_step_is_prepared_during_this_one(medium_model: torch.nn.Module) -> None:
+    _, timeline = run_steady_decode(medium_model, lookahead=1)
     within, queued = prepared_during(timeline)
     assert len(queued) >= 0.9 * len(STEADY_STEPS), queued
     assert within, timeline.spans
@@ -90,8 +85,6 @@ def test_next_step_is_prepared_during_this_one(
         assert waits[step - 1].end_us <= prepares[step + 1].start_us
 
 
-def test_serial_prepares_after_the_step(
-    watched_engines: list[DynamicInferenceEngine], medium_model: torch.nn.Module
-) -> None:
-    _, timeline = run_steady_decode(watched_engines, medium_model, lookahead=0)
+def test_serial_prepares_after_the_step(medium_model: torch.nn.Module) -> None:
+    _, timeline = run_steady_decode(medium_model, lookahead=0)
     assert prepared_during(timeline) == ([], [])

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
+from megatron_async.config import InferenceConfig
 from megatron_async.errors import RecordingError
+from megatron_async.lab import simulator
+from megatron_async.lab.arrival_trace import TraceRequest
+from megatron_async.lab.device_times import MACHINES
+from megatron_async.lab.model_shape import ModelShape
 from megatron_async.lab.recorder import Recorder
 from megatron_async.lab.recording import (
     Added,
@@ -22,6 +29,8 @@ from megatron_async.lab.recording import (
 from megatron_async.lab.replay import Replay, describe_state
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.planning import dynamic_context
+from megatron_async.planning.prefix_cache import NOTHING, PrefixCache
+from tests.support.attention_model import VOCABULARY
 from tests.support.harness import (
     TINY,
     EngineFactory,
@@ -32,7 +41,7 @@ from tests.support.harness import (
     random_prompts,
 )
 from tests.support.letter_tokenizers import make_ascii_tokenizer
-from tests.support.schedules import random_schedule, run_schedule
+from tests.support.schedules import random_schedule, run_schedule, sharing_schedule
 
 
 class Letters:
@@ -59,7 +68,6 @@ def record_schedule(
     return engine
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_replays_plan_for_plan(make_tiny_engine, tmp_path, lookahead):
     pressed = 0
     for seed in range(6):
@@ -71,7 +79,6 @@ def test_replays_plan_for_plan(make_tiny_engine, tmp_path, lookahead):
     assert pressed, "no schedule came under memory pressure"
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("shape", ["tiny-hybrid", "tiny-gated-delta"])
 def test_hybrids_replay(tmp_path, shape, lookahead):
     """With chunks that end where scans are cut, and requests that pause and are evicted."""
@@ -142,7 +149,7 @@ def test_state_at_a_step(make_tiny_engine, tmp_path):
         max_requests=2, block_size_tokens=4, num_kv_blocks=20, max_tokens=64, lookahead=1
     )
     recorder = Recorder(engine, path)
-    for number, prompt in enumerate(random_prompts(0, (5, 9, 3), TINY.vocab_size)):
+    for number, prompt in enumerate(random_prompts(0, (5, 9, 3))):
         engine.add_request(number, prompt, greedy(10))
     for _ in range(4):
         engine.step_modern()
@@ -168,7 +175,7 @@ def test_stop_words_replay_without_a_tokenizer(make_tiny_engine, tmp_path):
     engine = make_tiny_engine(lookahead=1, tokenizer=Letters())
     recorder = Recorder(engine, path)
     words = [chr(200 + token) for token in range(0, TINY.vocab_size, 4)]
-    prompts = random_prompts(5, (3, 17, 8), TINY.vocab_size)
+    prompts = random_prompts(5, (3, 17, 8))
     requests = engine.generate(prompts, [greedy(40, stop_words=words)] * 3)
     drain(engine)
     recorder.close()
@@ -194,7 +201,7 @@ def test_all_sampling_parameters_replay(make_tiny_engine, tmp_path):
             num_tokens_total=40, termination_id=8,
         ),
     ]  # fmt: skip
-    requests = engine.generate(random_prompts(5, (30, 4, 8, 5, 9), TINY.vocab_size), params)
+    requests = engine.generate(random_prompts(5, (30, 4, 8, 5, 9)), params)
     drain(engine)
     recorder.close()
     assert [request.error for request in requests] == [None] * 5
@@ -202,7 +209,6 @@ def test_all_sampling_parameters_replay(make_tiny_engine, tmp_path):
     assert Replay(load_recording(path)).run() == engine.statistics.steps
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_structured_output_replays(make_tiny_engine, tmp_path, lookahead):
     """Requests held to a grammar are scheduled apart, and end where it ends."""
     path = tmp_path / "run.rec"
@@ -210,7 +216,7 @@ def test_structured_output_replays(make_tiny_engine, tmp_path, lookahead):
     recorder = Recorder(engine, path)
     outputs = [StructuredOutput(regex="[a-f]{5,9}"), StructuredOutput(choice=["red", "blue"]), None]
     params = [greedy(20, structured_output=output) for output in outputs]
-    requests = engine.generate(random_prompts(5, (3, 17, 8), TINY.vocab_size), params)
+    requests = engine.generate(random_prompts(5, (3, 17, 8)), params)
     drain(engine)
     recorder.close()
     assert requests[1].generated_text in ("red", "blue")
@@ -226,7 +232,7 @@ def test_pauses_and_suspensions_replay(make_tiny_engine, tmp_path):
     path = tmp_path / "run.rec"
     engine = make_tiny_engine(lookahead=2, block_size_tokens=4)
     recorder = Recorder(engine, path)
-    for number, prompt in enumerate(random_prompts(0, (5, 9, 3), TINY.vocab_size)):
+    for number, prompt in enumerate(random_prompts(0, (5, 9, 3))):
         engine.add_request(number, prompt, greedy(30))
     for free_kv_cache in (False, True):
         for _ in range(5):
@@ -253,7 +259,7 @@ def test_what_happens_during_a_wait_replays(make_tiny_engine, tmp_path):
     path = tmp_path / "run.rec"
     engine = make_tiny_engine(lookahead=1, max_requests=3)
     recorder = Recorder(engine, path)
-    prompts = random_prompts(2, (9,) * 12, TINY.vocab_size)
+    prompts = random_prompts(2, (9,) * 12)
 
     async def serve() -> None:
         runner = asyncio.create_task(engine.run_engine())
@@ -290,11 +296,98 @@ def test_a_failed_step_fails_again(make_tiny_engine, tmp_path, monkeypatch):
         return forward(view)
 
     monkeypatch.setattr(wrapper, "forward", fail_once)
-    results = engine.generate(random_prompts(1, (4, 5), TINY.vocab_size), greedy(8))
-    results += engine.generate(random_prompts(1, (4,), TINY.vocab_size), greedy(8))
+    results = engine.generate(random_prompts(1, (4, 5)), greedy(8))
+    results += engine.generate(random_prompts(1, (4,)), greedy(8))
     drain(engine)
     recorder.close()
     assert [result.succeeded() for result in results] == [False, False, True]
     replay = Replay(load_recording(path))
     assert replay.run() == engine.statistics.steps
     assert replay.engine.statistics.failed_steps == 1
+
+
+SCHEDULES = 8
+
+
+def test_replays_find_the_same(tiny_model: torch.nn.Module, tmp_path: Path, lookahead: int) -> None:
+    """Pauses, evictions and aborts of requests that share blocks."""
+    hits = evictions = 0
+    for seed in range(SCHEDULES):
+        path, schedule = tmp_path / f"{seed}.rec", sharing_schedule(seed, 1)
+        config = {**schedule.config, "lookahead": lookahead, "enable_prefix_caching": True}
+        engine = make_engine(tiny_model, **config)
+        recorder = Recorder(engine, path)
+        run_schedule(engine, schedule)
+        recorder.close()
+        engine.close()
+        recording, stats = load_recording(path), engine.stats()
+        replay = Replay(recording)
+        assert replay.run() == engine.statistics.steps
+        assert replay.engine.stats()["prefix_cache_hits"] == stats["prefix_cache_hits"]
+        launches = [event for event in recording.events if isinstance(event, Launched)]
+        found = sum(launched.cached[0] for launched in launches)
+        assert found == stats["prefix_cache_hits"]
+        hits, evictions = hits + found, evictions + stats["evictions"]
+    assert hits > 0
+    assert evictions > 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefix_caching_mamba_gb": 4e-4}], ids=str)
+def test_replays_share_states(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The replay, which has no model, counts the same rows of states."""
+    model, path = make_model(DUMMY_SHAPES["tiny-hybrid"]), tmp_path / "run.rec"
+    engine = make_engine(
+        model, block_size_tokens=16, max_requests=3, max_tokens=300, enable_prefix_caching=True,
+        **changes,
+    )  # fmt: skip
+    recorder, text = Recorder(engine, path), [n * n % 97 for n in range(400)]
+    for number in range(6):
+        prompt = [*text[: 130 + 40 * number], number]
+        engine.add_request(number, prompt, greedy(140))
+        for _ in range(30):
+            engine.step_modern()
+    drain(engine)
+    recorder.close()
+    engine.close()
+    replay = Replay(load_recording(path))
+    assert replay.run() == engine.statistics.steps
+    stats, again = engine.stats(), replay.engine.stats()
+    assert stats["prefix_cache_snapshot_hits"] > 0
+    for name in ("hits", "snapshots", "snapshot_hits", "snapshot_evictions", "lost_no_state"):
+        assert stats[f"prefix_cache_{name}"] == again[f"prefix_cache_{name}"], name
+
+
+def test_another_cache_is_noticed(
+    tiny_model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompt = tmp_path / "run.rec", list(range(13))
+    engine = make_engine(
+        tiny_model, lookahead=0, block_size_tokens=4, max_requests=2, enable_prefix_caching=True
+    )
+    recorder = Recorder(engine, path)
+    for request_id in range(2):
+        engine.add_request(request_id, prompt, greedy(3))
+        drain(engine)
+    recorder.close()
+    engine.close()
+    monkeypatch.setattr(PrefixCache, "look_up", lambda *_: NOTHING)
+    with pytest.raises(RecordingError, match=r"found 0 tokens in the cache .* instead of 12 and"):
+        Replay(load_recording(path)).run()
+
+
+def test_a_simulation_shares_blocks() -> None:
+    """What is found in the cache takes no time, and is not counted as computed twice."""
+    prompt = np.arange(600, dtype=np.int32) % VOCABULARY
+    trace = [TraceRequest(at, prompt, 20) for at in (0.0, 0.01, 0.02)]
+    shape = ModelShape.of_architecture(DUMMY_SHAPES["llama-3.1-8b"], "bfloat16")
+    config = InferenceConfig(
+        num_kv_blocks=130, block_size_tokens=16, max_requests=4, max_tokens=1024, lookahead=1,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    machine = MACHINES["h200:llama-3.1-8b"]
+    plain = simulator.simulate(trace, shape, config, machine)
+    cached = simulator.simulate(trace, shape, replace(config, enable_prefix_caching=True), machine)
+    assert (plain.recomputed_tokens, cached.recomputed_tokens) == (0, 0)
+    assert cached.served.requests[0].ttft_s == plain.served.requests[0].ttft_s
+    for with_cache, without in zip(cached.served.requests[1:], plain.served.requests[1:]):
+        assert with_cache.ttft_s < 0.8 * without.ttft_s

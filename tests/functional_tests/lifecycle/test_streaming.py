@@ -20,7 +20,7 @@ from tests.support.harness import TINY, EngineFactory, drain, greedy, make_engin
 from tests.support.patience import PATIENCE_S
 
 TOKENS = 30
-PROMPTS = random_prompts(11, (4, 19, 33, 7), TINY.vocab_size)
+PROMPTS = random_prompts(11, (4, 19, 33, 7))
 
 
 class Bytes:
@@ -86,7 +86,6 @@ def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("at_every_step")
 @pytest.mark.parametrize("pressed", [False, True], ids=["roomy", "evictions"])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_chunks_add_up(make_tiny_engine: EngineFactory, lookahead: int, pressed: bool) -> None:
     memory = {"num_kv_blocks": 9, "block_size_tokens": 8, "paused_buffer_size_gb": 1e-9}
     engine = make_tiny_engine(lookahead=lookahead, tokenizer=Bytes(), **(memory if pressed else {}))
@@ -214,7 +213,6 @@ class Counting(np.ndarray):
 
 @pytest.mark.usefixtures("at_every_step")
 @pytest.mark.parametrize("with_pieces", [False, True], ids=["any tokenizer", "byte-level"])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_long_answer_costs_what_is_new(
     make_tiny_engine: EngineFactory, lookahead: int, with_pieces: bool
 ) -> None:
@@ -258,7 +256,6 @@ def test_a_long_answer_costs_what_is_new(
     assert decoded <= (length if with_pieces else 30 * length)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_only_first_tokens_and_ends_are_told_at_once(
     make_tiny_engine: EngineFactory, lookahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,7 +317,6 @@ def test_readers_are_woken_although_nobody_steps_any_more(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_two_engines_on_one_loop(make_tiny_engine: EngineFactory, lookahead: int) -> None:
     """Both get on, and a coroutine that has nothing to do with them is served meanwhile."""
 

@@ -21,7 +21,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import hybrid_stack_spec, transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
 from tests.support.compat_models import VOCABULARY, gpt_config, logits_of, make_gpt
-from tests.support.harness import TINY, drain, greedy, make_engine, make_model, random_prompts
+from tests.support.harness import TINY, greedy, make_engine, make_model, random_prompts
 
 TOKENS = 12
 PROMPTS = random_prompts(4, (70, 3, 25), VOCABULARY)
@@ -66,7 +66,6 @@ def megatron_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("megatron_on_a_cpu")
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("name", SERVED)
 def test_tokens_and_log_probs_are_megatrons(name: str, lookahead: int) -> None:
     changes, options = SERVED[name]
@@ -90,8 +89,6 @@ def test_tokens_and_log_probs_are_megatrons(name: str, lookahead: int) -> None:
         assert request.generated_log_probs
         found = torch.tensor(request.prompt_log_probs + request.generated_log_probs)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
-    drain(engine)
-    engine.close()
 
 
 @pytest.mark.usefixtures("megatron_on_a_cpu")
@@ -298,10 +295,9 @@ def test_a_hybrid_model_with_rope_of_its_own() -> None:
     )
     model.load_state_dict(dict(ours.named_parameters()), strict=False)
     described.rotary_base = 123.0
-    prompt = random_prompts(1, (30,), TINY.vocab_size)
+    prompt = random_prompts(1, (30,))
     tokens = []
     for one in (model, ours):
         engine = make_engine(one, max_sequence_length=64)
         tokens.append(engine.generate(prompt, greedy(8))[0].generated_tokens)
-        engine.close()
     assert tokens[0] == tokens[1]

@@ -29,6 +29,7 @@ from tests.support.harness import (
     Job,
     alone_once,
     assert_all_is_back,
+    drain,
     greedy,
     make_engine,
     make_model,
@@ -65,7 +66,6 @@ def serial(model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
 
 
 @pytest.mark.parametrize("budget", [200, 13])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_equal_prompts_cost_one_prefill(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, budget: int
 ) -> None:
@@ -81,12 +81,9 @@ def test_equal_prompts_cost_one_prefill(
     stats = engine.stats()
     assert stats["prefill_tokens"] == 40 + 7
     assert (stats["prefix_cache_queries"], stats["prefix_cache_hits"]) == (8 * 40, 7 * 39)
-    assert_all_is_back(engine)
-    engine.close()
 
 
 @pytest.mark.parametrize("length", range(15, 26))
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_warm_equals_cold(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, length: int
 ) -> None:
@@ -97,11 +94,9 @@ def test_warm_equals_cold(
     assert [run_at(engine, {0: [job]})[0] for job in jobs] == expected
     hits = engine.stats()["prefix_cache_hits"]
     assert hits == length // 4 * 4 + min((length + 1) // 4 * 4, length)
-    engine.close()
 
 
 @pytest.mark.parametrize("size", [2, 4, 1])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_prompt_of_whole_blocks(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, size: int
 ) -> None:
@@ -125,14 +120,11 @@ def test_a_prompt_of_whole_blocks(
         assert run_at(engine, {0: [cold]}) == alone_once(serial, [cold])
         before = engine.stats()["prefill_tokens"]
         futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(jobs)]
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
         found = [future.result() for future in futures]
         assert [each.generated_tokens for each in found] == alone_once(serial, jobs)
         assert engine.stats()["prefill_tokens"] - before == len(jobs)
         assert {each.num_cached_tokens for each in found} == {length - 1}
-    assert_all_is_back(engine)
-    engine.close()
 
 
 def test_experts_meet_a_token_that_is_computed_again() -> None:
@@ -147,8 +139,7 @@ def test_experts_meet_a_token_that_is_computed_again() -> None:
     params, found = greedy(4, return_log_probs=True, skip_prompt_log_probs=True), []
     for number in range(3):
         future = engine.add_request(number, TEXT[:8], params)
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
         found.append(future.result())
     engine.close()
     cold, *warm = found
@@ -157,7 +148,6 @@ def test_experts_meet_a_token_that_is_computed_again() -> None:
         assert each.generated_log_probs == pytest.approx(cold.generated_log_probs, abs=1e-4)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_slots_are_begun_anew(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
 ) -> None:
@@ -181,10 +171,8 @@ def test_slots_are_begun_anew(
     assert run_at(engine, {step: [job] for step, job in enumerate(jobs)}) == expected
     # The first one's prompt is computed, of the others the end alone.
     assert engine.stats()["prefix_cache_hits"] >= 24 * (len(later) - 1)
-    engine.close()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_conversation_computes_what_is_new(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
 ) -> None:
@@ -204,7 +192,6 @@ def test_a_conversation_computes_what_is_new(
         assert engine.stats()["prefill_tokens"] - before == len(prompt) - kept // 4 * 4
         kept = len(prompt) + len(tokens) - 1  # the last token's keys are written by nobody
         prompt = [*prompt, *tokens, *TEXT[number : number + 3]]
-    engine.close()
 
 
 def test_answers_are_found_while_they_grow(
@@ -218,10 +205,8 @@ def test_answers_are_found_while_they_grow(
     found = run_at(engine, {0: [first], 38: [second]})
     assert found == [answer, alone_once(serial, [second])[0]]
     assert engine.stats()["prefix_cache_hits"] >= 32
-    engine.close()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_an_evicted_request_finds_its_own_blocks(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
 ) -> None:
@@ -232,8 +217,6 @@ def test_an_evicted_request_finds_its_own_blocks(
     stats = engine.stats()
     assert stats["evictions"] > 0
     assert stats["prefix_cache_hits"] > 0
-    assert_all_is_back(engine)
-    engine.close()
 
 
 def test_more_shared_entries_than_blocks(
@@ -244,7 +227,6 @@ def test_more_shared_entries_than_blocks(
     engine = caching(model, num_kv_blocks=34, max_tokens=200)
     assert run_at(engine, {0: jobs[:1], 1: jobs[1:]}) == expected
     assert engine.stats()["prefix_cache_hits"] == 7 * 64
-    engine.close()
 
 
 def test_salts_keep_tenants_apart(model: torch.nn.Module) -> None:
@@ -253,11 +235,9 @@ def test_salts_keep_tenants_apart(model: torch.nn.Module) -> None:
         job = Job(TEXT[:40], replace(greedy(3), cache_salt=salt))
         before = engine.stats()["prefix_cache_hits"]
         future = engine.add_request(0, job.prompt, job.params)
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
         assert engine.stats()["prefix_cache_hits"] - before == hits
         assert future.result().num_cached_tokens == hits
-    engine.close()
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -285,11 +265,9 @@ def test_a_hash_alone_is_not_believed(
     for salt in (None, "a"):
         for prompt, tokens in zip(prompts, expected, strict=True):
             future = engine.add_request(0, prompt, replace(greedy(12), cache_salt=salt))
-            while engine.has_unfinished_requests():
-                engine.step_modern()
+            drain(engine)
             assert future.result().generated_tokens == tokens
             found.append(future.result().num_cached_tokens)
-    engine.close()
     assert found == [0, 20, 0, 39, 0, 0, 0, 0]
 
 
@@ -302,15 +280,13 @@ def test_log_probs_of_a_prompt_are_computed(
     futures = []
     for number in range(2):
         futures.append(engine.add_request(number, job.prompt, job.params))
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
     assert engine.stats()["prefix_cache_hits"] == 0
     first, second = (future.result().prompt_log_probs for future in futures)
     assert first == second
     assert len(first) == 39
     run_at(engine, {0: [Job(TEXT[:40], greedy(3))]}, first_id=5)
     assert engine.stats()["prefix_cache_hits"] == 39
-    engine.close()
 
 
 def test_random_schedules(model: torch.nn.Module, serial: DynamicInferenceEngine) -> None:
@@ -352,7 +328,6 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 6))
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_the_donor_goes(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, steps: int
 ) -> None:
@@ -369,13 +344,11 @@ def test_the_donor_goes(
         futures.append(engine.add_request(number, job.prompt, job.params))
     engine.step_modern()
     engine.abort_request(0)
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     assert [future.result().generated_tokens for future in futures[1:]] == expected[1:]
     assert engine.stats()["prefix_cache_hits"] > 0
     assert_all_is_back(engine)
     blocks.check_free_blocks()
-    engine.close()
 
 
 def test_what_is_lost_is_told_once(model: torch.nn.Module) -> None:
@@ -399,11 +372,9 @@ def test_what_is_lost_is_told_once(model: torch.nn.Module) -> None:
     lost = cache.take_lost()
     assert set(lost) <= set(hashes(TEXT[:30]))
     assert not set(lost) & set(cache._block_of)
-    engine.close()
 
 
 @pytest.mark.parametrize("failing", range(6))
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_failed_steps_blocks_are_not_found(
     model: torch.nn.Module,
     serial: DynamicInferenceEngine,
@@ -424,19 +395,15 @@ def test_a_failed_steps_blocks_are_not_found(
 
     monkeypatch.setattr(engine.controller, "enqueue_step", fail_once)
     futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(jobs)]
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     ended = [future.result() for future in futures]
     assert sum(request.error is not None for request in ended) > 0
     for request, tokens in zip(ended, expected):
         assert request.error is not None or request.generated_tokens == tokens
     # Whoever comes later finds what was written, and nothing else.
     late = [engine.add_request(10 + n, job.prompt, job.params) for n, job in enumerate(jobs)]
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     assert [future.result().generated_tokens for future in late] == expected
-    assert_all_is_back(engine)
-    engine.close()
 
 
 @pytest.mark.parametrize("failing", range(1, 12))
@@ -463,11 +430,9 @@ def test_a_failed_step_feeds_no_token(
 
     monkeypatch.setattr(engine.controller, "enqueue_step", fail_once)
     future = engine.add_request(0, TEXT[:6], greedy(30))
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     assert future.result().error is not None
     assert run_at(engine, {0: [late]}, first_id=1)[0] == expected
-    engine.close()
 
 
 @pytest.mark.parametrize("way", ["reset", "suspend", "in flight"])
@@ -485,12 +450,9 @@ def test_what_is_forgotten(
         engine.resume()
     else:
         engine.reset_prefix_cache()
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     assert future.result().generated_tokens == expected
     assert run_at(engine, {0: [job]}, first_id=1)[0] == expected
     assert engine.stats()["prefix_cache_hits"] == 0
     assert run_at(engine, {0: [job]}, first_id=2)[0] == expected
     assert engine.stats()["prefix_cache_hits"] == 39
-    assert_all_is_back(engine)
-    engine.close()

@@ -18,7 +18,15 @@ from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Chaos, CpuDevice
 from tests.support.attention_model import VOCABULARY
 from tests.support.capturing_cpu import CapturingCpu
-from tests.support.harness import Job, alone_once, assert_all_is_back, greedy, make_engine, run_at
+from tests.support.harness import (
+    Job,
+    alone_once,
+    assert_all_is_back,
+    drain,
+    greedy,
+    make_engine,
+    run_at,
+)
 from tests.support.hybrid_model import HYBRID_MODELS, HybridAttentionModel
 from tests.support.late_device import LateDevice
 from tests.support.poison import poison_blocks, poison_states
@@ -64,7 +72,6 @@ def computed(engine: DynamicInferenceEngine, job: Job) -> tuple[list[int], int]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("block_size", [16, 96])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_warm_equals_cold(
     model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, block_size: int
 ) -> None:
@@ -85,8 +92,6 @@ def test_warm_equals_cold(
         prompt = len(job.prompt)
         # The one before has left its state behind its last whole block, and one token is computed.
         assert count == prompt - (prompt - 1) // unit * unit, prompt
-    assert_all_is_back(engine)
-    engine.close()
 
 
 def test_bit_for_bit(model: HybridAttentionModel) -> None:
@@ -96,8 +101,7 @@ def test_bit_for_bit(model: HybridAttentionModel) -> None:
         prompt = [*TEXT[: UNIT + 30], number]
         params = greedy(8, return_log_probs=True, skip_prompt_log_probs=True)
         future = engine.add_request(number, prompt, params)
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
         found = future.result().generated_log_probs
         assert found is not None
         return list(found)
@@ -110,12 +114,10 @@ def test_bit_for_bit(model: HybridAttentionModel) -> None:
     assert (cold.stats()["prefix_cache_snapshot_hits"], cold.stats()["prefix_cache_hits"]) == (0, 0)
     assert warm.stats()["prefix_cache_hits"] == UNIT
     cold.close()
-    warm.close()
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("budget", [2048, 200, 150])
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_equal_prompts_cost_one_prefill(
     model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, budget: int
 ) -> None:
@@ -125,8 +127,6 @@ def test_equal_prompts_cost_one_prefill(
     engine = caching(model, lookahead=lookahead, max_tokens=budget, max_requests=16)
     assert run_at(engine, {0: jobs}) == expected
     assert engine.stats()["prefill_tokens"] == 400 + 7 * (400 - 384)
-    assert_all_is_back(engine)
-    engine.close()
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -147,7 +147,6 @@ def test_where_prompts_part(
     assert stats["prefix_cache_snapshot_hits"] == 3
     # Those of the ends, and the one where they part.
     assert stats["prefix_cache_snapshots"] == 5 + 1
-    engine.close()
 
 
 def test_every_so_often(model: HybridAttentionModel, serial: DynamicInferenceEngine) -> None:
@@ -160,7 +159,6 @@ def test_every_so_often(model: HybridAttentionModel, serial: DynamicInferenceEng
     tokens, count = computed(engine, job)
     assert tokens == alone_once(serial, [job])[0]
     assert count == 701 - 512
-    engine.close()
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -185,8 +183,6 @@ def test_a_conversation_computes_what_is_new(
         known = len(prompt) + len(tokens)
         prompt = [*prompt, *tokens, *OTHER[turn : turn + 10]]
     assert engine.stats()["prefix_cache_snapshots"] <= 2 * TURNS
-    assert_all_is_back(engine)
-    engine.close()
 
 
 def test_one_state_of_decoding_is_kept(model: HybridAttentionModel) -> None:
@@ -196,7 +192,6 @@ def test_one_state_of_decoding_is_kept(model: HybridAttentionModel) -> None:
     assert engine.stats()["prefix_cache_snapshots"] == 1
     turn = Job([*TEXT[:20], *answer, 1], greedy(1))
     assert computed(engine, turn)[1] == 401 - 384
-    engine.close()
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -220,8 +215,6 @@ def test_live_requests_take_the_rows_of_snapshots(
         stats = engine.stats()
         assert stats["prefix_cache_snapshot_hits"] > 0
         assert stats["prefix_cache_snapshot_evictions"] > 0
-        assert_all_is_back(engine)
-        engine.close()
 
 
 @pytest.mark.parametrize("snapshots", [0, 1, 50, -1])
@@ -237,8 +230,6 @@ def test_a_budget_of_their_own(
     stats = engine.stats()
     assert stats["prefix_cache_snapshots"] <= max(snapshots, 0)
     assert (stats["prefix_cache_snapshot_hits"] > 0) == (snapshots > 0)
-    assert_all_is_back(engine)
-    engine.close()
 
 
 def test_an_evicted_request_finds_its_own_state(
@@ -251,12 +242,10 @@ def test_an_evicted_request_finds_its_own_state(
     assert stats["evictions"] > 0
     assert stats["prefix_cache_hits"] > 0
     assert stats["recomputed_tokens"] < stats["evictions"] * 180
-    engine.close()
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("steps", range(1, 6))
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_the_donor_goes(
     model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, steps: int
 ) -> None:
@@ -273,18 +262,15 @@ def test_the_donor_goes(
         futures.append(engine.add_request(number, job.prompt, job.params))
     engine.step_modern()
     engine.abort_request(0)
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     assert [future.result().generated_tokens for future in futures[1:]] == expected[1:]
     assert engine.stats()["prefix_cache_snapshot_hits"] > 0
     assert_all_is_back(engine)
     blocks.check_free_blocks()
-    engine.close()
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("failing", range(8))
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_failed_steps_states_are_not_found(
     model: HybridAttentionModel,
     serial: DynamicInferenceEngine,
@@ -311,15 +297,12 @@ def test_a_failed_steps_states_are_not_found(
             futures.append(engine.add_request(number, job.prompt, job.params))
             for _ in range(4):
                 engine.step_modern()
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+        drain(engine)
         for request, tokens in zip([future.result() for future in futures], expected):
             assert (request.error is not None and first_id == 0) or (
                 request.generated_tokens == tokens
             )
     assert engine.stats()["failed_requests"] > 0
-    assert_all_is_back(engine)
-    engine.close()
 
 
 def test_what_is_forgotten(model: HybridAttentionModel) -> None:
@@ -334,7 +317,6 @@ def test_what_is_forgotten(model: HybridAttentionModel) -> None:
     engine.resume()
     assert computed(engine, Job([*TEXT[:300], 1], greedy(2)))[1] == 301
     assert computed(engine, Job([*TEXT[:300], 1], greedy(2)))[1] == 45
-    engine.close()
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -349,7 +331,6 @@ def test_captured_steps(
     stats = engine.stats()
     assert stats["captured_steps"] > stats["steps"] / 2
     assert stats["prefix_cache_snapshot_hits"] > 2
-    engine.close()
 
 
 def test_late_copies(model: HybridAttentionModel, serial: DynamicInferenceEngine) -> None:
@@ -361,5 +342,3 @@ def test_late_copies(model: HybridAttentionModel, serial: DynamicInferenceEngine
         engine = caching(model, device=CpuDevice(Chaos(seed, 0.2, 0.001)), lookahead=lookahead,
                          max_requests=3, max_tokens=170)  # fmt: skip
         assert run_at(engine, {2 * n: [job] for n, job in enumerate(jobs)}) == expected
-        assert_all_is_back(engine)
-        engine.close()

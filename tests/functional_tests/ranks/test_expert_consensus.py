@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import CpuDevice
+from megatron_async.ranks import finishing
 from megatron_async.ranks.actions import Report, Turn
 from megatron_async.ranks.expert_consensus import SharedExperts
+from megatron_async.ranks.join_group import RankPlace
 from megatron_async.ranks.leader import Leader
+from tests.support.beside_others import BesideOthers
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.harness import (
-    TINY,
     assert_all_is_back,
     drain,
     greedy,
@@ -24,11 +29,13 @@ from tests.support.harness import (
     make_model,
     random_prompts,
 )
+from tests.support.late_device import LateDevice
 from tests.support.memory_channel import FollowingEngine, MemoryCommunicator
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import run_ranks
 
 MODEL = make_model()
-PROMPTS = random_prompts(5, (3, 40, 11, 1, 26), TINY.vocab_size)
+PROMPTS = random_prompts(5, (3, 40, 11, 1, 26))
 
 
 class NoFollowers:
@@ -127,7 +134,6 @@ def generate(prompts: list[list[int]], params: Any) -> Callable[[DynamicInferenc
     return call
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
 def test_different_requests_in_one_shape(lookahead, captures):
     ranks = ExpertRanks(3, captures, lookahead=lookahead, max_requests=4, max_tokens=16)
@@ -220,3 +226,195 @@ def _stop_together(ranks: ExpertRanks) -> None:
     assert early < late
     assert [first] == [second] == alone(PROMPTS[:1], greedy(30))
     ranks.check()
+
+
+IDLE_PROMPTS = [[1, 2, 3], list(range(40, 90)), [7], list(range(30)), [5, 6], [9] * 17, [4], [8, 1]]
+TOGETHER_S = 0.01
+"""Requests of a burst come within about so long of each other."""
+GAP_S = 0.2
+"""How long all ranks are idle between two bursts."""
+BURSTS = (
+    # Numbers of the prompts, by rank: one rank idles, then the other, then both have work.
+    ((0, 1, 2, 3), ()),
+    ((), (4, 5)),
+    ((6,), (7,)),
+)
+
+
+def _llm(**options: Any) -> Any:
+    from megatron_async import LLM
+
+    settings = {"num_kv_blocks": 32, "block_size_tokens": 16, "max_sequence_length": 128}
+    return LLM("dummy:tiny-moe", device="cpu", lookahead=1, **settings, **options)
+
+
+def _params(number: int) -> Any:
+    from megatron_async import SamplingParams
+
+    kind = {"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0.0}
+    return SamplingParams(num_tokens_to_generate=6 + number, termination_id=-1, **kind)
+
+
+async def _serve(engine: Any, rank: int) -> dict[int, Any]:
+    """Answers of a rank's requests, by number of the prompt."""
+    from megatron_async.communication.bootstrap import join_job
+
+    randomly = random.Random(rank)
+    job, loop = join_job(), asyncio.create_task(engine.run_engine())
+    answers = {}
+
+    async def ask(number: int) -> None:
+        await asyncio.sleep(randomly.random() * TOGETHER_S)
+        request = await engine.add_request(number, IDLE_PROMPTS[number], _params(number))
+        answers[number] = list(request.generated_tokens)
+
+    for number, burst in enumerate(BURSTS):
+        await asyncio.gather(*map(ask, burst[rank]))
+        # The next burst begins when this one has ended on all ranks, however slow they are.
+        await asyncio.to_thread(job.exchange, f"burst {number} is answered", "")
+        await asyncio.sleep(GAP_S)
+    while engine.has_unfinished_requests():
+        await asyncio.sleep(0.005)
+    loop.cancel()
+    await asyncio.wait([loop])
+    return answers
+
+
+def _on_a_rank(late: bool) -> tuple[dict[int, Any], int, int, int, int]:
+    """Answers, steps, steps without requests of its own, looks at what the other does, and launches
+    that waited, if they are `late`."""
+    from tests.support.tiny_launches import TickingLaunches
+
+    looks = 0
+    with _llm(expert_model_parallel_size=2, late_launch=late) as llm:
+        ticking = TickingLaunches(llm.engine.launching) if late else None
+        communicator = llm.engine.group._communicator
+        has_started = communicator.has_started
+
+        def watched() -> bool:
+            nonlocal looks
+            looks += 1
+            return has_started()
+
+        communicator.has_started = watched
+        answers = asyncio.run(_serve(llm.engine, llm.data_parallel_rank))
+        statistics = llm.engine.statistics
+        waits = ticking.waits if ticking else 0
+        return answers, statistics.steps, statistics.dummy_steps, looks, waits
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late launches"])
+def test_arrivals_at_random_times_with_idle_gaps(late):
+    with _llm() as llm:
+        outputs = llm.generate(
+            IDLE_PROMPTS, [_params(number) for number in range(len(IDLE_PROMPTS))]
+        )
+    alone = {number: output.generated_tokens for number, output in enumerate(outputs)}
+    ranks = run_ranks(2, partial(_on_a_rank, late))
+    answers = {number: tokens for found in ranks for number, tokens in found[0].items()}
+    assert answers == alone
+    (_, steps, *_), (_, other_steps, *_) = ranks
+    assert steps == other_steps
+    for _, steps, dummy_steps, looks, waits in ranks:
+        assert (waits > 0) == late
+        assert 0 < dummy_steps < steps
+        # Idle for 0.6 s at least: a look every two milliseconds would be 300 more.
+        assert looks < 3 * steps + 60
+
+
+STOP_PROMPTS = random_prompts(5, (3, 40, 11))
+PARAMS = [greedy(12), greedy(12, temperature=0.8, seed=3), greedy(12)]
+FIRST_STOP = 2
+"""Steps before the first stop."""
+
+
+async def step_and_stop(engine: DynamicInferenceEngine) -> None:
+    """Step to the end of all requests; from the third step on, each that waits is stopped."""
+    steps = 0
+    while engine.has_unfinished_requests():
+        step = asyncio.create_task(engine.async_step())
+        await asyncio.sleep(0)  # it launches, and waits if it has to
+        steps += 1
+        if steps > FIRST_STOP and not step.done():
+            engine.pause()
+            engine.unpause()
+        await step
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
+def test_tokens_of_steps_in_flight_are_kept(
+    tiny_model: torch.nn.Module, lookahead: int, steps: int
+) -> None:
+    engine = make_engine(
+        tiny_model, device=LateDevice(), lookahead=lookahead, max_requests=4,
+        max_sequence_length=128, max_tokens=48,
+    )  # fmt: skip
+    expected = [request.generated_tokens for request in engine.generate(STOP_PROMPTS, PARAMS)]
+    engine.loop.join(group := BesideOthers(steps))
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> list[list[int]]:
+        futures = [
+            engine.add_request(number, prompt, params)
+            for number, (prompt, params) in enumerate(zip(STOP_PROMPTS, PARAMS, strict=True))
+        ]
+        await step_and_stop(engine)
+        return [future.result().generated_tokens for future in futures]
+
+    assert loop.run_until_complete(serve()) == expected
+    assert group.launched > 2 * steps
+    assert_all_is_back(engine)
+    engine.close()
+    loop.close()
+
+
+@pytest.fixture
+def idle(tiny_model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
+    """An engine without requests, beside others that run three steps more when it stops."""
+    engine = make_engine(tiny_model, max_requests=4, max_sequence_length=128, max_tokens=48)
+    engine.loop.join(BesideOthers(3))
+    yield engine
+    engine.close()
+
+
+def test_an_idle_engine_reports_the_steps_of_its_stop(idle: DynamicInferenceEngine) -> None:
+    """The loop of an idle engine sleeps until there is a request; nobody else reports these
+    steps, and whoever waits until nothing is left would wait for ever."""
+
+    async def stop() -> None:
+        loop = asyncio.create_task(idle.run_engine())
+        await asyncio.sleep(0.01)
+        idle.pause()
+        assert idle.booking.undelivered
+        async with asyncio.timeout(PATIENCE_S):
+            while idle.has_unfinished_requests():
+                await asyncio.sleep(1e-3)
+        idle.unpause()
+        loop.cancel()
+        await asyncio.wait([loop])
+
+    asyncio.run(stop())
+
+
+def test_who_ends_has_reported_all_before(
+    idle: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that only reports asks the others for a round; those may be gone afterwards."""
+    unreported: list[bool] = []
+
+    class Job:
+        def exchange(self, *_: Any) -> None:
+            unreported.append(idle.has_unfinished_requests())
+
+    monkeypatch.setattr(finishing, "join_job", Job)
+
+    async def end() -> None:
+        idle.pause()
+        loop = asyncio.create_task(idle.run_engine())
+        await finishing.finish_together(idle.has_unfinished_requests, RankPlace(0, 1))
+        loop.cancel()
+        await asyncio.wait([loop])
+
+    asyncio.run(end())
+    assert unreported == [False]

@@ -16,7 +16,6 @@ from megatron_async.engine import arrival
 from megatron_async.errors import JobFailed, RankLost, RanksDisagree, StepFailed
 from megatron_async.ranks import leader, rank_group
 from tests.support.harness import (
-    TINY,
     assert_all_is_back,
     drain,
     greedy,
@@ -27,7 +26,7 @@ from tests.support.harness import (
 from tests.support.memory_channel import FollowingEngine
 from tests.support.patience import PATIENCE_S
 
-PROMPTS = random_prompts(5, (3, 40, 11, 1, 26), TINY.vocab_size)
+PROMPTS = random_prompts(5, (3, 40, 11, 1, 26))
 PARAMS = [
     greedy(20),
     greedy(12, temperature=0.8, top_k=20),
@@ -97,7 +96,6 @@ def pair_of() -> Iterator[Any]:
         pair.follower.close()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -116,7 +114,6 @@ def test_a_follower_does_the_same(pair_of, lookahead, settings):
     pair.end()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_a_follower_finds_the_same_blocks(pair_of, lookahead):
     """In a pool that is too small for all, with salts, and after the cache was reset."""
     pair = pair_of(
@@ -131,8 +128,7 @@ def test_a_follower_finds_the_same_blocks(pair_of, lookahead):
             leader.step_modern()
         if turn == 1:
             leader.reset_prefix_cache()
-        while leader.has_unfinished_requests():
-            leader.step_modern()
+        drain(leader)
     assert leader.stats()["prefix_cache_hits"] > 200
     assert leader.stats()["evictions"] > 0
     drain(leader)
@@ -279,7 +275,6 @@ def test_another_model_is_noticed(pair_of):
         leader.generate(PROMPTS, PARAMS)
     following.join()
     leader.close()
-    follower.close()
 
 
 def test_a_follower_is_not_stepped(pair_of):

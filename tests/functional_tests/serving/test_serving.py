@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.cli import main as cli
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
+from megatron_async.server.fields.asked import Asked
+from megatron_async.serving import connection, coordinator
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.messages import PROTOCOL, ClientHello, Welcome
 from megatron_async.serving.metrics import serve_coordinator_metrics
+from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.replica import Replica
 from tests.support.cards import on_cards
+from tests.support.harness import EngineFactory, greedy
 from tests.support.open_sockets import listening, reachable
 from tests.support.patience import PATIENCE_S, eventually
+from tests.support.plain_peer import Peer
 from tests.support.ranks import Ranks
+from tests.support.served_demo import answer_of, asked_chat, asked_completion, demo
 from tests.support.serving_processes import (
     ENGINE,
     LONG,
@@ -291,3 +303,135 @@ def test_nobody_there() -> None:
         CoordinatorClient("tcp://127.0.0.1:9", connect_timeout_s=0.3)
     with pytest.raises(ConfigurationError, match="no address"):
         CoordinatorClient("nonsense")
+
+
+LIMIT = 20_000
+
+
+@pytest.fixture
+def served(make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A coordinator with a replica, whose messages may have `LIMIT` bytes, and its client."""
+    for module in (connection, coordinator):
+        monkeypatch.setattr(module, "MOST_BYTES", LIMIT)
+    service = Coordinator("tcp://127.0.0.1:*")
+    threads = [threading.Thread(target=service.run, daemon=True)]
+    engine = make_tiny_engine(lookahead=1)
+    replica = Replica(engine, service.address, "tiny", "a")
+    threads.append(threading.Thread(target=lambda: asyncio.run(replica.run()), daemon=True))
+    for thread in threads:
+        thread.start()
+    with CoordinatorClient(service.address) as client:
+        yield service.address, client
+        client.remove_replica("a")
+        threads[1].join(PATIENCE_S)
+    service.stop()
+    threads[0].join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_they_fail_alone(served: Any) -> None:
+    _, client = served
+    with pytest.raises(RequestError, match=f"takes .* bytes, and a message may have {LIMIT}"):
+        client.generate([[1] * LIMIT], greedy(1))
+    long_answer = greedy(1, return_log_probs=True, top_n_logprobs=20, skip_prompt_log_probs=False)
+    large, small = client.generate(
+        [[1, 2, 3] * 60, [1, 2, 3]], [long_answer, greedy(4)], raise_on_failure=False
+    )
+    assert isinstance(large.error, RequestError)
+    assert "the answer cannot be sent" in str(large.error)
+    assert small.error is None
+    assert len(small.generated_tokens) == 4
+
+
+def test_a_stranger_is_cut_off(served: Any) -> None:
+    address, client = served
+    stranger = Peer(address)
+    stranger.say(ClientHello(PROTOCOL))
+    stranger.hear(Welcome)
+    stranger.say(b"x" * (LIMIT + 1))
+    assert stranger.is_cut_off()
+    stranger.close()
+    (answer,) = client.generate([[4, 5]], greedy(3))
+    assert len(answer.generated_tokens) == 3
+
+
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"enum": ["UTC", "CET"]}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("smollm2", max_sequence_length=512)
+
+
+def said(llm: LLM, asked: Asked) -> dict[str, Any]:
+    answer = answer_of(asked, is_stream=False)
+    prompts = [asked.prompts[one.prompt] for one in asked.choices]
+    results = llm.generate(prompts, [one.params for one in asked.choices])
+    for choice, result in zip(answer.choices, results):
+        log_probs = prompt_log_probs = None
+        if result.log_probs is not None:
+            log_probs = TokenLogProbs(np.array(result.log_probs.generated(), np.float32))
+            prompt = result.log_probs.prompt()
+            if prompt is not None:
+                prompt_log_probs = TokenLogProbs(np.array(prompt, np.float32))
+        choice.push(result.generated_tokens, log_probs)
+        choice.end(
+            RequestEnd(
+                result.finish_reason,
+                num_prompt_tokens=len(result.prompt_tokens),
+                stop_words_from=result.stop_words_from,
+                prompt_log_probs=prompt_log_probs,
+            )
+        )
+        if not asked.style.is_scoring and asked.style.id.startswith("cmpl-"):
+            found = choice.whole()["text"]
+            assert found == result.generated_text
+    found = json.loads(answer.body())
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_forced_call_of_a_small_model_is_a_call(llm: LLM) -> None:
+    asked = asked_chat(tools=[CLOCK], tool_choice="required", parallel_tool_calls=False, seed=1)
+    choice = said(llm, asked)["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "clock"
+    assert json.loads(call["function"]["arguments"])["zone"] in ("UTC", "CET")
+
+
+def test_seeds_stop_words_and_defaults(llm: LLM) -> None:
+    fields: dict[str, Any] = {"prompt": "Once upon a time", "seed": 3, "max_tokens": 12}
+    fields["temperature"] = 1
+    both = said(llm, asked_completion(n=2, **fields))["choices"]
+    second = said(llm, asked_completion(**(fields | {"seed": 4})))["choices"][0]
+    assert both[0]["text"] != both[1]["text"] == second["text"]
+    greedy = said(llm, asked_completion(prompt="One, two,", top_p=0, max_tokens=8))
+    text = greedy["choices"][0]["text"]
+    assert text == said(llm, asked_completion(prompt="One, two,", temperature=0, max_tokens=8))[
+        "choices"][0]["text"]  # fmt: skip
+    word = text[3:6]
+    asked = asked_completion(prompt="One, two,", temperature=0, max_tokens=8, stop=word)
+    cut = said(llm, asked)["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == (text[: text.index(word)], "stop")
+
+
+def test_scoring_is_the_log_probs_of_the_prompt(llm: LLM) -> None:
+    ids = [list(demo().tokenizer.tokenize("The capital of France is Paris"))]  # type: ignore[union-attr]
+    asked = asked_completion(prompt=ids, echo=True, logprobs=0, max_tokens=0)
+    found = said(llm, asked)["choices"][0]["logprobs"]
+    expected = llm.generate(ids, asked.choices[0].params)[0].prompt_log_probs
+    assert found["token_logprobs"][0] is None
+    assert found["token_logprobs"][1:] == pytest.approx(expected)
+    assert "".join(found["tokens"]) == "The capital of France is Paris"

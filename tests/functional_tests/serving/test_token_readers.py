@@ -4,6 +4,9 @@ the tokenizer cannot be sent; and whose fault fails whom."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -11,14 +14,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_async import LLM, InferenceConfig, SamplingParams
 from megatron_async.errors import RequestError
+from megatron_async.lab.model_less import ModelLessEngine
+from megatron_async.lab.model_shape import ModelShape
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.planning.step_plan import IntArray, StepPlan
+from megatron_async.serving import connection, token_emitter
 from megatron_async.serving.async_client import AsyncCoordinatorClient
+from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.link import Link
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
-from megatron_async.serving.replica import Replica
+from megatron_async.serving.replica import Replica, serve_replica
+from megatron_async.serving.token_client import TokenClient
 from tests.support.harness import EngineFactory, greedy
 from tests.support.letter_tokenizers import make_ascii_tokenizer
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.ranks import Ranks
+from tests.support.serving_processes import CONFIG, ENGINE
+from tests.support.token_reader import KeepingReader
 
 
 class Reader(TokenReader):
@@ -256,3 +272,149 @@ def test_a_trace_reaches_the_engine_and_the_logs(
     assert about[2].startswith("ended (length): 4 tokens")
     assert about[3] == "goes to replica a."
     assert "temperature=-1.0" in about[-1]
+
+
+STREAMS, SHORTEST = 40, 60
+
+
+class Numbers:
+    """Every step's rows sample its number: tokens of a request that rise are in order."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def sample(self, plan: StepPlan, context: DynamicInferenceContext) -> tuple[IntArray, IntArray]:
+        self.step += 1
+        return np.full(plan.num_rows, self.step, np.int32), np.ones(plan.num_rows, np.int32)
+
+
+async def ask(address: str, secret: bytes | None, connected: list[bool]) -> None:
+    """Requests of many lengths, which come by and by: first tokens and ends are between steps."""
+    client = TokenClient(address, secret=secret)
+    await client.open()
+    await client.card()
+    connected.append(True)
+    readers = []
+    for number in range(STREAMS):
+        length = SHORTEST + 3 * number
+        readers.append((length, KeepingReader()))
+        params = SamplingParams(num_tokens_to_generate=length, termination_id=-1)
+        client.send([1, 2, 3], params, readers[-1][1])
+        await asyncio.sleep(0.001 * (number % 3))
+    for length, reader in readers:
+        end = await asyncio.wait_for(reader.end, PATIENCE_S)
+        assert end.finish_reason == "length"
+        steps = np.diff(reader.got)
+        assert len(reader.got) == length
+        assert (steps > 0).all(), reader.got
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("is_here", "secret"),
+    [(True, None), (False, None), (False, b"0123456789abcdef")],
+    ids=["one host", "two hosts", "two hosts, encrypted"],
+)
+def test_tokens_come_in_order(is_here: bool, secret: bytes | None, monkeypatch: Any) -> None:
+    """Break it: `Link._put` writes although something waits, or `flush` forgets what is left of a
+    message that was written in part."""
+    if sys.platform != "linux" and is_here:
+        pytest.skip("abstract sockets are Linux'")
+    taken: list[int] = []
+    connected: list[bool] = []
+    write = Link._write
+
+    def write_in_part(self: Link, data: bytes | memoryview) -> int:
+        """Now and then the socket is full, or takes a part."""
+        most = (len(data), 5, len(data), 0, 1)[len(taken) % 5] if connected else len(data)
+        taken.append(write(self, data[:most]) if most else 0)
+        return taken[-1]
+
+    monkeypatch.setattr(Link, "_write", write_in_part)
+    if not is_here:
+        monkeypatch.setattr(connection, "connect_here", lambda _: None)
+    monkeypatch.setattr(token_emitter, "EVERY_S", 0.02)  # however slow this machine is now
+    coordinator = Coordinator("tcp://127.0.0.1:*", secret=secret)
+    thread = threading.Thread(target=coordinator.run, daemon=True)
+    thread.start()
+    shape = ModelShape.of_architecture(DUMMY_SHAPES["tiny"], "float32")
+    config = InferenceConfig(
+        max_requests=STREAMS, max_tokens=4 * STREAMS, max_sequence_length=512, num_kv_blocks=1000,
+        block_size_tokens=16, enable_prefix_caching=False, lookahead=1,
+    )  # fmt: skip
+
+    peers: list[list[bool]] = []
+
+    async def main() -> None:
+        engine = ModelLessEngine(shape, config, Numbers())
+        replica = Replica(engine, coordinator.address, "none", "a", secret=secret)
+        running = asyncio.create_task(replica.run())
+        await asyncio.to_thread(asyncio.run, ask(coordinator.address, secret, connected))
+        peers.append([peer.is_here for peer in coordinator._peers.values()])
+        replica.leave()
+        await asyncio.wait_for(running, PATIENCE_S)
+
+    asyncio.run(main())
+    coordinator.stop()
+    thread.join(PATIENCE_S)
+    assert {here for each in peers for here in each} == {is_here}
+
+
+TOKENS = 60
+
+
+def _params() -> SamplingParams:
+    return SamplingParams(num_tokens_to_generate=TOKENS, termination_id=-1, seed=5)
+
+
+def _replica(address: str) -> None:
+    with LLM("dummy:tiny-moe", **ENGINE, expert_model_parallel_size=2) as llm:
+        serve_replica(llm, address, "tiny-moe", "moe")
+
+
+def test_it_helps_until_the_last_has_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "megatron_async")
+    coordinator = Coordinator("tcp://127.0.0.1:*", CONFIG)
+    thread = threading.Thread(target=coordinator.run)
+    thread.start()
+    job = Ranks(2, _replica, coordinator.address)
+    with LLM("dummy:tiny-moe", **ENGINE) as llm:
+        alone = llm.generate([1, 2, 3], _params())[0].generated_tokens
+    with CoordinatorClient(coordinator.address) as client:
+
+        def states() -> dict[str, str]:
+            return {name: each["state"] for name, each in client.stats()["replicas"].items()}
+
+        def interrupt(name: str) -> None:
+            pid = job.processes[int(name[-1])].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGTERM)
+
+        eventually(lambda: len(states()) == 2, "both replicas")
+        stream = client.stream([1, 2, 3], _params())
+        tokens = list(next(stream).tokens)
+        found = client.stats()["replicas"].items()
+        first = next(name for name, each in found if each["unfinished_requests"])
+        other = next(name for name in states() if name != first)
+        with pytest.raises(ValueError, match="drain it"):
+            client.pause_replica(first)
+        client.remove_replica(first)
+        for chunk in stream:
+            tokens += chunk.tokens
+        assert tokens == alone
+        eventually(lambda: states()[first] == "helping", "the first to leave")
+        assert f"Replica {first} has left, and helps" in caplog.text
+        interrupt(first)
+        # A request of the other needs the experts of the one that has left.
+        stream = client.stream([1, 2, 3], _params())
+        tokens = list(next(stream).tokens)
+        assert states() == {first: "helping", other: "ready"}
+        interrupt(other)
+        for chunk in stream:
+            tokens += chunk.tokens
+        assert tokens == alone
+        for outcome in job.join():
+            assert (outcome.exit_code, outcome.error) == (0, "")
+        eventually(lambda: not states(), "both to be gone")
+    coordinator.stop()
+    thread.join(PATIENCE_S)

@@ -93,7 +93,6 @@ def test_prompts_in_chunks(name: str, chunk: int, delta_folder: Any) -> None:
     check_engine(delta_folder(name), name, [prompt], **settings)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_beside_others(name: str, lookahead: int, delta_folder: Any) -> None:
     """Chunks and decode rows in the same steps; fewer slots than requests."""

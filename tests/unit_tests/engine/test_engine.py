@@ -147,7 +147,6 @@ def test_abort(make_engine, expected, lookahead, after):
         engine.abort_request(1)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_an_exception_in_the_forward_pass_fails_its_step_alone(make_engine, expected, lookahead):
     engine = make_engine(lookahead=lookahead)
     wrapped = engine.controller.inference_wrapped_model
@@ -178,7 +177,6 @@ def test_an_exception_in_the_forward_pass_fails_its_step_alone(make_engine, expe
     assert engine.stats()["failed_steps"] == 1
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_requests_outside_of_a_failed_step_go_on(make_engine, expected, lookahead):
     """Two run when the step fails; one waits, and one is admitted only once they are gone."""
     engine = make_engine(lookahead=lookahead, max_requests=3)
@@ -229,7 +227,6 @@ def test_generate_with_good_and_bad_prompts(make_engine, expected):
     assert engine.generate([[], [512]], GREEDY)[1].status == Status.FAILED
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_async_step_and_futures(make_engine, expected, lookahead):
     engine = make_engine(lookahead=lookahead)
 

@@ -245,7 +245,7 @@ def test_first_tokens_come_earlier_and_the_device_is_as_busy() -> None:
 
 def test_tokens_are_the_same() -> None:
     """In `run_engine`, with requests that arrive while it waits for a launch to be due."""
-    model, prompts = make_model(TINY), random_prompts(7, (4, 19, 33, 7, 12, 25), TINY.vocab_size)
+    model, prompts = make_model(TINY), random_prompts(7, (4, 19, 33, 7, 12, 25))
     params = [greedy(12 + 5 * number) for number in range(len(prompts))]
     serial = make_engine(model, lookahead=0)
     futures = [serial.add_request(i, p, s) for i, (p, s) in enumerate(zip(prompts, params))]
@@ -270,7 +270,6 @@ async def _serve(engine: DynamicInferenceEngine, prompts: Any, params: Any, expe
     await runner
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_which_launches_wait(lookahead: int) -> None:
     def context(asked: bool | None) -> Any:
         return SimpleNamespace(config=SimpleNamespace(late_launch=asked, lookahead=lookahead))

@@ -104,7 +104,6 @@ def test_lookahead_hides_the_host():
 DRAFTING = {"speculative_method": "ngram", "num_speculative_tokens": 2}
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 def test_right_drafts_save_steps(lookahead):
     """Break it: `ForcedDrafts.sample` without `room`, and requests of the end have too many."""
     requests = [(0, 8, 61)]

@@ -82,7 +82,6 @@ def served(rng, drafts, lookahead, found, right, stays, tokens, width=None):
     return done, time
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_little_is_lost_and_much_is_won(drafts, lookahead):
     """However often there are drafts, and however often they are right.

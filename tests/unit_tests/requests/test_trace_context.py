@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from megatron_async.requests.traces import MOST_NAMED, is_sampled, named, read_traceparent, trace_id
-from tests.support.harness import TINY, greedy, make_engine, make_model
+from tests.support.harness import TINY, drain, greedy, make_engine, make_model
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -48,14 +48,12 @@ def test_the_log_names_sampled_requests_alone(caplog: pytest.LogCaptureFixture) 
     caplog.clear()
     for number, trace in enumerate(("", UNSAMPLED)):
         engine.add_request(number, [1, 2, 3], greedy(3), traceparent=trace)
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     assert not [line for line in _lines(caplog) if "Request" in line or "trace" in line]
     caplog.clear()
     engine.add_request(2, [1, 2, 3], greedy(3), traceparent=SAMPLED)
     assert engine.get_request(2).traceparent == SAMPLED
-    while engine.has_unfinished_requests():
-        engine.step_modern()
+    drain(engine)
     came, *others = [line for line in _lines(caplog) if TRACE in line]
     (ended,) = [line for line in others if line.startswith("Request")]
     steps = [line for line in others if line != ended]

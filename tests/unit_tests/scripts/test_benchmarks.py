@@ -254,7 +254,6 @@ def test_first_kernel_is_the_unpack_kernels_name():
     assert kernels == [FIRST_KERNEL]
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize(("batch", "finishes"), [(6, 1), (7, 3), (4, 4)])
 def test_churn_ends_and_admits_the_asked_number_in_every_step(batch, finishes, lookahead):
     slots = Churn.slots(batch, finishes, lookahead)

@@ -72,7 +72,7 @@ def run_rank(rank, memory, results):
         results[rank][call, 0, :tokens], results[rank][call, 1, :tokens] = normed, total
 
 
-@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_tensor_parallel.py
+@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_ranks.py
 def test_all_reduce_with_residual_and_norm():
     elements = ROWS * RANKS + 2 * ROWS * HIDDEN
     memory = [torch.zeros(elements).share_memory_() for _ in range(RANKS)]

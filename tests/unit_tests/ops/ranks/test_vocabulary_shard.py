@@ -134,7 +134,7 @@ def first_word(ranks):
     return -(-PLACES * ranks // 2)
 
 
-@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_tensor_parallel.py
+@pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_ranks.py
 def test_ranks_choose_together():
     ranks = 3
     words = first_word(ranks) + 2 * PLACES

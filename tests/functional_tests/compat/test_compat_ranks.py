@@ -11,6 +11,9 @@ from megatron_async.models.parallel_state import ParallelSizes
 from tests.functional_tests.compat.test_compat_models import EXPERTS, GPT2, LEARNED, SHARED, UNTIED
 from tests.support.compat_models import gpt_model, logits_of
 from tests.support.compat_rank_runs import RankFound, prompts_of, serve_part
+from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
+from tests.support.coordinated_ranks import serve_together
+from tests.support.harness import TINY, make_model
 from tests.support.ranks import run_ranks
 
 TP, EP, PP = (
@@ -51,3 +54,14 @@ def test_pipeline_stages_give_the_tokens_of_the_whole_model() -> None:
         logits = logits_of(whole, [*prompt, *tokens[0]])
         assert tokens[0] == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
     assert_lively(found)
+
+
+def test_two_ranks_share_the_requests_and_change_states_together() -> None:
+    with compat_engine(make_model(TINY)) as engine:
+        expected = [list(r.generated_tokens) for r in drive(engine, PROMPTS, greedy_params(12))]
+    first, second = run_ranks(2, serve_together)
+    assert first["answers"] == expected * 2
+    assert first["finished"] > 0
+    assert second["finished"] > 0
+    assert first["finished"] + second["finished"] == 2 * len(PROMPTS)
+    assert first["seeds"] == second["seeds"]

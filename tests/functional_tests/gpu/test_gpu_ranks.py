@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints.huggingface import save_huggingface
-from megatron_async.devices import make_device
+from megatron_async.devices import CpuDevice, Device, make_device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
 from megatron_async.ops.linear.rms_norm import add_rms_norm
@@ -20,7 +22,8 @@ from megatron_async.ops.sampling import triton_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 from tests.support.cards import on_cards
-from tests.support.harness import Job, greedy, make_model, random_prompts
+from tests.support.harness import Job, drain, greedy, make_engine, make_model, random_prompts
+from tests.support.pipeline_scenarios import JOBS, Result, everything, stage_model
 from tests.support.ranks import run_ranks
 
 HIDDEN, EPS = 512, 1e-5
@@ -33,7 +36,7 @@ SAMPLED = [
     SamplingParams(temperature=0.8, top_k=9, seed=2, num_tokens_to_generate=9, termination_id=-1),
 ]
 """Steps with a filtered row gather logits, others exchange scores and tokens."""
-JOBS = [
+TENSOR_JOBS = [
     Job(prompt, params)
     for prompt, params in zip(
         random_prompts(0, (1, 5, 33, 100, 17, 2), 1023), SAMPLED * 2, strict=True
@@ -41,7 +44,7 @@ JOBS = [
 ]
 VOCAB = 10001
 """Three ranks of four begin inside a group of noise, and the last one's columns end in padding."""
-CASES = [
+SETTINGS = [
     (sequence_parallel, {"lookahead": lookahead, "max_tokens": max_tokens})
     for sequence_parallel, lookahead, max_tokens in (
         (False, 0, 256),
@@ -217,7 +220,9 @@ def generate(name: str, ranks: int, sequence_parallel: bool, config: dict[str, A
         check_ranks_agree=True,
         **config,
     ) as llm:
-        found = llm.generate([job.prompt for job in JOBS], [job.params for job in JOBS])
+        found = llm.generate(
+            [job.prompt for job in TENSOR_JOBS], [job.params for job in TENSOR_JOBS]
+        )
         assert all(request.error is None for request in found)
         controller = llm.engine.controller
         calls = dict(controller.inference_wrapped_model.collectives.calls)
@@ -233,13 +238,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def one_gpu(folder: str) -> list[list[int]]:
-    tokens, _, _ = run_ranks(1, generate, folder, 1, False, CASES[0][1], timeout_s=120)[0]
-    assert len(set(map(tuple, tokens))) == len(JOBS), "the model tells prompts apart"
+    tokens, _, _ = run_ranks(1, generate, folder, 1, False, SETTINGS[0][1], timeout_s=120)[0]
+    assert len(set(map(tuple, tokens))) == len(TENSOR_JOBS), "the model tells prompts apart"
     return tokens
 
 
 @pytest.mark.parametrize(("ranks", "world"), on_cards([(2, 2), (4, 4), (2, 4)]))
-@pytest.mark.parametrize(("sequence_parallel", "config"), CASES)
+@pytest.mark.parametrize(("sequence_parallel", "config"), SETTINGS)
 def test_several_gpus_say_what_one_says(
     folder: str,
     one_gpu: list[list[int]],
@@ -256,3 +261,88 @@ def test_several_gpus_say_what_one_says(
         assert ("one shot" in calls) == (not sequence_parallel), calls
         assert calls["choice"] > 0, calls
         assert "choice by all-gather" not in calls, calls
+
+
+# Heads that the kernels serve, and a number of layers that neither two nor four divides.
+STAGED_SHAPE = ModelArchitecture(
+    "llama", 5, 128, 4, 2, 32, 256, 128, tie_word_embeddings=True, max_position_embeddings=1024
+)
+ROOM = {"num_kv_blocks": 64, "block_size_tokens": 16, "max_tokens": 64, "max_requests": 6}
+PRESSURE = {**ROOM, "num_kv_blocks": 12}
+LONG = [Job(prompt, greedy(80)) for prompt in random_prompts(4, [5, 19, 1, 40, 33, 8], 127)]
+STAGED = [
+    (0, 4, ROOM, JOBS),
+    (1, 4, ROOM, JOBS),
+    (3, 4, ROOM, JOBS),
+    (2, 0, ROOM, JOBS),
+    (2, 4, PRESSURE, LONG),
+]
+"""Lookahead, graphs, settings, requests."""
+
+
+def run_stages(
+    stages: int, cases: list[Any], device_of: Callable[[], Device]
+) -> list[tuple[list[Result], dict[str, float | int]]]:
+    """Outcomes and counters of cases."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = stage_model(stages, STAGED_SHAPE, device_of().torch_device)
+    found = []
+    for lookahead, graphs, settings, jobs in cases:
+        engine = make_engine(
+            model, device=device_of(), lookahead=lookahead, num_cuda_graphs=graphs, **settings
+        )
+        done = everything(engine.generate(*zip(*((job.prompt, job.params) for job in jobs))))
+        drain(engine)
+        found.append((done, dict(engine.stats())))
+        engine.close()
+    return found
+
+
+@pytest.fixture(scope="module", params=on_cards([2, 4]))
+def all_stages(request: pytest.FixtureRequest) -> list[list[Any]]:
+    count = request.param
+    return run_ranks(count, run_stages, count, STAGED, partial(make_device, "cuda"), timeout_s=300)
+
+
+def test_stages_say_what_the_cpu_says(all_stages: list[list[Any]]) -> None:
+    alone = run_stages(1, [(0, 0, ROOM, jobs) for jobs in (JOBS, LONG)], CpuDevice)
+    for rank in all_stages:
+        for case, (requests, _) in zip(STAGED, rank, strict=True):
+            wanted, _ = alone[case[3] is LONG]
+            for got, expected in zip(requests, wanted, strict=True):
+                assert got["tokens"] == expected["tokens"], case
+                for key in ("log probs", "prompt log probs"):
+                    if expected[key] is not None:
+                        assert got[key] == pytest.approx(expected[key], abs=1e-3), case
+
+
+def test_steps_were_captured_and_requests_evicted(all_stages: list[list[Any]]) -> None:
+    for rank in all_stages:
+        counters = [stats for _, stats in rank]
+        assert all(stats["captured_steps"] > 0 for stats in counters[:3])
+        assert counters[3]["captured_steps"] == 0
+        assert counters[4]["pauses"] > 0
+        assert all(stats["failed_steps"] == 0 for stats in counters)
+
+
+def no_hidden_wait(stages: int) -> None:
+    """Steady decode with synchronisation forbidden on the host."""
+    model = stage_model(stages, STAGED_SHAPE, make_device("cuda").torch_device)
+    engine = make_engine(model, device=make_device("cuda"), lookahead=2, **ROOM)
+    for number, prompt in enumerate(random_prompts(1, [5, 9, 3, 7], 127)):
+        engine.add_request(number, prompt, greedy(40))
+    for _ in range(12):
+        engine.step_modern()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            engine.step_modern()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    drain(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("stages", on_cards([2, 4]))
+def test_steps_wait_for_nothing_else(stages: int) -> None:
+    run_ranks(stages, no_hidden_wait, stages, timeout_s=200)
