@@ -32,14 +32,14 @@ quick=(
     tests/unit_tests/lab
     tests/unit_tests/text
     tests/unit_tests/test_*.py
-    tests/functional_tests/lifecycle/test_abort_phases.py
+    tests/functional_tests/lifecycle/test_closing.py
     tests/functional_tests/lifecycle/test_api.py
     tests/functional_tests/features/test_bad_features.py
     tests/functional_tests/faults/test_bad_input.py
     tests/functional_tests/faults/test_fault_reuse.py
     tests/functional_tests/features/test_log_probs.py
     tests/functional_tests/lifecycle/test_overlap.py
-    tests/functional_tests/lifecycle/test_parity_tiny.py
+    tests/functional_tests/lifecycle/test_parity.py
     tests/functional_tests/lifecycle/test_pause_suspend.py
     tests/functional_tests/lifecycle/test_streaming.py
 )

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Train a layer for multi-token prediction for a model that came without one: self-distillation.
 
-1. The model makes up conversations (scripts/draft_layer/texts.py).
-2. The engine's prefill gives the model's hidden states of them (trunk.py).
-3. A layer begins as a copy of the model's last layer (layer.py). From a token and the hidden state
+1. The model makes up conversations (scripts/draft_layer.py has this and the layer).
+2. The engine's prefill gives the model's hidden states of them.
+3. A layer begins as a copy of the model's last layer. From a token and the hidden state
    before the token, the layer learns to predict the model's distribution of the next token. The
    loss is the divergence of the two distributions: sampled tokens teach less
    (../docs/speculation.md). Embedding and output layer stay the model's.
@@ -28,9 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from draft_layer.layer import PATTERN, DraftLayer
-from draft_layer.texts import make_up
-from draft_layer.trunk import HiddenStates, StateStore
+from draft_layer import PATTERN, DraftLayer, HiddenStates, StateStore, make_up
 from torch import Tensor
 from tqdm import tqdm
 

@@ -24,7 +24,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine_loads.options import add_trace_options, cells, heads, load_parser, make_trace
+from engine_loads.options import (
+    add_trace_options,
+    cells,
+    heads,
+    load_parser,
+    make_trace,
+    open_model,
+)
 from megatron_async import LLM
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.communication.bootstrap import join_job
@@ -44,21 +51,10 @@ COLUMNS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "steps", "late_launch
 def open_llm(args: argparse.Namespace) -> LLM:
     """This rank's part of the model."""
     longest = args.max_prompt_tokens + args.max_output_tokens
-    return LLM(
-        args.model,
-        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
-        device=args.device,
-        dtype=args.dtype,
-        lookahead=1,
-        late_launch=True,
-        progress=not args.no_progress,
-        max_requests=args.max_requests,
-        max_tokens=args.max_tokens,
-        max_sequence_length=longest,
-        num_kv_blocks=args.max_requests * -(-longest // BLOCK_SIZE),
-        block_size_tokens=BLOCK_SIZE,
-        **parallel_sizes(args),
-    )
+    settings = {"lookahead": 1, "late_launch": True, "progress": not args.no_progress}
+    settings |= {"num_kv_blocks": args.max_requests * -(-longest // BLOCK_SIZE)}
+    settings |= {"block_size_tokens": BLOCK_SIZE, **parallel_sizes(args)}
+    return open_model(args.model, args, args.max_requests, longest, args.max_tokens, **settings)
 
 
 async def serve(llm: LLM, trace: Sequence[TraceRequest]) -> dict[str, Any]:

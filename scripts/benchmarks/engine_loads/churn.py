@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from step_times import time_steps
 
-from engine_loads.options import add_model_options, cells, gaps_of, heads, load_parser, routed
+from engine_loads.options import (
+    add_model_options,
+    cells,
+    gaps_of,
+    heads,
+    load_parser,
+    open_model,
+    routed,
+)
 from megatron_async import LLM
 from megatron_async.lab.benchmark_record import write_record
 from megatron_async.lab.workloads import Churn, start_steady_decode, steady_decode_tokens
@@ -49,19 +57,9 @@ def open_engine(model: str, lookahead: int, args: argparse.Namespace) -> LLM:
     longest = prompt + max(
         *Churn.lifetimes(batch, finishes), steady_decode_tokens(batch, prompt, max_tokens, steps)
     )
-    return LLM(
-        model,
-        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
-        device=args.device,
-        dtype=args.dtype,
-        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
-        lookahead=lookahead,
-        max_requests=slots,
-        max_tokens=max_tokens,
-        max_sequence_length=longest,
-        num_kv_blocks=(slots + finishes) * (longest // BLOCK_SIZE + 2),
-        block_size_tokens=BLOCK_SIZE,
-    )
+    blocks = (slots + finishes) * (longest // BLOCK_SIZE + 2)
+    settings = {"lookahead": lookahead, "num_kv_blocks": blocks, "block_size_tokens": BLOCK_SIZE}
+    return open_model(model, args, slots, longest, max_tokens, **settings)
 
 
 def measure(model: str, lookahead: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:

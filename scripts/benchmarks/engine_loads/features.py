@@ -14,7 +14,7 @@ from typing import Any
 
 from step_times import time_steps
 
-from engine_loads.options import cells, heads, load_parser
+from engine_loads.options import ONE_SHAPE, cells, heads, load_parser, open_model
 from megatron_async import LLM, SamplingParams
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.lab.benchmark_record import write_record
@@ -52,21 +52,8 @@ def open_engine(args: argparse.Namespace) -> LLM:
     steps = args.windows * args.steps
     tokens = steady_decode_tokens(args.batch_size, args.prompt_tokens, MAX_TOKENS, steps)
     length = args.prompt_tokens + tokens
-    return LLM(
-        args.model,
-        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
-        device=args.device,
-        dtype=args.dtype,
-        lookahead=args.lookahead,
-        max_requests=args.batch_size,
-        max_tokens=MAX_TOKENS,
-        max_sequence_length=length,
-        num_kv_blocks=args.batch_size * (length // 64 + 1),
-        block_size_tokens=64,
-        # The one shape that is measured.
-        num_cuda_graphs=1,
-        use_cuda_graphs_for_non_decode_steps=False,
-    )
+    settings = {"lookahead": args.lookahead, **ONE_SHAPE}
+    return open_model(args.model, args, args.batch_size, length, MAX_TOKENS, **settings)
 
 
 def for_all(changes: dict[str, Any]) -> Load:

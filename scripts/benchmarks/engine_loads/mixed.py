@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from step_times import time_steps
 
-from engine_loads.options import add_model_options, cells, heads, load_parser, routed
+from engine_loads.options import add_model_options, cells, heads, load_parser, open_model, routed
 from megatron_async import LLM
 from megatron_async.lab.benchmark_record import write_record
 from megatron_async.lab.workloads import greedy, start_steady_decode, steady_decode_tokens
@@ -90,21 +90,12 @@ def open_engine(model: str, args: argparse.Namespace) -> LLM:
     # And one that an admission leaves for each row.
     decoding = (args.context_tokens + decoded) // BLOCK_SIZE + 2
     blocks = args.decode_rows * decoding + held
-    return LLM(
-        model,
-        enable_prefix_caching=False,  # all prompts are to be computed
-        device=args.device,
-        dtype=args.dtype,
-        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
-        lookahead=1,
-        late_launch=False,  # arrivals are there before each step anyway
-        max_requests=args.max_requests,
-        max_tokens=most,
-        mixed_step_tokens=2 * most,  # no limit
-        max_sequence_length=longest,
-        num_kv_blocks=blocks,
-        block_size_tokens=BLOCK_SIZE,
-    )
+    settings = {"num_kv_blocks": blocks, "block_size_tokens": BLOCK_SIZE, "lookahead": 1}
+    settings |= {
+        "late_launch": False,  # arrivals are there before each step anyway
+        "mixed_step_tokens": 2 * most,  # no limit
+    }
+    return open_model(model, args, args.max_requests, longest, most, **settings)
 
 
 def measure(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_async import LLM
 from megatron_async.checkpoints.model_names import DUMMY, UNIFORM
 from megatron_async.config import DEFAULT_DRAFTS, STATE_DTYPES
 from megatron_async.errors import ConfigurationError
@@ -132,6 +133,40 @@ def routed(models: Sequence[str], routing: str) -> list[str]:
             )
     ending = f":{UNIFORM}"
     return [model if model.endswith(ending) else model + ending for model in models]
+
+
+ONE_SHAPE = {"num_cuda_graphs": 1, "use_cuda_graphs_for_non_decode_steps": False}
+"""Captured is the one shape that is measured."""
+
+
+def open_model(
+    model: str, args: argparse.Namespace, rows: int, length: int, max_tokens: int, **changes: Any
+) -> LLM:
+    """`model` by the options of `load_parser`, with room for so many requests in steady decode.
+
+    Args:
+        model: what `LLM` loads.
+        args: the options.
+        rows: requests at once.
+        length: tokens of each, prompt and answer.
+        max_tokens: of a step.
+        changes: settings; without them prompts that come again are computed again.
+    """
+    settings = {
+        "enable_prefix_caching": False,
+        "mamba_ssm_states_dtype": getattr(args, "mamba_ssm_states_dtype", STATE_DTYPES[0]),
+        "num_kv_blocks": rows * (length // 64 + 1),
+        "block_size_tokens": 64,
+    }
+    return LLM(
+        model,
+        device=args.device,
+        dtype=args.dtype,
+        max_requests=rows,
+        max_tokens=max_tokens,
+        max_sequence_length=length,
+        **{**settings, **changes},
+    )
 
 
 MORE_STEPS = 32

@@ -21,6 +21,7 @@ from typing import Any
 from step_times import captured_by_nsys, replay_ms, time_steps
 
 from engine_loads.options import (
+    ONE_SHAPE,
     add_draft_options,
     cells,
     decode_tokens,
@@ -28,6 +29,7 @@ from engine_loads.options import (
     gaps_of,
     heads,
     load_parser,
+    open_model,
     settle_drafts,
 )
 from megatron_async import LLM
@@ -52,23 +54,9 @@ def open_llm(batch: int, lookahead: int, args: argparse.Namespace) -> LLM:
     max_tokens = max(MAX_TOKENS, batch * (1 + args.num_speculative_tokens))
     tokens = steady_decode_tokens(batch, args.prompt_tokens, max_tokens, steps)
     length = args.prompt_tokens + max(tokens, steps + 64)
-    llm = LLM(
-        args.model,
-        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
-        device=args.device,
-        dtype=args.dtype,
-        lookahead=lookahead,
-        max_requests=batch,
-        max_tokens=max_tokens,
-        max_sequence_length=length,
-        num_kv_blocks=batch * (length // 64 + 1),
-        block_size_tokens=64,
-        num_cuda_graphs=1,  # the one shape that is measured
-        use_cuda_graphs_for_non_decode_steps=False,
-        check_ranks_agree=args.check_ranks_agree,
-        **draft_settings(args),
-        **parallel_sizes(args),
-    )
+    settings = {"lookahead": lookahead, "check_ranks_agree": args.check_ranks_agree}
+    settings |= {**ONE_SHAPE, **draft_settings(args), **parallel_sizes(args)}
+    llm = open_model(args.model, args, batch, length, max_tokens, **settings)
     if args.forced_acceptance is not None:
         force_acceptance(llm.engine, args.forced_acceptance)
     return llm

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from step_times import replay_ms, time_steps
 
 from engine_loads.options import (
+    ONE_SHAPE,
     add_draft_options,
     add_model_options,
     cells,
@@ -26,6 +27,7 @@ from engine_loads.options import (
     draft_settings,
     heads,
     load_parser,
+    open_model,
     routed,
     settle_drafts,
 )
@@ -55,22 +57,8 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
     max_tokens = max(MAX_TOKENS, batch * (1 + args.num_speculative_tokens))
     tokens = steady_decode_tokens(batch, args.prompt_tokens, max_tokens, steps)
     length = args.prompt_tokens + max(tokens, steps + 64)
-    llm = LLM(
-        model,
-        device=args.device,
-        dtype=args.dtype,
-        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
-        lookahead=lookahead,
-        max_requests=batch,
-        max_tokens=max_tokens,
-        max_sequence_length=length,
-        num_kv_blocks=batch * (length // 64 + 1),
-        block_size_tokens=64,
-        # The one shape that is measured.
-        num_cuda_graphs=1,
-        use_cuda_graphs_for_non_decode_steps=False,
-        **draft_settings(args),
-    )
+    settings = {"enable_prefix_caching": True, "lookahead": lookahead, **draft_settings(args)}
+    llm = open_model(model, args, batch, length, max_tokens, **settings, **ONE_SHAPE)
     if args.forced_acceptance is not None:
         force_acceptance(llm.engine, args.forced_acceptance)
     return llm

@@ -21,7 +21,14 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders
 from tokenizers.models import BPE
 
-from engine_loads.options import add_model_options, cells, load_parser, routed
+from engine_loads.options import (
+    ONE_SHAPE,
+    add_model_options,
+    cells,
+    load_parser,
+    open_model,
+    routed,
+)
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.engine.listener import EngineListener
 from megatron_async.lab.benchmark_record import write_record
@@ -165,22 +172,7 @@ def open_engine(model: str, batch: int, lookahead: int, args: argparse.Namespace
     steps, max_tokens = WINDOWS * args.steps + SLACK, max(MAX_TOKENS, batch)
     tokens = steady_decode_tokens(batch, args.prompt_tokens, max_tokens, steps)
     length = args.prompt_tokens + tokens
-    return LLM(
-        model,
-        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
-        device=args.device,
-        dtype=args.dtype,
-        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
-        lookahead=lookahead,
-        max_requests=batch,
-        max_tokens=max_tokens,
-        max_sequence_length=length,
-        num_kv_blocks=batch * (length // 64 + 1),
-        block_size_tokens=64,
-        # The one shape that is measured.
-        num_cuda_graphs=1,
-        use_cuda_graphs_for_non_decode_steps=False,
-    )
+    return open_model(model, args, batch, length, max_tokens, lookahead=lookahead, **ONE_SHAPE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -28,9 +28,9 @@ from engine_loads.options import (
     add_trace_options,
     load_parser,
     make_trace,
+    open_model,
     routed,
 )
-from megatron_async import LLM
 from megatron_async.lab.benchmark_record import write_record
 from megatron_async.lab.trace_server import ServedTrace, latency_lines, serve_trace, summarize
 
@@ -41,19 +41,10 @@ def serve_rates(lookahead: int, args: argparse.Namespace) -> list[tuple[float, S
     """Serve the trace at every rate on one engine, after a warm-up."""
     longest = args.max_prompt_tokens + args.max_output_tokens
     blocks = args.max_requests * -(-longest // BLOCK_SIZE)
-    with LLM(
-        args.model,
-        enable_prefix_caching=False,  # prompts come again, and all of them are to be computed
-        device=args.device,
-        dtype=args.dtype,
-        mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
-        progress=not args.no_progress,
-        lookahead=lookahead,
-        max_requests=args.max_requests,
-        max_tokens=args.max_tokens,
-        max_sequence_length=longest,
-        num_kv_blocks=args.num_kv_blocks or blocks,
-        block_size_tokens=BLOCK_SIZE,
+    settings = {"progress": not args.no_progress, "lookahead": lookahead}
+    settings |= {"num_kv_blocks": args.num_kv_blocks or blocks, "block_size_tokens": BLOCK_SIZE}
+    with open_model(
+        args.model, args, args.max_requests, longest, args.max_tokens, **settings
     ) as llm:
         vocabulary = llm.engine.controller.vocab_size
         # Kernels are compiled and memory is taken before the clock starts: all at once, so that

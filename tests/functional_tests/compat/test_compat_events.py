@@ -1,4 +1,9 @@
-"""Events of requests, and numbers for wandb."""
+"""Events of requests, and numbers for wandb.
+
+Suspend and resume as reinforcement learning uses them: weights change in between, epochs say
+which weights made what.
+Megatron's errors can be caught, and what cannot be served fails alone, as Megatron marks it.
+"""
 
 from __future__ import annotations
 

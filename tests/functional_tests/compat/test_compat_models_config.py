@@ -1,4 +1,7 @@
-"""The layers that a model's configuration tells, before the model is known."""
+"""The layers that a model's configuration tells, before the model is known.
+
+What cannot be served is refused by its name and its place, when the wrapper is made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models that Megatron built on several ranks, served on Megatron's groups, give its tokens."""
+"""Models that Megatron built on several ranks, served on Megatron's groups, give its tokens.
+
+Two data-parallel ranks behind Megatron's coordinator: one engine's tokens, states together.
+"""
 
 from __future__ import annotations
 

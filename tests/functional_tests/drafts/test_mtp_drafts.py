@@ -1,6 +1,13 @@
 """The MTP drafter cannot be seen in the output, its drafts are those of the layer over the whole
 sequence, and text that it knows comes several tokens at once. The draft layer that comes
-with the demo model drafts well."""
+with the demo model drafts well.
+
+Drafts on a model with recurrent layers: whatever is proposed, tokens are those of serial plain
+decoding.
+
+A rejected draft leaves its inputs in the ring of its slot, behind the length of the sequence, where
+the tokens that follow lie over them. The state itself never takes a draft in.
+"""
 
 from __future__ import annotations
 

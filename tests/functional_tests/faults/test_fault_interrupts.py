@@ -1,4 +1,7 @@
-"""Interrupts in the middle of an engine's turns: prompts, moments, and fixtures of a test file."""
+"""Ctrl-C, and what else is no error of a step: where it takes effect, and what it leaves.
+
+Ctrl-C in one of several ranks: what it leaves in the others.
+"""
 
 from __future__ import annotations
 

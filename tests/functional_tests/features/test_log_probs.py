@@ -1,5 +1,9 @@
 """Log probs of prompts and of generated tokens: equal to one full forward in `transformers`, with
-steps in flight, through chunks, pauses and evictions."""
+steps in flight, through chunks, pauses and evictions.
+
+Penalties, biases, min tokens and bad words: equal to a token-by-token loop in `transformers`,
+with steps in flight, through chunks, pauses and evictions.
+"""
 
 from __future__ import annotations
 

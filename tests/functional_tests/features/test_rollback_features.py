@@ -1,4 +1,7 @@
-"""What sampling remembers of a request's tokens, and log probs, when steps are taken back."""
+"""What sampling remembers of a request's tokens, and log probs, when steps are taken back.
+
+Stop words end requests at the same token, with the same text, at every lookahead.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """What the fuzzer may ask for: requests and settings of engines, as strategies.
 
 A new sampling parameter is one line of its group; a new output is one line of `COMPARED`.
+
+`TrackedRequest`: what a request was asked for, and whether its end is right.
+What a request says when it is alone on a serial engine.
 """
 
 from __future__ import annotations

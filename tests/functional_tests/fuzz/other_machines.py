@@ -1,4 +1,9 @@
-"""`FailingMachine`: an `EngineMachine` some of whose steps raise on the device."""
+"""`FailingMachine`: an `EngineMachine` some of whose steps raise on the device.
+
+`InterruptedMachine`: an `EngineMachine` some of whose steps are interrupted between two
+bytecodes.
+`ExpertMachine`: an `EngineMachine` whose engine steps on for others when it is stopped.
+"""
 
 from __future__ import annotations
 

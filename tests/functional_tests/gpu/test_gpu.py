@@ -1,4 +1,8 @@
-"""The engine on a GPU: the CPU's tokens, no hidden waits, one copy each way a step."""
+"""The engine on a GPU: the CPU's tokens, no hidden waits, one copy each way a step.
+
+Rollback and suspend on a GPU: with captured graphs, and memory that really goes back.
+A captured step with NVTX has kernels that end its parts, in order; one without has none.
+"""
 
 from __future__ import annotations
 

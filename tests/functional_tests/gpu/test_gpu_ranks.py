@@ -1,4 +1,7 @@
-"""Tensor parallelism on two and four GPUs: sums through symmetric memory, captured; the tokens."""
+"""Tensor parallelism on two and four GPUs: sums through symmetric memory, captured; the tokens.
+
+Pipelines of GPUs: stages captured, messages between the graphs, and one rank's tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Closing an engine: who waits is told and keeps what is booked; who comes later is refused."""
+"""Closing an engine: who waits is told and keeps what is booked; who comes later is refused.
+
+A request can be aborted in every phase of its life, and nobody else notices.
+An engine at work refuses calls of other threads, which it would serve late or break over.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every combination of settings gives the same tokens, greedy and sampled, on the tiny model."""
+"""Every combination of settings gives the same tokens, greedy and sampled, on the tiny model.
+
+The demo model says what `transformers` says, whatever the scheduling.
+"""
 
 from __future__ import annotations
 

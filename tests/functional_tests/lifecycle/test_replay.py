@@ -1,4 +1,7 @@
-"""Recorded runs replay without their model, plan for plan; what differs is named."""
+"""Recorded runs replay without their model, plan for plan; what differs is named.
+
+Runs whose requests share blocks: recorded, replayed plan for plan, simulated.
+"""
 
 from __future__ import annotations
 

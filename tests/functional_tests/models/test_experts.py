@@ -1,4 +1,8 @@
-"""Models with experts in the engine: steps padded for graphs, lookahead, pressure; on GPUs too."""
+"""Models with experts in the engine: steps padded for graphs, lookahead, pressure; on GPUs too.
+
+Models whose experts take the op of a few tokens, with the norm before it, beside the grouped
+products: the same tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line as torchrun starts it, on several ranks: it answers and complains once."""
+"""The command line as torchrun starts it, on several ranks: it answers and complains once.
+
+The examples of several ranks run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Ranks with requests of their own launch every step together, in one shape, and stop together."""
+"""Ranks with requests of their own launch every step together, in one shape, and stop together.
+
+Ranks that share experts have arrivals of their own: who is idle sleeps, and wakes for others.
+An engine that is stopped while it waits for samples, and must step on for the experts that other
+ranks need.
+"""
 
 from __future__ import annotations
 

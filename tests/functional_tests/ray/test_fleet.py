@@ -1,5 +1,8 @@
 """A fleet of engines in this process, without its manager: requests are sent again when a replica
-is lost, and nothing is told twice or lost."""
+is lost, and nothing is told twice or lost.
+
+The HTTP routes as plain ASGI, in front of a fleet: uvicorn's own protocol stands for a proxy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Replicas in processes of their own behind a coordinator: one engine's tokens, whoever dies."""
+"""Replicas in processes of their own behind a coordinator: one engine's tokens, whoever dies.
+
+Messages that are too large fail alone: questions, answers, and what a stranger sends.
+What the server asks, an engine serves; what it tells is formatted as it is.
+"""
 
 from __future__ import annotations
 

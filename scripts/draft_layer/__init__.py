@@ -1,1 +1,0 @@
-"""Parts of `scripts/train_draft_layer.py`."""
