@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from upstream.comparison import Comparison, lost_tests, table
+from upstream.file_runs import Comparison, lost_tests, table
 from upstream.public_tests import DATA, FOLDER, ON_A_GPU, OUT, OWN, PUBLIC, unlisted
 
 
@@ -53,8 +53,15 @@ def run_examples(checkout: Path, options: argparse.Namespace) -> list[str]:
     Returns:
         what is wrong.
     """
-    from upstream.example_runs import EXAMPLES, NOT_RUN, differences, reference, run_example
-    from upstream.server_runs import SERVERS, run_server
+    from upstream.example_runs import (
+        EXAMPLES,
+        NOT_RUN,
+        SERVERS,
+        differences,
+        reference,
+        run_example,
+        run_server,
+    )
     from upstream.training_checkpoint import model_flags, write_training_folder
 
     wrong, passed = [], 0

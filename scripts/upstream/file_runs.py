@@ -1,15 +1,143 @@
-"""Run a test file of a checkout, once on Megatron's own code and once on this engine."""
+"""Processes that run code of a checkout: their environment, their time, their output. A test file
+runs once on Megatron's own code and once on this engine; what both pass stands side by side, with
+the verdict."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
+import socket
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from upstream.comparison import Comparison
-from upstream.processes import REPOSITORY, environment, run
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """For a process of a job of one rank, which writes nothing into the checkout."""
+    given = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *([given] if given else [])]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+    }
+
+
+def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: float) -> tuple[int, str]:
+    """Run a command to its end, or to the end of its time.
+
+    Args:
+        command: and its arguments.
+        env: its whole environment.
+        folder: where it runs.
+        timeout_s: it is killed then.
+
+    Returns:
+        its exit status, 124 if time was up, and what it wrote to both streams.
+    """
+    try:
+        done = subprocess.run(
+            command, env=env, cwd=folder, timeout=timeout_s, check=False, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""
+        return 124, said.decode(errors="replace") if isinstance(said, bytes) else said
+    return done.returncode, done.stdout
+
+
+@dataclass
+class Comparison:
+    """Two runs of a test file.
+
+    Attributes:
+        file: its path in the checkout.
+        control: by test, why it failed with Megatron's own code; "" if it passed. Skipped tests
+            are left out.
+        ours: the same with this engine's modules.
+        listed: patterns of tests that do not count, each with its reason.
+    """
+
+    file: str
+    control: Mapping[str, str | None] = field(default_factory=dict)
+    ours: Mapping[str, str | None] = field(default_factory=dict)
+    listed: Mapping[str, str] = field(default_factory=dict)
+
+    def reason(self, test: str) -> str | None:
+        """Why a test does not count; None if it does."""
+        name = test.removeprefix(self.file).removeprefix("::")
+        for pattern, reason in self.listed.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return reason
+        return None
+
+    @property
+    def counted(self) -> list[str]:
+        """Tests that pass with Megatron's own code, and are not on the list."""
+        return [t for t, why in self.control.items() if why == "" and self.reason(t) is None]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Tests that pass with Megatron's own code, and are on the list."""
+        return [t for t, why in self.control.items() if why == "" and self.reason(t) is not None]
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Counted tests that do not pass with ours, and why."""
+        return {
+            test: why
+            for test in self.counted
+            if (why := self.ours.get(test, "not run: the file does not import, or time was up"))
+        }
+
+    @property
+    def row(self) -> str:
+        """A row of the table."""
+        passed = len(self.counted) - len(self.lost)
+        total = len([why for why in self.control.values() if why is not None])
+        kept = len([why for why in self.control.values() if why == ""])
+        cells = (self.file, f"{kept}/{total}", f"{passed}/{len(self.counted)}", len(self.left_out))
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+HEAD = """\
+| file | Megatron's own: passed/total | ours: passed/counted | on the list |
+|---|---|---|---|"""
+
+
+def table(comparisons: Iterable[Comparison]) -> str:
+    """Rows of all files, and their sums."""
+    every = list(comparisons)
+    counted = sum(len(c.counted) for c in every)
+    lost = sum(len(c.lost) for c in every)
+    left_out = sum(len(c.left_out) for c in every)
+    kept = sum(why == "" for c in every for why in c.control.values())
+    total = sum(why is not None for c in every for why in c.control.values())
+    last = f"| all | {kept}/{total} | {counted - lost}/{counted} | {left_out} |"
+    return "\n".join([HEAD, *(c.row for c in every), last])
+
+
+def lost_tests(comparisons: Iterable[Comparison]) -> list[str]:
+    """A line for each test that Megatron's own code passes and ours should and does not."""
+    return [f"{test}: {why}" for c in comparisons for test, why in c.lost.items()]
 
 
 def compare_file(

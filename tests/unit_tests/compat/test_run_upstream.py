@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import run_upstream
-from upstream.comparison import Comparison, lost_tests, table
 from upstream.example_runs import DYNAMIC, EXAMPLES, Example, Expected, command, differences
-from upstream.file_runs import compare_file
-from upstream.processes import run
+from upstream.file_runs import Comparison, compare_file, lost_tests, run, table
 from upstream.public_tests import FOLDER, ON_A_GPU, OUT, PUBLIC, unlisted
 
 FILE = FOLDER + "test_made_up.py"
