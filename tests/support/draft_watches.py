@@ -26,7 +26,7 @@ from megatron_async.engine.listener import EngineListener
 from megatron_async.ops.drafting.ngram_lookup import LONGEST, SEARCHED, SHORTEST
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, sample
 from megatron_async.step.text_generation_controller import LaunchedStep
-from tests.support.harness import drain, greedy, make_engine
+from tests.support.harness import drain, greedy, kept, make_engine
 from tests.support.mtp_model import MtpModel
 
 
@@ -137,7 +137,8 @@ class WholeSequences:
 
     def __init__(self, model: MtpModel) -> None:
         self._model = model
-        self._engine = make_engine(model, lookahead=0, max_tokens=512, enable_prefix_caching=False)
+        settings = {"max_tokens": 512, "enable_prefix_caching": False}
+        self._engine = kept(make_engine(model, lookahead=0, **settings))
         self._known: dict[tuple[int, ...], Tensor] = {}
         self._drafted: dict[tuple[Any, ...], list[int]] = {}
         self._texts: list[list[int]] = []

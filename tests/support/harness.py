@@ -96,6 +96,13 @@ def watched[Engine: DynamicInferenceEngine](engine: Engine) -> Engine:
     return engine
 
 
+def kept[Engine: DynamicInferenceEngine](engine: Engine) -> Engine:
+    """`engine`, which stays open behind the test that happens to make it."""
+    if _watched is not None:
+        _watched.remove(engine)
+    return engine
+
+
 @contextmanager
 def engines_are_closed() -> Iterator[None]:
     """Close, at its end, the engines that are `watched` since and open still: all must be back."""

@@ -39,6 +39,7 @@ from tests.support.harness import (
     alone_once,
     assert_all_is_back,
     greedy,
+    kept,
     make_engine,
     make_model,
     random_prompts,
@@ -64,7 +65,7 @@ def model_of(name: str) -> MtpModel:
 @cache
 def serial_of(name: str) -> DynamicInferenceEngine:
     """Plain decoding by one of each kind; it is never closed, as it is shared."""
-    return make_engine(model_of(name), lookahead=0)
+    return kept(make_engine(model_of(name), lookahead=0))
 
 
 @cache

@@ -142,6 +142,7 @@ def test_drafts_are_asked_for_by_name() -> None:
 def test_a_request_asks_for_drafts_that_there_are_not(wanted: Any) -> None:
     engine = ngram_engine(model_of(CyclingModel), 2)
     request = engine.generate([[1, 2]], greedy(4, num_speculative_tokens=wanted))[0]
+    engine.close()
     assert f"num_speculative_tokens={wanted}" in str(request.error)
 
 
