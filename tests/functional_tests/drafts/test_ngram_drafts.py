@@ -22,7 +22,7 @@ from tests.support.capturing_cpu import CapturingCpu
 from tests.support.cycling_model import CyclingHybridModel, CyclingModel
 from tests.support.draft_watches import NgramWatch, wanted_drafts
 from tests.support.drawn_drafts import DrawnSchedules
-from tests.support.harness import Job, alone_once, greedy, make_engine, run_at
+from tests.support.harness import Job, alone_once, greedy, kept, make_engine, run_at
 
 PARTS, DRAWS = 2, 11
 KINDS = (CyclingModel, CyclingHybridModel)
@@ -41,7 +41,7 @@ def model_of(kind: type[AttentionModel]) -> AttentionModel:
 @cache
 def serial_of(kind: type[AttentionModel]) -> DynamicInferenceEngine:
     """Plain decoding by one of each kind; it is never closed, as it is shared."""
-    return make_engine(model_of(kind), lookahead=0)
+    return kept(make_engine(model_of(kind), lookahead=0))
 
 
 def ngram_engine(model: torch.nn.Module, count: int, **config: Any) -> DynamicInferenceEngine:
