@@ -127,3 +127,4 @@ def test_run_engine_ends_with_it(tiny_model: torch.nn.Module, device: type[CpuDe
 
     with pytest.raises(RuntimeError, match="work on the CPU stream failed"):
         asyncio.run(run())
+    engine.close()
