@@ -275,6 +275,7 @@ def test_another_model_is_noticed(pair_of):
         leader.generate(PROMPTS, PARAMS)
     following.join()
     leader.close()
+    follower.close()
 
 
 def test_a_follower_is_not_stepped(pair_of):
