@@ -15,9 +15,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 def processors(count):
     """A device of so many processors: with few of them a batch has few parts."""
-    if torch.cuda.is_available():
-        torch.cuda.init()  # it asks for the properties too
     properties = SimpleNamespace(multi_processor_count=count)
+    if torch.cuda.is_available():  # torch and Triton ask for the capability too
+        properties.major, properties.minor = torch.cuda.get_device_capability()
     return mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
 
 
