@@ -185,7 +185,10 @@ class Link:
         try:
             if self.channel is None:
                 self._tls.do_handshake()
-                self.channel = self._tls.get_channel_binding("tls-unique") or b""
+                self.channel = self._tls.get_channel_binding("tls-unique")
+                if not self.channel:  # without it a proof could be passed on
+                    self._finish("it encrypts without a channel binding")
+                    return b""
             while part := self._tls.read(AT_ONCE):
                 parts.append(part)
         except ssl.SSLWantReadError:

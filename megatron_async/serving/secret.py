@@ -2,8 +2,10 @@
 
 TLS 1.3 encrypts, with new keys for each connection. Its certificate is the one below, whose key
 everybody may know: it proves nothing. What proves is the secret: both ends send a keyed hash of the
-connection's channel binding (RFC 5929), which is the same at both ends, and differs between two
-connections. So nobody between the two can pass a proof on, and no proof can be said again.
+connection's channel binding (`tls-unique` of RFC 5929, which OpenSSL gives for TLS 1.3 too: the
+client's Finished message, a hash of the whole handshake under its keys). It is the same at both
+ends, and differs between two connections. So nobody between the two can pass a proof on, and no
+proof can be said again.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,6 +105,21 @@ def test_what_is_written_before_an_end_is_read() -> None:
     assert other.is_cut
     assert not other.unsent
     other.close()
+
+
+def test_encryption_without_a_channel_binding_is_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a proof would hold for every connection, and could be passed on."""
+    one, other = pair(is_encrypted=True)
+    assert one.channel == other.channel != pair(is_encrypted=True)[0].channel
+    monkeypatch.setattr(ssl.SSLObject, "get_channel_binding", lambda *_: None)
+    ends = socket.socketpair()
+    one = Link(ends[0], MOST, encryption(True), is_server=True)
+    other = Link(ends[1], MOST, encryption(False))
+    for _ in range(4):
+        assert not one.receive() + other.receive()
+    assert "channel binding" in one.why_over + other.why_over
+    assert not one.channel
+    assert not other.channel
 
 
 def test_closing_waits_for_a_reader_a_little() -> None:
