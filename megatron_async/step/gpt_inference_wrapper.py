@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+import megatron_async.models.compile_later  # noqa: F401  # isort: skip  # before Megatron-Core
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor, nn
 

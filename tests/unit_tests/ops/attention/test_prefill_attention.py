@@ -89,6 +89,7 @@ def test_rows_do_not_depend_on_each_other(device):
 
 def test_shapes_that_do_not_match(interpreter):
     batch = PrefillBatch(8, 2, 16, 16, 2, 2, 32, torch.float32, "cpu")
+    batch.refill([(1, 4), (2, 2)])
     rows = batch.rows()
     schedule = batch.schedule()
     arguments = {
