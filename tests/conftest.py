@@ -178,7 +178,7 @@ def lookahead(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(params=["reconcile", "rollback"])
 def invalidation(request: pytest.FixtureRequest) -> str:
-    """As `lookahead`."""
+    """Both policies: a test that names it runs with each, unless it is parametrized."""
     return request.param
 
 

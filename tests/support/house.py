@@ -28,7 +28,7 @@ class Import(NamedTuple):
     """A module of the package takes something from another one."""
 
     importer: str
-    """As `engines.loop`."""
+    """Path below the package with dots, such as `engine.step_loop`."""
     imported: str
     when: str
     """"top": when the module is imported; "late": in a function; "type": for type checkers."""

@@ -61,7 +61,7 @@ PIECES = PIECES[:VOCABULARY]
 
 
 def _backend() -> Backend:
-    """The same tokens for grammars; the last one ends a text there."""
+    """The tokenizer's tokens, for grammars; the last one ends a text there."""
     vocabulary = {piece: token for token, piece in enumerate(PIECES[:-1])}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -27,7 +27,7 @@ MAX_BIASES = 512
 MAX_SALT = 1024
 """Characters of a cache salt."""
 MAX_PRIORITY = 2**20
-"""The engine's (`contexts.admission.MAX_PRIORITY`), or its negative."""
+"""The engine's (`planning.admission.MAX_PRIORITY`), or its negative."""
 
 
 def sampling_params(

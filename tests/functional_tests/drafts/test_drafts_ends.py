@@ -40,7 +40,7 @@ class Letters:
 
 
 class ByteLetters(Letters):
-    """The same, and it tells the bytes of its tokens, so that few of them are looked at."""
+    """A letter tokenizer which tells the bytes of its tokens, so that few of them are looked at."""
 
     def token_bytes(self, num_tokens: int) -> list[bytes]:
         return [piece.encode() for piece in PIECES[:num_tokens]]

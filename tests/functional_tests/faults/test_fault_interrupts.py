@@ -1,7 +1,4 @@
-"""Ctrl-C, and what else is no error of a step: where it takes effect, and what it leaves.
-
-Ctrl-C in one of several ranks: what it leaves in the others.
-"""
+"""Ctrl-C, and what else is no error of a step: where it takes effect, and what it leaves."""
 
 from __future__ import annotations
 
@@ -9,39 +6,32 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from megatron_async import LLM, DynamicInferenceEngine
-from megatron_async.engine.listener import EngineListener
+from megatron_async import DynamicInferenceEngine
 from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.interrupts import HeldInterrupts
-from megatron_async.ranks.follower import Follower
-from megatron_async.ranks.leader import Leader
-from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.attention_model import AttentionModel
 from tests.support.bytecodes import AtBytecode, ctrl_c
-from tests.support.harness import drain, greedy, make_engine, random_prompts
-from tests.support.memory_channel import FollowingEngine, MemoryChannel
+from tests.support.harness import drain, greedy, make_engine
+from tests.support.interrupted import (
+    MOMENTS,
+    PROMPTS,
+    TOKENS,
+    At,
+    expected,
+    model,
+    right,
+    usual_handler,
+)
 from tests.support.patience import PATIENCE_S
 
-TOKENS = 8
-PROMPTS = random_prompts(5, (5, 9, 3), VOCABULARY)
-MOMENTS = ("added", "launching", "launched", "booked", "resolved", "ended")
-
-
-@pytest.fixture(scope="module")
-def model() -> AttentionModel:
-    return AttentionModel()
-
-
-@pytest.fixture(scope="module")
-def expected(model: AttentionModel) -> list[list[int]]:
-    engine = make_engine(model, lookahead=0, max_sequence_length=64)
-    found = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
-    engine.close()
-    return found
+__all__ = ["expected", "model", "usual_handler"]
+STRIDE = 97
+"""Of the bytecodes of a call's end, one is tried, then the one so many behind it."""
 
 
 @pytest.fixture
@@ -49,37 +39,6 @@ def engine(model: AttentionModel, lookahead: int) -> Iterator[DynamicInferenceEn
     made = make_engine(model, lookahead=lookahead, max_requests=4, max_sequence_length=64)
     yield made
     drain(made)
-
-
-@pytest.fixture(autouse=True)
-def usual_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
-
-
-class At(EngineListener):
-    """Does something at the given call of one of its methods, which are all in a turn's middle."""
-
-    def __init__(self, moment: str, act: Callable[[], Any], call: int = 2) -> None:
-        self.calls, self.passed = 0, 0
-        self._act, self._call = act, call
-        setattr(self, moment, self._at)
-
-    def _at(self, *_: Any) -> None:
-        self.calls += 1
-        if self.calls == self._call:
-            self._act()
-            self.passed += 1
-
-
-def right(engine: DynamicInferenceEngine, expected: list[list[int]]) -> bool:
-    return [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))] == expected
-
-
-STRIDE = 97
-"""Of the bytecodes of a call's end, one is tried, then the one so many behind it."""
 
 
 @pytest.mark.parametrize("moment", [*MOMENTS, "reporting"])
@@ -444,64 +403,3 @@ def test_a_forked_process_holds_interrupts_too() -> None:
     thread.start()
     thread.join()
     assert codes == [0]
-
-
-def test_ctrl_c_while_other_ranks_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break `LLM.generate`: hold nothing while it releases them."""
-    passed: list[bool] = []
-
-    def release() -> None:
-        ctrl_c()
-        passed.append(True)
-
-    with LLM("dummy:tiny", device="cpu") as llm:
-        monkeypatch.setattr(llm.engine.group, "release", release)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1, 2]], greedy(2))
-    assert passed == [True]
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_leader_that_is_interrupted(
-    model: AttentionModel, expected: list[list[int]], moment: str
-) -> None:
-    """Its follower does what it did, and serves the next call."""
-    leader, follower = (
-        make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
-    )
-    following = FollowingEngine(leader, follower)
-    leader.listeners.append(At(moment, ctrl_c))
-    with pytest.raises(KeyboardInterrupt):
-        leader.generate(PROMPTS, greedy(TOKENS))
-    assert right(leader, expected)
-    drain(leader)
-    leader.close()
-    following.join()
-    assert following.error is None
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_follower_that_is_interrupted_follows_on(
-    model: AttentionModel, expected: list[list[int]], moment: str
-) -> None:
-    """Break `_follow`: take the action from the received ones before it is replayed, or do not hold
-    interrupts meanwhile."""
-    leader, follower = (
-        make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
-    )
-    channel = MemoryChannel()
-    leader.loop.join(Leader(channel, channel.check))
-    follower.loop.join(Follower(channel, channel.check))
-    assert right(leader, expected)
-    leader.group.release()
-    ended: list[list[int]] = []
-    follower.requests.on_end = lambda request: ended.append(request.generated_tokens)
-    listener = At(moment, ctrl_c)
-    follower.listeners.append(listener)
-    with pytest.raises(KeyboardInterrupt):
-        follower.follow()
-    assert listener.passed == 1
-    assert follower.follow()
-    assert sorted(ended) == sorted(expected)
-    leader.close()
-    assert not follower.follow()

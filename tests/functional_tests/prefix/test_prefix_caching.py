@@ -331,7 +331,7 @@ def test_what_is_refused() -> None:
 def test_the_donor_goes(
     model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, steps: int
 ) -> None:
-    """It is aborted while steps of it are in flight and others have its blocks."""
+    """A request is aborted while steps of it are in flight and others have its blocks."""
     jobs = [Job([*TEXT[:30], number], greedy(9)) for number in range(4)]
     expected = alone_once(serial, jobs)
     engine = caching(model, device=LateDevice(), lookahead=lookahead, block_size_tokens=3,

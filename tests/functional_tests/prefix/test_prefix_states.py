@@ -249,7 +249,7 @@ def test_an_evicted_request_finds_its_own_state(
 def test_the_donor_goes(
     model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, steps: int
 ) -> None:
-    """It is aborted while steps of it are in flight and others begin from its state."""
+    """A request is aborted while steps of it are in flight and others begin from its state."""
     jobs = [Job([*TEXT[:270], number], greedy(9)) for number in range(4)]
     expected = alone_once(serial, jobs)
     engine = caching(model, device=LateDevice(), lookahead=lookahead, max_requests=4,

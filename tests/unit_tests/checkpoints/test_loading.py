@@ -267,7 +267,7 @@ def load_stages(folders: list[str], stages: int) -> list[Weights]:
 
 
 def load_bytes(folders: list[str]) -> list[dict[str, bytes]]:
-    """The same of one of two stages, as bytes: tensors are shared memory of a process that ends."""
+    """State of one of two stages, as bytes: tensors are shared memory of a process that ends."""
     return [{n: p.numpy().tobytes() for n, p in held.items()} for held in load_stages(folders, 2)]
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def tensors(found: Any) -> list[Tensor]:
-    """Those of arguments or results, in their order."""
+    """Tensors of arguments or results, in their order."""
     if isinstance(found, Tensor):
         return [found]
     return [t for each in found for t in tensors(each)] if isinstance(found, tuple | list) else []

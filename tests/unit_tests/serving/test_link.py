@@ -194,7 +194,7 @@ SAID: dict[str, Callable[[Peer], bytes]] = {
 
 @pytest.mark.parametrize("said", SAID)
 def test_strangers_have_little_time_and_memory(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that say too little are cut off after a while, those that say something else at once.
+    """Strangers that say too little are cut off after a while, all others that are wrong at once.
 
     Break it: `_end_strangers` ends nobody; `STRANGER_BYTES` is `MOST_BYTES`.
     """
@@ -212,7 +212,7 @@ def test_strangers_have_little_time_and_memory(said: str, monkeypatch: pytest.Mo
 
 
 def test_who_was_refused_must_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a stranger again, but for the time to read why."""
+    """A refused peer is a stranger again, but for the time to read why."""
     monkeypatch.setattr(coordinator_module, "STRANGER_S", 0.3)
     with served() as service:
         peer = Peer(service.address)
@@ -280,7 +280,7 @@ def test_a_greeting_is_read_with_care() -> None:
 
 
 def test_a_peer_can_stay_where_it_has_connected() -> None:
-    """As one of another host does."""
+    """A peer of another host does so."""
     with served() as service:
         peer = Peer(service.address)
         peer.link.send(encode(ClientHello(PROTOCOL)))

@@ -137,7 +137,7 @@ def test_a_request_that_cannot_be_sent(coordinator: Coordinator) -> None:
     ids=["another protocol", "no greeting", "no message"],
 )
 def test_something_else_answers(answer: bytes | None) -> None:
-    """It is said at once: to wait would not help."""
+    """The fault is said at once: to wait would not help."""
 
     def serve(listener: socket.socket) -> None:
         end, _ = listener.accept()

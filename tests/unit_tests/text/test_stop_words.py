@@ -116,7 +116,7 @@ def ended_at(words: list[str], tokens: list[int], min_tokens: int) -> tuple[int,
 def ended_at_with_all(
     words: list[str], tokens: list[int], min_tokens: int
 ) -> tuple[int, int] | None:
-    """The same, looked at at every token."""
+    """Stop words that are looked for at every token."""
     matcher = StopWordMatcher(words, smollm2()[0].detokenize)
     for place, token in enumerate(tokens):
         if matcher.push(token, place + 1 >= min_tokens):

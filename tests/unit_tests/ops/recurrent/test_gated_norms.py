@@ -20,7 +20,7 @@ NORMS = {
 
 
 def arguments(kind, channels, groups, weight):
-    """Those behind y and z: a weight of all channels, or of one head."""
+    """Arguments behind y and z: a weight of all channels, or of one head."""
     return (weight, groups, 1e-5) if kind == "groups" else (weight[: channels // groups], 1e-5)
 
 

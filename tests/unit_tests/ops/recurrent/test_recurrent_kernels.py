@@ -185,7 +185,7 @@ def test_other_sizes_of_a_state(layer, sizes, device):
 
 
 def test_wide_lanes(device, monkeypatch):
-    """As large layers and many chunks have them; here with lanes behind the value's end."""
+    """Tiles that large layers and many chunks have; here with lanes behind the value's end."""
     monkeypatch.setattr(delta_prefill, "MANY_PROGRAMS", 1)
     layer = DeltaLayer(1, 16, 2, 48, dtype=SIXTEEN_BITS, device=device)
     assert delta_prefill.scan_tile(layer.dtype, layer.shape, 1).lanes == 32
