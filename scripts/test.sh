@@ -53,10 +53,15 @@ elif [[ ${1:-} == --gpus ]]; then
     ((cards)) || { echo "torch finds no GPU here; without --gpus this script runs the CPU's tests."; exit 1; }
 fi
 
-status=0
+failed=()
 run() {
     printf '\n== %s\n' "$*"
-    "$@" || { status=1; printf '== FAILED: %s\n' "$*"; }
+    "$@" || { failed+=("$*"); printf '== FAILED: %s\n' "$*"; }
+}
+finish() { # last, so that a failure of a lint is seen below the tests
+    ((${#failed[@]})) || exit 0
+    printf '== FAILED: %s\n' "${failed[@]}"
+    exit 1
 }
 # Once for all workers and ranks, which would compile them at the same time; the lints, which need
 # one core, run beside it.
@@ -87,11 +92,11 @@ tests_by() { # workers, arguments
 }
 if ((!cards)); then
     run tests_by 2 "${tests[@]}" "$@"
-    exit $status
+    finish
 fi
 gpu_tests() { tests_by "$@" || (($? == 5)); } # 5: none of what was asked for needs so many cards
 run gpu_tests $((cards > 1 ? cards : 2)) --cards "1/$cards" "$@" # on one card two share it
 for each in 2 4; do
     ((each <= cards)) && run gpu_tests $((cards / each)) --cards "$each/$cards" "$@"
 done
-exit $status
+finish

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_async.ops.op import Op
 
 Arguments = tuple[Any, ...]
+Axes = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class OpCase:
 def grid(
     op: Op[..., Any],
     make: Callable[..., Arguments],
-    axes: Mapping[str, Sequence[Any]],
+    axes: Axes,
     is_large: bool = False,
 ) -> Iterator[OpCase]:
     """A case for every combination of sizes; a name of `axes` may be several, for tuples."""

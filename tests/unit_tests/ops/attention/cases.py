@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_async.ops.attention.output_gate import output_gate
 from megatron_async.ops.attention.rope_append import rope_append
-from tests.unit_tests.ops.cases import Arguments, Numbers, grid
+from tests.unit_tests.ops.cases import Arguments, Axes, Numbers, grid
 
 
 def tables(positions: int, dim: int, device: str) -> tuple[Tensor, Tensor]:
@@ -55,25 +55,27 @@ def gate_arguments(at: Numbers, tokens: int, kv_heads: int, group: int, dim: int
     return at.rows(tokens, kv_heads * group, dim), padded[:, :-5], kv_heads
 
 
-HEADS = {
+HEADS: Axes = {
     "tokens kv_heads group dim": [
         (1, 3, 3, 64), (5, 2, 4, 128), (4, 1, 1, 8), (3, 2, 7, 80), (2, 5, 2, 2), (0, 2, 2, 16),
     ],
     "has_norm": [False, True],
     "pad": [0, 3],
 }  # fmt: skip
-ROTATIONS = {
+ROTATIONS: Axes = {
     "tokens kv_heads group dim": [(5, 2, 3, 16)],
     "rotated": [2, 6, 16],
     "has_norm": [False, True],
     "has_gate": [False, True],
 }
-LARGE = {
+LARGE: Axes = {
     "tokens": [1, 67, 2048],
     "kv_heads group dim has_norm": [(3, 3, 64, False), (8, 4, 128, False), (8, 2, 128, True)],
     "blocks block_size": [(40, 64)],
 }
-GATES = {"tokens kv_heads group dim": [(3, 2, 8, 256), (5, 1, 3, 24), (1, 4, 1, 16), (0, 2, 2, 8)]}
+GATES: Axes = {
+    "tokens kv_heads group dim": [(3, 2, 8, 256), (5, 1, 3, 24), (1, 4, 1, 16), (0, 2, 2, 8)]
+}
 CASES = [
     *grid(rope_append, rope_arguments, HEADS),
     *grid(rope_append, rope_arguments, ROTATIONS),
