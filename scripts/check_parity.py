@@ -18,8 +18,6 @@ alone, in a process after them:
         --dtype bfloat16 --tensor-model-parallel-size 4 --reference-device cuda
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ back, by the queue's length. `cost`: time to the first token and tokens a second
 behind Ray and behind our own coordinator (`megatron-async serve`), in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

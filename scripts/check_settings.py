@@ -13,8 +13,6 @@ The gated norm of Mamba2 with several groups is compared with a norm over each g
 published kernels have it and transformers' class has not.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

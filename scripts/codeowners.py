@@ -3,8 +3,6 @@
 python scripts/codeowners.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FILE = Path(__file__).resolve().parents[1] / "CODEOWNERS"

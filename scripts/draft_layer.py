@@ -10,8 +10,6 @@ writes a plausible prompt; then it answers that. (Xu et al. 2024, "Magpie", arXi
 data set is needed, and the texts are those that the model will be asked to write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -19,8 +19,6 @@ not send its reader elsewhere (`EMPTY_BEGINNING`); docstrings and comments name 
 reads syntax, not types, so it cannot tell an array from a tensor: the reason on the line does.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

@@ -5,8 +5,6 @@ is what a step waits for (from the end of all kernels before to a kernel's own e
 to the step; "run" is a kernel's own length, in which it may wait for the kernel before.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -9,8 +9,6 @@ failed example. Nothing is written into the checkout. Megatron's tests need msgp
 pytest-asyncio (`pip install --target DIR`, with DIR on PYTHONPATH).
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import sys

@@ -1,8 +1,6 @@
 """Small models of every family that is served, in transformers' words, with settings that differ
 from the defaults of its classes."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from typing import Any

@@ -4,8 +4,6 @@
 (`settings_theirs.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any

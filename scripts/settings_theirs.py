@@ -1,7 +1,5 @@
 """What transformers reads in a file of `settings_grid.py`, in the words of `ModelArchitecture`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -6,8 +6,6 @@ is no model, and every request's tokens are checked against what they must be; w
 one runs, and its answers are checked for their lengths and ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

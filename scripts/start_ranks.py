@@ -8,8 +8,6 @@ number where torchrun prints a page. The script's exit status is the rank's (128
 signal N); torchrun's is always 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -8,8 +8,6 @@ torch waits for the rank). A rank may end in order, with an error of ours, or by
 was sent. Any other end (libzmq's assertions are SIGABRT), and a rank that hangs, fails the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import logging

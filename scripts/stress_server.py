@@ -10,8 +10,6 @@ them to be served. `stall` opens streams of which half are never read, and wants
 pace to stay what it is without them. Both read raw sockets: no client hides a fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json

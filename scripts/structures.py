@@ -3,8 +3,6 @@
 python scripts/structures.py
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -17,8 +17,6 @@ conversations that were held out. The layer is trained for the first draft. With
 layer also learns from its own output, from which it makes the second draft.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

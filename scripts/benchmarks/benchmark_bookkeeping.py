@@ -6,8 +6,6 @@ zeros. So what is measured is scheduling and bookkeeping alone, on whatever CPU 
 tokens of a real tokenizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics as stats
 from collections.abc import Sequence

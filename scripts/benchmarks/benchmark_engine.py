@@ -3,8 +3,6 @@
 `benchmark_engine.py LOAD --help` says what a load is and takes. Some run under torchrun.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

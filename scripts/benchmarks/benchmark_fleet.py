@@ -6,8 +6,6 @@ first token, and which is the smallest that keeps `--ttft-ms` for 99 % of the re
 needed. An aim that no fleet keeps, for want of speed and not of memory, is a "-".
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ times: the fewest bytes over the memory's bandwidth, and the operations over the
 "-" stands where a kernel does not take a case, or is not at hand.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -21,8 +21,6 @@ alone, and the memory of the API process.
 whether each token is an event of its own. Both ways lead through the coordinator.
 """
 
-from __future__ import annotations
-
 import argparse
 import socket
 import statistics

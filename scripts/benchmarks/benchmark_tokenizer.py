@@ -1,7 +1,5 @@
 """The tokenizer of benchmarks that need one but no text: the demo model's, or a folder's."""
 
-from __future__ import annotations
-
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.model_names import DEMO

@@ -1,7 +1,5 @@
 """Processes beside a benchmark: starting them, a coordinator among them, and what they cost."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from multiprocessing.connection import Connection as Pipe

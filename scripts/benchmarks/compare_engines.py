@@ -22,8 +22,6 @@ models they are given the same shape with random weights, as a folder with `conf
 demo model's tokenizer (or --tokenizer's), of which nothing but its presence matters.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

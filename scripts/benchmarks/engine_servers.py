@@ -1,8 +1,6 @@
 """Servers that `compare_engines.py` starts: this project's, vLLM's and SGLang's, alike as far as
 their options go."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import subprocess

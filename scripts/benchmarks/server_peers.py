@@ -1,8 +1,6 @@
 """Processes around an API process that is timed: mock replicas that say steps, a bare writer, and
 readers of plain sockets. `benchmark_server.py` starts them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

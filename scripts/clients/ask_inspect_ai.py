@@ -5,8 +5,6 @@
 scripts/check_clients.sh runs it.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """instructor, by tools, JSON mode and a JSON schema; arguments as those of ask_openai.py."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 

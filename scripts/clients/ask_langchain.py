@@ -1,7 +1,5 @@
 """langchain-openai: invoke, stream and structured output; arguments as those of ask_openai.py."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """litellm, by its providers for servers of OpenAI's kind; arguments as those of ask_openai.py."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

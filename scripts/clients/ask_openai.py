@@ -5,8 +5,6 @@
 scripts/check_clients.sh runs it with several series.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """pydantic-ai, with output by a tool and by a schema; arguments as those of ask_openai.py."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 

@@ -3,8 +3,6 @@
 python scripts/clients/save_tokenizer.py smollm2 FOLDER
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

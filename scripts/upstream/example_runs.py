@@ -1,8 +1,6 @@
 """Megatron-LM's inference examples, run unmodified, and what each option's answer must be; its
 server examples, asked over HTTP for what `LLM` says."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 runs once on Megatron's own code and once on this engine; what both pass stands side by side, with
 the verdict."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os

@@ -4,8 +4,6 @@ The checkout comes last on the search path: of it are what no installed package 
 `megatron.inference`, the tests), while megatron-core is the installed one.
 """
 
-from __future__ import annotations
-
 import sys
 
 from megatron_async.compat.__main__ import main

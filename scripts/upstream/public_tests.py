@@ -1,7 +1,5 @@
 """Which of Megatron-LM's inference tests are run, and which are not, each with its reason."""
 
-from __future__ import annotations
-
 FOLDER = "tests/unit_tests/inference/"
 
 SERVED = "served here, refused by Megatron"

@@ -4,8 +4,6 @@ Settings come by the environment: UPSTREAM_CHECKOUT, a folder; UPSTREAM_OURS and
 for yes; UPSTREAM_OUTCOMES, the file to write.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

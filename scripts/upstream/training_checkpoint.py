@@ -5,8 +5,6 @@ loads; they are put into Megatron's own `GPTModel`, by its local layer spec, and
 Megatron's `dist_checkpointing` with the arguments beside them.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines whose end is checked, and what `transformers` says, computed once a test run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ attention, is the engine's own. It computes in float64, so that a sum taken in a
 a batch of another size) never changes a token, however many are compared.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`BesideOthers`: stands for the ranks that share experts with an engine, in one process."""
 
-from __future__ import annotations
-
 from typing import override
 
 from megatron_async.planning.step_plan import StepShape

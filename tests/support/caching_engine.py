@@ -1,7 +1,5 @@
 """An engine with a prefix cache of small blocks, and a text whose blocks are all different."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

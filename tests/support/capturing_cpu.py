@@ -1,8 +1,6 @@
 """A CPU device that captures steps: their padding, their replay and their addresses, as on a
 GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

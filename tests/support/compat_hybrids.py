@@ -6,8 +6,6 @@ PyTorch stand here; all else (projections, strips, convolutions, groups, norms) 
 On a GPU the Mamba-2 mixer calls mamba-ssm and causal-conv1d themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 A user's own `GPTModel`, twice: with our attention in its layer spec, and all Megatron's.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a rank does with its part of a model that Megatron built on several ranks."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Megatron's trio around a tiny model, driven as `gpt_dynamic_inference.py` drives it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ A recorder stands in a kernel's place, so the op's own launch says what the argu
 specialises and compiles them as it would on a Hopper GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """What each data-parallel rank does with Megatron's coordinator example."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any

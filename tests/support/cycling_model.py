@@ -1,7 +1,5 @@
 """Models whose text repeats itself, nearly: what an n-gram drafter lives of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

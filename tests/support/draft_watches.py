@@ -13,8 +13,6 @@ A wrong draft changes no token, only how many come at once: a stale hidden state
 one of a block's former owner would never be seen in the output.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Drafters are a part of the step, so they work on the device alone. A row's reque
 seed: the tests set the seed to the number of the request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """Drafts on ranks that share experts, where one rank's rows are narrower than the step: called on
 both ranks, each with requests of its own."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any, NamedTuple

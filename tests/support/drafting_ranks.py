@@ -1,7 +1,5 @@
 """Drafts on several ranks: called on every rank, with the same requests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Schedules for engines that draft, drawn by a seed: requests of every mode around the borders of
 blocks, small pools, shared prefixes, aborts and stops."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Ranks that work until one of them is sent a signal, and what becomes of the others."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

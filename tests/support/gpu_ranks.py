@@ -3,8 +3,6 @@
 Importing this module adds small shapes whose heads the GPU's kernels serve to `DUMMY_SHAPES`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the functional tests share: a lively tiny model, engines that are watched, plain runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

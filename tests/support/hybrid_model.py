@@ -5,8 +5,6 @@ Of the layers they have all that keeps state: convolution and recurrence are the
 float64, as their attention.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

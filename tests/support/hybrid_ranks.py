@@ -1,8 +1,6 @@
 """Hybrid models on ranks: called on every rank, which loads its part and serves the same jobs, or,
 of ranks that share experts, jobs of its own."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Interrupts in the middle of an engine's turns: prompts, moments, fixtures of two files."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any

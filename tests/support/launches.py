@@ -1,7 +1,5 @@
 """Launches of Triton kernels where there is no GPU: what each would be compiled for."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

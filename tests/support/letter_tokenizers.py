@@ -3,8 +3,6 @@
 `Pieces`: a tokenizer for `AttentionModel`'s vocabulary, with grammars and stop words.
 """
 
-from __future__ import annotations
-
 import itertools
 
 from tokenizers import Tokenizer as Backend

@@ -1,7 +1,5 @@
 """Folders of models whose answers change from token to token, so that wrong states show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

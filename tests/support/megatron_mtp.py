@@ -1,7 +1,5 @@
 """Megatron-Core's own layer of multi-token prediction on a CPU, to compare ours with."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

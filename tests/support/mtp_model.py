@@ -5,8 +5,6 @@ attention, output). Its text is drawn to a cycle, and so are its drafts, so that
 each depends on all entries before it all the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which sockets of a process and its children others can reach, by the kernel's own tables."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

@@ -4,8 +4,6 @@ A bug that needs three values at once is rarer than the time that all cases take
 says so itself, with `@pytest.mark.pairs`; `MEGATRON_ASYNC_ALL_CASES=1` runs the whole product.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What a pipeline must do just as one rank does: called on every rank, with the same requests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import partial

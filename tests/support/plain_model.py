@@ -1,8 +1,6 @@
 """The tiny model in `transformers`, and a token-by-token loop with every processor spelt out: what
 the engine's log probs, penalties, biases and bans are compared with."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """A peer of a coordinator that says and hears what a test wants, and waits for it."""
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import socket

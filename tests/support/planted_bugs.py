@@ -1,7 +1,5 @@
 """Bugs of the kinds that async engines have, planted one at a time to see that they are found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Bugs of multi-token prediction for the fuzzer to find, none of which changes a t
 Bugs of steps that are cut short, planted one at a time to see that they are found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ Recurrent states that nobody owns hold NaN: whoever reads what a row's last owne
 out.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ the names of weights anew for each module. Here a file is read once, into an arr
 made once; what `transformers` does with them is its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

@@ -4,8 +4,6 @@ Ranks are forked from a server that has imported torch and Megatron once, so tha
 them takes a fraction of a second instead of eight times four.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

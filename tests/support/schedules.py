@@ -4,8 +4,6 @@ settings. Everything follows from a seed.
 Random schedules of prompts that begin alike.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

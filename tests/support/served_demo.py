@@ -1,7 +1,5 @@
 """The demo model as a server knows it, and answers made of texts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Processes of a service for tests: replicas of the tiny model, a coordinator, a client."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ Each engine would start one of its own at its first grammar, which takes longer 
 The process keeps nothing of a grammar: what is shared is only that it runs.
 """
 
-from __future__ import annotations
-
 from megatron_async import DynamicInferenceEngine
 from megatron_async.text.grammar_compiler import AT_ONCE, GrammarChecker
 

@@ -1,7 +1,5 @@
 """What each rank does of a job whose models are spread over ranks behind Megatron's coordinator."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

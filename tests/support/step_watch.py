@@ -1,7 +1,5 @@
 """`StepWatch`: what must hold of every step, whatever it serves: overlap, and the counters."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron_async import DynamicInferenceEngine

@@ -5,8 +5,6 @@ TransformerEngine has no CPU kernels. These have the parameters that Megatron's 
 layer after it, and `weight0`, `weight1` and so on of experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ No step writes a row of the state pools that another of its rows reads or writes
 step's chunks one after the other and would not show it; a GPU takes them at once.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

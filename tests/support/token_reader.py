@@ -1,7 +1,5 @@
 """A reader of a client, for requests whose texts nobody makes."""
 
-from __future__ import annotations
-
 import asyncio
 
 from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader

@@ -4,8 +4,6 @@
 are written out in float32, as simply as they can be.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

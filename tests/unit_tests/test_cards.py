@@ -1,7 +1,5 @@
 """Tests of GPUs run where there are enough of them, each once, on cards of their worker."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -9,8 +9,6 @@ launches as soon as possible ("at once") and shortly before the running step end
 `InferenceConfig.late_launch`), by turns, `--rounds` times, on one engine.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

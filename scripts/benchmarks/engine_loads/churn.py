@@ -7,8 +7,6 @@ Arrivals are added between steps, and their time counts. Step times are medians 
 steps; the percentiles are of single steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ on an engine of its own. With --profile the GPU's idle time between steps is rea
 timeline, after all timings.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -5,8 +5,6 @@ round, so that a machine's moods hit all alike; the figures are medians over the
 the engine's own thread's (prepare, launch and resolve).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Sequence

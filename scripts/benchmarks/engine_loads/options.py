@@ -1,7 +1,5 @@
 """Options and tables that the loads share."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

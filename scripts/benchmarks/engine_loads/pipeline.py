@@ -9,8 +9,6 @@ the time: a step would take as long as that stage. "counted" is the idle share t
 counter expects of equally fast stages; docs/ranks.md has the formula.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ a user sees: from `add_request` to the step's resolve, chunk by chunk where the 
 than --max-tokens.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

@@ -13,8 +13,6 @@ snapshots  Time to the first token of a prompt whose scan leaves a snapshot of i
            --interval tokens, beside one that leaves none (hybrid models). Target: at most 1.02.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

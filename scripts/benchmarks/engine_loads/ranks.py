@@ -10,8 +10,6 @@ With --speculative-method steps draft and verify, as under the load steady.
 With --profile the GPU's idle time between steps is read from the kernel timeline of rank 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

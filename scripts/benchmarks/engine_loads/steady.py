@@ -9,8 +9,6 @@ With --speculative-method steps draft and verify. Random weights and prompts nev
 draft, so --forced-acceptance says how often they do: the tokens are then not the model's.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ about the step time where the device is slower than the CPU. Models without a to
 made-up one, so that text is made too.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

@@ -12,8 +12,6 @@ offered load is more than the engine can serve, latencies grow with the number o
 nothing but that.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

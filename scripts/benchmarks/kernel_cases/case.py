@@ -1,7 +1,5 @@
 """A case of a family of kernels: tensors, what the hardware could do, and the time."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

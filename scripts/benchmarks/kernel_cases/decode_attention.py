@@ -3,8 +3,6 @@
 With --long-row one row of each batch has that length: a long request among short ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence

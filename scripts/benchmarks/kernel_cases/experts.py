@@ -8,8 +8,6 @@ experts is here, as on one rank of an expert-parallel group, and rows are the to
 --sweep tries other tiles than those of `ops/experts/expert_plan.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence

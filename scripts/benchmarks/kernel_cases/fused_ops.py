@@ -6,8 +6,6 @@ between the kernels of a decode step; so a small kernel can beat the floor, whic
 bytes, and its time is what the launch in a graph costs.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ in turn, with the norms and SwiGLU between them, ours fused where the engine fus
 columns of the qkv product stand for attention's output.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ there. Of decode the convolution is timed alone too: ours is part of a kernel th
 as well. mamba-ssm's state update takes one token a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 

@@ -6,8 +6,6 @@ not counted. With --decode-rows a layer also attends for decode rows, as in a mi
 backends leave room for that beside the prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ Decode rows stand at all phases of the flush rule, so one row in 16 writes its s
 are installed, are timed beside ours (`mamba_megatron.py`); there are none for Gated DeltaNet.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence

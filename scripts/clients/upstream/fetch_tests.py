@@ -6,8 +6,6 @@ llama-cpp-python's with llama.cpp.
 Prints the path of the folder. Nothing of the package is built or installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

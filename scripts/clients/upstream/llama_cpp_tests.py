@@ -8,8 +8,6 @@ Their tests know the words of their own small model; here every text is right. E
 `/v1` before them that llama.cpp also knows. `NOT_SERVED` says which tests do not apply, and why.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

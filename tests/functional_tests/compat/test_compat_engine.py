@@ -1,7 +1,5 @@
 """Megatron's calls: what scripts, training loops and tests ask of engine, context, controller."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

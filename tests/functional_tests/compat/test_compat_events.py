@@ -5,8 +5,6 @@ which weights made what.
 Megatron's errors can be caught, and what cannot be served fails alone, as Megatron marks it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A model that Megatron built gives Megatron's own tokens, and stays the user's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 What cannot be served is refused by its name and its place, when the wrapper is made.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

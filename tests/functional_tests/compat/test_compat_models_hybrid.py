@@ -1,7 +1,5 @@
 """Megatron's `HybridModel`, with Megatron's own mixers, gives the same tokens in the engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

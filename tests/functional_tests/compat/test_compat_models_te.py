@@ -3,8 +3,6 @@
 Its modules are stand-ins (`te_stand_ins.py`); `gpu/test_gpu_transformer_engine.py` has its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The user's model stays theirs: it is trained while it is served, and what is served follows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

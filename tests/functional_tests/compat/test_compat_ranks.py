@@ -3,8 +3,6 @@
 Two data-parallel ranks behind Megatron's coordinator: one engine's tokens, states together.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron's hybrid model with Megatron's own configuration of its states, in Megatron's order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

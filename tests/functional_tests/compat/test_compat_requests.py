@@ -1,7 +1,5 @@
 """Requests in Megatron's classes: the answers are those of our engine, and come back whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron's client, coordinator and engine states over this project's service."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`MegatronLLM` and `MegatronAsyncLLM`: the tokens of Megatron's own forward, and its calls."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -4,8 +4,6 @@
 `MegatronLLM` and `MegatronAsyncLLM` behind a coordinator, and their HTTP server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Models over ranks behind Megatron's coordinator: one rank's tokens, and states on every rank."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -3,8 +3,6 @@
 After a change of the table: `python -m tests.functional_tests.compat.test_names_of_megatron`.
 """
 
-from __future__ import annotations
-
 import ast
 from importlib.util import find_spec
 from pathlib import Path

@@ -6,8 +6,6 @@ The suite plays some of them, drawn by a seed; all of them, once:
     MEGATRON_ASYNC_ALL_DRAFTS=1 pytest tests/functional_tests/drafts/test_all_drafts.py
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Drafts cannot be seen in the output: whatever is proposed, requests say what they say alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

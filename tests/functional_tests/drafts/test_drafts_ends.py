@@ -1,8 +1,6 @@
 """Requests end inside a row of accepted drafts as they end anywhere: by stop words, by logits that
 leave no token, beside rows under a grammar, and in captured steps."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

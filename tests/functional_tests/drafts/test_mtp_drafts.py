@@ -9,8 +9,6 @@ A rejected draft leaves its inputs in the ring of its slot, behind the length of
 the tokens that follow lie over them. The state itself never takes a draft in.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial

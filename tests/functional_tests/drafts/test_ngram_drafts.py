@@ -1,8 +1,6 @@
 """The n-gram drafter cannot be seen in the output, its drafts are those of a search in Python, and
 a text that repeats itself comes several tokens at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

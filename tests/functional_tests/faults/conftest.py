@@ -1,7 +1,5 @@
 """What the tests of faults compare with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Bad input fails alone, with a message that names the value and the remedy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """An admission that raises leaves nothing half done: all requests wait, and are served later."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests that cannot even be added: what panics fails alone, what interrupts leaves nothing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any

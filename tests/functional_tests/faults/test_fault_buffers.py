@@ -4,8 +4,6 @@ Streams of a `LateDevice` do their work at the first or at the last moment that 
 buffer that is used again too early, or a wait that is missing, gives a wrong token every time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

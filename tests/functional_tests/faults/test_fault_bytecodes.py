@@ -10,8 +10,6 @@ one place early. With more steps in flight there were more such steps. An interr
 block of which the device was never told.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

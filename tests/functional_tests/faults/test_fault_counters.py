@@ -1,8 +1,6 @@
 """Counters of what is in flight, over pauses, evictions, aborts and failures: no token is lost,
 doubled or late, and overlap stays on afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps that fail one after the other: each must end its requests, and the others go on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

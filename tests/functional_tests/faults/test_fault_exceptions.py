@@ -1,8 +1,6 @@
 """Exceptions at every place that runs foreign or fallible code: the requests concerned fail, and
 the engine goes on as before, overlap included."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ctrl-C in one of several ranks: what it leaves in the others."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_async import LLM

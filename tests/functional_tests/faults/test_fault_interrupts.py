@@ -1,7 +1,5 @@
 """Ctrl-C, and what else is no error of a step: where it takes effect, and what it leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -4,8 +4,6 @@ Python's own `threading.Event`, `Future` and executors lock in Python: an interr
 begins that unlocks leaves them locked.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

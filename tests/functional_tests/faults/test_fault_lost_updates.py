@@ -1,8 +1,6 @@
 """A step that fails before its block-table updates have reached the device, with steps launched
 behind it: they write by tables of former owners, and no request that goes on may notice."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Freed blocks hold NaN (`poison.py`), so that a read shows in the logits and a wr
 somebody who is not their owner is found out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A pool that is too small for ever: every request ends all the same, and at what cost."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.harness import EngineFactory, greedy, random_prompts

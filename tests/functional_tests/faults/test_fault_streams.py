@@ -1,8 +1,6 @@
 """A stream that breaks outside of any step: whoever waits is told, by `step_modern` as by
 `async_step`, and on a device that must be asked as on one that tells."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A request whose logits become NaN fails, alone, and says why; the others give their tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

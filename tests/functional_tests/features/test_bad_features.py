@@ -1,8 +1,6 @@
 """Twenty malformed values of each feature: a clear error that names value and remedy, and nobody
 else is harmed."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

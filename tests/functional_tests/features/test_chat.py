@@ -7,8 +7,6 @@ Break one of these, and a test fails:
 - `ChatSession._answer`: no `abort_request`
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -5,8 +5,6 @@ Penalties, biases, min tokens and bad words: equal to a token-by-token loop in `
 with steps in flight, through chunks, pauses and evictions.
 """
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from typing import Any

@@ -1,8 +1,6 @@
 """NVTX ranges as a profiler is told of them, in processes of their own: every stage of every step,
 on every rank, lies in a range that names the step."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 Stop words end requests at the same token, with the same text, at every lookahead.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

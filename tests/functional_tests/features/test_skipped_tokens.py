@@ -1,8 +1,6 @@
 """Requests that begin behind blocks of others are sampled as if they had computed every token:
 penalties, bad words and all else that looks at tokens before the first chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

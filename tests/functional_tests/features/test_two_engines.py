@@ -1,8 +1,6 @@
 """Several engines around one model: what a step leaves for its own later parts is the step's, not
 the model's."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

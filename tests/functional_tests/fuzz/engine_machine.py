@@ -3,8 +3,6 @@
 A new event is one rule. A failure is shrunk, and printed as a script of the calls that lead to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections import Counter

@@ -5,8 +5,6 @@ bytecodes.
 `ExpertMachine`: an `EngineMachine` whose engine steps on for others when it is stopped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

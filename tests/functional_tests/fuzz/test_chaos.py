@@ -1,7 +1,5 @@
 """Random schedules on a device with random delays give the serial result."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

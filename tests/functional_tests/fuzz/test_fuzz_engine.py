@@ -40,8 +40,6 @@ schedule that found them, each with serial answers of its own:
                                        books_are_not_mended 5
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

@@ -4,8 +4,6 @@ Rollback and suspend on a GPU: with captured graphs, and memory that really goes
 A captured step with NVTX has kernels that end its parts, in order; one without has none.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

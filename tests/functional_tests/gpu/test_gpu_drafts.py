@@ -1,7 +1,5 @@
 """Drafts on a GPU cannot be seen in the output, and steps that draft wait for nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

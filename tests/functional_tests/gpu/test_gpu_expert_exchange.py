@@ -1,8 +1,6 @@
 """Exchanges of expert parallelism on GPUs through symmetric memory: NCCL's values, captured, and
 what is served without it."""
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,8 +1,6 @@
 """Every feature of a request on a GPU, in captured steps: the CPU's answers in float32, no hidden
 waits, and nothing extra in steps that do not ask."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace

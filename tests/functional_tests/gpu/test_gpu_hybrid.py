@@ -1,7 +1,5 @@
 """Hybrid models on a GPU: the CPU's tokens, whatever happens meanwhile; steps captured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

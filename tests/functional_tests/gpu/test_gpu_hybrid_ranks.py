@@ -1,7 +1,5 @@
 """Hybrid models and drafts on several GPUs: the tokens of one CPU, the drafts of one GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.cards import on_cards

@@ -4,8 +4,6 @@ Skipped where there is no GPU or a package is not installed (docs/gpus.md has th
 `test_compat_models_hybrid.py` has such models on a CPU, where plain PyTorch stands for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Pipelines of GPUs: stages captured, messages between the graphs, and one rank's tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Skipped where there is no GPU or no TransformerEngine. `test_compat_models_te.py
 models in modules with its names, for a CPU.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests whose grammars compile, crash, never end or are slow: nobody else notices."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

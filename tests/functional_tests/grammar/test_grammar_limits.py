@@ -1,7 +1,5 @@
 """Schemas, grammars, expressions and choices compile at their limits, and are refused beyond."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

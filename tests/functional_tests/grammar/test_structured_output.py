@@ -1,7 +1,5 @@
 """Structured output with steps in flight: equal to serial, valid, and nobody else waits for it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The interface as the README writes it, and the trio by hand with Megatron-Core's names."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines that are made in one of torch's autograd modes and stepped in another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

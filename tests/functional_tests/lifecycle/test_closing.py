@@ -4,8 +4,6 @@ A request can be aborted in every phase of its life, and nobody else notices.
 An engine at work refuses calls of other threads, which it would serve late or break over.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Examples say what went wrong in words, and show what they say they show."""
 
-from __future__ import annotations
-
 import asyncio
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Proof that the CPU prepares step N+1 while the device runs step N."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

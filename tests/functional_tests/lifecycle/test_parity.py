@@ -3,8 +3,6 @@
 The demo model says what `transformers` says, whatever the scheduling.
 """
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """An engine can be stopped and go on at any time, and no token changes."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import weakref

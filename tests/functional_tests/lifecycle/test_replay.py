@@ -3,8 +3,6 @@
 Runs whose requests share blocks: recorded, replayed plan for plan, simulated.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from dataclasses import replace

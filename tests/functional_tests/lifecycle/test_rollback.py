@@ -1,7 +1,5 @@
 """The policy "rollback" gives the tokens of "reconcile", and books no zombie rows."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

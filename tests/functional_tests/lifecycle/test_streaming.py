@@ -1,7 +1,5 @@
 """Streams give what the finished request has, whatever the reader's speed."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -1,7 +1,5 @@
 """A user's own model gives Megatron's tokens, or is refused by the name of what is not served."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Layers of a decoder as one compiled call: the bits of the modules, in all steps without long
 prefill chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine with 8-bit weights: the same tokens whatever the schedule, near float32's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

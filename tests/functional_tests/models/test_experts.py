@@ -4,8 +4,6 @@ Models whose experts take the op of a few tokens, with the norm before it, besid
 products: the same tokens.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

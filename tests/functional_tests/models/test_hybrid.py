@@ -4,8 +4,6 @@ its tokens are those of a serial run.
 The models are those of the fuzzer, in float64, with states of nobody full of NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

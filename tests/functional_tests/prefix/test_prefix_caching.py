@@ -4,8 +4,6 @@ What the prefix cache must not find any more: blocks whose owner went or whose s
 those that were handed out or forgotten.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ The models are those of the fuzzer, in float64, with states of nobody full of Na
 at multiples of 128 here.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

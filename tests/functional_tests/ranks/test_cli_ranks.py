@@ -3,8 +3,6 @@
 The examples of several ranks run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -7,8 +7,6 @@ Break one of these, and a test fails:
 - `SharedExperts.agree`: keep each rank's own width
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ Break one of these, and a test fails:
 - `BatchDimensions.entries`: keep the step's `dispatch_tokens`
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ An engine that is stopped while it waits for samples, and must step on for the e
 ranks need.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Ranks that share experts have arrivals of their own: who is idle sleeps, and wakes for others."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from functools import partial

@@ -6,8 +6,6 @@ What each kind of parallelism does at other lookaheads, under pressure and in ch
 of each: test_tensor_parallel, test_pipeline_parallel, test_moe, test_expert_consensus.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

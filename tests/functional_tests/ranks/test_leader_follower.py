@@ -1,7 +1,5 @@
 """A follower that replays its leader's log does the same, step for step, and faults end both."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """No socket is open to other hosts or users that nobody asked for."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pipelines of 2 and 4 stages over gloo: the tokens of one rank, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from typing import Any

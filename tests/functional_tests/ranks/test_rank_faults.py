@@ -1,7 +1,5 @@
 """A rank that is killed or stopped ends its job within seconds, with an error that names it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

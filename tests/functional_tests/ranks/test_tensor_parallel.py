@@ -1,7 +1,5 @@
 """Models split over tensor-parallel ranks say what one rank says, on every rank."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ is lost, and nothing is told twice or lost.
 The HTTP routes as plain ASGI, in front of a fleet: uvicorn's own protocol stands for a proxy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

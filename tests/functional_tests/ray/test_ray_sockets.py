@@ -1,7 +1,5 @@
 """Under Ray, which listens everywhere itself, a fleet adds no socket that others reach."""
 
-from __future__ import annotations
-
 import os
 import urllib.request
 

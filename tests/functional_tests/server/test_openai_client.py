@@ -1,7 +1,5 @@
 """OpenAI's own client, and raw HTTP, against the demo model behind `megatron-async serve`."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The test takes half a minute and is no part of the ordinary ones: set MEGATRON_ASYNC_BROWSER=1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`megatron-async serve`: its processes, their deaths, and its end."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,8 +1,6 @@
 """`megatron-async serve --coordinator`: HTTPS in front of a coordinator that asks for a secret, and
 what administrators tell it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

@@ -1,7 +1,5 @@
 """Spans of HTTP requests, as a collector gets them; without the extra they are refused by name."""
 
-from __future__ import annotations
-
 import http.server
 import importlib.util
 import itertools

@@ -4,8 +4,6 @@ Messages that are too large fail alone: questions, answers, and what a stranger 
 What the server asks, an engine serves; what it tells is formatted as it is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -6,8 +6,6 @@ and all of them, however little the sockets take at once.
 A replica whose experts others need leaves: it finishes what it has, and steps on for them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

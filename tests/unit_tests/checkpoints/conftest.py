@@ -1,7 +1,5 @@
 """Tiny models of every family, made by transformers, and the demo model read once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

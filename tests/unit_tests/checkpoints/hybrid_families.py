@@ -1,7 +1,5 @@
 """Families of tiny models, made by transformers with random weights, and how weights compare."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

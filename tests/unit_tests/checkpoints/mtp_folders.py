@@ -7,8 +7,6 @@ inputs, are written down here from vLLM's loaders and forwards (`qwen3_next_mtp.
 `qwen3_5_mtp.py`, `nemotron_h_mtp.py`, `mimo_mtp.py`), and from lists of published tensors.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ ibm-granite/granite-4.0-h-350m), less what says nothing of the computation.
 Files are sparse: a header, and holes where nobody wrote. So a folder of 63 GB takes some kilobytes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,8 +1,6 @@
 """Every key of transformers' configuration classes: read as transformers reads it, or refused by
 name; and keys that nobody knows. Models of these files are run by `scripts/check_settings.py`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,8 +1,6 @@
 """Families with Gated DeltaNet: long prompts in odd chunks, vision towers, both forms of experts,
 bits that stay, refusals. What they share with other hybrids is in `test_hybrid_folders.py`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

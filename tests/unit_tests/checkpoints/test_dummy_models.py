@@ -1,8 +1,6 @@
 """Models named `dummy:`: their sizes by name or by hand, their weights, and how evenly `:uniform`
 spreads tokens over experts."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 

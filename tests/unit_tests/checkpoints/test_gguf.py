@@ -1,7 +1,5 @@
 """GGUF files, and dequantisation against the gguf package, bit for bit."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path

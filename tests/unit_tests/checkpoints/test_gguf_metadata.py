@@ -1,7 +1,5 @@
 """GGUF's metadata: each key is read, refused by its name, or known to change nothing."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of models that want too much: numbers without end, nests, names of files elsewhere."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

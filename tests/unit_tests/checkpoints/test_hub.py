@@ -7,8 +7,6 @@ Break one of these, and a test fails:
 - `LEFT_OUT`: no pattern
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Hybrid families: logits as transformers', folders written back, checkpoints, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import cache

@@ -1,8 +1,6 @@
 """Weights go to the device part by part, as they are stored, each rank's and stage's own, and what
 does not fit is told before; the host holds no copy of a model."""
 
-from __future__ import annotations
-
 import sys
 import tracemalloc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models with experts: both spellings of weights, tokens as transformers', parts for ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hugging Face folders with multi-token prediction: what is read where, and what it computes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

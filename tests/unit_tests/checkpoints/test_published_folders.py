@@ -1,7 +1,5 @@
 """Folders with published names, shapes and shards: what they are read as, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

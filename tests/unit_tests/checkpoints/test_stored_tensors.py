@@ -1,7 +1,5 @@
 """No tensor of a folder is dropped without a comparison or a word, and no file without a name."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Megatron checkpoints with multi-token prediction: ours, and those of training."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

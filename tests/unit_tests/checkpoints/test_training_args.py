@@ -1,7 +1,5 @@
 """Arguments of training runs: what is read of them, and what is refused or left unread."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

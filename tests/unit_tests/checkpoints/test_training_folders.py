@@ -1,8 +1,6 @@
 """Folders of training runs: what is beside the weights, other formats, several ranks, and logits as
 Megatron's own forward computes them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints as a training run of Megatron-LM leaves them, written by Megatron's own code."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`megatron-async bench` and `profile`: what is measured, printed, written and refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Wrong names and values are told before torch is imported, names of other tools with what was
 meant; Ctrl-C before there is anything to end in order is one line."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

@@ -1,8 +1,6 @@
 """Options come from the fields of dataclasses: none is forgotten, and TAB and help say what the
 fields say."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the command line shows of a run, and words and keys at the terminal's edge."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

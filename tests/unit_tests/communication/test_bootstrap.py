@@ -1,7 +1,5 @@
 """Ranks meet, on one host without a port; and whatever can be wrong with a start is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """What the leader sends arrives at each follower, whole and in order; reports and rounds of
 integers come back."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """A rank that dies is named on all others, whatever they were doing; who leaves is not dead."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Folders that no other user reaches: the living keep theirs, those of the killed are removed."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Two hosts on one machine: network namespaces joined by a virtual cable, which is cut."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Every field of Megatron's `InferenceConfig` is honoured, known to be harmless, or refused."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The files under deploy/ fit what the server tells and takes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

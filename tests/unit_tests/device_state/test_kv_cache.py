@@ -1,8 +1,6 @@
 """The size of the KV pool: what was asked for, or an error whose advice works when followed; what
 slots take is counted before it, and comes and goes with the cache."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """With late launches a request joins the very next launch, and the device does not wait."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """With a target for the time between tokens, prompts get what fits, and all ranks plan alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

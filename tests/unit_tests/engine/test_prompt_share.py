@@ -1,7 +1,5 @@
 """Beside running requests prompts get a measured number of tokens, or half of what waits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

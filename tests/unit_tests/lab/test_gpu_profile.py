@@ -1,7 +1,5 @@
 """Gaps between steps: of a profiler's kernels, and of timelines whose gaps are known."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

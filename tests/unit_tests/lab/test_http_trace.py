@@ -1,7 +1,5 @@
 """A trace over HTTP, against a server of a few lines that answers at a known pace."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

@@ -1,8 +1,6 @@
 """Virtual streams keep the order of real ones, a step takes what its machine says, and `ModelShape`
 makes the plans that the model's own configuration makes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What follows from a stored layer pattern: counts, bytes, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Megatron-Core is imported without torch's compiler; a function is compiled when it is called."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

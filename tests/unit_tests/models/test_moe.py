@@ -1,7 +1,5 @@
 """Experts spread over ranks: tokens go there and come back as if all experts were here."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Layers of multi-token prediction: against Megatron-Core's own, over ranks, and what they cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms that multiply by 1 + weight."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Process groups of several ranks, and the layers of pipeline stages among them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,8 +1,6 @@
 """Mixers of recurrent layers, Mamba-2's and Gated DeltaNet's: over ranks, in checkpoints of
 Megatron, and what stands around them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Recurrent models that Megatron-LM trained: checkpoints of its runs load as they were saved."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

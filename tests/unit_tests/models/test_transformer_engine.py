@@ -1,7 +1,5 @@
 """`transformer_impl`: clear errors where TransformerEngine cannot run, our logits where it can."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

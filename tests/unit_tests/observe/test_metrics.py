@@ -1,7 +1,5 @@
 """Metrics, lines of log, named ranges and the timeline file."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

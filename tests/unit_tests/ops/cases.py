@@ -1,8 +1,6 @@
 """A case of an op: arguments for all of its implementations, which tests compare and benchmarks
 time. Each family has its own in `cases.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ computes, and a table of all dtypes for each load. Nothing changes them afterwar
 may be one object. Results are the same to the bit, in less than half of the time.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace

@@ -7,8 +7,6 @@ again for operands of the same types: NumPy broadcasts by itself. The first resu
 compared with Triton's own, so results are the same to the bit.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple

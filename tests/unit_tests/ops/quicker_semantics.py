@@ -1,8 +1,6 @@
 """`where`, casts and loads of Triton's interpreter that work out types once, like the operators of
 `quicker_operators.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

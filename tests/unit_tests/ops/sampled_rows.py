@@ -1,7 +1,5 @@
 """Rows to be sampled, of parameters given one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

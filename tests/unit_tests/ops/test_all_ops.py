@@ -1,7 +1,5 @@
 """All implementations of an op give what its reference gives, on every case."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

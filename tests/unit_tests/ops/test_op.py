@@ -1,7 +1,5 @@
 """What an op is: its reference, its implementations, and how an engine binds them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A thousand random batches through every kernel but attention's, against the torch references."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

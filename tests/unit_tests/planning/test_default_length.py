@@ -1,7 +1,5 @@
 """How long a sequence may be where nobody says: the model's context, if the pool holds it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Slots of requests, and micro-batches: requests join evenly, and the clock of the bubble says what
 a drawing says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

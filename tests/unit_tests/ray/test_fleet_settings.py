@@ -1,8 +1,6 @@
 """What a fleet's settings refuse, Ray's own settings, the order of batches and which call carries
 them."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

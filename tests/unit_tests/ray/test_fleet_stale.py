@@ -1,8 +1,6 @@
 """What a fleet tells call by call: of a lost replica nothing more is told, and what it had is sent
 again; the rules are the dispatcher's."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What a request that says nothing is answered with: one rule, whoever asks."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of other engines are answered with the names of this one."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import fields, replace

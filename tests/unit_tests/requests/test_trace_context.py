@@ -1,7 +1,5 @@
 """`traceparent` of W3C: what is one, and which requests the log speaks of."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """`scripts/check_parity.py`: agrees where it should, and says where it does not."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """A draft layer learns what its model says, and the engine drafts with the file that is written."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

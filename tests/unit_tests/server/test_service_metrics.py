@@ -1,7 +1,5 @@
 """What `/metrics` says of a service, by our names and by vLLM's."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Who serves what when replicas and clients come, stop and leave: no sockets, made-up time."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

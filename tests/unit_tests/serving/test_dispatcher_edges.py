@@ -1,7 +1,5 @@
 """A dispatcher's rare cases and random orders of events; routing by load and shared prefixes."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What becomes of requests when replicas and clients are lost: no sockets, made-up time."""
 
-from __future__ import annotations
-
 from megatron_async.serving.messages import (
     Abort,
     Refused,

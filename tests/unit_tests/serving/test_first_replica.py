@@ -1,8 +1,6 @@
 """Requests of a client that is there before the first replica, those that fail, and the books of
 them."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

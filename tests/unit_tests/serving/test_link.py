@@ -1,8 +1,6 @@
 """A link keeps messages whole and in order, however its socket divides them, and takes no more
 memory than it says; a coordinator's strangers are few, and have little time."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket

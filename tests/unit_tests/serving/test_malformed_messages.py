@@ -1,8 +1,6 @@
 """Sockets on which something else is said than was agreed, or nobody reads; numbers and names of
 which none ends a coordinator."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import socket

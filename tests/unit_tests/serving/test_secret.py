@@ -1,7 +1,5 @@
 """A coordinator with a secret: who has it gets in, encrypted; nobody else says or hears a word."""
 
-from __future__ import annotations
-
 import select
 import socket
 import threading

@@ -1,7 +1,5 @@
 """What an administrator tells a whole service, what its engines do then, and its counters."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

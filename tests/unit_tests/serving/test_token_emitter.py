@@ -1,7 +1,5 @@
 """What a replica's emitter tells and when, to readers of tokens and of steps."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A dispatcher whose messages and time tests make up."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

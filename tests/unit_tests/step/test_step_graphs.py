@@ -1,7 +1,5 @@
 """Which steps are captured, and which graph serves a step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from types import SimpleNamespace

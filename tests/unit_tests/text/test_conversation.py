@@ -1,7 +1,5 @@
 """Conversations: one or several, wrapped by the model's own template; what is none is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

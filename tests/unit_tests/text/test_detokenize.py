@@ -1,7 +1,5 @@
 """Text token by token is the text of all tokens, and that of a request the engine's."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

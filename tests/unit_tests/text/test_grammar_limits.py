@@ -2,8 +2,6 @@
 """Schemas, expressions and grammars: numbers are kept exactly or refused by name, and all is looked
 at in linear time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,8 +1,6 @@
 """Added and special tokens in every spelling that files have, beside transformers: tokens of texts,
 texts of tokens, streams of them, templates."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Stop words in text that arrives token by token."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from functools import cache

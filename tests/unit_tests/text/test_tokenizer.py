@@ -1,7 +1,5 @@
 """Tokenizers. With hostile expressions, what they raise is an error of one request."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable

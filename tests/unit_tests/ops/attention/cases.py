@@ -1,7 +1,5 @@
 """Cases of the ops beside attention."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

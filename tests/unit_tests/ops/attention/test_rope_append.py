@@ -1,7 +1,5 @@
 """Fused split, q/k norm, rotary and KV append against torch and against the modules' path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Loops over rows give what their references give, for every kind of row."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A CPU's loops choose the tokens of the references, and write their log probs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Cases of the shared expert's gate."""
 
-from __future__ import annotations
-
 from megatron_async.ops.experts.shared_gate import add_shared_expert
 from tests.unit_tests.ops.cases import Arguments, Numbers, grid
 

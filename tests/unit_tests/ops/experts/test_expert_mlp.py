@@ -1,7 +1,5 @@
 """Routing and the experts' grouped products against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

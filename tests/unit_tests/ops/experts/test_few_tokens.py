@@ -1,7 +1,5 @@
 """An expert layer of a few tokens against plain torch."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Cases of norms and activations."""
 
-from __future__ import annotations
-
 from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.rms_norm import MAX_HIDDEN, add_rms_norm
 from tests.unit_tests.ops.cases import Arguments, Axes, Numbers, grid

@@ -4,8 +4,6 @@ A partition runs until it waits for what another one has to do, or, now and then
 wait whose condition holds: so orders are tried that a GPU takes seldom.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Sequence

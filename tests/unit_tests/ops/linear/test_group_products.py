@@ -1,7 +1,5 @@
 """Products with 4-bit weights in groups: exact integers, and the same bits whatever the tile is."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

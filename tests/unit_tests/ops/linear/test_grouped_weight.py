@@ -1,7 +1,5 @@
 """Which weights are made of 4-bit integers: those of such files, exactly, and no others."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Cases of the lookup in a rank's rows of the vocabulary."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_async.ops.ranks.vocab_embedding import vocab_embedding

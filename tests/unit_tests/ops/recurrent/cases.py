@@ -1,7 +1,5 @@
 """Cases of the gated norms; the gate is a strip of `in_proj`'s output."""
 
-from __future__ import annotations
-
 from megatron_async.ops.recurrent.gated_norms import gated_head_norm, gated_rms_norm
 from tests.unit_tests.ops.cases import Arguments, Numbers, grid
 

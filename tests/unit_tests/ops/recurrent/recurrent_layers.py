@@ -1,7 +1,5 @@
 """Layers of each kind for `recurrent_cases`, and what a plain recurrence makes of their inputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

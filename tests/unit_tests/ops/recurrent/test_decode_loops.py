@@ -1,7 +1,5 @@
 """Loops of recurrent layers' decode rows give what their references give."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loops of new bases and of flushes give what their references give."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

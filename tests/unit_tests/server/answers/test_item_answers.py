@@ -1,7 +1,5 @@
 """/v1/responses and /v1/messages: what is asked, and how answers are written."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 # ruff: noqa: E501  (tables of cases)
 """Readers of calls: all forms, whole and cut at every character."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import pairwise

@@ -2,8 +2,6 @@
 """Calls of tools in the answers of a chat, whole and streamed, in linear time whatever the model
 writes; tools that are refused."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

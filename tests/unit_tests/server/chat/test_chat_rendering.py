@@ -1,6 +1,4 @@
 # ruff: noqa: E501  (tables of cases)
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

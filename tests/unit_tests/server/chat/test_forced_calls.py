@@ -1,8 +1,6 @@
 # ruff: noqa: E501  (tables of cases)
 """Grammars of forced calls and of structures behind thoughts, compiled by llguidance."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import re

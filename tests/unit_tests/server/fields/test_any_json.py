@@ -1,8 +1,6 @@
 # ruff: noqa: E501  (tables of cases)
 """Any JSON is asked or refused with an error object; nothing else is ever raised."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

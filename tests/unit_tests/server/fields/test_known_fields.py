@@ -1,7 +1,5 @@
 """Every known field of every endpoint is served there, or refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

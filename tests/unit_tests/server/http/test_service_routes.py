@@ -1,8 +1,6 @@
 """Routes beside the API, what may take long there and is not done on the event loop, and access:
 keys, host names, ids that may be repeated."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

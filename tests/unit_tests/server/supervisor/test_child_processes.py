@@ -1,8 +1,6 @@
 """Children of the supervisor: their starts, their ends within `--shutdown-timeout`, and the
 coordinator among them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

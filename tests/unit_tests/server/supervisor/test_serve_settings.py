@@ -1,8 +1,6 @@
 """What `serve` refuses before anything starts, what it hands on to its children, and keys of the
 API."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex
