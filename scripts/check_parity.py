@@ -36,12 +36,7 @@ from megatron_async import LLM, InferenceConfig
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.source import DTYPES, parse_dtype
 from megatron_async.cli.options import add_parallel, parallel_sizes
-from megatron_async.cli.ranks import (
-    end_together,
-    gather_replicas,
-    has_other_ranks,
-    is_first_rank,
-)
+from megatron_async.cli.ranks import end_together, gather_replicas, has_other_ranks, is_first_rank
 from megatron_async.lab.divergence import Divergence, find_divergences
 from megatron_async.lab.references import (
     EngineReference,

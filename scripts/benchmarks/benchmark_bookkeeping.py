@@ -20,9 +20,7 @@ from megatron_async.lab.benchmark_record import write_record
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.step.text_generation_controller import (
-    TextGenerationController,
-)
+from megatron_async.step.text_generation_controller import TextGenerationController
 
 NEVER = "q" * 24
 """A stop word that random text does not contain, and now and then seems to end with."""

@@ -27,9 +27,7 @@ PUBLIC: dict[str, tuple[str, dict[str, str]]] = {
 """Files below `FOLDER`: what they exercise with the hook, and their tests (by pattern) that do not
 count, each with its reason."""
 
-ON_A_GPU: dict[str, tuple[str, dict[str, str]]] = {
-    "engines/test_dynamic_engine.py": (ENGINE, {}),
-}
+ON_A_GPU: dict[str, tuple[str, dict[str, str]]] = {"engines/test_dynamic_engine.py": (ENGINE, {})}
 """The same, for files that import TransformerEngine and compute on a GPU."""
 
 LAYOUT = "white box: the layout of Megatron's buffers and private methods of its bookkeeping"

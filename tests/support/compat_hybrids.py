@@ -40,12 +40,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_async.models.parallel_state import ensure_process_groups
 from tests.support.compat_models import LENGTH, VOCABULARY, config_of, fill, megatron_on_a_cpu
 
-MAMBA = {
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "mamba_state_dim": 16,
-    "mamba_num_groups": 2,
-}
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 2}
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

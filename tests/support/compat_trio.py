@@ -36,9 +36,7 @@ def compat_config(**fields: Any) -> InferenceConfig:
 
 
 def make_compat_engine(
-    model: torch.nn.Module,
-    config: MegatronConfig | None = None,
-    tokenizer: Any = None,
+    model: torch.nn.Module, config: MegatronConfig | None = None, tokenizer: Any = None
 ) -> DynamicInferenceEngine:
     """Built in the order of Megatron's scripts."""
     context = DynamicInferenceContext(model.config, config or compat_config())

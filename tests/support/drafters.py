@@ -24,10 +24,7 @@ class Oracle:
     """
 
     def __init__(
-        self,
-        answers: Sequence[Sequence[int]],
-        vocab_size: int,
-        room: tuple[int, int] | None = None,
+        self, answers: Sequence[Sequence[int]], vocab_size: int, room: tuple[int, int] | None = None
     ) -> None:
         count, longest = room or (len(answers), max(map(len, answers)))
         self.vocab_size = vocab_size

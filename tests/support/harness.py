@@ -131,12 +131,7 @@ def assert_all_is_back(engine: DynamicInferenceEngine) -> None:
 def greedy(tokens: int, **changes: Any) -> SamplingParams:
     """Exactly `tokens` greedy tokens, unless a stop token is given."""
     return SamplingParams(
-        **{
-            "temperature": 0.0,
-            "num_tokens_to_generate": tokens,
-            "termination_id": -1,
-            **changes,
-        }
+        **{"temperature": 0.0, "num_tokens_to_generate": tokens, "termination_id": -1, **changes}
     )
 
 

@@ -44,9 +44,7 @@ def megatron_layer(config: Any, pattern: str) -> MultiTokenPredictionLayer:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PlainCore,
-            linear_proj=RowParallelLinear,
+            linear_qkv=ColumnParallelLinear, core_attention=PlainCore, linear_proj=RowParallelLinear
         ),
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

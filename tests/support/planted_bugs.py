@@ -21,9 +21,7 @@ from megatron_async.planning.scheduler import Scheduler
 from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.streaming import RequestStream, StreamChunk
 from megatron_async.step.ngram_drafter import NgramDrafter
-from megatron_async.step.text_generation_controller import (
-    TextGenerationController,
-)
+from megatron_async.step.text_generation_controller import TextGenerationController
 from tests.support.planted_state_bugs import MTP_BUGS, RECURRENT_BUGS
 
 Plant = Callable[[pytest.MonkeyPatch], None]

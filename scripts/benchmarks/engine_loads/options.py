@@ -9,11 +9,7 @@ from megatron_async import LLM
 from megatron_async.checkpoints.model_names import DUMMY, UNIFORM
 from megatron_async.config import DEFAULT_DRAFTS, STATE_DTYPES
 from megatron_async.errors import ConfigurationError
-from megatron_async.lab.arrival_trace import (
-    LengthDistribution,
-    TraceRequest,
-    poisson_trace,
-)
+from megatron_async.lab.arrival_trace import LengthDistribution, TraceRequest, poisson_trace
 from megatron_async.lab.gpu_profile import (
     FIRST_KERNEL,
     GapReport,

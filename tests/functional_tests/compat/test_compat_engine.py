@@ -23,12 +23,7 @@ from megatron.core.inference.utils import InferenceMode
 from tests.support.compat_trio import PROMPTS, compat_config, compat_engine, drive, greedy_params
 from tests.support.compat_trio import make_compat_engine as make
 
-KEYS = {
-    "active_request_ids",
-    "finished_request_records",
-    "step_time",
-    "cuda_graph_request_count",
-}
+KEYS = {"active_request_ids", "finished_request_records", "step_time", "cuda_graph_request_count"}
 
 
 @pytest.mark.parametrize("mode", ["legacy", "async"])

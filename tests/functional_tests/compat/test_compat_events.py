@@ -17,9 +17,7 @@ from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.contexts import dynamic_context as megatron_contexts
 from megatron.core.inference.engines import dynamic_engine as megatron_engines
 from megatron.core.inference.engines.dynamic_engine import EngineState
-from megatron.core.inference.inference_request import (
-    DynamicInferenceRequestRecord,
-)
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async import errors

@@ -26,10 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba-2": ("MM-", MAMBA),
     "Mamba-2 in one group": ("MM-", MAMBA | {"mamba_num_groups": 1}),
     "Nemotron-H": ("M-M*-", MAMBA | NEMOTRON),
-    "Mamba-2 whose heads follow from the hidden size": (
-        "M*-",
-        MAMBA | {"mamba_num_heads": None},
-    ),
+    "Mamba-2 whose heads follow from the hidden size": ("M*-", MAMBA | {"mamba_num_heads": None}),
     "experts": ("M*E", MAMBA | EXPERTS),
     "Gated DeltaNet": ("G-*-", DELTA),
     "Gated DeltaNet with experts": ("GE*E", DELTA | EXPERTS | {"qk_layernorm": True}),

@@ -330,11 +330,7 @@ def drafting_engine(
     ("drafter", "count"), [*((drafter, 3) for drafter in DRAFTERS), ("fickle", 1)]
 )
 def test_tokens_are_those_of_serial_plain_decoding(
-    model: HybridAttentionModel,
-    serial: list[list[int]],
-    drafter: str,
-    count: int,
-    lookahead: int,
+    model: HybridAttentionModel, serial: list[list[int]], drafter: str, count: int, lookahead: int
 ) -> None:
     """With room, and with evictions.
 

@@ -295,10 +295,7 @@ def test_an_engine_within_another_one_s_turn(
 
 @pytest.mark.parametrize("stop", ["pause", "suspend", "suspend and free", "close"])
 def test_a_stop_that_is_interrupted_may_be_repeated(
-    model: AttentionModel,
-    expected: list[list[int]],
-    stop: str,
-    monkeypatch: pytest.MonkeyPatch,
+    model: AttentionModel, expected: list[list[int]], stop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(model, lookahead=2, max_requests=4, max_sequence_length=64)
     calls = {

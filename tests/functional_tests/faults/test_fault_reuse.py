@@ -13,13 +13,7 @@ import torch
 from megatron_async import DynamicInferenceEngine
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.devices import Chaos, CpuDevice, Device
-from tests.support.harness import (
-    assert_all_is_back,
-    drain,
-    greedy,
-    make_engine,
-    random_prompts,
-)
+from tests.support.harness import assert_all_is_back, drain, greedy, make_engine, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.poison import poison_blocks
 

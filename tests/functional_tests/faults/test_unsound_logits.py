@@ -136,9 +136,7 @@ def test_a_row_under_a_grammar(
     """Also where the damaged logit is one that the grammar bans."""
     tokenizer = make_ascii_tokenizer()
     params = SamplingParams(
-        seed=4,
-        num_tokens_to_generate=60,
-        structured_output=StructuredOutput(regex="[a-f]{70}"),
+        seed=4, num_tokens_to_generate=60, structured_output=StructuredOutput(regex="[a-f]{70}")
     )
     work = [Job(PROMPTS[0], params), *jobs()[1:]]
     engine = make_tiny_engine(lookahead=0, tokenizer=tokenizer)

@@ -140,12 +140,7 @@ def test_turns_from_a_pipe(
     assert run.out.strip() == messages[1]["content"].strip()
     assert "\x1b" not in run.out + run.err
     remarks = [line for line in run.err.splitlines() if line.startswith("megatron-async: ")]
-    for part in (
-        "there was no answer yet",
-        "shorten the message",
-        "no /nothing",
-        "wrote 2",
-    ):
+    for part in ("there was no answer yet", "shorten the message", "no /nothing", "wrote 2"):
         assert any(part in remark for remark in remarks), (part, run.err)
 
 

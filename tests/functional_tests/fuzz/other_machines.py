@@ -106,10 +106,7 @@ MOST_BYTECODES = 3001
 """Few steps have more; one that has fewer is not interrupted."""
 bytecodes = st.integers(1, MOST_BYTECODES - 1).map(lambda number: number * 1237 % MOST_BYTECODES)
 """All as likely: Hypothesis prefers small numbers."""
-SPARED = (
-    DynamicInferenceEngine.step_modern.__code__,
-    DynamicInferenceEngine._end_turn.__code__,
-)
+SPARED = (DynamicInferenceEngine.step_modern.__code__, DynamicInferenceEngine._end_turn.__code__)
 """What is raised there, where no signal can come, may lose a report that is done."""
 
 

@@ -14,11 +14,7 @@ import torch
 
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice, make_device
-from megatron_async.lab.gpu_profile import (
-    FIRST_KERNEL,
-    device_activities,
-    profile_device,
-)
+from megatron_async.lab.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.observe.tracer import PARTS
 from tests.support.harness import (

@@ -153,9 +153,7 @@ def test_tokens_before_the_first_chunk_count(
 
 
 def check_sharing(
-    engine: DynamicInferenceEngine,
-    answers: list[DynamicInferenceRequest],
-    evicts: bool,
+    engine: DynamicInferenceEngine, answers: list[DynamicInferenceRequest], evicts: bool
 ) -> int:
     """Serve `sharing_jobs`, one of which arrives with every step, and compare; the number of
     evictions."""

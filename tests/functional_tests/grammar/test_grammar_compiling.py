@@ -12,13 +12,7 @@ from megatron_async.errors import RequestAborted, RequestError
 from megatron_async.serving.replica import Replica, serve_replica
 from megatron_async.text import grammar_compiler, grammar_limits, structured_output
 from megatron_async.text.grammar_compiler import GrammarCompiler
-from tests.support.harness import (
-    EngineFactory,
-    drain,
-    greedy,
-    make_engine,
-    make_model,
-)
+from tests.support.harness import EngineFactory, drain, greedy, make_engine, make_model
 from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.memory_channel import FollowingEngine
 

@@ -266,10 +266,7 @@ A, B = [ord("a")], [ord("b")]
     ],
 )  # fmt: skip
 def test_nothing_left_to_sample_fails_alone(
-    make_tiny_engine: EngineFactory,
-    ascii_tokenizer: Tokenizer,
-    wishes: dict[str, Any],
-    named: str,
+    make_tiny_engine: EngineFactory, ascii_tokenizer: Tokenizer, wishes: dict[str, Any], named: str
 ) -> None:
     engine = make_tiny_engine(lookahead=1, tokenizer=ascii_tokenizer)
     params = SamplingParams(temperature=1.0, seed=0, num_tokens_to_generate=90, **wishes)

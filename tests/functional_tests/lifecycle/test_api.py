@@ -20,19 +20,14 @@ from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.hybrid import transformer_config
-from megatron_async.models.linear import (
-    InferenceColumnParallelLinear,
-    InferenceRowParallelLinear,
-)
+from megatron_async.models.linear import InferenceColumnParallelLinear, InferenceRowParallelLinear
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.requests.defaults import NUM_TOKENS
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.serving.replica_status import card_of
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.step.text_generation_controller import (
-    TextGenerationController,
-)
+from megatron_async.step.text_generation_controller import TextGenerationController
 from megatron_async.text.tokenizer import RAW_CHAT
 from tests.support.harness import (
     TINY,
@@ -281,8 +276,7 @@ def build_gpt_model() -> GPTModel:
             mlp=partial(
                 MLP.as_mlp_submodule,
                 submodules=MLPSubmodules(
-                    linear_fc1=InferenceColumnParallelLinear,
-                    linear_fc2=InferenceRowParallelLinear,
+                    linear_fc1=InferenceColumnParallelLinear, linear_fc2=InferenceRowParallelLinear
                 ),
             ),
             mlp_bda=get_bias_dropout_add,
@@ -310,10 +304,7 @@ def gpt_name(name: str) -> str:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_gpt_model(
-    tiny_model: torch.nn.Module,
-    lookahead: int,
-) -> None:
+def test_gpt_model(tiny_model: torch.nn.Module, lookahead: int) -> None:
     gpt = build_gpt_model()
     state = {gpt_name(name): value for name, value in tiny_model.named_parameters()}
     assert state.keys() == dict(gpt.named_parameters()).keys()

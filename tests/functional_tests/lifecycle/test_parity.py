@@ -196,9 +196,7 @@ def test_together(
 
 @pytest.mark.slow
 def test_arriving_at_random_steps(
-    make_smollm2_engine: EngineFactory,
-    jobs: list[Job],
-    transformers_tokens: list[list[int]],
+    make_smollm2_engine: EngineFactory, jobs: list[Job], transformers_tokens: list[list[int]]
 ) -> None:
     engine = make_smollm2_engine(lookahead=1, max_tokens=13, **SMALL_POOL)
     order, arrivals = arrive(jobs, seed=0)

@@ -21,12 +21,7 @@ from megatron_async.lab.arrival_trace import TraceRequest
 from megatron_async.lab.device_times import MACHINES
 from megatron_async.lab.model_shape import ModelShape
 from megatron_async.lab.recorder import Recorder
-from megatron_async.lab.recording import (
-    Added,
-    Launched,
-    TextEnd,
-    load_recording,
-)
+from megatron_async.lab.recording import Added, Launched, TextEnd, load_recording
 from megatron_async.lab.replay import Replay, describe_state
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.planning import dynamic_context

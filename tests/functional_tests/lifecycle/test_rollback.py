@@ -89,11 +89,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_stops(
-    make_tiny_engine: EngineFactory,
-    whole: list[list[int]],
-    lookahead: int,
-    settings: str,
-    how: str,
+    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int, settings: str, how: str
 ) -> None:
     params, cut = stopped(whole, how)
     for policy in POLICIES:
@@ -175,11 +171,7 @@ def test_abort_after_any_step(
 @pytest.mark.parametrize("late", [False, True], ids=["before its samples", "behind its samples"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_failing_steps(
-    make_tiny_engine: EngineFactory,
-    whole: list[list[int]],
-    lookahead: int,
-    policy: str,
-    late: bool,
+    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int, policy: str, late: bool
 ) -> None:
     """Any two steps fail, also such as are discarded then, at their beginning or their end. Their
     requests fail, others that were launched behind them go on."""

@@ -114,9 +114,7 @@ def test_a_slow_reader_gets_larger_chunks_and_stalls_nobody(
     assert max(map(len, slow)) < min(map(len, fast))
 
 
-def test_an_aborted_request_ends_its_stream_with_the_error(
-    make_tiny_engine: EngineFactory,
-) -> None:
+def test_an_aborted_request_ends_its_stream_with_the_error(make_tiny_engine: EngineFactory) -> None:
     async def run() -> list[StreamChunk]:
         engine = make_tiny_engine()
         engine.add_request(7, PROMPTS[0], greedy(TOKENS))
@@ -285,9 +283,7 @@ def test_only_first_tokens_and_ends_are_told_at_once(
         assert [len(chunk.tokens) for chunk in mine] == [1, TOKENS - 1]
 
 
-def test_readers_are_woken_although_nobody_steps_any_more(
-    make_tiny_engine: EngineFactory,
-) -> None:
+def test_readers_are_woken_although_nobody_steps_any_more(make_tiny_engine: EngineFactory) -> None:
     """What a pause has booked comes soon, and not when the engine goes on."""
 
     async def run() -> None:

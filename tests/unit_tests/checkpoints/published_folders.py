@@ -272,9 +272,7 @@ def write_folder(
 
 
 def _write_shard(
-    file: Path,
-    shard: dict[str, Shape],
-    values: Callable[[str, Shape], Tensor | None] | None,
+    file: Path, shard: dict[str, Shape], values: Callable[[str, Shape], Tensor | None] | None
 ) -> None:
     """The format (safetensors' documentation): the header's length, the header, the numbers."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

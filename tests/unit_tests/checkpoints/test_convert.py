@@ -55,8 +55,7 @@ def test_dtype_is_converted_when_asked(
 
 
 @pytest.mark.parametrize(
-    ("to", "words"),
-    [("torch_dist", "MiB of the disk are free"), ("huggingface", "too large")],
+    ("to", "words"), [("torch_dist", "MiB of the disk are free"), ("huggingface", "too large")]
 )
 def test_a_full_disk_is_one_clear_error(
     to: str, words: str, family_folder: Callable[[str], Path], tmp_path: Path

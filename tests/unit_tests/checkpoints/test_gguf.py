@@ -270,13 +270,7 @@ def test_a_list_that_is_longer_than_the_file(values: list[Any], tmp_path: Path) 
         _ = GGUFSource(path).architecture
 
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=pytest.mark.gpu,
-    ),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def random_rows(kind: gguf.GGMLQuantizationType, rows: int, blocks: int) -> np.ndarray:

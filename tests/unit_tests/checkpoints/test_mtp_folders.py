@@ -323,10 +323,7 @@ QWEN_27B = ModelArchitecture(
 
 def test_published_lists_of_tensors() -> None:
     """Names and shapes of whole models, from public lists of them."""
-    lists = (
-        (DUMMY_SHAPES["nemotron-3-nano-30b-mtp"], _lightning()),
-        (QWEN_27B, _qwen_27b()),
-    )
+    lists = ((DUMMY_SHAPES["nemotron-3-nano-30b-mtp"], _lightning()), (QWEN_27B, _qwen_27b()))
     for a, published in lists:
         found = {name: shape for w in mtp_weights(a) for name, shape in w.parts.items()}
         assert found == published

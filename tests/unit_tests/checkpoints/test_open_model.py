@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async.checkpoints import (
-    CheckpointError,
-    load_model,
-    model_names,
-    open_model,
-)
+from megatron_async.checkpoints import CheckpointError, load_model, model_names, open_model
 from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.config import InferenceConfig
 from megatron_async.devices import CpuDevice

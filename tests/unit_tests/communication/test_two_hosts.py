@@ -22,11 +22,7 @@ from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import Ranks, run_ranks
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-SETTINGS = {
-    "MASTER_ADDR": ADDRESSES[0],
-    "LOCAL_WORLD_SIZE": "1",
-    "MEGATRON_ASYNC_SILENCE_S": "1",
-}
+SETTINGS = {"MASTER_ADDR": ADDRESSES[0], "LOCAL_WORLD_SIZE": "1", "MEGATRON_ASYNC_SILENCE_S": "1"}
 
 
 def _namespaces_missing() -> str:

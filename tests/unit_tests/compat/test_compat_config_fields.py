@@ -179,8 +179,7 @@ def test_addresses_are_promised_only_where_the_cache_stays() -> None:
     settings(static_kv_memory_pointers=True)
     with pytest.raises(ConfigurationError, match="static_kv_memory_pointers"):
         settings(
-            static_kv_memory_pointers=True,
-            kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,
+            static_kv_memory_pointers=True, kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE
         )
 
 

@@ -93,8 +93,7 @@ def test_no_step_exceeds_the_capacity(seed):
         if len(lengths):
             lengths[0] += max_tokens - rows
         dims = BatchDimensions(
-            decode_rows=decode,
-            prefill_lengths=tuple((int(n), int(n)) for n in lengths),
+            decode_rows=decode, prefill_lengths=tuple((int(n), int(n)) for n in lengths)
         )
         updates = int(rng.integers(0, num_blocks + 1))
         assert BookkeepingLayout.for_batch(dims, updates).size <= capacity

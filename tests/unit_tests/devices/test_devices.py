@@ -12,10 +12,7 @@ from megatron_async.devices.cpu import current_stream_name
 from megatron_async.errors import ConfigurationError
 from tests.support.patience import PATIENCE_S
 
-gpu = pytest.param(
-    CudaDevice,
-    marks=pytest.mark.gpu,
-)
+gpu = pytest.param(CudaDevice, marks=pytest.mark.gpu)
 
 
 @pytest.fixture(params=[CpuDevice, gpu])

@@ -273,8 +273,7 @@ def test_a_sequence_ends_at_the_longest_length(make_engine):
     [request] = engine.generate([[1, 2, 3]], SamplingParams(temperature=0.0, termination_id=-1))
     assert request.generated_length == 17
     [cut] = engine.generate(
-        [[1, 2, 3]],
-        SamplingParams(temperature=0.0, termination_id=-1, num_tokens_to_generate=100),
+        [[1, 2, 3]], SamplingParams(temperature=0.0, termination_id=-1, num_tokens_to_generate=100)
     )
     assert cut.generated_tokens == request.generated_tokens
 

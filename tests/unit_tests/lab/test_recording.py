@@ -14,12 +14,7 @@ from megatron_async.lab.fit import fit_machine
 from megatron_async.lab.model_less import ModelLessEngine
 from megatron_async.lab.model_shape import ModelShape
 from megatron_async.lab.recorder import Recorder
-from megatron_async.lab.recording import (
-    Launched,
-    Recording,
-    Resolved,
-    load_recording,
-)
+from megatron_async.lab.recording import Launched, Recording, Resolved, load_recording
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.requests.sampling_params import SamplingParams
 

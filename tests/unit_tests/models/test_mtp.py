@@ -190,8 +190,7 @@ def test_a_description_is_stored_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"),
-    [("llama-3.1-8b-mtp", 0.252), ("nemotron-3-nano-30b-mtp", 1.335)],
+    ("name", "billions"), [("llama-3.1-8b-mtp", 0.252), ("nemotron-3-nano-30b-mtp", 1.335)]
 )
 def test_well_known_sizes(name: str, billions: float) -> None:
     a = DUMMY_SHAPES[name]

@@ -20,11 +20,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.fitness import check_model
 from megatron_async.models.gated_delta import GatedDeltaMixer
-from megatron_async.models.hybrid import (
-    build_model,
-    init_dummy_weights,
-    transformer_config,
-)
+from megatron_async.models.hybrid import build_model, init_dummy_weights, transformer_config
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.partition import check_partition, mamba_sizes, recurrent_layers
 from megatron_async.ops.recurrent.gated_norms import gated_rms_norm

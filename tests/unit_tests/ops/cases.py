@@ -50,10 +50,7 @@ class OpCase:
 
 
 def grid(
-    op: Op[..., Any],
-    make: Callable[..., Arguments],
-    axes: Axes,
-    is_large: bool = False,
+    op: Op[..., Any], make: Callable[..., Arguments], axes: Axes, is_large: bool = False
 ) -> Iterator[OpCase]:
     """A case for every combination of sizes; a name of `axes` may be several, for tuples."""
     for point in product(*axes.values()):

@@ -21,10 +21,7 @@ from tests.unit_tests.ops.sampling import test_triton_sampling
 from tests.unit_tests.ops.test_all_ops import compare
 from tests.unit_tests.ops.test_unpack_step import CHECK
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 BATCHES = 1000
 DTYPES = (torch.bfloat16, torch.float32)

@@ -9,12 +9,7 @@ import pytest
 from megatron_async.checkpoints import gguf_metadata
 from megatron_async.errors import ConfigurationError
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
-from megatron_async.requests.generation_keys import (
-    HONOURED,
-    NEUTRAL,
-    passed_over,
-    tell_passed_over,
-)
+from megatron_async.requests.generation_keys import HONOURED, NEUTRAL, passed_over, tell_passed_over
 
 
 def model(**fields: Any) -> SimpleNamespace:

@@ -17,11 +17,7 @@ from megatron_async.compat.inference.engines.dynamic_engine import (
     DynamicInferenceEngine as CompatEngine,
 )
 from megatron_async.errors import ConfigurationError, RequestError
-from megatron_async.other_names import (
-    ENGINE_ADVICE,
-    ENGINE_NAMES,
-    check_engine_names,
-)
+from megatron_async.other_names import ENGINE_ADVICE, ENGINE_NAMES, check_engine_names
 from megatron_async.requests.parameter_names import SAMPLING_ADVICE, SAMPLING_NAMES
 
 

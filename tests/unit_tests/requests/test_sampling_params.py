@@ -128,11 +128,7 @@ GREEDY, SOFTMAX, FILTERED, PROCESSED = SamplingMode
 
 def record_of(seed: int = 5, vocab_size: int = 99, **params: object) -> SamplingRecord:
     return sampling_record(
-        SamplingParams(**params),
-        seed=seed,
-        prompt_length=3,
-        max_length=10,
-        vocab_size=vocab_size,
+        SamplingParams(**params), seed=seed, prompt_length=3, max_length=10, vocab_size=vocab_size
     )
 
 

@@ -1,10 +1,6 @@
 """What becomes of requests when replicas and clients are lost: no sockets, made-up time."""
 
-from megatron_async.serving.messages import (
-    Abort,
-    Refused,
-    Run,
-)
+from megatron_async.serving.messages import Abort, Refused, Run
 from tests.unit_tests.serving.told_service import PARAMS, Service, status, tokens_of
 
 

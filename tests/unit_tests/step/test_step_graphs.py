@@ -12,12 +12,7 @@ from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.planning.graph_shapes import FINE_TOKENS, GraphShapes, mixed_graph_sizes
 from megatron_async.step import step_graphs
-from megatron_async.step.step_graphs import (
-    CAPTURED_MODES,
-    MOST_GENERAL,
-    EagerStep,
-    StepGraphs,
-)
+from megatron_async.step.step_graphs import CAPTURED_MODES, MOST_GENERAL, EagerStep, StepGraphs
 
 
 class NamedGraph:

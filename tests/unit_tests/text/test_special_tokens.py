@@ -268,10 +268,7 @@ def test_special_tokens_of_classes(
     ],
 )  # fmt: skip
 def test_settings_that_are_not_honoured_are_told(
-    config: dict[str, Any],
-    said: str,
-    folder: Callable[..., Path],
-    caplog: pytest.LogCaptureFixture,
+    config: dict[str, Any], said: str, folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "megatron_async"):
         Tokenizer.from_folder(folder([], config))

@@ -99,9 +99,7 @@ def metadata(pre: str) -> dict[str, Any]:
     backend = BackendTokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator(TEXTS * 2, trainer)
     model = json.loads(backend.to_str())["model"]

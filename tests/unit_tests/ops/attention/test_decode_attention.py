@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from megatron_async.ops.attention import decode_schedule
-from megatron_async.ops.attention.decode_attention import (
-    DecodeWorkspace,
-    paged_decode_attention,
-)
+from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.attention.decode_schedule import schedule_reference
 from megatron_async.ops.attention.join_parts import JOIN_CHUNK
 from tests.unit_tests.ops.attention.decode_batch import Batch, processors

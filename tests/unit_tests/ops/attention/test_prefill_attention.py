@@ -128,8 +128,7 @@ class TestOnGpu:
     pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize(
-        ("dtype", "block_size"),
-        [(torch.bfloat16, 64), (torch.float16, 256), (torch.float32, 16)],
+        ("dtype", "block_size"), [(torch.bfloat16, 64), (torch.float16, 256), (torch.float32, 16)]
     )
     @pytest.mark.parametrize(
         ("kv_heads", "group", "dim"), [(3, 3, 64), (8, 4, 128), (2, 2, 80), (1, 8, 256)]

@@ -9,11 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_async.ops.experts.expert_plan import (
-    UP_REGISTERS,
-    LayerShape,
-    plan_few_tokens,
-)
+from megatron_async.ops.experts.expert_plan import UP_REGISTERS, LayerShape, plan_few_tokens
 from megatron_async.ops.experts.few_token_kernels import few_down_kernel, few_up_kernel
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED

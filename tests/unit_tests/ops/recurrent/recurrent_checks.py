@@ -174,10 +174,7 @@ def check_snapshots(layer, ops, steps=30):
     sequence = Sequence(layer, 300, row=0)
     runner.step(chunks=[Chunk(other, 7), Chunk(sequence, 127)])
     cold = runner.step(
-        chunks=[
-            Chunk(other, 13, True, dests=(-1,)),
-            Chunk(sequence, 173, True, dests=(5, 6, -1)),
-        ]
+        chunks=[Chunk(other, 13, True, dests=(-1,)), Chunk(sequence, 173, True, dests=(5, 6, -1))]
     )[1]
     kept = [pool[5:7].clone() for pool in runner.pools]
     for border, row in ((128, 5), (256, 6)):

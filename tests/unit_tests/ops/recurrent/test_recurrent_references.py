@@ -6,12 +6,7 @@ import torch
 
 from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, FlushRule, PrefillRows
 from tests.unit_tests.ops.recurrent import recurrent_checks as checks
-from tests.unit_tests.ops.recurrent.recurrent_cases import (
-    Decode,
-    Runner,
-    Sequence,
-    poisoned_pools,
-)
+from tests.unit_tests.ops.recurrent.recurrent_cases import Decode, Runner, Sequence, poisoned_pools
 from tests.unit_tests.ops.recurrent.recurrent_layers import (
     KERNELS,
     REFERENCES,

@@ -348,11 +348,7 @@ def test_a_silent_connection_ends(served):
 
 
 @pytest.mark.parametrize(
-    "part",
-    [
-        b"GET /ech",
-        b"POST /root/echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 9\r\n\r\n{",
-    ],
+    "part", [b"GET /ech", b"POST /root/echo/x HTTP/1.1\r\n" + HEAD + b"Content-Length: 9\r\n\r\n{"]
 )
 def test_a_request_that_stops_ends(served, part):
     """Break it: `data_received` that sets no deadline."""
