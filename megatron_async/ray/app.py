@@ -36,11 +36,7 @@ STATUS_EVERY_S = 1.0
 class EngineDeployment:
     """One replica: an engine, and the ranks beside it.
 
-    The last argument of a call names the replica that it is for; "": any.
-
-    Args:
-        settings: of the application.
-    """
+    The last argument of a call names the replica that it is for; "": any."""
 
     def __init__(self, settings: FleetSettings) -> None:
         from megatron_async.ray.ranks import RayRanks
@@ -140,11 +136,8 @@ class _Ingress:
 
 
 def build(settings: FleetSettings) -> Any:
-    """The application, for `serve.run(build(settings), name=settings.name)`.
-
-    Raises:
-        ConfigurationError: the settings cannot work.
-    """
+    """The application, for `serve.run(build(settings), name=settings.name)`. Raises
+    ConfigurationError: the settings cannot work."""
     settings.check()
     environment = {"env_vars": process_environment()}
     engine: Any = serve.deployment(

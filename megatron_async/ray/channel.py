@@ -33,11 +33,8 @@ class _Call:
 
 
 class FleetChannel:
-    """The calls of one ingress; on one event loop.
-
-    Args:
-        batch_s: seconds from one batch to the next at least.
-    """
+    """The calls of one ingress; on one event loop. From one batch to the next there are at least
+    `batch_s` seconds."""
 
     def __init__(self, batch_s: float) -> None:
         self._batch_s = batch_s
@@ -69,14 +66,8 @@ class FleetChannel:
             call.wake.set()
 
     async def carry(self, number: int) -> AsyncIterator[bytes]:
-        """What one call yields: batches while it carries, nothing otherwise.
-
-        Args:
-            number: of its request.
-
-        Raises:
-            Exception: that `fail` was given.
-        """
+        """What one call yields: batches while it carries, nothing otherwise. Raises the error that
+        `fail` was given."""
         call = self._calls[number] = _Call(number)
         if not self._begun:
             self._begun_s = asyncio.get_running_loop().time()

@@ -72,15 +72,9 @@ class Fleet(Protocol):
     """The manager of a fleet: says which replicas there are, and carries bytes."""
 
     def serve(self, data: bytes, replica: str) -> AsyncIterator[bytes]:
-        """Let a replica serve a `Run`, encoded. Its name is never another's.
-
-        Returns:
-            batches (`FleetBatch`, encoded).
-
-        Raises:
-            ReplicaLost: the replica has died.
-            Exception: the request alone has failed.
-        """
+        """Let a replica serve a `Run`, encoded; its name is never another's. Yields batches
+        (`FleetBatch`, encoded). Raises ReplicaLost: the replica has died; any other error: the
+        request alone has failed."""
 
     async def abort(self, replica: str, number: int) -> None:
         """Let a replica end a request; nothing if the replica is gone."""
@@ -201,11 +195,8 @@ class FleetClient:
         return self._card
 
     async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        """Answer "health" and "stats" for this ingress and all replicas; "abort" a request.
-
-        Raises:
-            ValueError: what else a coordinator's service does, a fleet's manager does.
-        """
+        """Answer "health" and "stats" for this ingress and all replicas; "abort" a request. Raises
+        ValueError: what else a coordinator's service does, a fleet's manager does."""
         if what not in SERVED:
             raise ValueError(
                 f"{what} is not served in front of Ray: scale or delete the application by Ray's "

@@ -24,12 +24,7 @@ LOST = (RayActorError, ActorDiedError, ActorUnavailableError, ReplicaUnavailable
 
 
 class RayFleet:
-    """A deployment of replicas; a `Fleet`.
-
-    Args:
-        handle: of the deployment.
-        application: name of the application that it belongs to.
-    """
+    """A deployment of replicas; a `Fleet`."""
 
     def __init__(self, handle: DeploymentHandle[Any], application: str) -> None:
         self._calls = handle.options(method_name="serve", stream=True)

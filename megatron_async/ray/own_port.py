@@ -18,13 +18,7 @@ class OwnPort:
 
     A manager's proxy passes each write of a stream on by a call of its own: for 100 streams Ray's
     proxy and ingress took 6.5 s of CPU time where `serve` took 0.5 beside its engines
-    (docs/ray.md). Clients of this port come without it.
-
-    Args:
-        app: the routes.
-        config: certificate, and how long requests may go on at the end.
-        host, port: where. Ingresses on one host share the port.
-    """
+    (docs/ray.md). Clients of this port come without it. Ingresses on one host share the port."""
 
     def __init__(self, app: App, config: ApiConfig, host: str, port: int) -> None:
         self._server = HttpServer(app, config)
@@ -32,11 +26,7 @@ class OwnPort:
         self._serving: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Listen.
-
-        Raises:
-            ConfigurationError: the address is in use, or not one of this host.
-        """
+        """Listen. Raises ConfigurationError: the address is in use, or not one of this host."""
         listener = listen(*self._address, is_shared=True)
         self._serving = asyncio.create_task(self._server.serve(listener))
         self._serving.add_done_callback(self._ended)

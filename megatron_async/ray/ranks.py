@@ -43,13 +43,8 @@ class RankActor:
 
 
 class RayRanks:
-    """Starts the other ranks, then loads the model on this one, the first.
-
-    Args:
-        model: as `LLM` takes it.
-        options: of `LLM`.
-        ranks: processes, this one included.
-        cpus, gpus: of each.
+    """Starts the other ranks, then loads the model on this one, the first. `ranks` counts this
+    process, too; `cpus` and `gpus` are of each.
 
     Attributes:
         llm: of this rank.
@@ -73,12 +68,7 @@ class RayRanks:
         self.llm: LLM = LLM(model, **options)
 
     def check(self) -> None:
-        """Raise what ended another rank.
-
-        Raises:
-            RayError: a rank has died.
-            RuntimeError: a rank has ended.
-        """
+        """Raise what ended another rank: RayError if it has died, RuntimeError if it has ended."""
         if self._others:
             ended, _ = ray.wait(self._others, timeout=0)
             if ended:

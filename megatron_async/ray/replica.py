@@ -31,15 +31,10 @@ LOOK_EVERY_S = 0.2
 
 
 class FleetReplica(Replica):
-    """Serves the calls of a fleet's ingresses with one engine; `run` steps it.
-
-    Args:
-        engine: idle.
-        model: what is served.
-        name: that no other replica of the fleet ever has.
-        batch_s: seconds from one batch of an ingress' news to the next at least. What carries them
-            costs more than the tokens: shorter, and engine and ingress wait for it.
-    """
+    """Serves the calls of a fleet's ingresses with one engine; `run` steps it. Its name is one that
+    no other replica of the fleet ever has. From one batch of an ingress' news to the next there are
+    `batch_s` seconds at least: what carries them costs more than the tokens, and with less time
+    engine and ingress would wait for it."""
 
     def __init__(
         self, engine: DynamicInferenceEngine, model: str, name: str, batch_s: float = 0.005
@@ -73,18 +68,10 @@ class FleetReplica(Replica):
         }
 
     async def serve(self, data: bytes) -> AsyncIterator[bytes]:
-        """Serve one call to its end.
-
-        Args:
-            data: a `Run`, encoded; its number is unique in the fleet (`ingress_of`).
-
-        Returns:
-            batches (`FleetBatch`, encoded), of other requests of its ingress too.
-
-        Raises:
-            RequestError: it cannot be read.
-            ReplicaLost: the engine has failed or ended.
-        """
+        """Serve one call to its end. Takes a `Run`, encoded, whose number is unique in the fleet
+        (`ingress_of`); yields batches (`FleetBatch`, encoded), of other requests of its ingress
+        too. Raises RequestError: it cannot be read. Raises ReplicaLost: the engine has failed or
+        ended."""
         try:
             run = decode_for_replica(data)
         except UNREADABLE as error:

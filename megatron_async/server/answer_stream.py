@@ -33,11 +33,6 @@ class ChoiceFormatter(Protocol):
 class AnswerStream:
     """One streamed answer; a `HubStream`.
 
-    Args:
-        hub: writes it.
-        choices: how many it has.
-        abort: ends all requests of the answer.
-
     Attributes:
         feeds: the readers of its choices.
         has_begun: its head is written. An answer that fails before can still have a status.
@@ -68,14 +63,8 @@ class AnswerStream:
         formatters: Sequence[ChoiceFormatter],
         first: Callable[[], bytes],
     ) -> None:
-        """From now on the answer can be written; what came before is written now.
-
-        Args:
-            connection: that it goes to.
-            start: writes its head and the first events.
-            formatters: of its choices.
-            first: makes the events before all others.
-        """
+        """From now on the answer can be written; what came before is written now. `start` writes
+        its head and the first events; `first` makes the events before all others."""
         self._start, self._formatters, self._first = start, formatters, first
         self._connection = connection
         if self._waiting:

@@ -97,15 +97,8 @@ class ApiConfig(HttpSettings, frozen=True, kw_only=True):
 
 
 def check_keys(keys: Sequence[KeyDigest], admin_key: KeyDigest | None) -> None:
-    """Check that no key has the rights, the limits or the cache of another one.
-
-    Args:
-        keys: of the API.
-        admin_key: of control endpoints; None: there is none.
-
-    Raises:
-        ConfigurationError: two keys have one name, or one is called as the admin key is, or is it.
-    """
+    """Check that no key has the rights, the limits or the cache of another one. Raises
+    ConfigurationError: two keys have one name, or one is called as the admin key is, or is it."""
     names = Counter(key.name for key in keys)
     for name, count in names.items():
         if count > 1:

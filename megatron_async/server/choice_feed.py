@@ -26,10 +26,8 @@ class News(NamedTuple):
 
 
 class ChoiceFeed(TokenReader):
-    """Keeps tokens as numbers until they are written.
-
-    Args:
-        told: is called behind everything that comes; with whether it cannot wait.
+    """Keeps tokens as numbers until they are written. `told` is called behind everything that
+    comes, with whether it cannot wait.
 
     Attributes:
         num_tokens: that have come so far.

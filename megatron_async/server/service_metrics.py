@@ -40,13 +40,8 @@ OUTCOMES = ("received", "completed", "failed", "aborted", "retried", "refused")
 
 
 class ServiceCollector(Collector):
-    """Metrics of one answer to "stats".
-
-    Args:
-        stats: of the coordinator; what an older one does not tell is left out.
-        names: "own", or "vllm" for those of vLLM beside them.
-        model_name: as the service is configured to call it.
-    """
+    """Metrics of one answer to "stats". What an older coordinator does not tell is left out. With
+    names "vllm", those of vLLM beside our "own"."""
 
     def __init__(self, stats: Mapping[str, Any], names: str, model_name: str) -> None:
         self._stats = stats
@@ -62,12 +57,8 @@ class ServiceCollector(Collector):
 
 
 def metrics_text(stats: Mapping[str, Any], names: str, model_name: str) -> bytes:
-    """The answer of `/metrics`, of content type `CONTENT_TYPE`.
-
-    Args:
-        stats: the coordinator's answer to "stats".
-        names: "own", or "vllm" for the names of vLLM's boards beside them.
-        model_name: label of vLLM's metrics, from the configuration.
+    """The answer of `/metrics`, of content type `CONTENT_TYPE`. `names`: "own", or "vllm" for the
+    names of vLLM's boards beside them; `model_name` is the label of these, from the configuration.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ServiceCollector(stats, names, model_name))
@@ -172,12 +163,7 @@ OF_ENGINES = {
 
 
 def vllm_metrics(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
-    """The metrics of one answer to "stats".
-
-    Args:
-        stats: of the coordinator.
-        model_name: value of the label of that name.
-    """
+    """The metrics of one answer to "stats"."""
     engines = {name: replica["engine"] for name, replica in stats["replicas"].items()}
     running, waiting = running_and_waiting(stats)
     for name, text, value in (

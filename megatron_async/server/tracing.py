@@ -47,11 +47,8 @@ def is_there() -> bool:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Check `--otlp-endpoint`.
-
-    Raises:
-        ConfigurationError: it is no URL, or the extra is not installed.
-    """
+    """Check `--otlp-endpoint`. Raises ConfigurationError: it is no URL, or the extra is not
+    installed."""
     if endpoint is None:
         return
     if not endpoint.startswith(("http://", "https://")):
@@ -67,12 +64,8 @@ def check_endpoint(endpoint: str | None) -> None:
 
 
 def make_tracer(endpoint: str | None, environ: Mapping[str, str]) -> RequestTracer | None:
-    """The tracer that is asked for; None: nobody asks, and nothing is imported.
-
-    Args:
-        endpoint: `--otlp-endpoint`; None: the environment's.
-        environ: OpenTelemetry's own variables are honoured, and turn tracing on.
-    """
+    """The tracer that is asked for; None: nobody asks, and nothing is imported. Without
+    `--otlp-endpoint` OpenTelemetry's own variables are honoured, and turn tracing on."""
     if endpoint is None:
         is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         is_off |= environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
@@ -99,11 +92,8 @@ def _status(error: BaseException) -> int:
 
 
 class RequestTracer:
-    """Makes spans and sends them, in a thread of OpenTelemetry's.
-
-    Args:
-        endpoint: URL of a collector, to which "/v1/traces" is added; None: the environment's.
-    """
+    """Makes spans and sends them, in a thread of OpenTelemetry's. To the endpoint "/v1/traces" is
+    added; None: the environment's."""
 
     def __init__(self, endpoint: str | None) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -120,12 +110,7 @@ class RequestTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> RequestTrace:
-        """A request has come.
-
-        Args:
-            scope: of ASGI.
-            headers: by lower-case name.
-        """
+        """A request has come."""
         carrier = {
             name: headers[name.encode()].decode("latin-1")
             for name in ("traceparent", "tracestate")
@@ -140,13 +125,7 @@ class RequestTracer:
 
 
 class RequestTrace:
-    """The spans of one HTTP request.
-
-    Args:
-        tracer: of OpenTelemetry.
-        parent: context of the caller.
-        method, path: of the request.
-    """
+    """The spans of one HTTP request."""
 
     def __init__(self, tracer: Any, parent: Any, method: str, path: str) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
@@ -171,12 +150,7 @@ class RequestTrace:
         return f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
 
     def sent(self, asked: Asked, feeds: Sequence[ChoiceFeed]) -> None:
-        """The requests go to the coordinator now.
-
-        Args:
-            asked: the requests.
-            feeds: the readers of the requests.
-        """
+        """The requests go to the coordinator now."""
         self._asked, self._feeds, self._model = asked, feeds, asked.style.model
         self._sent_ns = time.time_ns()
 

@@ -61,14 +61,8 @@ class TokenChunk(msgspec.Struct, frozen=True):
 
 class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
     """A request that was sent: `await request.completion()`, and, before that, `async for chunk in
-    request`. A slow reader gets larger chunks.
-
-    Args:
-        prompt: text or token ids.
-        params: as they were sent.
-        tokenizer: of the model; None if it has none, or if the replica makes the texts.
-        makes_text: whether the replica does.
-    """
+    request`. A slow reader gets larger chunks. The tokenizer is None if the model has none, or if
+    the replica makes the texts (`makes_text`)."""
 
     def __init__(
         self, prompt: str | list[int], params: SamplingParams, tokenizer: Any, makes_text: bool
@@ -116,11 +110,8 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
         return self._end is not None
 
     async def completion(self) -> Completion:
-        """How it ended; `error` says why it failed.
-
-        Raises:
-            CoordinatorLost: the coordinator was lost before the request ended.
-        """
+        """How it ended; `error` says why it failed. Raises CoordinatorLost: the coordinator was
+        lost before the request ended."""
         while self._end is None:
             await self._wait()
         if self._end.failure is not None and self._end.failure[0] == CoordinatorLost.__name__:
@@ -332,12 +323,8 @@ class AsyncCoordinatorClient(TokenClient):
         return self._tokenizer[1]
 
     async def pause_replica(self, name: str) -> None:
-        """Stop a replica's engine until `resume_replica`; its requests wait.
-
-        Raises:
-            ValueError: there is no replica of that name, it is leaving, or other replicas need its
-                experts.
-        """
+        """Stop a replica's engine until `resume_replica`; its requests wait. Raises ValueError:
+        there is no replica of that name, it is leaving, or other replicas need its experts."""
         await self._ask("pause", name)
 
     async def drain_replica(self, name: str) -> None:

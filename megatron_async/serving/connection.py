@@ -56,12 +56,7 @@ class Outlet(Protocol):
 
 class Connection[Heard]:
     """One connection; after a loss another one is made. Made and used on one running event loop.
-
-    Args:
-        address: of the coordinator.
-        decode: of the messages that come in.
-        on_ping: what is answered to a ping.
-        secret: the coordinator's, if it asks for one.
+    `on_ping` makes what is answered to a ping.
 
     Raises:
         ConfigurationError: the address is none, or no process can connect to it.
@@ -94,12 +89,9 @@ class Connection[Heard]:
         self._lost: Callable[[CoordinatorLost], None] = lambda _: None
 
     async def open(self, hello: ClientHello | ReplicaHello, timeout_s: float) -> Welcome:
-        """Connect, say hello and wait for the coordinator's welcome.
-
-        Raises:
-            CoordinatorLost: nobody answers within `timeout_s`, or another program does.
-            ConfigurationError: the coordinator refuses; the message says why.
-        """
+        """Connect, say hello and wait for the coordinator's welcome. Raises CoordinatorLost: nobody
+        answers within `timeout_s`, or another program does. Raises ConfigurationError: the
+        coordinator refuses; the message says why."""
         deadline = self._loop.time() + timeout_s
         while self._loop.time() < deadline:
             try:
@@ -132,12 +124,8 @@ class Connection[Heard]:
         lost: Callable[[CoordinatorLost], None],
     ) -> None:
         """From now on, call `hear` for each message that comes, and has come since the welcome.
-
-        Args:
-            hear: called with each message but pings.
-            after: called after the messages that had arrived.
-            lost: called once, when no more messages will come.
-        """
+        `after` is called behind the messages that had arrived, `lost` once, when no more messages
+        will come."""
         self._hear, self._after, self._lost = hear, after, lost
         while self._inbox:
             hear(self._inbox.popleft())
@@ -153,10 +141,7 @@ class Connection[Heard]:
 
     async def _connect(self) -> Link:
         """A link to a coordinator that has the secret, which has been told that so has this end.
-
-        Raises:
-            OSError: there is none.
-        """
+        Raises OSError: there is none."""
         secure = None if self._secret is None else encryption(is_coordinator=False)
         link = Link(await self._reach(), MOST_BYTES, secure)
         try:

@@ -92,13 +92,8 @@ logger = logging.getLogger("megatron_async")
 
 class Dispatcher(RequestBooks):
     """Decides which replica serves a request, and what happens to requests of a lost replica.
-
-    Args:
-        config: limits and policies.
-        send: sends a message to an identity. It never fails; a peer that cannot be reached is
-            reported by `lost`.
-        now: seconds.
-        first: number of the first request.
+    `send` sends a message to an identity. It never fails; a peer that cannot be reached is reported
+    by `lost`. Times are seconds.
 
     Attributes:
         verbs: an administrator's commands to the whole service, and its state.

@@ -33,17 +33,9 @@ ACTIONS = ("start", "stop")
 def do_verb(
     engine: DynamicInferenceEngine, name: str, what: str, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, str] | None]:
-    """Follow a command to the service.
-
-    Args:
-        engine: of the replica.
-        name: of the replica.
-        what: "sleep", "wake", "reset_prefix_cache" or "profile".
-        fields: of "profile", `action`: "start" or "stop".
-
-    Returns:
-        the answer, and the reason why the command failed, or None.
-    """
+    """Follow a command to the service. `what` is "sleep", "wake", "reset_prefix_cache" or "profile"
+    (whose field `action` is "start" or "stop"). Returns the answer, and the reason why the command
+    failed, or None."""
     try:
         match what:
             case "sleep":
@@ -115,11 +107,7 @@ NEWEST = 512
 
 
 class StepWatch:
-    """Looks at one engine; on its thread, between two steps.
-
-    Args:
-        engine: of the replica.
-    """
+    """Looks at one engine; on its thread, between two steps."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine

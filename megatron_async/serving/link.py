@@ -239,11 +239,7 @@ class Greeting(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Greeting:
-        """Read one.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Read one. Raises ValueError: it is none."""
         place = len(MAGIC) + NONCE_BYTES
         here = data[place + PROOF_BYTES :]
         if not data.startswith(MAGIC) or len(data) < place + PROOF_BYTES or len(here) > 64:
@@ -296,12 +292,8 @@ def end_silent(end: socket.socket, silence_s: float) -> None:
     """Let a TCP connection end after a silence of the other host.
 
     The kernel of the other host answers, so a process that is busy or stopped is not silent. Probes
-    of an idle connection also keep firewalls from dropping it.
-
-    Args:
-        end: its sockets; of a listener: those that it accepts.
-        silence_s: seconds without any answer, up to a second more; at least 1.
-    """
+    of an idle connection also keep firewalls from dropping it. Of a listener, those that it
+    accepts. The silence is up to a second longer, and 1 s at least."""
     interval_s = max(1, math.floor(silence_s / PROBES))
     options = {
         "TCP_KEEPIDLE": interval_s,

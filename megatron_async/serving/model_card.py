@@ -48,11 +48,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     def tokenizer(self) -> Tokenizer | None:
         """A new tokenizer object, equal to the replicas'; None if the model has none. Takes as long
-        as reading its file: up to a second.
-
-        Raises:
-            TokenizerError: it cannot be read.
-        """
+        as reading its file: up to a second. Raises TokenizerError: it cannot be read."""
         if self.tokenizer_json is None:
             return None
         try:
@@ -69,9 +65,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_card(data: bytes) -> ModelCard:
-    """A card that `encode` has made.
-
-    Raises:
-        msgspec.DecodeError: it is none.
-    """
+    """A card that `encode` has made. Raises msgspec.DecodeError: it is none."""
     return msgspec.msgpack.decode(data, type=ModelCard)

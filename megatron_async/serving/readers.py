@@ -28,12 +28,7 @@ class RemoteError(RuntimeError):
 
 
 def exception_of(kind: str, message: str) -> Exception:
-    """The exception of a failure.
-
-    Args:
-        kind: name of its class.
-        message: its text.
-    """
+    """The exception of a failure."""
     known = ValueError if kind == "ValueError" else getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, Exception):
         return known(message)
@@ -57,13 +52,8 @@ class TokenLogProbs:
 
     @classmethod
     def of(cls, words: NDArray[np.int32], top_n: int, wanted: int) -> TokenLogProbs:
-        """Make log probs of words as they travel.
-
-        Args:
-            words: int32 `[n, 1 + 2 * top_n]`; see `messages.LogProbRows`.
-            top_n: alternatives that are there.
-            wanted: of these, how many the request asked for.
-        """
+        """Make log probs of words as they travel. `words` are int32 `[n, 1 + 2 * top_n]`
+        (`messages.LogProbRows`); of these the request asked for `wanted`."""
         floats = words.view(np.float32)
         if not wanted:
             return cls(floats[:, 0])
@@ -216,12 +206,7 @@ class TokenReader:
             logger.exception(FAULT_AT_END)
 
     def fail(self, kind: str, text: str) -> None:
-        """End it with an error that the client found; a fault of the reader is logged.
-
-        Args:
-            kind: name of the error's class.
-            text: its message.
-        """
+        """End it with an error that the client found; a fault of the reader is logged."""
         try:
             self.ended(RequestEnd("error", (kind, text)))
         except Exception:

@@ -59,14 +59,7 @@ def why_refused(info: ReplicaInfo, replicas: Collection[ReplicaRecord]) -> str:
 def why_not_again(
     request: RoutedRequest, replica: str, reason: str, config: CoordinatorConfig
 ) -> str:
-    """The error of a request that is not served again.
-
-    Args:
-        request: its replica is lost.
-        replica: its name.
-        reason: why it is lost.
-        config: whose limits the request has reached.
-    """
+    """The error of a request that is not served again."""
     lost = f"replica {replica}, which served the request, is gone: {reason}"
     if request.early_deaths > MOST_EARLY_DEATHS:
         return (
@@ -82,13 +75,8 @@ def why_not_again(
 
 
 def why_nobody_serves(replicas: Collection[ReplicaRecord], departed: str, waited_s: float) -> str:
-    """The error of a request for which there is no replica.
-
-    Args:
-        replicas: that are there, all of them about to go.
-        departed: the last that has gone, and why; "" if none has.
-        waited_s: seconds.
-    """
+    """The error of a request for which there is no replica. `departed` is the last that has gone,
+    and why; "" if none has."""
     last = f"The last was {departed}." if departed else "None ever joined."
     if replicas:
         there = (f"{replica.name} ({replica.state})" for replica in replicas)

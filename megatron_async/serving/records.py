@@ -223,12 +223,6 @@ class UnseenRun(NamedTuple):
 class ReplicaRecord:
     """A replica that has joined.
 
-    Args:
-        identity: its connection's.
-        info: its description of itself.
-        now: seconds.
-        index: a small number of its own.
-
     Attributes:
         status: its last status, or None.
         requests: its unfinished requests, by number.

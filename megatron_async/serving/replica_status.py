@@ -36,13 +36,7 @@ from megatron_async.text.tokenizer import Tokenizer
 def status_of(
     engine: DynamicInferenceEngine, runs_seen: int, figures: dict[str, float]
 ) -> ReplicaStatus:
-    """The answer to a ping.
-
-    Args:
-        engine: of the replica.
-        runs_seen: requests that it was sent so far.
-        figures: `engine.stats()`, or a part of it.
-    """
+    """The answer to a ping. `figures`: `engine.stats()`, or a part of it."""
     slots = engine.context.slots
     held = slots.state != SlotState.FREE
     # Of a prompt under way, what is prefilled counts less; of an answer, what is booked.
@@ -89,13 +83,7 @@ def describe(
 
 
 def ended_of(request: DynamicInferenceRequest, replica: str, tells_prompt: bool) -> Ended:
-    """How an engine's request ended, but for its generated tokens.
-
-    Args:
-        request: has ended.
-        replica: name of the one that served it.
-        tells_prompt: with the tokens of its prompt.
-    """
+    """How an engine's request ended, but for its generated tokens."""
     error, prompt = request.error, request.prompt_tokens
     return Ended(
         request.request_id,
@@ -115,13 +103,7 @@ def ended_of(request: DynamicInferenceRequest, replica: str, tells_prompt: bool)
 
 
 def failed_of(number: int, error: Exception, replica: str) -> Ended:
-    """The end of a request that this replica cannot serve, or whose answer it cannot write.
-
-    Args:
-        number: of the request.
-        error: why.
-        replica: name of this one.
-    """
+    """The end of a request that this replica cannot serve, or whose answer it cannot write."""
     kind, text = type(error).__name__, str(error)
     if isinstance(error, UNREADABLE):
         kind, text = "RequestError", f"sampling_params: {error}"
@@ -147,13 +129,7 @@ def _prompt_log_probs(request: DynamicInferenceRequest) -> PromptLogProbs | None
 
 
 def send_news(connection: Outlet, news: StepTokens, name: str) -> None:
-    """Tell of steps. An end that cannot be sent is told as one, and nothing else is lost.
-
-    Args:
-        connection: to the coordinator.
-        news: what is told.
-        name: of the replica.
-    """
+    """Tell of steps. An end that cannot be sent is told as one, and nothing else is lost."""
     try:
         connection.send(news)
     except UNSENDABLE:  # all of it together, or one alone
@@ -172,13 +148,8 @@ def _send_alone(connection: Outlet, ended: Ended, name: str) -> None:
 
 
 def card_of(engine: DynamicInferenceEngine, model: str, tokenizer: Any = None) -> ModelCard:
-    """The card of an engine's model, for clients.
-
-    Args:
-        engine: the engine that serves the model.
-        model: name or path of the loaded model.
-        tokenizer: the same as the engine's, in a form that can be sent; None: the engine's.
-    """
+    """The card of an engine's model, for clients. `tokenizer`: the same as the engine's, in a form
+    that can be sent; None: the engine's."""
     config, tokenizer = engine.context.config, tokenizer or engine.controller.tokenizer
     card = ModelCard(
         model=model,

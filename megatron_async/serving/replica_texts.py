@@ -20,12 +20,8 @@ from megatron_async.text.token_text import TokenText
 
 
 class ReplicaTexts:
-    """Adds texts to messages, in their order.
-
-    Args:
-        tokenizer: has `detokenize`; it is called in another thread than the engine's.
-        send: gets the messages, on the event loop that made this object.
-    """
+    """Adds texts to messages, in their order. `send` gets the messages, on the event loop that made
+    this object; `tokenizer` is called in another thread than the engine's."""
 
     def __init__(self, tokenizer: Any, send: Callable[[StepTokens], None]) -> None:
         self._tokenizer = tokenizer

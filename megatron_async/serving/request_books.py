@@ -26,12 +26,8 @@ logger = logging.getLogger("megatron_async")
 
 
 class RequestBooks:
-    """The records on which a `Dispatcher` bases its decisions.
-
-    Args:
-        config: limits and policies.
-        send: sends a message to an identity; it never fails.
-        first: number of the first request.
+    """The records on which a `Dispatcher` bases its decisions. `send` never fails; `first` is the
+    number of the first request.
 
     Attributes:
         replicas: by identity.
@@ -64,11 +60,8 @@ class RequestBooks:
 
     def _parts_of(self, replica: ReplicaRecord, message: StepTokens) -> dict[int, StepTokens]:
         """A replica's step, divided into a message for each client, by the client's index: Python
-        per client and per text, not per token.
-
-        Raises:
-            ValueError: the message's arrays do not fit together.
-        """
+        per client and per text, not per token. Raises ValueError: the message's arrays do not fit
+        together."""
         message = by_row(message)
         whole = self.routes.whole(replica.index, message)
         if whole is not None:

@@ -61,9 +61,6 @@ class RequestQueue:
 class InFlight:
     """Counts requests from their acceptance to their ends.
 
-    Args:
-        config: whose limits hold.
-
     Attributes:
         requests: unfinished ones.
         tokens: that they may have together, about.
@@ -94,12 +91,7 @@ class InFlight:
                 del self._requests_of[owner], self._tokens_of[owner]
 
     def why_too_many(self, owner: str, tokens: int) -> str:
-        """Why a request is refused; "" if it is accepted.
-
-        Args:
-            owner: of the request, "" for nobody.
-            tokens: that it may have.
-        """
+        """Why a request is refused; "" if it is accepted."""
         config = self._config
         limits = [
             (self.requests, 1, config.max_unfinished, "max_unfinished", "requests"),

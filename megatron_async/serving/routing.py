@@ -129,11 +129,7 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
 
 
 def make_policy(name: str) -> RoutingPolicy:
-    """A policy by its name.
-
-    Raises:
-        ConfigurationError: there is none of this name.
-    """
+    """A policy by its name. Raises ConfigurationError: there is none of this name."""
     if name not in POLICIES:
         raise ConfigurationError(f"--policy {name} is unknown: use {', '.join(POLICIES)}.")
     return POLICIES[name]()
@@ -149,11 +145,8 @@ def load_of(candidate: Candidate, blocks: int) -> tuple[bool, int, int]:
 
 
 class PrefixTable:
-    """Blocks that prompts began with, the latest ones.
-
-    Args:
-        capacity: most blocks remembered: no cache holds more than the replica's pool.
-    """
+    """Blocks that prompts began with, the latest ones: as many as the replica's pool has, since no
+    cache holds more."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = max(capacity, 1)
@@ -188,15 +181,8 @@ def prompt_hashes(prompt: str | Sequence[int], block_size_tokens: int) -> list[b
 
     For token ids, blocks and hashes are those of the engine's prefix cache (`block_hashes`). Only
     replicas know the tokens of a text, so its blocks are estimates: `BYTES_PER_TOKEN` bytes count
-    as a token. A text and its token ids have no hash in common.
-
-    Args:
-        prompt: token ids, or a text.
-        block_size_tokens: tokens in a block.
-
-    Returns:
-        16 bytes for each block; empty if an id is no int32 (a replica then refuses the request).
-    """
+    as a token. A text and its token ids have no hash in common. Each has 16 bytes; there are none
+    if an id is no int32 (a replica then refuses the request)."""
     if isinstance(prompt, str):
         return _text_hashes(prompt.encode(errors="replace"), block_size_tokens * BYTES_PER_TOKEN)
     try:

@@ -34,12 +34,8 @@ ITS_KEY = "MC4CAQAwBQYDK2VwBCIEIG8iDzcWvxFGkAnRPxxLQtQhc+2OpYYE17t3ZXmQF3AT"
 
 
 def read_secret(file: str | Path) -> bytes:
-    """The secret in a file, without white space around it.
-
-    Raises:
-        ConfigurationError: the file cannot be read, others may read it, or the secret is too short
-            or too long.
-    """
+    """The secret in a file, without white space around it. Raises ConfigurationError: the file
+    cannot be read, others may read it, or the secret is too short or too long."""
     path = Path(file)
     try:
         mode, data = path.stat().st_mode, path.read_bytes().strip()
@@ -84,12 +80,8 @@ def encryption(is_coordinator: bool) -> ssl.SSLContext:
 
 
 def proof_of(secret: bytes | None, whose: bytes, *seen: bytes) -> bytes:
-    """32 bytes that only an owner of the secret can make.
-
-    Args:
-        secret: None: none is needed, and everybody can make them.
-        whose: `COORDINATOR` or `PEER`: one cannot say the other's proof.
-        seen: what both ends know of this connection alone.
-    """
+    """32 bytes that only an owner of the secret can make. Without a secret everybody can make them.
+    `whose` is `COORDINATOR` or `PEER`: one cannot say the other's proof. `seen`: what both ends
+    know of this connection alone."""
     key = b"" if secret is None else hashlib.blake2b(secret).digest()
     return hashlib.blake2b(b"".join(seen), digest_size=32, key=key, person=whose).digest()

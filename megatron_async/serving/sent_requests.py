@@ -19,11 +19,8 @@ logger = logging.getLogger("megatron_async")
 
 
 class SentRequests:
-    """Unfinished requests by number; on one event loop.
-
-    Args:
-        abort: ends a request at its replica, by its number.
-    """
+    """Unfinished requests by number; on one event loop. `abort` ends a request at its replica, by
+    its number."""
 
     def __init__(self, abort: Callable[[int], None]) -> None:
         self._abort = abort
@@ -44,12 +41,7 @@ class SentRequests:
             request.again()
 
     def fail_all(self, kind: str, text: str) -> None:
-        """End all requests with an error.
-
-        Args:
-            kind: name of its class.
-            text: its message.
-        """
+        """End all requests with an error."""
         requests, self._requests = self._requests, {}
         for request in requests.values():
             request.fail(kind, text)

@@ -47,9 +47,6 @@ HISTOGRAMS: dict[str, tuple[float, ...]] = {
 class Histogram:
     """Values, counted by bucket.
 
-    Args:
-        bounds: rising.
-
     Attributes:
         counts: of each bucket, one more than there are bounds; a value on a bound is below it.
         total: sum of the values.
@@ -170,12 +167,7 @@ class ServiceCounters:
 
 def cumulative(name: str, counts: Sequence[int]) -> list[tuple[str, float]]:
     """How many values do not exceed each bound, as Prometheus wants a histogram: pairs of the
-    bound, as text, and the number.
-
-    Args:
-        name: one of `HISTOGRAMS`.
-        counts: of its buckets.
-    """
+    bound, as text, and the number."""
     bounds = [*(repr(bound) for bound in HISTOGRAMS[name]), "+Inf"]
     return list(zip(bounds, map(float, accumulate(counts)), strict=True))
 
@@ -184,22 +176,13 @@ LOAD_EVERY_S = 10.0
 
 
 class LoadLines:
-    """Says every `LOAD_EVERY_S` seconds what a service does, while it does anything.
-
-    Args:
-        now: seconds.
-    """
+    """Says every `LOAD_EVERY_S` seconds what a service does, while it does anything."""
 
     def __init__(self, now: float) -> None:
         self._told, self._before = now, (0, 0)
 
     def line(self, stats: Mapping[str, Any], now: float) -> str:
-        """The line that is due, or "".
-
-        Args:
-            stats: of the coordinator.
-            now: seconds.
-        """
+        """The line that is due, or ""."""
         passed = now - self._told
         if passed < LOAD_EVERY_S:
             return ""

@@ -22,11 +22,7 @@ COMMANDS = {
 
 
 def find_replica(name: str, replicas: Collection[ReplicaRecord]) -> ReplicaRecord:
-    """The replica of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The replica of that name. Raises ValueError: there is none."""
     for replica in replicas:
         if replica.name == name:
             return replica
@@ -35,11 +31,8 @@ def find_replica(name: str, replicas: Collection[ReplicaRecord]) -> ReplicaRecor
 
 
 def state_after(what: str, replica: ReplicaRecord) -> ReplicaState:
-    """The state of a replica after a command.
-
-    Raises:
-        ValueError: there is no such command, or this replica cannot follow it.
-    """
+    """The state of a replica after a command. Raises ValueError: there is no such command, or this
+    replica cannot follow it."""
     if what not in COMMANDS:
         raise ValueError(f"{what!r} is no command; there are: stats, {', '.join(COMMANDS)}.")
     if replica.state.is_departing:
@@ -117,9 +110,6 @@ class Question:
 
 class ServiceVerbs:
     """The state of a service, and how it changes.
-
-    Args:
-        books: of the dispatcher.
 
     Attributes:
         state: what the service does.

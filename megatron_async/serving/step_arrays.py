@@ -41,11 +41,7 @@ class StepArrays:
 
     @classmethod
     def of(cls, message: StepTokens) -> StepArrays:
-        """The arrays of a message.
-
-        Raises:
-            ValueError: they do not fit together.
-        """
+        """The arrays of a message. Raises ValueError: they do not fit together."""
         message = by_row(message)
         numbers = np.frombuffer(message.numbers, np.int64)
         counts = np.frombuffer(message.counts, np.int32)
@@ -69,21 +65,14 @@ class StepArrays:
         return cls(message, numbers, counts, tokens, asking, words, given.top_n)
 
     def renamed(self, numbers: NDArray[np.int64]) -> StepTokens:
-        """A message of all rows: no more than the numbers differ.
-
-        Args:
-            numbers: int64 `[rows]`: what the requests are called in it.
-        """
+        """A message of all rows: no more than the numbers differ. `numbers`, int64 `[rows]`, are
+        what the requests are called in it."""
         of = self.of_message
         return StepTokens(numbers.tobytes(), of.counts, of.tokens, of.log_probs)
 
     def message(self, kept: NDArray[np.bool_], numbers: NDArray[np.int64]) -> StepTokens:
-        """A message of some rows.
-
-        Args:
-            kept: bool `[rows]`.
-            numbers: int64 `[rows]`: what the requests are called in it.
-        """
+        """A message of some rows. `kept` is bool `[rows]`; `numbers`, int64 `[rows]`, are what the
+        requests are called in it."""
         counts = self.counts[kept]
         if _total(counts) == len(counts) == np.count_nonzero(kept) == len(self.tokens):
             tokens = self.tokens
@@ -115,11 +104,8 @@ class StepArrays:
 
 
 def by_row(message: StepTokens) -> StepTokens:
-    """A message with the tokens row by row: its reader pays for each row.
-
-    Raises:
-        ValueError: its arrays do not fit together.
-    """
+    """A message with the tokens row by row: its reader pays for each row. Raises ValueError: its
+    arrays do not fit together."""
     if not message.steps:
         return message
     numbers, steps = message.numbers, message.steps

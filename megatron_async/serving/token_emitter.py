@@ -32,11 +32,8 @@ FEW = 16
 
 
 class TokenEmitter(EngineListener):
-    """Listens to the engine's steps.
-
-    Args:
-        send: is given one message at the end of a turn of the event loop that had news.
-    """
+    """Listens to the engine's steps. `send` is given one message at the end of a turn of the event
+    loop that had news."""
 
     def __init__(self, send: Callable[[StepTokens], None]) -> None:
         self._send = send

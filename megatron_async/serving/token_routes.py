@@ -26,9 +26,6 @@ class TokenRoutes:
 
     Clients and replicas are small numbers that are not used again.
 
-    Args:
-        first: number of the first request.
-
     Attributes:
         started: bool by place: whether the replica that serves the request has sent a token of it.
     """
@@ -56,15 +53,8 @@ class TokenRoutes:
             new[places] = old[held]
 
     def add(self, client: int, asked: int) -> int:
-        """Enter a request.
-
-        Args:
-            client: number of the client.
-            asked: the client's number of the request.
-
-        Returns:
-            its number here: larger than all before.
-        """
+        """Enter a request. `asked` is the client's number of it. Returns its number here: larger
+        than all before."""
         while self._number[self._next & self._mask] != NOBODY:
             if self._mask < LARGEST:
                 self._grow()
@@ -96,12 +86,7 @@ class TokenRoutes:
         and no log probs: the client, and the step with its numbers. None: it is another step.
 
         Nearly all steps are so, with one API process. Bytes are compared: a NumPy function takes
-        several times as long where caches are cold, and a first token waits for it.
-
-        Args:
-            replica: number of the replica.
-            message: of it, not checked yet.
-        """
+        several times as long where caches are cold, and a first token waits for it."""
         numbers, counts = message.numbers, message.counts
         rows, count = len(numbers) // 8, int.from_bytes(counts[:4], "little", signed=True)
         if message.log_probs is not None or rows < 1 or count < 1 or len(numbers) != 8 * rows:
@@ -125,12 +110,7 @@ class TokenRoutes:
 
     def split(self, replica: int, step: StepArrays) -> Iterator[tuple[int, StepTokens]]:
         """Each client's part of a step, with the client's own numbers. Rows of requests that the
-        replica does not serve, or not any more, are dropped.
-
-        Args:
-            replica: number of the replica.
-            step: its tokens.
-        """
+        replica does not serve, or not any more, are dropped."""
         places = step.numbers & self._mask
         known = (self._number[places] == step.numbers) & (self._replica[places] == replica)
         self.started[places[known & (step.counts > 0)]] = True

@@ -28,13 +28,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer:
-    """The answer to one HTTP request.
-
-    Args:
-        writer: class of the writers of its choices.
-        asked: the request; its style says whether the answer is streamed.
-        served: the model.
-        one_event_a_token: tokens that come together are sent one by one.
+    """The answer to one HTTP request. With `one_event_a_token` tokens that come together are sent
+    one by one.
 
     Attributes:
         choices: in the order of `asked.choices`.
@@ -62,11 +57,8 @@ class Answer:
         return b"".join(choice.writer.begun() for choice in self.choices)
 
     def body(self) -> bytes:
-        """The whole answer as JSON text; all choices must have ended, or one has failed.
-
-        Raises:
-            Refusal: a choice has failed; so has the answer.
-        """
+        """The whole answer as JSON text; all choices must have ended, or one has failed. Raises
+        Refusal: a choice has failed; so has the answer."""
         for choice in self.choices:
             if choice.failure is not None:
                 raise choice.failure
@@ -76,11 +68,6 @@ class Answer:
 
 class AnswerChoice:
     """One choice of an `Answer`; a `ChoiceFormatter`.
-
-    Args:
-        answer: that it belongs to.
-        writer: of the choice.
-        one_event_a_token: tokens that come together are sent one by one.
 
     Attributes:
         failure: why it has failed, or None.
@@ -104,13 +91,8 @@ class AnswerChoice:
     def push(
         self, tokens: Sequence[int], log_probs: LogProbs | None = None, text: str | None = None
     ) -> bytes:
-        """The events of new tokens; none while their text may still change.
-
-        Args:
-            tokens: ids, perhaps none.
-            log_probs: of them, if asked for.
-            text: more text, where the replica makes it.
-        """
+        """The events of new tokens; none while their text may still change. `text` is what the
+        replica makes."""
         ids = list(tokens)
         if not self._by_token or len(ids) < 2:
             return self._push(ids, log_probs, text)

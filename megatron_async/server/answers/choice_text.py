@@ -50,13 +50,7 @@ class End(Protocol):
 
 
 class ChoiceText:
-    """Makes the text of one choice as its tokens arrive.
-
-    Args:
-        asked: the request.
-        choice: of it.
-        served: the model.
-    """
+    """Makes the text of one choice as its tokens arrive."""
 
     def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
         style = asked.style

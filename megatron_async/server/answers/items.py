@@ -33,11 +33,7 @@ class Usage(msgspec.Struct):
 
 
 class UsageCount:
-    """Counts what the choices of one answer use; a prompt of several choices counts once.
-
-    Args:
-        num_prompts: of the answer.
-    """
+    """Counts what the choices of one answer use; a prompt of several choices counts once."""
 
     def __init__(self, num_prompts: int) -> None:
         self._prompts = [0] * num_prompts
@@ -111,11 +107,6 @@ class ItemResult:
 class ItemWriter:
     """Writes one choice of an answer in one protocol. What a protocol has no event for is b"".
 
-    Args:
-        asked: the request.
-        choice: of it.
-        served: the model.
-
     Attributes:
         tells_empty: an answer without any token has an empty text.
         tells_aborts: there is a word for an answer that was aborted; else it has failed.
@@ -175,12 +166,8 @@ class ItemWriter:
         raise NotImplementedError
 
     def body(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        """The whole answer, as JSON values.
-
-        Args:
-            choices: as `whole` has made them, of this one and those behind it.
-            usage: numbers of tokens.
-        """
+        """The whole answer, as JSON values. `choices` are what `whole` has made of this one and
+        those behind it."""
         return choices[0]
 
 

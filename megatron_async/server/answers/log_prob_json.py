@@ -44,13 +44,7 @@ Place = tuple[int, float, list[tuple[int, float]]]
 
 
 def places(tokens: Sequence[int], log_probs: LogProbs, top_n: int) -> list[Place]:
-    """Log probs place by place, as Python numbers.
-
-    Args:
-        tokens: as many as places.
-        log_probs: of them.
-        top_n: how many of the likeliest are wanted, at most as many as are there.
-    """
+    """Log probs place by place, as Python numbers."""
     chosen = log_probs.chosen.tolist()
     if not top_n or log_probs.top_ids is None or log_probs.top is None:
         return [(token, _finite(value), []) for token, value in zip(tokens, chosen)]
@@ -64,17 +58,10 @@ def places(tokens: Sequence[int], log_probs: LogProbs, top_n: int) -> list[Place
 def of_completion(
     found: Sequence[Place | None], names: TokenNames, by_id: bool, offset: int = 0
 ) -> tuple[dict[str, Any], int]:
-    """The `logprobs` of a choice of /v1/completions.
-
-    Args:
-        found: places in a row; `(token, nan, [])`: a token without a log prob, the prompt's first.
-        names: of tokens.
-        by_id: names are "token_id:123".
-        offset: characters of the choice's text before them.
-
-    Returns:
-        the object, and the characters of text behind them.
-    """
+    """The `logprobs` of a choice of /v1/completions. Of `found`, `(token, nan, [])` is a token
+    without a log prob, the prompt's first. With `by_id`, names are "token_id:123". `offset`:
+    characters of the choice's text before them. Returns the object, and the characters of text
+    behind them."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []

@@ -18,11 +18,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenNames:
-    """Texts and bytes of single tokens, special ones included; each is made once.
-
-    Args:
-        tokenizer: None: tokens are called by their ids.
-    """
+    """Texts and bytes of single tokens, special ones included; each is made once. Without a
+    tokenizer tokens are called by their ids."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -71,12 +68,8 @@ class TokenNames:
 
 
 class SpecialTokensView:
-    """A tokenizer whose texts hold some of the special tokens, for `TokenText`.
-
-    Args:
-        tokenizer: the model's.
-        kept: texts of the special tokens that are kept; None: all.
-    """
+    """A tokenizer whose texts hold some of the special tokens, for `TokenText`: the texts `kept`,
+    or all of them if that is None."""
 
     def __init__(self, tokenizer: Tokenizer, kept: Iterable[str] | None = None) -> None:
         self._tokenizer = tokenizer

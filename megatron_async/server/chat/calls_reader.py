@@ -28,14 +28,8 @@ if TYPE_CHECKING:
 
 
 class CallsReader(CallReader):
-    """Takes one choice's text apart.
-
-    Args:
-        form: how calls are written.
-        tools: those that may be called: name -> JSON schema of the arguments.
-        is_forced: a grammar lets nothing but calls be written: what is no call was cut off, and is
-            dropped.
-    """
+    """Takes one choice's text apart. `is_forced`: a grammar lets nothing but calls be written; what
+    is no call was cut off, and is dropped."""
 
     def __init__(
         self, form: CallFormat, tools: Mapping[str, Mapping[str, Any]], is_forced: bool = False

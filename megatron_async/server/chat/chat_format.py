@@ -39,13 +39,7 @@ def with_tools_told(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], tool_format: CallFormat
 ) -> list[dict[str, Any]]:
     """The messages with a description of tools in the system message; calls and their results as
-    plain text.
-
-    Args:
-        messages: for a template.
-        tools: as OpenAI writes them.
-        tool_format: how calls are to be written.
-    """
+    plain text."""
     told = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = INTRODUCTION.format(tools=told, example=tool_format.written("NAME", "{...}"))
     found = [_plain(message, tool_format) for message in messages]
@@ -89,13 +83,7 @@ MARK = "\ue000continue\ue001"
 
 
 class ChatFormat:
-    """Chats of one model.
-
-    Args:
-        card: the model's.
-        tokenizer: None: chats are refused.
-        tool_parser: name of the tool format; None: by the chat template.
-        template_bytes: see `Limits`.
+    """Chats of one model. Without a tokenizer chats are refused.
 
     Attributes:
         thoughts: answers may hold `<think>` ... `</think>`, by the template or the vocabulary.
@@ -189,15 +177,8 @@ class ChatFormat:
         self._renderer.close()
 
     def render(self, request: ChatRequest, tools: Sequence[dict[str, Any]] | None) -> str:
-        """The chat as the model's text.
-
-        Args:
-            request: its messages and options of the template.
-            tools: that the template is told, as OpenAI writes them.
-
-        Raises:
-            Refusal: there is no template, or it rejects the chat, or takes too long.
-        """
+        """The chat as the model's text. Raises Refusal: there is no template, or it rejects the
+        chat, or takes too long."""
         messages = template_messages(request.messages)
         if tools and not self._tells_tools():
             messages, tools = with_tools_told(messages, tools, self.tool_format), None
@@ -253,10 +234,7 @@ class ChatFormat:
 
     def behind_thought(self, wanted: StructuredOutput, in_thought: bool) -> StructuredOutput:
         """A grammar that lets a thought come first and demands `wanted` of the text behind it.
-
-        Raises:
-            Refusal: it is of a wrong form.
-        """
+        Raises Refusal: it is of a wrong form."""
         try:
             grammar = grammar_behind_thought(wanted, in_thought)
         except RequestError as error:

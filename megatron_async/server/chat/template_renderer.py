@@ -33,12 +33,8 @@ class TakesLong(Exception):
 
 class TemplateProcess:
     """Owns one process, which is started for its first chat, and again after one that was too much
-    for it. May be used by several threads, one of which may run an event loop.
-
-    Args:
-        template: first line of the process: template and special tokens, as JSON.
-        limit_s: seconds of CPU time for a chat.
-    """
+    for it. May be used by several threads, one of which may run an event loop. `template` is its
+    first line: template and special tokens, as JSON. `limit_s`: seconds of CPU time for a chat."""
 
     def __init__(self, template: str, limit_s: float) -> None:
         self._template = template
@@ -49,17 +45,8 @@ class TemplateProcess:
         self._has_been_slow = False
 
     def ask(self, variables: str) -> dict[str, Any] | None:
-        """Render a chat.
-
-        Args:
-            variables: of the template, as JSON.
-
-        Returns:
-            `text`, or `error`; None if the process died of it, or was ended meanwhile.
-
-        Raises:
-            TakesLong: on an event loop, if the answer does not come at once.
-        """
+        """Render a chat. Returns `text`, or `error`; None if the process died of it, or was ended
+        meanwhile. Raises TakesLong: on an event loop, if the answer does not come at once."""
         on_loop = _is_on_loop()
         if on_loop and (self._has_been_slow or not self._is_running()):
             raise TakesLong
@@ -147,10 +134,7 @@ class TemplateRenderer:
     """Renders the chats of one model; may be called on several threads, and on an event loop.
 
     Small chats have a process of their own, so that none of them waits for a large one.
-
-    Args:
-        tokenizer: has the template and the special tokens; None: chats are refused.
-        small_bytes: JSON of a small chat.
+    `small_bytes`: JSON of a small chat. Without a tokenizer chats are refused.
 
     Attributes:
         small, large: the processes.
@@ -174,15 +158,8 @@ class TemplateRenderer:
                 return
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The chat as a text.
-
-        Args:
-            variables: of the template, JSON values.
-
-        Raises:
-            Refusal: the template rejects the chat, or it takes too long, or there is none.
-            TakesLong: on an event loop; see `TemplateProcess.ask`.
-        """
+        """The chat as a text. Raises Refusal: the template rejects the chat, or it takes too long,
+        or there is none. Raises TakesLong: on an event loop; see `TemplateProcess.ask`."""
         if not self._has_template:
             raise Refusal(
                 "this model has no chat template: send prompts to /v1/completions.",

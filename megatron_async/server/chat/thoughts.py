@@ -20,12 +20,8 @@ _SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 class ThoughtReader(CallReader):
-    """Takes thoughts off the beginning of a text, and gives the rest to another reader.
-
-    Args:
-        inside: the prompt has opened a thought.
-        rest: reads what is no thought; None: that is content.
-    """
+    """Takes thoughts off the beginning of a text, and gives the rest to another reader. `inside`:
+    the prompt has opened a thought. Without `rest`, what is no thought is content."""
 
     def __init__(self, inside: bool, rest: CallReader | None) -> None:
         self._rest = rest
@@ -119,14 +115,8 @@ def in_lark(regex: str) -> str:
 
 
 def grammar_behind_thought(wanted: StructuredOutput, in_thought: bool) -> str:
-    """A Lark grammar: a thought, then what is wanted.
-
-    Args:
-        wanted: of any kind.
-        in_thought: the prompt has opened the thought; else the answer may open one, or not.
-
-    Raises:
-        RequestError: `wanted` is of a wrong form.
+    """A Lark grammar: a thought, then what is wanted. `in_thought`: the prompt has opened the
+    thought; else the answer may open one, or not. Raises RequestError: `wanted` is of a wrong form.
     """
     thought = 'thought[suffix="</think>"]: /(?s:.*)/\n'
     start = "thought blank" if in_thought else '("<think>" thought blank)?'
@@ -134,11 +124,8 @@ def grammar_behind_thought(wanted: StructuredOutput, in_thought: bool) -> str:
 
 
 def rule_of(wanted: StructuredOutput) -> str:
-    """What a rule of a Lark grammar says for all that is wanted, and the line's end.
-
-    Raises:
-        RequestError: `wanted` is of a wrong form.
-    """
+    """What a rule of a Lark grammar says for all that is wanted, and the line's end. Raises
+    RequestError: `wanted` is of a wrong form."""
     fixed = wanted.fixed()
     fixed.source()
     if fixed.grammar is not None:

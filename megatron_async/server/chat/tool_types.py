@@ -58,9 +58,6 @@ class _Seen:
 class ToolTypes:
     """Types of one tool's parameters, each found once.
 
-    Args:
-        root: the tool's schema.
-
     Attributes:
         root: as given.
         schema: `root` behind its references.
@@ -85,14 +82,7 @@ class ToolTypes:
         return found
 
     def of_schema(self, schema: Any) -> ValueTypes:
-        """Types of a value.
-
-        Args:
-            schema: of it, within the tool's; True or {}: there is none.
-
-        Raises:
-            RequestError: the tool's schemas have too many alternatives.
-        """
+        """Types of a value. Raises RequestError: the tool's schemas have too many alternatives."""
         seen = _Seen()
         for own in self.branches(schema):
             constants = _constants(own)
@@ -105,11 +95,7 @@ class ToolTypes:
     @cached_property
     def properties(self) -> Mapping[str, Any]:
         """Schemas of the parameters by name, also those of alternatives; a parameter of several of
-        them may be as any says.
-
-        Raises:
-            RequestError: as `of_schema`.
-        """
+        them may be as any says. Raises RequestError: as `of_schema`."""
         found: dict[str, list[Any]] = {}
         for own in self.branches(self.schema):
             given = own.get("properties")

@@ -93,12 +93,7 @@ def _value(text: CallText) -> Step[str]:
 
 
 def json_of(value: str, types: ValueTypes) -> str:
-    """A value as JSON text, of a type that its schema allows.
-
-    Args:
-        value: as it was written.
-        types: of the parameter.
-    """
+    """A value as JSON text, of a type that its schema allows."""
     kinds = types.kinds
     text = value.strip(BLANKS)
     if not kinds - {"string"} or value in types.texts:
@@ -159,12 +154,8 @@ _END = r"/\n<\/parameter>\n/"
 
 def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Special) -> str:
     """Lark rules, as `CallFormat.rules`. Parameters stand in the order of the schema; those that
-    are not required may be left out.
-
-    Raises:
-        RequestError: a parameter's name cannot be written in a tag, or there is too much of them,
-            or the schema has what the grammar cannot hold.
-    """
+    are not required may be left out. Raises RequestError: a parameter's name cannot be written in a
+    tag, or there is too much of them, or the schema has what the grammar cannot hold."""
     opening, closing = mark("<tool_call>", special), mark("</tool_call>", special)
     one = f'{opening} "\\n" call "\\n" {closing}'
     lines = [

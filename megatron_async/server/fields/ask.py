@@ -63,16 +63,8 @@ def is_quick(body: bytes) -> bool:
 
 
 def ask_completion(request: CompletionRequest, served: ServedModel, caller: Caller) -> Asked:
-    """What the engine is asked for a completion.
-
-    Args:
-        request: as it came.
-        served: the model.
-        caller: the sender.
-
-    Raises:
-        Refusal: naming the field, its value and what is allowed.
-    """
+    """What the engine is asked for a completion. Raises Refusal: naming the field, its value and
+    what is allowed."""
     model, prompt_top_n = _check_style(request, served)
     top_n = log_prob_count("logprobs", request.logprobs)
     echo = bool(request.echo)
@@ -94,14 +86,8 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
 def ask_chat(
     request: ChatRequest, served: ServedModel, caller: Caller, limit_name: str = ""
 ) -> Asked:
-    """What the engine is asked for a chat; as `ask_completion`.
-
-    Args:
-        request: of the endpoint for chats, or translated from another's.
-        served: the model.
-        caller: the sender.
-        limit_name: what the other endpoint calls `max_completion_tokens`.
-    """
+    """What the engine is asked for a chat; as `ask_completion`. `limit_name`: what another
+    endpoint, whose request was translated, calls `max_completion_tokens`."""
     model, prompt_top_n = _check_style(request, served)
     if set(request.modalities or ()) - {"text"}:
         raise Refusal("modalities: only text is served.", param="modalities")
@@ -158,11 +144,8 @@ def _named_limit(request: msgspec.Struct, first: str, second: str) -> tuple[str,
 
 def _check_style(request: SharedFields, served: ServedModel) -> tuple[str, int | None]:
     """Check how the answer shall be, and that all of it is served; returns the name of its model,
-    and how many log probs its prompt has.
-
-    Raises:
-        Refusal: the model is another, the fields contradict each other, or are not served.
-    """
+    and how many log probs its prompt has. Raises Refusal: the model is another, the fields
+    contradict each other, or are not served."""
     model = served.name(request.model)
     refuse_what_is_not_served(request)
     if request.best_of is not None and request.best_of != (request.n or 1):

@@ -24,12 +24,9 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def structured_output(request: SharedFields) -> StructuredOutput | None:
-    """The required format of the text, or None.
-
-    Raises:
-        Refusal: it is given twice, or is not served, too large, or not of the right form. Whether
-            a grammar compiles is found out later, beside the engine.
-    """
+    """The required format of the text, or None. Raises Refusal: it is given twice, or is not
+    served, too large, or not of the right form. Whether a grammar compiles is found out later,
+    beside the engine."""
     found = _of_response_format(request.response_format)
     if request.structured_outputs is not None:
         other = _of_structured_outputs(request.structured_outputs)
@@ -51,11 +48,8 @@ def format_field(request: SharedFields) -> str:
 
 
 def checked(wanted: StructuredOutput, param: str) -> StructuredOutput:
-    """Check the form and size of `wanted`; returns it with its schema as text.
-
-    Raises:
-        Refusal: it is not.
-    """
+    """Check the form and size of `wanted`; returns it with its schema as text. Raises Refusal: form
+    or size is wrong."""
     try:
         fixed = wanted.fixed()
         fixed.source()

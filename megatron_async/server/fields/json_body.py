@@ -55,11 +55,8 @@ _COUNTED = ("messages", "input", "tools", "stop", "stop_sequences", "stop_token_
 
 
 def decode_body[T](body: bytes, kind: type[T], limits: Limits) -> T:
-    """A body as a struct; fields that the struct does not have are ignored.
-
-    Raises:
-        Refusal: 413, it is too long; 400, it is not JSON, too deep, or not of the right types.
-    """
+    """A body as a struct; fields that the struct does not have are ignored. Raises Refusal: 413, it
+    is too long; 400, it is not JSON, too deep, or not of the right types."""
     if len(body) > limits.body_bytes:
         raise Refusal(
             f"the body has {len(body)} bytes, and {limits.body_bytes} are allowed: send less in "
@@ -121,15 +118,9 @@ def check_shape(body: bytes, limits: Limits) -> None:
 
 
 def _hide_escaped(block: NDArray[np.uint8], is_escaped: bool) -> bool:
-    """Replace escaped characters, so that each quote that is left begins or ends a string.
-
-    Args:
-        block: uint8 `[bytes]`, a part of a body; changed.
-        is_escaped: its first character is, by the part before.
-
-    Returns:
-        whether the next part's first character is escaped.
-    """
+    """Replace escaped characters in place, so that each quote that is left begins or ends a string.
+    `block` is uint8 `[bytes]`, a part of a body, whose first character may be escaped by the part
+    before. Returns whether the next part's first one is."""
     if is_escaped:
         block[0] = _PLAIN
     slashes = np.flatnonzero(block == _BACKSLASH)

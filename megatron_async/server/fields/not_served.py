@@ -138,12 +138,8 @@ else:
 
 @cache
 def not_served_by(kind: type[msgspec.Struct], of_prompts: bool = False) -> tuple[str, ...]:
-    """The listed fields that a body's struct does not declare itself.
-
-    Args:
-        kind: derived from `KnownFields`.
-        of_prompts: those that change a prompt alone.
-    """
+    """The listed fields that a body's struct does not declare itself. With `of_prompts`, those that
+    change a prompt alone."""
     classes = kind.__mro__[: kind.__mro__.index(KnownFields)]
     served = {name for one in classes for name in one.__annotations__}
     return tuple(name for name in (OF_PROMPTS if of_prompts else REMEDIES) if name not in served)
@@ -155,12 +151,8 @@ def _values_of(kind: type[msgspec.Struct], of_prompts: bool) -> attrgetter[tuple
 
 
 def refuse_what_is_not_served(request: KnownFields, of_prompts: bool = False) -> None:
-    """Raise Refusal for the first field that asks for what its endpoint does not serve.
-
-    Args:
-        request: as it came.
-        of_prompts: only what changes its prompt counts, as nothing is generated.
-    """
+    """Raise Refusal for the first field that asks for what its endpoint does not serve. With
+    `of_prompts` only what changes its prompt counts, as nothing is generated."""
     kind = type(request)
     values = _values_of(kind, of_prompts)(request)
     if any(values):

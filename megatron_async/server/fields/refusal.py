@@ -73,11 +73,8 @@ class Refusal(Exception):
 
     def at(self, field_names: Mapping[str, str], places: Sequence[str] = ()) -> Refusal:
         """Tell it in the fields of an endpoint whose requests are translated to chats.
-
-        Args:
-            field_names: fields of chats -> the endpoint's own.
-            places: of the chat's tools in the request, where these are others.
-        """
+        `field_names`: fields of chats -> the endpoint's own; `places`: of the chat's tools in the
+        request, where these are others."""
         names = dict(field_names)
         tool = re.match(r"tools\[(\d+)\]", self.param or "")
         if tool is not None and places:
@@ -104,13 +101,7 @@ class Refusal(Exception):
 
 
 def not_allowed(name: str, value: Any, allowed: str) -> Refusal:
-    """The refusal of a field's value.
-
-    Args:
-        name: of the field.
-        value: as it was given; shown in short.
-        allowed: what it must be.
-    """
+    """The refusal of a field's value."""
     is_huge = isinstance(value, int) and abs(value) > 2**64
     shown = "a number of more than 64 bits" if is_huge else reprlib.repr(value)
     return Refusal(f"{name}={shown} is not allowed: it must be {allowed}.", param=name)
@@ -135,14 +126,9 @@ def told_at(field_names: Mapping[str, str], places: Sequence[str] = ()) -> Itera
 
 
 def refusal_of(kind: str, message: str, format_field: str = "response_format") -> Refusal:
-    """The answer to a request that failed in the service.
-
-    Args:
-        kind: name of the exception; of others than those of the service nothing but the name is
-            sent, because their message may hold what is not the caller's.
-        message: its text.
-        format_field: which field the text's format is of.
-    """
+    """The answer to a request that failed in the service. Of other kinds than those of the service
+    nothing but the name is sent, because their message may hold what is not the caller's.
+    `format_field`: the field that the text's format is of."""
     if kind not in _STATUS_OF:
         return Refusal(
             f"the request failed inside the engine ({kind}): the server's log says why.", 500,

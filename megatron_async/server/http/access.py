@@ -21,11 +21,7 @@ _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class Access:
-    """Decides which clients are served, by the configuration of the process.
-
-    Args:
-        config: of the process.
-    """
+    """Decides which clients are served, by the configuration of the process."""
 
     def __init__(self, config: ApiConfig) -> None:
         known = [(key, False) for key in config.keys]
@@ -41,10 +37,7 @@ class Access:
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """Refuse a request that was meant for another name: a page on the web can point a name of
         its own at this host, and would then be the server's own page to a browser (DNS rebinding).
-
-        Raises:
-            Refusal: 421, the Host header is another's.
-        """
+        Raises Refusal: 421, the Host header is another's."""
         if self._any_host:
             return
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -58,16 +51,9 @@ class Access:
     def caller(
         self, headers: Mapping[bytes, bytes], needs_admin: bool, note: RequestNote | None = None
     ) -> Caller:
-        """The sender of a request, by the key in its headers.
-
-        Args:
-            headers: by lower-case name.
-            needs_admin: the path is for administrators.
-            note: gets the name of the key, also where the key is not enough.
-
-        Raises:
-            Refusal: 401 without a valid key where one is needed; 403 where the admin key is.
-        """
+        """The sender of a request, by the key in its headers. `note` gets the name of the key, also
+        where the key is not enough. Raises Refusal: 401 without a valid key where one is needed;
+        403 where the admin key is."""
         caller, given = self._given(headers)
         if note is not None and caller is not None:
             note.owner = caller.owner

@@ -25,13 +25,8 @@ class AnswerConnection(Protocol):
         """Call this once when the connection is lost; None: nothing."""
 
     def begin_events(self, scope: Mapping[str, Any], headers: Headers, data: bytes) -> None:
-        """Begin the answer of status 200 to a request, and write its first part.
-
-        Args:
-            scope: of the request. If it is of HTTP/1.0, the answer's end is the connection's.
-            headers: of the answer.
-            data: the first part, perhaps empty.
-        """
+        """Begin the answer of status 200 to a request, and write its first part. If the request is
+        of HTTP/1.0, the answer's end is the connection's. `data` may be empty."""
 
     def write_chunk(self, data: bytes) -> None:
         """Write a part of an answer that has begun."""
@@ -44,11 +39,7 @@ class AsgiConnection:
     """A connection behind an ASGI server that is not ours: a proxy's, as of Ray Serve.
 
     Streams are written without waiting (`write_chunk`); a task hands on what has come together,
-    one message for all of it while the one before is under way.
-
-    Args:
-        receive, send: of ASGI, for one request.
-    """
+    one message for all of it while the one before is under way."""
 
     def __init__(self, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
         self._receive, self._send = receive, send

@@ -42,15 +42,9 @@ class Route(NamedTuple):
 
 
 class App:
-    """Gives requests to handlers.
-
-    Args:
-        routes: all that is served.
-        access: checks callers' keys and hosts.
-        root_path: before each path, where a proxy has mounted the server; "" at its root.
-        logs: whether requests of routes that are logged have their line.
-        make_ready: makes what the first requests would wait for; None: there is nothing.
-    """
+    """Gives requests to handlers. Behind `root_path` a proxy has mounted the server; "" is its
+    root. `logs`: whether requests of routes that are logged have their line. `make_ready` makes
+    what the first requests would wait for."""
 
     def __init__(
         self,
@@ -116,11 +110,8 @@ class App:
         await refuse(exchange.send, refusal, error_body)
 
     def _find(self, method: str, path: str) -> tuple[Route, str]:
-        """The route of a path, and what stands for its star.
-
-        Raises:
-            Refusal: 404, there is none; 405, not for this method.
-        """
+        """The route of a path, and what stands for its star. Raises Refusal: 404, there is none;
+        405, not for this method."""
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
         found, rest = self._exact.get(path), ""

@@ -26,15 +26,7 @@ def make_app(
     tracer: RequestTracer | None = None,
     further: Sequence[Route] = (),
 ) -> App:
-    """The routes of an API process.
-
-    Args:
-        client: serves the requests.
-        config: of the process.
-        hub: writes streams; the caller lets it flush behind what the client tells.
-        tracer: makes spans; None: nobody wants any.
-        further: routes beside those of the model and the service.
-    """
+    """The routes of an API process. The caller lets the hub flush behind what the client tells."""
     generate = GenerateRoutes(client, config, hub, tracer)
     service = ServiceRoutes(client, config, generate.shown_name)
     routes = [*service.routes(), *generate.routes(), *further]
@@ -47,11 +39,8 @@ class Lifespan(Protocol):
     """What begins and ends with the server that an `AsgiApp` stands behind."""
 
     async def begin(self) -> None:
-        """Begin; the server takes no request before.
-
-        Raises:
-            ConfigurationError: the server must not begin.
-        """
+        """Begin; the server takes no request before. Raises ConfigurationError: the server must not
+        begin."""
 
     async def end(self) -> None:
         """End; the server takes no request any more."""
@@ -59,12 +48,7 @@ class Lifespan(Protocol):
 
 class AsgiApp:
     """The routes behind a server that is not ours. Limits of connections (time and size of
-    headers, time of bodies) are that server's; all else is as in an API process.
-
-    Args:
-        app: the routes.
-        lifespan: what begins and ends with the server; None: nothing.
-    """
+    headers, time of bodies) are that server's; all else is as in an API process."""
 
     def __init__(self, app: App, lifespan: Lifespan | None = None) -> None:
         self._app = app

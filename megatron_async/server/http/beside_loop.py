@@ -10,12 +10,8 @@ from megatron_async.server.fields.ask import is_quick
 
 
 async def read_body[T](body: bytes, read: Callable[[], T]) -> T:
-    """What `read` returns or raises; a thread costs a quick body more than it takes.
-
-    Args:
-        body: that is read.
-        read: may be called a second time, if it raises `TakesLong` at the first.
-    """
+    """What `read` returns or raises; a thread costs a quick body more than it takes. `read` may be
+    called a second time, if it raises `TakesLong` at the first."""
     if is_quick(body):
         try:
             return read()

@@ -59,14 +59,7 @@ class _Collected:
 
 
 class GenerateRoutes:
-    """Handlers of the model.
-
-    Args:
-        client: of the coordinator, or of what serves in its place.
-        config: of the process.
-        hub: writes streams.
-        tracer: makes spans; None: nobody wants any.
-    """
+    """Handlers of the model."""
 
     def __init__(
         self,
@@ -110,11 +103,8 @@ class GenerateRoutes:
         ]
 
     async def _model_now(self) -> ServedModel:
-        """The model that is served now; read again when the replicas have another model.
-
-        Raises:
-            Refusal: 503, no replica has loaded a model yet.
-        """
+        """The model that is served now; read again when the replicas have another model. Raises
+        Refusal: 503, no replica has loaded a model yet."""
         if self._served is None:
             state = await self._client.ask("health")
             if state["state"] in ("loading", "restarting", "dead"):

@@ -82,12 +82,7 @@ class WatchRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LiveRoutes:
-    """Handlers of /live and /watch.
-
-    Args:
-        client: of the coordinator.
-        config: of the process.
-    """
+    """Handlers of /live and /watch."""
 
     def __init__(self, client: TokenClient, config: ApiConfig) -> None:
         self._client = client

@@ -19,10 +19,6 @@ logger = logging.getLogger("megatron_async")
 class RequestNote:
     """What is known of one request, for its line.
 
-    Args:
-        path: of its route.
-        own_id: as `X-Request-Id` has it.
-
     Attributes:
         status: of the answer; 0: none was begun, because the client went away.
         owner: name of its key; "" without one.

@@ -27,12 +27,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an application on a socket.
-
-    Args:
-        app: the routes.
-        config: certificate, and how long requests may go on after `stop`.
-    """
+    """Serves an application on a socket."""
 
     def __init__(self, app: App, config: ApiConfig) -> None:
         tls = config.tls
@@ -58,11 +53,8 @@ class HttpServer:
         )
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve until `stop`; then take no connection, finish what is in flight and end.
-
-        Args:
-            listener: listens; several processes may share it.
-        """
+        """Serve until `stop`; then take no connection, finish what is in flight and end. Several
+        processes may share the listener."""
         await self._server.serve([listener])
 
     def stop(self) -> None:

@@ -49,13 +49,7 @@ class ProfileRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ServiceRoutes:
-    """Handlers of the service.
-
-    Args:
-        client: of the coordinator, or of what serves in its place.
-        config: of the process.
-        model_name: for labels of metrics.
-    """
+    """Handlers of the service."""
 
     def __init__(self, client: RequestClient, config: ApiConfig, model_name: str) -> None:
         self._client, self._config, self.model_name = client, config, model_name

@@ -61,12 +61,7 @@ class DetokenizeRequest(msgspec.Struct):
 
 
 class TokenizeRoutes:
-    """Handlers of both.
-
-    Args:
-        model_now: the model that is served.
-        limits: of bodies.
-    """
+    """Handlers of both."""
 
     def __init__(self, model_now: Callable[[], Awaitable[ServedModel]], limits: Limits) -> None:
         self._model_now, self._limits = model_now, limits

@@ -24,14 +24,7 @@ from megatron_async.server.supervisor.rank import PARENT_VARIABLE
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a child of the supervisor.
-
-    Args:
-        arguments: behind the module's name, as the module says.
-
-    Returns:
-        exit status.
-    """
+    """Run a child of the supervisor."""
     parent, pipe, number, what, *rest = arguments
     end_with_parent(int(parent), int(pipe), int(number))
     if what == "api":

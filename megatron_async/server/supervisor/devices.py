@@ -12,12 +12,7 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES writes them.
-
-    Args:
-        environment: of this process.
-        devices: the folder of device files.
-    """
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES writes them."""
     listed = environment.get(VARIABLE)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip()]
@@ -28,18 +23,10 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 def share_gpus(
     gpus: list[str], replicas: int, ranks: int, device: str | None
 ) -> list[dict[str, str]]:
-    """Variables of each replica's environment that say which GPUs are its own.
-
-    Args:
-        gpus: those that there are.
-        replicas: of the service, each with as many ranks.
-        ranks: GPUs that one replica needs.
-        device: as the command line names it; None: a GPU where there is one.
-
-    Raises:
-        ConfigurationError: several replicas would share a GPU, of which each wants most of the
-            memory, or ranks have too few.
-    """
+    """Variables of each replica's environment that say which GPUs are its own. `ranks`: GPUs that
+    one replica needs. `device` is None where the command line names none: a GPU where there is one.
+    Raises ConfigurationError: several replicas would share a GPU, of which each wants most of the
+    memory, or ranks have too few."""
     nothing: list[dict[str, str]] = [{} for _ in range(replicas)]
     is_alone = replicas == 1 and ranks == 1
     if device == "cpu" or is_alone or (device is None and not gpus):

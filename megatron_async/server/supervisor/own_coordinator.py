@@ -25,9 +25,6 @@ class OwnCoordinator:
     """A coordinator that only processes of this user reach: its socket lies in a folder of its
     own, which is removed at the end. A context manager.
 
-    Args:
-        config: limits and policies.
-
     Attributes:
         folder: for what else must not be seen by other users.
         address: where replicas and clients find it.

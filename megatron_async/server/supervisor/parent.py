@@ -15,14 +15,10 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent(parent: int, pipe: int | None, number: int = signal.SIGKILL) -> None:
     """Let this process get a signal when its parent is gone.
 
-    On Linux the kernel sends it, even to a process that hangs. Elsewhere, and behind a wrapper
-    that is not the parent itself, a thread waits for the end of a pipe that only the parent holds.
-
-    Args:
-        parent: its process id.
-        pipe: the end that is read; nobody writes to the other. None: there is none.
-        number: SIGKILL, or SIGTERM for a process that has children of its own to end.
-    """
+    On Linux the kernel sends it, even to a process that hangs. Elsewhere, and behind a wrapper that
+    is not the parent itself, a thread waits for the end of a pipe that only the parent holds.
+    `pipe` is the end that is read, nobody writes to the other; `number` is SIGKILL, or SIGTERM for
+    a process that has children of its own to end."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it was gone before the kernel was asked

@@ -163,14 +163,8 @@ CURL_TOKENS = 200
 def replica_command(
     settings: ServeSettings, name: str, coordinator: str, folder: Path
 ) -> tuple[str, ...]:
-    """Arguments of the child module for a replica.
-
-    Args:
-        settings: of the service, with a model.
-        name: of the replica.
-        coordinator: address of the service's own.
-        folder: of the service, which other users do not reach: several ranks meet in it.
-    """
+    """Arguments of the child module for a replica. Several ranks meet in `folder`, which other
+    users do not reach."""
     assert settings.model is not None
     what = ("replica",) if settings.ranks == 1 else ("ranks", str(settings.ranks), str(folder))
     device = () if settings.device is None else ("--device", settings.device)
@@ -188,12 +182,7 @@ def names_of(settings: ServeSettings) -> tuple[str, ...]:
 
 
 def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
-    """The configuration of API processes.
-
-    Args:
-        settings: of the service.
-        coordinator: address of its own, or of that which was there.
-    """
+    """The configuration of API processes."""
     tls = None
     if settings.certificate is not None:
         tls = TlsFiles(
@@ -208,12 +197,7 @@ def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
 
 def curl_line(settings: ServeSettings, url: str) -> str:
     """A command that asks a service one question, to be copied to a shell. The answer comes token
-    by token, and has an end.
-
-    Args:
-        settings: of the service.
-        url: where it is found.
-    """
+    by token, and has an end."""
     model = (*names_of(settings), "MODEL")[0]
     path, limits = "chat/completions", {"stream": True, "max_tokens": CURL_TOKENS}
     body: dict[str, object] = {

@@ -47,12 +47,7 @@ each has died as often without having been ready again."""
 
 class Supervisor:
     """A service: one listener, API processes, and, without a coordinator elsewhere, one of its own
-    with replicas.
-
-    Args:
-        settings: checked already.
-        say: shows a line to the user who started the service.
-    """
+    with replicas."""
 
     def __init__(self, settings: ServeSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
@@ -69,15 +64,10 @@ class Supervisor:
         self.url = ""
 
     def run(self) -> int:
-        """Serve until a signal, or until nothing can be served any more.
-
-        Returns:
-            exit status: 0 after SIGTERM or Ctrl-C in order, 1 where something failed for good,
-            128 + the signal's number after the second signal.
-
-        Raises:
-            ConfigurationError: the address or the devices cannot be had.
-        """
+        """Serve until a signal, or until nothing can be served any more. Returns the exit status: 0
+        after SIGTERM or Ctrl-C in order, 1 where something failed for good, 128 + the signal's
+        number after the second signal. Raises ConfigurationError: the address or the devices cannot
+        be had."""
         with self._stack, Signals() as signals:
             listener = self._prepare()
             try:
