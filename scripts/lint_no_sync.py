@@ -15,8 +15,9 @@ says so, with the reason:
 Everywhere in the package, a public function, method or class has a docstring; a method may inherit
 the docstring from a base class of the package. A docstring does not begin with a pronoun and does
 not send its reader elsewhere (`EMPTY_BEGINNING`); docstrings and comments name their things
-(`HIDDEN_NOUN`). A file has at most `MAX_LINES` lines. The lint
-reads syntax, not types, so it cannot tell an array from a tensor: the reason on the line does.
+(`HIDDEN_NOUN`). A file has at most `MAX_LINES` lines and `MAX_CLASSES` public classes, small ones
+and records apart. The lint reads syntax, not types, so it cannot tell an array from a tensor: the
+reason on the line does.
 """
 
 import argparse
@@ -44,9 +45,15 @@ STEP_PATH = (
     "ops",
 )
 HOST_ONLY = ("cpu",)
-"""Folders of `ops` that run on a CPU and nowhere else: their tensors are in host
-memory."""
+"""Folders of `ops` that run on a CPU and nowhere else: their tensors are in host memory."""
 MAX_LINES = 540
+MAX_CLASSES = 2
+SMALL_CLASS = 40
+"""Lines of a class which does not count among a file's public classes: it serves another one."""
+RECORD = re.compile(
+    r"(dataclass|NamedTuple|TypedDict|Struct|Protocol|\w*(Enum|Flag|Error|Exception))$"
+)
+"""A decorator or base of a record, which does not count either."""
 DOCUMENTED_ELSEWHERE = {"overload", "setter", "gpu", "cpu"}
 """Decorators of what another function documents: an implementation's op is its reference."""
 EMPTY_BEGINNING = re.compile(r"(See|As|It|Its|They|Their|Who|Of|Those|That|So|The same)\b")
@@ -234,10 +241,23 @@ def undocumented(tree: ast.AST, documented: dict[str, set[str]]) -> Iterator[tup
                     yield method.lineno, f"{node.name}.{method.name}"
 
 
+def counted_classes(tree: ast.Module) -> list[ast.ClassDef]:
+    """A file's public classes which are neither small nor records, nor made from its records."""
+    records: set[str] = set()
+    counted = []
+    for node in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        marks = {re.split(r"[(\[]", ast.unparse(n))[0] for n in node.decorator_list + node.bases}
+        if marks & records or any(RECORD.match(mark.split(".")[-1]) for mark in marks):
+            records.add(node.name)
+        elif node.name[0] != "_" and (node.end_lineno or 0) - node.lineno >= SMALL_CLASS:
+            counted.append(node)
+    return counted
+
+
 def check_house(
     path: Path, source: str, documented: dict[str, set[str]] | None = None
 ) -> list[Finding]:
-    """Findings of the rules that hold everywhere in the package: length and docstrings.
+    """Findings of the rules that hold everywhere in the package: length, classes and docstrings.
 
     `documented` is `documented_methods` of the package; without it, of this file alone.
     """
@@ -250,6 +270,9 @@ def check_house(
     tree = ast.parse(source, str(path))
     if source.strip() and ast.get_docstring(tree) is None:
         findings.append(Finding(path, 1, "module without a docstring: say what it is for"))
+    for extra in counted_classes(tree)[MAX_CLASSES:]:
+        why = f"{extra.name} is a public class too many, at most {MAX_CLASSES}: one idea a file"
+        findings.append(Finding(path, extra.lineno, why))
     documented = documented_methods([tree]) if documented is None else documented
     for node in ast.walk(tree):
         text = node.value if isinstance(node, ast.Expr) else None  # of an attribute, too

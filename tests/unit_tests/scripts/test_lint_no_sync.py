@@ -142,6 +142,28 @@ def test_file_length():
     assert "541 lines, at most 540" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("head", "lines", "count"),
+    [
+        ("class {}:", 41, 1),
+        ("class {}:", 40, 0),
+        ("class {}(Base):", 41, 1),
+        ("@dataclass(frozen=True)\nclass {}:", 41, 0),
+        ("class {}(typing.NamedTuple):", 41, 0),
+        ("class {}(ConfigurationError):", 41, 0),
+        ("class {}(Record[int]):", 41, 0),
+    ],
+)
+def test_public_classes_of_a_file(head, lines, count):
+    """Small classes do not count, nor do records, nor what is made from a record of the file."""
+    kept = "".join(f'class {name}:\n    """C."""\n' + "    x = 1\n" * 39 for name in "AB")
+    third = head.format("C") + '\n    """C."""\n' + "    x = 1\n" * (lines - 2)
+    source = f'"""M."""\nclass Record(Struct):\n    """R."""\n{kept}{third}'
+    findings = lint_no_sync.check_house(Path("f.py"), source)
+    assert len(findings) == count
+    assert all("C is a public class too many" in finding.message for finding in findings)
+
+
 def test_functions_of_ops_that_run_on_a_cpu_alone_may_read():
     for decorator, count in (("op", 0), ("op(gpu='a.b')", 0), ("add.cpu", 0), ("add.gpu", 1)):
         source = f"@{decorator}\ndef f(x):\n    return x.item()\n"
