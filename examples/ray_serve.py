@@ -6,7 +6,7 @@
         -d '{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 16}'
 
 The ingress listens there itself, so Ray's HTTP proxy is not started: without it a token is cheaper.
-On a cluster: `ray.init(address="auto")`, and gpus=1 of FleetSettings. docs/ray.md tells the rest.
+On a cluster: `ray.init(address="auto")`, and gpus=1 of FleetSettings. docs/serving.md: the rest.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Streams, events and staging memory: all that differs between a GPU and no GPU.
 
-docs/captured_steps.md is the guide.
+docs/gpus.md is the guide.
 """
 
 from __future__ import annotations

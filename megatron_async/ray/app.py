@@ -1,6 +1,6 @@
 """An application of Ray Serve: our engines as replicas, our HTTP routes as its ingress.
 
-docs/ray.md tells how to run one, which users may reach what, and what was measured.
+docs/serving.md tells how to run one, and which users may reach what.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`FleetChannel`: a replica's news for one ingress, on whichever of its calls is open.
 
 A fleet's manager carries one stream of bytes for each request. A stream's item costs the replica
-and the ingress a good part of a millisecond (measured of Ray in docs/ray.md), a token far less. So
+and the ingress a good part of a millisecond (docs/records/ray.md), a token far less. So
 of all open calls of an ingress one is the *carrier*: it yields the news of all of them. When its
 own request has ended, another call carries. A call that never carried yields nothing, and ends with
 its request.

@@ -200,7 +200,7 @@ class FleetClient:
         if what not in SERVED:
             raise ValueError(
                 f"{what} is not served in front of Ray: scale or delete the application by Ray's "
-                "own commands (docs/ray.md)."
+                "own commands (docs/serving.md)."
             )
         self._look()
         self._dispatcher.hear(ME, Ask(0, what, "", fields), time.monotonic())

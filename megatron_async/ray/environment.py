@@ -1,7 +1,7 @@
 """Settings of Ray and Ray Serve, all of them environment variables, that cost requests less time.
 
-What they save was measured on two CPU cores (docs/ray.md). A variable that is set already stays as
-it is.
+What they save was measured on two CPU cores (docs/records/ray.md). A variable that is set already
+stays as it is.
 """
 
 from __future__ import annotations

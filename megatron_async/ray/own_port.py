@@ -18,7 +18,8 @@ class OwnPort:
 
     A manager's proxy passes each write of a stream on by a call of its own: for 100 streams Ray's
     proxy and ingress took 6.5 s of CPU time where `serve` took 0.5 beside its engines
-    (docs/ray.md). Clients of this port come without it. Ingresses on one host share the port."""
+    (docs/records/ray.md). Clients of this port come without it. Ingresses on one host share the
+    port."""
 
     def __init__(self, app: App, config: ApiConfig, host: str, port: int) -> None:
         self._server = HttpServer(app, config)
