@@ -33,9 +33,7 @@ def test_values_that_never_met_need_not_meet() -> None:
     assert sorted(needed(cases)) == [0, 1, 2]
 
 
-def test_marked_tests_are_thinned_behind_a_choice_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_marked_tests_are_thinned_behind_a_choice_by_name(tmp_path, monkeypatch, capfd):
     file = tmp_path / "test_some.py"
     file.write_text(
         dedent("""

@@ -291,9 +291,7 @@ def test_attributes_that_scripts_print(tiny_model: torch.nn.Module) -> None:
     assert engine.state is EngineState.STOPPED
 
 
-def test_verbose_logs_a_summary(
-    tiny_model: torch.nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_verbose_logs_a_summary(tiny_model, caplog):
     with caplog.at_level("INFO", "megatron_async"):
         engine = make(tiny_model, compat_config(verbose=True))
     engine.close()

@@ -195,9 +195,7 @@ TOKENS = 16
 
 @pytest.mark.parametrize("mode", ["persist", "recompute"])
 @pytest.mark.parametrize("interval", [2, 3, 5])
-def test_megatrons_loop_with_suspends(
-    tiny_model: torch.nn.Module, mode: str, interval: int
-) -> None:
+def test_megatrons_loop_with_suspends(tiny_model, mode: str, interval: int):
     with compat_engine(tiny_model, kv_cache_management_mode=mode) as engine:
         expected = drive(engine, PROMPTS, greedy_params(8))
         found = drive(engine, PROMPTS, greedy_params(8), suspend_resume_interval=interval)
@@ -365,9 +363,7 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("name", list(OVERFLOWS))
-def test_an_overflow_fails_its_request_with_megatrons_error(
-    tiny_model: torch.nn.Module, name: str
-) -> None:
+def test_an_overflow_fails_its_request_with_megatrons_error(tiny_model, name: str):
     prompt, params, ours = OVERFLOWS[name]
     settings = {"max_sequence_length": 64, "max_tokens": 40, "num_kv_blocks": 3, "max_requests": 2}
     with compat_engine(tiny_model, **settings) as engine:
@@ -399,9 +395,7 @@ def test_an_overflow_fails_its_request_with_megatrons_error(
         (greedy_params(2, top_p=1.5), "top_p"),
     ],
 )
-def test_other_bad_parameters_fail_their_request_alone(
-    tiny_model: torch.nn.Module, params: Any, word: str
-) -> None:
+def test_other_bad_parameters_fail_their_request_alone(tiny_model, params: Any, word: str):
     with compat_engine(tiny_model) as engine:
         future = engine.add_request(7, PROMPTS[0], params)
         assert future.done()

@@ -145,9 +145,7 @@ def test_what_the_parameters_meant_is_written_into_them(tiny_model: torch.nn.Mod
     assert each[0].num_tokens_total == 9, "the caller's own parameters stay"
 
 
-def test_the_terminating_token_stays_a_token_and_leaves_the_text(
-    tiny_model: torch.nn.Module,
-) -> None:
+def test_the_terminating_token_stays_a_token_and_leaves_the_text(tiny_model):
     with compat_engine(tiny_model) as engine:
         (plain,) = drive(engine, PROMPTS[:1], greedy_params(6))
         tokens = plain.generated_tokens
@@ -165,9 +163,7 @@ def test_the_terminating_token_stays_a_token_and_leaves_the_text(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_stop_word_ends_a_request_and_is_taken_from_its_tokens(
-    tiny_model: torch.nn.Module, keeps: bool
-) -> None:
+def test_a_stop_word_ends_a_request_and_is_taken_from_its_tokens(tiny_model, keeps: bool):
     with compat_engine(tiny_model) as engine:
         (plain,) = drive(engine, PROMPTS[:1], greedy_params(TOKENS, return_log_probs=True))
         word = plain.generated_text[4:6]
@@ -195,9 +191,7 @@ def test_segments_are_the_texts_of_the_tokens(tiny_model: torch.nn.Module) -> No
     assert request.segments[3:] == request.generated_segments
 
 
-def test_attributes_of_ours_are_honoured_and_unknown_ones_fail_their_request(
-    tiny_model: torch.nn.Module,
-) -> None:
+def test_attributes_of_ours_are_honoured_and_unknown_ones_fail_their_request(tiny_model):
     ours, unknown = greedy_params(6), greedy_params(6)
     with compat_engine(tiny_model) as engine:
         (plain,) = drive(engine, PROMPTS[:1], greedy_params(6))

@@ -258,9 +258,7 @@ def test_nobody_waits_for_a_state_of_a_stopped_engine() -> None:
     run(use())
 
 
-def test_a_trace_goes_with_a_request_to_the_engine(
-    tiny_model: torch.nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trace_goes_with_a_request_to_the_engine(tiny_model, caplog):
     caplog.set_level("INFO", "megatron_async")
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
 

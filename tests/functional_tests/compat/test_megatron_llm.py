@@ -109,9 +109,7 @@ def test_paused_and_suspended_engines_go_on(model: GPTModel, expected: list[list
         assert tokens_of(llm.generate(PROMPTS, greedy())) == expected
 
 
-def test_a_request_that_cannot_be_served_fails_alone(
-    model: GPTModel, expected: list[list[int]]
-) -> None:
+def test_a_request_that_cannot_be_served_fails_alone(model: GPTModel, expected: list[list[int]]):
     with MegatronLLM(model=model, tokenizer=MegatronTokenizer(), inference_config=config()) as llm:
         requests = llm.generate([PROMPTS[0], "x" * 65, PROMPTS[1]], greedy())
         assert tokens_of([requests[0], requests[2]]) == expected[:2]
@@ -185,9 +183,7 @@ def test_where_a_coordinator_is_needs_one(
         kind(model=model, tokenizer=MegatronTokenizer(), **arguments)
 
 
-def test_experts_of_other_ranks_are_refused(
-    model: GPTModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_of_other_ranks_are_refused(model: GPTModel, monkeypatch):
     monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 4)
     with pytest.raises(ConfigurationError, match="expert_model_parallel_size > 1"):
         MegatronLLM(model=model, tokenizer=MegatronTokenizer())

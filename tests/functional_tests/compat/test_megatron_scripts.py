@@ -144,9 +144,7 @@ def test_a_scripts_error_is_its_own(tmp_path: Path) -> None:
         (["--cqu", "x.py"], "--cqu"),
     ],
 )
-def test_a_command_line_without_a_script_is_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_line_without_a_script_is_refused(words: list[str], message: str, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(words)
     assert ended.value.code == 2
@@ -333,9 +331,7 @@ def test_a_listening_socket_is_refused() -> None:
         (None, []),
     ],
 )
-def test_parsers_have_megatrons_names(
-    parsers: list[str] | None, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parsers_have_megatrons_names(parsers: list[str] | None, told: list[str], monkeypatch):
     commands: list[list[str]] = []
 
     class Ended:

@@ -110,9 +110,7 @@ async def stream_all(engine: DynamicInferenceEngine, jobs: list[Job]) -> list[di
 
 
 @pytest.mark.parametrize("tokenizer", [Letters, ByteLetters])
-def test_stop_words_inside_a_row(
-    model: torch.nn.Module, lookahead: int, tokenizer: type[Letters]
-) -> None:
+def test_stop_words_inside_a_row(model: torch.nn.Module, lookahead, tokenizer: type[Letters]):
     jobs, answers = stopping(model)
     plain = make_engine(model, tokenizer=Letters(), device=LateDevice(), lookahead=0)
     expected = asyncio.run(stream_all(plain, jobs))

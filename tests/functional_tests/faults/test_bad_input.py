@@ -271,9 +271,7 @@ class OutOfLuck(RuntimeError):
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "sample"])
-def test_exception_in_a_step(
-    make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, lookahead: int, fails_in: str
-) -> None:
+def test_exception_in_a_step(make_tiny_engine, monkeypatch, lookahead, fails_in: str):
     """Its requests fail with the cause; those that join later are served, and served right."""
     job = Job([9, 8, 7], greedy(20))
     want = run_together(make_tiny_engine(lookahead=0), [job])[0]

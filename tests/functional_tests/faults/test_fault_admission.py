@@ -82,9 +82,7 @@ def test_an_admission_that_raises_is_made_later(
     assert [future.result().generated_tokens for future in futures] == expected
 
 
-def test_the_last_of_several_admissions_raises(
-    make_tiny_engine: EngineFactory, lookahead: int
-) -> None:
+def test_the_last_of_several_admissions_raises(make_tiny_engine, lookahead):
     """The first one waits again, and may be aborted before the next plan: its slot's next owner
     has a table of its own.
 

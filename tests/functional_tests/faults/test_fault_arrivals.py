@@ -95,9 +95,7 @@ def test_an_interrupt_leaves_nothing(
     check_serves(engine, expected)
 
 
-def test_a_panic_fails_its_request_alone(
-    engine: DynamicInferenceEngine, expected: list[int]
-) -> None:
+def test_a_panic_fails_its_request_alone(engine: DynamicInferenceEngine, expected: list[int]):
     """Break `prepare_request`: no `except BaseException`."""
     running = engine.add_request(0, PROMPTS[0], greedy(TOKENS))
     engine.step_modern()

@@ -209,9 +209,7 @@ def test_readers_and_futures_that_fail_stop_nobody(
     check_goes_on(engine, expected)
 
 
-def test_a_detokenizer_that_raises(
-    engine: DynamicInferenceEngine, expected: list[list[int]]
-) -> None:
+def test_a_detokenizer_that_raises(engine: DynamicInferenceEngine, expected: list[list[int]]):
     """In the match of stop words it fails its request; in a stream, its reader; in
     `generated_text`, who asks. No step fails.
 

@@ -267,9 +267,7 @@ def test_asyncio_cancels_its_main_task(
     assert [request.generated_tokens for request in requests] == expected
 
 
-def test_another_thread_holds_nothing(
-    engine: DynamicInferenceEngine, expected: list[list[int]]
-) -> None:
+def test_another_thread_holds_nothing(engine: DynamicInferenceEngine, expected: list[list[int]]):
     handlers, found = [], []
     engine.listeners.append(At("booked", lambda: handlers.append(signal.getsignal(signal.SIGINT))))
     thread = threading.Thread(target=lambda: found.append(right(engine, expected)))

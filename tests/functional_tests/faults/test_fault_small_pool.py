@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.harness import EngineFactory, greedy, random_prompts
+from tests.support.harness import greedy, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.step_watch import StepWatch
 
@@ -18,9 +18,7 @@ their limits and more of them on their way there, but pays for evictions with pr
 
 @pytest.mark.parametrize("limit", [None, 1e-9], ids=["pauses", "evicts"])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_many_requests_over_blocks_for_two(
-    make_tiny_engine: EngineFactory, lookahead: int, limit: float | None
-) -> None:
+def test_many_requests_over_blocks_for_two(make_tiny_engine, lookahead, limit: float | None):
     """Eight slots compete for the blocks of two requests.
 
     Break `_make_room`: `if False:` instead of `if self.blocks.allocatable == 0:`, and it stands

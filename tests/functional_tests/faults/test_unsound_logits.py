@@ -1,6 +1,5 @@
 """A request whose logits become NaN fails, alone, and says why; the others give their tokens."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,9 +107,7 @@ def test_it_fails_alone(
 @pytest.mark.parametrize(
     ("value", "column"), [(torch.inf, 0), (-torch.inf, slice(None)), (torch.nan, slice(None))]
 )
-def test_other_logits_that_leave_no_token(
-    make_tiny_engine: EngineFactory, value: float, column: Any
-) -> None:
+def test_other_logits_that_leave_no_token(make_tiny_engine, value: float, column: Any):
     engine = make_tiny_engine(lookahead=1)
     damage(engine, value, column)
     failed, *others = run(engine, jobs())
@@ -130,9 +127,7 @@ def test_the_first_token_of_a_prompt_in_chunks(make_tiny_engine: EngineFactory) 
     assert sound.error is None
 
 
-def test_a_row_under_a_grammar(
-    make_tiny_engine: EngineFactory, lookahead: int, invalidation: str
-) -> None:
+def test_a_row_under_a_grammar(make_tiny_engine, lookahead, invalidation: str):
     """Also where the damaged logit is one that the grammar bans."""
     tokenizer = make_ascii_tokenizer()
     params = SamplingParams(
@@ -152,9 +147,7 @@ def test_a_row_under_a_grammar(
         assert [request.generated_tokens for request in others] == whole[1:]
 
 
-def test_a_recorded_run_replays(
-    make_tiny_engine: EngineFactory, tmp_path: Path, lookahead: int
-) -> None:
+def test_a_recorded_run_replays(make_tiny_engine, tmp_path, lookahead):
     engine = make_tiny_engine(lookahead=lookahead)
     damage(engine)
     recorder = Recorder(engine, tmp_path / "run.rec")

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -116,17 +115,13 @@ def test_a_model_without_a_tokenizer_has_no_chat() -> None:
         ChatSession(llm, SHORT)
 
 
-def test_several_ranks_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_ranks_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["chat"]) == 2
     assert "chat runs as one process" in capsys.readouterr().err
 
 
-def test_turns_from_a_pipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_turns_from_a_pipe(tmp_path, monkeypatch, capsys):
     """Answers alone on standard output; remarks on the other; a failed turn is the exit status."""
     saved = tmp_path / "chat.json"
     turns = f'/stats\n"""Say\nyes."""\n{"tea " * 3000}\n/nothing\n/save {saved}\n/quit\nnot asked\n'

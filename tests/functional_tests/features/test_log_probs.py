@@ -84,9 +84,7 @@ def test_equal_to_one_full_forward(
     assert stats["overlap_ratio"] >= (0.95 if memory else 1.0) * bool(lookahead)
 
 
-def test_processed_ones_are_of_what_is_drawn_from(
-    make_tiny_engine: EngineFactory, plain: PlainModel, lookahead: int
-) -> None:
+def test_processed_ones_are_of_what_is_drawn_from(make_tiny_engine, plain: PlainModel, lookahead):
     params = SamplingParams(
         temperature=0.7, top_k=9, top_p=0.95, seed=3, num_tokens_to_generate=TOKENS,
         termination_id=-1, return_log_probs=True, top_n_logprobs=12, logprobs_mode="processed",
@@ -230,9 +228,7 @@ def test_the_processors_matter(plain: PlainModel, jobs: list[tuple[Job, list[int
             assert tokens != plain.greedy(job.prompt, greedy(ANSWER)), job.params
 
 
-def test_a_slot_forgets_its_last_request(
-    make_tiny_engine: EngineFactory, jobs: list[tuple[Job, list[int]]]
-) -> None:
+def test_a_slot_forgets_its_last_request(make_tiny_engine, jobs: list[tuple[Job, list[int]]]):
     """One slot: every request has the slot, the counts and the record of the one before."""
     engine = make_tiny_engine(lookahead=1, max_requests=1)
     plain_job = Job(jobs[0][0].prompt, greedy(ANSWER))
@@ -242,9 +238,7 @@ def test_a_slot_forgets_its_last_request(
         assert run_at(engine, {0: [plain_job]}) == alone
 
 
-def test_plain_requests_cost_nothing(
-    make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_requests_cost_nothing(make_tiny_engine, monkeypatch):
     """No kernel of processing is launched and nothing more is copied."""
     engine = make_tiny_engine(lookahead=1)
     monkeypatch.setattr(

@@ -3,10 +3,8 @@
 from collections import Counter
 
 import pytest
-import torch
 
 from megatron_async.devices.cpu import CpuStream
-from tests.support.harness import EngineFactory
 from tests.support.planted_bugs import Plant, no_generations, one_sample_buffer, one_staging_buffer
 from tests.support.schedules import wrong_results
 
@@ -15,9 +13,7 @@ SCHEDULES_A_TEST = 20
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, SCHEDULES_A_TEST))
-def test_chaos_gives_the_serial_result(
-    tiny_model: torch.nn.Module, make_tiny_engine: EngineFactory, first: int
-) -> None:
+def test_chaos_gives_the_serial_result(tiny_model, make_tiny_engine, first: int):
     serial_engine = make_tiny_engine(lookahead=0, max_requests=16)
     counts: Counter[str] = Counter()
     for seed in range(first, first + SCHEDULES_A_TEST):
@@ -40,12 +36,7 @@ BUGS: list[Plant] = [no_wait_for_the_samples, no_generations, one_staging_buffer
 
 
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
-def test_chaos_finds_a_planted_bug(
-    tiny_model: torch.nn.Module,
-    make_tiny_engine: EngineFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    plant: Plant,
-) -> None:
+def test_chaos_finds_a_planted_bug(tiny_model, make_tiny_engine, monkeypatch, plant: Plant):
     serial_engine = make_tiny_engine(lookahead=0, max_requests=16)  # made without the bug
     plant(monkeypatch)
     found = []

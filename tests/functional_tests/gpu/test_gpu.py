@@ -72,9 +72,7 @@ def cpu_tokens() -> list[list[int]]:
     return tokens
 
 
-def test_tokens_equal_the_cpus(
-    make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], lookahead: int
-) -> None:
+def test_tokens_equal_the_cpus(make_gpu_engine, cpu_tokens: list[list[int]], lookahead):
     engine = make_gpu_engine(lookahead=lookahead)
     assert run_at(engine, {0: jobs()}) == cpu_tokens
 
@@ -126,9 +124,7 @@ def test_graphs_and_eager_agree(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_no_step_waits_in_secret(
-    make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], sampled: bool
-) -> None:
+def test_no_step_waits_in_secret(make_gpu_engine, cpu_tokens: list[list[int]], sampled: bool):
     engine = make_gpu_engine(lookahead=1, block_size_tokens=16, num_kv_blocks=18, max_tokens=29)
     work = sampled_jobs() if sampled else jobs()
     first = run_at(engine, {0: work})  # warm-up: libraries may wait while they load
@@ -223,9 +219,7 @@ def test_rollback(
     assert (stats["captured_steps"] > 0) == (graphs is None)
 
 
-def test_suspend_gives_memory_back(
-    gpu_model: torch.nn.Module, whole: list[list[int]], lookahead: int
-) -> None:
+def test_suspend_gives_memory_back(gpu_model: torch.nn.Module, whole: list[list[int]], lookahead):
     engine = engine_of(gpu_model, lookahead=lookahead)
     graphs, cache = engine.controller.graphs, engine.context.gpu_view.kv_cache
     count = graphs.count

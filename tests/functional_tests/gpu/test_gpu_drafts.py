@@ -170,9 +170,7 @@ def test_an_mtp_layer_drafts_what_it_drafts_on_the_cpu(mtp_models: Any, name: st
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_steps_wait_for_nothing(
-    shape: ModelArchitecture, gpu_model: torch.nn.Module, method: str
-) -> None:
+def test_steps_wait_for_nothing(shape: ModelArchitecture, gpu_model: torch.nn.Module, method: str):
     model = gpu_model
     if method == "mtp":
         mtp_pattern = "*E" if shape.num_moe_experts else "*-"

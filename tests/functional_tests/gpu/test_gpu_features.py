@@ -200,9 +200,7 @@ def test_prompts_of_whole_blocks(name: str, graphs: int | None) -> None:
     assert (captured > 0) == (graphs is None)
 
 
-def test_structured_output(
-    make_gpu_engine: EngineFactory, ascii_tokenizer: Any, lookahead: int
-) -> None:
+def test_structured_output(make_gpu_engine, ascii_tokenizer: Any, lookahead):
     plain = make_engine(
         make_model(SHAPE), lookahead=0, num_kv_blocks=128, max_requests=8, tokenizer=ascii_tokenizer
     )

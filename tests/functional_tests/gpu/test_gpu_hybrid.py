@@ -74,9 +74,7 @@ def gpu_model(shape: ModelArchitecture) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_equal_the_cpus(
-    gpu_model: torch.nn.Module, cpu_tokens: list[list[int]], name: str
-) -> None:
+def test_tokens_equal_the_cpus(gpu_model: torch.nn.Module, cpu_tokens: list[list[int]], name: str):
     engine = make_engine(gpu_model, device=CudaDevice(), **{**ROOM, **CASES[name]})
     poison_states(engine)
     found = run_at(engine, {0: jobs()[:5], 4: jobs()[5:]})

@@ -30,9 +30,7 @@ def limited(output: StructuredOutput, tokens: int = 30) -> Any:
 
 
 @LOOKAHEADS
-def test_bad_grammars_hold_up_nobody(
-    make_tiny_engine: EngineFactory, lookahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_grammars_hold_up_nobody(make_tiny_engine, lookahead, monkeypatch):
     """A crash, a compile that never ends, and one that is aborted: the others are served while
     these compile, and good grammars besides."""
     monkeypatch.setattr(grammar_limits, "MAX_RULES", 10**9)
@@ -59,9 +57,7 @@ def test_bad_grammars_hold_up_nobody(
 
 
 @LOOKAHEADS
-def test_streams_and_futures_come_while_others_compile(
-    make_tiny_engine: EngineFactory, lookahead: int
-) -> None:
+def test_streams_and_futures_come_while_others_compile(make_tiny_engine, lookahead):
     engine = make_tiny_engine(lookahead=lookahead, tokenizer=make_ascii_tokenizer())
     engine.grammars.limit_s = 2.0
 
@@ -181,9 +177,7 @@ def test_compiled_grammars_are_kept_within_bytes(monkeypatch: pytest.MonkeyPatch
     compiler.close()
 
 
-def test_a_tokenizer_is_read_once_and_before_if_asked(
-    make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_is_read_once_and_before_if_asked(make_tiny_engine, monkeypatch):
     engine = make_tiny_engine(lookahead=1, tokenizer=make_ascii_tokenizer())
     engine.grammars.prepare()
     monkeypatch.setattr(grammar_compiler, "make_tokenizer", None)

@@ -114,9 +114,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 @pytest.mark.parametrize(("make", "limit", "message"), KINDS)
-def test_at_the_limit_and_beyond(
-    make: Any, limit: int, message: str, compiler: GrammarCompiler
-) -> None:
+def test_at_the_limit_and_beyond(make: Any, limit: int, message: str, compiler: GrammarCompiler):
     compiler.start(compiler.begin(make(limit)).result())
     with pytest.raises(RequestError, match=message):
         make(limit + 1).source()
@@ -192,9 +190,7 @@ def test_long_values_are_not_repeated_in_messages() -> None:
         assert len(str(failure.value)) < 500
 
 
-def test_chains_that_crash_the_library_or_never_end_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chains_that_crash_the_library_or_never_end_are_told(monkeypatch):
     monkeypatch.setattr(grammar_limits, "MAX_SCHEMA_DEPTH", 10**9)
     monkeypatch.setattr(grammar_limits, "MAX_RULES", 10**9)
     compiler = GrammarCompiler(make_ascii_tokenizer(), 128)

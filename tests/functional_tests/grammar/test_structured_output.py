@@ -180,9 +180,7 @@ def test_the_next_forward_is_launched_before_the_token_is_known(
         assert order == sorted(order), events
 
 
-def test_others_run_at_full_speed(
-    make_tiny_engine: EngineFactory, ascii_tokenizer: Tokenizer
-) -> None:
+def test_others_run_at_full_speed(make_tiny_engine, ascii_tokenizer: Tokenizer):
     """With two steps ahead a constrained request sits out every third step; the others do not."""
     engine = make_tiny_engine(lookahead=2, tokenizer=ascii_tokenizer)
     limited = constrained(2, StructuredOutput(regex="[ab]{30}"))
@@ -279,9 +277,7 @@ def test_nothing_left_to_sample_fails_alone(
     assert served.result().generated_text in CHOICE
 
 
-def test_a_grammar_that_gives_up_fails_alone(
-    make_tiny_engine: EngineFactory, ascii_tokenizer: Tokenizer
-) -> None:
+def test_a_grammar_that_gives_up_fails_alone(make_tiny_engine, ascii_tokenizer: Tokenizer):
     """Masks are made while steps are launched: an exception there must not leave one half done."""
 
     class GivesUp:

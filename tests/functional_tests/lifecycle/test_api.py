@@ -112,9 +112,7 @@ def test_the_first_answer_of_the_demo_is_sane(smollm2_llm: LLM) -> None:
     assert ServedModel.of(card).defaults == smollm2_llm.generation_defaults
 
 
-def test_a_text_for_a_chat_model_is_said_once(
-    smollm2_llm: LLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_for_a_chat_model_is_said_once(smollm2_llm: LLM, caplog):
     llm, params = smollm2_llm, SamplingParams(num_tokens_to_generate=1)
     llm._said_raw = False
     rendered = llm.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
@@ -163,9 +161,7 @@ def test_ends_of_a_request(make_tiny_engine: EngineFactory, lookahead: int) -> N
     assert engine.stats()["zombie_rows"] == 2 * lookahead
 
 
-def test_a_request_without_a_limit_ends_where_the_pool_does(
-    make_tiny_engine: EngineFactory,
-) -> None:
+def test_a_request_without_a_limit_ends_where_the_pool_does(make_tiny_engine):
     """4 blocks of 16 hold 64 tokens, and the last token of all needs no place."""
     engine = make_tiny_engine(max_sequence_length=512, num_kv_blocks=4, block_size_tokens=16)
     prompt = random_prompts(3, [9])[0]
@@ -175,9 +171,7 @@ def test_a_request_without_a_limit_ends_where_the_pool_does(
     assert "lower num_tokens_to_generate" in str(asked.error)
 
 
-def test_a_wish_that_is_cut_is_told_once(
-    make_tiny_engine: EngineFactory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wish_that_is_cut_is_told_once(make_tiny_engine, caplog):
     engine = make_tiny_engine(max_sequence_length=47, max_requests=8)
     prompt = random_prompts(3, [9])[0]
     for output in engine.generate([prompt] * 3, greedy(1000, termination_id=-1)):

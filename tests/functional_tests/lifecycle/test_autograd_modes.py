@@ -90,9 +90,7 @@ def test_tokens_are_the_same(
 
 
 @pytest.mark.parametrize(("made_in", "run_in"), PAIRS)
-def test_work_that_runs_as_it_is_launched(
-    expected: list[list[int]], made_in: str, run_in: str
-) -> None:
+def test_work_that_runs_as_it_is_launched(expected: list[list[int]], made_in: str, run_in: str):
     """On a GPU launched work runs in its launcher's mode, not in a thread of its own."""
     eager = ("compute", "copy", "upload")
     with MODES[made_in]():

@@ -48,9 +48,7 @@ def check_has_what_is_booked(requests: list[Any], expected: list[list[int]], boo
         assert request.generated_tokens == tokens[: request.generated_length]
 
 
-def test_unfinished_requests_keep_their_tokens(
-    tiny_model: torch.nn.Module, expected: list[list[int]], lookahead: int
-) -> None:
+def test_unfinished_requests_keep_their_tokens(tiny_model, expected: list[list[int]], lookahead):
     """Two run, two wait. Break `RequestRegistry.close`: no `_keep_booked_tokens`."""
     engine = make_engine(tiny_model, lookahead=lookahead, max_requests=2)
     futures = [engine.add_request(n, p, greedy(40)) for n, p in enumerate(PROMPTS)]
@@ -67,9 +65,7 @@ def test_unfinished_requests_keep_their_tokens(
         engine.step_modern()
 
 
-def test_requests_of_a_lost_job_keep_their_tokens(
-    tiny_model: torch.nn.Module, expected: list[list[int]], lookahead: int
-) -> None:
+def test_requests_of_a_lost_job_keep_their_tokens(tiny_model, expected: list[list[int]], lookahead):
     engine = make_engine(tiny_model, lookahead=lookahead, max_requests=2)
     futures = [engine.add_request(n, p, greedy(40)) for n, p in enumerate(PROMPTS)]
     for _ in range(STEPS):
@@ -87,9 +83,7 @@ def test_requests_of_a_lost_job_keep_their_tokens(
     engine.close()
 
 
-def test_no_request_enters_a_closed_engine(
-    tiny_model: torch.nn.Module, expected: list[list[int]], lookahead: int
-) -> None:
+def test_no_request_enters_a_closed_engine(tiny_model, expected: list[list[int]], lookahead):
     """Its runner ends in order, idle or in the middle of a wait. Break one of these, and it fails:
 
     - `add_request`: no `check_is_open`
@@ -137,9 +131,7 @@ def test_no_request_enters_a_closed_engine(
         asyncio.run(main(busy=True, seed=seed))
 
 
-def test_closing_while_the_last_token_is_waited_for(
-    tiny_model: torch.nn.Module, lookahead: int
-) -> None:
+def test_closing_while_the_last_token_is_waited_for(tiny_model, lookahead):
     """Break `async_step`: book a step although the engine was closed meanwhile."""
 
     async def main(seed: int) -> bool:

@@ -10,9 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
-def test_stream_prints_lines_of_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stream_prints_lines_of_text(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["stream.py", "--prompt", "1, 2, 3,", "--max-new-tokens", "4"])
     asyncio.run(runpy.run_path(str(EXAMPLES / "stream.py"))["main"]())
     first, last = capsys.readouterr().out.splitlines()
@@ -20,9 +18,7 @@ def test_stream_prints_lines_of_text(
     assert last.startswith("[0] ended after ")
 
 
-def test_stream_says_why_a_request_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stream_says_why_a_request_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["stream.py", "--model", "dummy:tiny", "--prompt", "x"])
     asyncio.run(runpy.run_path(str(EXAMPLES / "stream.py"))["main"]())
     assert capsys.readouterr().out.startswith("[0] refused: a text prompt needs a tokenizer")

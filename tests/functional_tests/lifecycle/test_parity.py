@@ -206,9 +206,7 @@ def test_arriving_at_random_steps(
 
 
 @pytest.mark.slow
-def test_samples_do_not_depend_on_scheduling(
-    make_smollm2_engine: EngineFactory, sampled_jobs: list[Job]
-) -> None:
+def test_samples_do_not_depend_on_scheduling(make_smollm2_engine, sampled_jobs: list[Job]):
     serial = make_smollm2_engine(lookahead=0, block_size_tokens=16)
     expected = alone_once(serial, sampled_jobs)
     assert len({tuple(tokens) for tokens in expected}) == len(expected)

@@ -334,9 +334,7 @@ def test_a_released_cache_is_gone() -> None:
     assert run_ranks(1, _release_a_cache)[0] > 0.9
 
 
-def test_no_memory_to_resume_with(
-    make_tiny_engine: EngineFactory, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_to_resume_with(make_tiny_engine, expected: list[list[int]], monkeypatch):
     engine = make_tiny_engine()
     future = engine.add_request(0, PROMPTS[0], PARAMS[0])
     engine.step_modern()
@@ -351,9 +349,7 @@ def test_no_memory_to_resume_with(
     assert future.result().generated_tokens == expected[0]
 
 
-def test_graphs_are_captured_again(
-    make_tiny_engine: EngineFactory, expected: list[list[int]]
-) -> None:
+def test_graphs_are_captured_again(make_tiny_engine, expected: list[list[int]]):
     engine = make_tiny_engine(device=CapturingCpu())
     graphs = engine.controller.graphs
     count = graphs.count

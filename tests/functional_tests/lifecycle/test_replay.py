@@ -353,9 +353,7 @@ def test_replays_share_states(tmp_path: Path, changes: dict[str, Any]) -> None:
         assert stats[f"prefix_cache_{name}"] == again[f"prefix_cache_{name}"], name
 
 
-def test_another_cache_is_noticed(
-    tiny_model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_cache_is_noticed(tiny_model, tmp_path, monkeypatch):
     path, prompt = tmp_path / "run.rec", list(range(13))
     engine = make_engine(
         tiny_model, lookahead=0, block_size_tokens=4, max_requests=2, enable_prefix_caching=True

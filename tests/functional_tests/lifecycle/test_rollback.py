@@ -88,9 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         *((name, "stop words") for name in ("roomy", "evictions")),
     ],
 )
-def test_stops(
-    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int, settings: str, how: str
-) -> None:
+def test_stops(make_tiny_engine, whole: list[list[int]], lookahead, settings: str, how: str):
     params, cut = stopped(whole, how)
     for policy in POLICIES:
         engine = make_tiny_engine(
@@ -106,9 +104,7 @@ def test_stops(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
-def test_what_an_end_costs(
-    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int, policy: str
-) -> None:
+def test_what_an_end_costs(make_tiny_engine, whole: list[list[int]], lookahead, policy: str):
     """Three decode; one stops, the two others do not: `lookahead` steps of three rows are in
     flight then. Ends by length are foreseen and cost nothing."""
     tokens = whole[2]
@@ -150,9 +146,7 @@ def test_chaos(tiny_model: torch.nn.Module, make_tiny_engine: EngineFactory, fir
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_abort_after_any_step(
-    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int, policy: str
-) -> None:
+def test_abort_after_any_step(make_tiny_engine, whole: list[list[int]], lookahead, policy: str):
     for after in (0, 1, 2, 3, 6, 13):
         engine = make_tiny_engine(lookahead=lookahead, invalidation=policy, max_tokens=16)
         futures = [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(3)]
@@ -263,9 +257,7 @@ def test_streams(make_tiny_engine: EngineFactory, whole: list[list[int]], lookah
     assert engine.stats()["discarded_steps"] > 0
 
 
-def test_captured_steps(
-    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int
-) -> None:
+def test_captured_steps(make_tiny_engine, whole: list[list[int]], lookahead):
     params, cut = stopped(whole, "stop tokens")
     engine = make_tiny_engine(
         lookahead=lookahead, invalidation="rollback", device=CapturingCpu(), num_cuda_graphs=2
@@ -295,9 +287,7 @@ class FedTokens(PerSlotState):
 
 
 @pytest.mark.parametrize("words", [1, 33], ids=["small", "large"])
-def test_other_state_joins(
-    make_tiny_engine: EngineFactory, whole: list[list[int]], words: int
-) -> None:
+def test_other_state_joins(make_tiny_engine, whole: list[list[int]], words: int):
     """A state without a method for the policy: a small one forgets the discarded steps, for the
     requests that go on; requests with a large one are prefilled again.
 

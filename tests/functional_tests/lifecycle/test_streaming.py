@@ -103,9 +103,7 @@ def test_a_stop_word_is_never_sent(make_tiny_engine: EngineFactory) -> None:
 
 
 @pytest.mark.usefixtures("at_every_step")
-def test_a_slow_reader_gets_larger_chunks_and_stalls_nobody(
-    make_tiny_engine: EngineFactory,
-) -> None:
+def test_a_slow_reader_gets_larger_chunks_and_stalls_nobody(make_tiny_engine):
     engine = make_tiny_engine(tokenizer=Bytes())
     fast = asyncio.run(serve(engine, [greedy(TOKENS)] * len(PROMPTS)))
     steps = engine.stats()["steps"]
@@ -209,9 +207,7 @@ class Counting(np.ndarray):
 
 @pytest.mark.usefixtures("at_every_step")
 @pytest.mark.parametrize("with_pieces", [False, True], ids=["any tokenizer", "byte-level"])
-def test_a_long_answer_costs_what_is_new(
-    make_tiny_engine: EngineFactory, lookahead: int, with_pieces: bool
-) -> None:
+def test_a_long_answer_costs_what_is_new(make_tiny_engine, lookahead, with_pieces: bool):
     """Tokens that are read and detokenized, counted: no chunk touches what earlier chunks had.
 
     A stream that reads the whole answer each time reads 90,000 tokens of these 300, once when it is
@@ -252,9 +248,7 @@ def test_a_long_answer_costs_what_is_new(
     assert decoded <= (length if with_pieces else 30 * length)
 
 
-def test_only_first_tokens_and_ends_are_told_at_once(
-    make_tiny_engine: EngineFactory, lookahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_first_tokens_and_ends_are_told_at_once(make_tiny_engine, lookahead, monkeypatch):
     """Without a timer that fires, a reader gets the first token, and the rest with the end."""
     monkeypatch.setattr(stream_wakeups, "WAKE_EVERY_S", 1e6)
 
@@ -369,9 +363,7 @@ def calls_of(engine: DynamicInferenceEngine, steps: int, streams: int) -> int:
     return calls
 
 
-def test_a_token_of_a_stream_takes_few_calls(
-    make_tiny_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_of_a_stream_takes_few_calls(make_tiny_engine, monkeypatch):
     """Unlike time, calls do not depend on the machine. Break `RequestStream.__anext__`: look for
     tokens again before each wait."""
     monkeypatch.setattr(stream_wakeups, "WAKE_EVERY_S", 0.0)

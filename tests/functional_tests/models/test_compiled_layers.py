@@ -97,16 +97,12 @@ def store(architecture: ModelArchitecture, folder: Any, has_four_bits: bool = Fa
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_of_the_modules(
-    name: str, tmp_path: Any, threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_of_the_modules(name: str, tmp_path, threads: None, monkeypatch):
     folder = store(MODELS[name], tmp_path)
     _check_bits_of_the_modules(folder, monkeypatch)
 
 
-def test_bits_of_the_modules_with_weights_of_four_bits(
-    tmp_path: Any, threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_of_the_modules_with_weights_of_four_bits(tmp_path, threads: None, monkeypatch):
     made = []
     make = GroupedWeight.__init__
     monkeypatch.setattr(GroupedWeight, "__init__", lambda *args: made.append(make(*args)))
@@ -123,9 +119,7 @@ def _check_bits_of_the_modules(folder: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert min(len(set(tokens)) for tokens, _ in found) > 5, "dull answers show nothing"
 
 
-def test_long_chunks_stay_modules(
-    tmp_path: Any, threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_chunks_stay_modules(tmp_path, threads: None, monkeypatch):
     """Steps whose chunks all end within 33 keys are compiled, others not."""
     monkeypatch.setattr(host_attention, "LONGEST_CHUNK", 33)
     seen, serves = set(), CompiledLayers.serves
@@ -194,9 +188,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_bugs_are_seen(
-    bug: str, tmp_path: Any, threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bugs_are_seen(bug: str, tmp_path, threads: None, monkeypatch):
     from megatron_async.ops.cpu import layer_kernels as kernels
 
     make = CompiledLayers.__init__

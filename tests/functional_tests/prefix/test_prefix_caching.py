@@ -146,9 +146,7 @@ def test_experts_meet_a_token_that_is_computed_again() -> None:
         assert each.generated_log_probs == pytest.approx(cold.generated_log_probs, abs=1e-4)
 
 
-def test_slots_are_begun_anew(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
-) -> None:
+def test_slots_are_begun_anew(model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead):
     """Every slot had another owner, with other wishes, and first chunks begin behind 0.
 
     Break one of these, and it fails:
@@ -192,9 +190,7 @@ def test_a_conversation_computes_what_is_new(
         prompt = [*prompt, *tokens, *TEXT[number : number + 3]]
 
 
-def test_answers_are_found_while_they_grow(
-    model: torch.nn.Module, serial: DynamicInferenceEngine
-) -> None:
+def test_answers_are_found_while_they_grow(model: torch.nn.Module, serial: DynamicInferenceEngine):
     """A second request takes what a first one has generated so far."""
     first = Job(TEXT[:6], greedy(40))
     answer = alone_once(serial, [first])[0]
@@ -217,9 +213,7 @@ def test_an_evicted_request_finds_its_own_blocks(
     assert stats["prefix_cache_hits"] > 0
 
 
-def test_more_shared_entries_than_blocks(
-    model: torch.nn.Module, serial: DynamicInferenceEngine
-) -> None:
+def test_more_shared_entries_than_blocks(model: torch.nn.Module, serial: DynamicInferenceEngine):
     jobs = [Job([*TEXT, number], greedy(3)) for number in range(8)]
     expected = alone_once(serial, jobs)
     engine = caching(model, num_kv_blocks=34, max_tokens=200)
@@ -269,9 +263,7 @@ def test_a_hash_alone_is_not_believed(
     assert found == [0, 20, 0, 39, 0, 0, 0, 0]
 
 
-def test_log_probs_of_a_prompt_are_computed(
-    model: torch.nn.Module, serial: DynamicInferenceEngine
-) -> None:
+def test_log_probs_of_a_prompt_are_computed(model: torch.nn.Module, serial: DynamicInferenceEngine):
     """A request that wants them finds nothing, and others find what it leaves."""
     job = Job(TEXT[:40], greedy(3, return_log_probs=True))
     engine = caching(model)
@@ -434,9 +426,7 @@ def test_a_failed_step_feeds_no_token(
 
 
 @pytest.mark.parametrize("way", ["reset", "suspend", "in flight"])
-def test_what_is_forgotten(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, way: str
-) -> None:
+def test_what_is_forgotten(model: torch.nn.Module, serial: DynamicInferenceEngine, way: str):
     """By `reset_prefix_cache`, or with the cache's memory; requests from before leave nothing."""
     job, engine = Job(TEXT[:40], greedy(12)), caching(model)
     expected = alone_once(serial, [job])[0]

@@ -128,9 +128,7 @@ def test_equal_prompts_cost_one_prefill(
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_where_prompts_part(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int
-) -> None:
+def test_where_prompts_part(model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead):
     """The second that begins alike leaves its state where they part; the third one begins there.
 
     Break it, and it fails: `StateRows.begin` marks no junction.
@@ -318,9 +316,7 @@ def test_what_is_forgotten(model: HybridAttentionModel) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_captured_steps(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int
-) -> None:
+def test_captured_steps(model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead):
     """Padded steps whose shapes alone are known when they are captured."""
     jobs = [Job([*TEXT[: 120 + 13 * n], n], greedy(30 + n)) for n in range(9)]
     engine = caching(model, device=CapturingCpu(), lookahead=lookahead, max_tokens=160,

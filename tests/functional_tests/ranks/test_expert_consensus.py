@@ -248,9 +248,7 @@ async def step_and_stop(engine: DynamicInferenceEngine) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
-def test_tokens_of_steps_in_flight_are_kept(
-    tiny_model: torch.nn.Module, lookahead: int, steps: int
-) -> None:
+def test_tokens_of_steps_in_flight_are_kept(tiny_model, lookahead, steps: int):
     engine = make_engine(
         tiny_model, device=LateDevice(), lookahead=lookahead, max_requests=4,
         max_sequence_length=128, max_tokens=48,
@@ -302,9 +300,7 @@ def test_an_idle_engine_reports_the_steps_of_its_stop(idle: DynamicInferenceEngi
     asyncio.run(stop())
 
 
-def test_who_ends_has_reported_all_before(
-    idle: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_ends_has_reported_all_before(idle: DynamicInferenceEngine, monkeypatch):
     """A step that only reports asks the others for a round; those may be gone afterwards."""
     unreported: list[bool] = []
 

@@ -332,9 +332,7 @@ def test_followers_know_the_trace_of_a_request(pair_of: Any) -> None:
     assert [pair.following.ended[number].traceparent for number in (1, 2)] == [trace, ""]
 
 
-def test_one_thread_reads_what_followers_send(
-    pair_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_thread_reads_what_followers_send(pair_of: Any, monkeypatch):
     """A long wait for samples takes a thread, while the event loop may stop the engine: both would
     read one socket."""
     pair = pair_of()

@@ -120,9 +120,7 @@ def test_chat_hover_and_steps(page: Browser, service: Served) -> None:
     assert page.complaints == []
 
 
-def test_the_first_answer_is_sane_and_settings_say_what_is_done(
-    page: Browser, service: Served
-) -> None:
+def test_the_first_answer_is_sane_and_settings_say_what_is_done(page: Browser, service: Served):
     give_key(page, KEY)
     page.until("document.getElementById('temperature').placeholder === 'default 0'")
     assert page.value("document.getElementById('max_tokens').placeholder") == "default 1024"

@@ -188,9 +188,7 @@ def test_a_trace_is_served_and_timed(service: Served) -> None:
     assert sum(r.events for r in found) > 0.8 * sum(r.output_tokens for r in found)
 
 
-def test_bench_measures_a_server(
-    service: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_measures_a_server(service: Served, tmp_path, capsys):
     file, url = tmp_path / "b.json", f"http://127.0.0.1:{service.port}"
     asked = ["--num-prompts", "6", "--input-len", "4", "--output-len", "5", "--length-sigma", "0"]
     limits = ["--goodput", "ttft:60000", "tpot:60000", "--max-concurrency", "2"]

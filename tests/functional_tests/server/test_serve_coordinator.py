@@ -85,12 +85,7 @@ def test_https_in_front_of_a_secret(service: Served) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{service.port}/health", timeout=PATIENCE_S)
 
 
-def test_the_secret_is_asked_for(
-    service: Served,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_secret_is_asked_for(service: Served, tmp_path, monkeypatch, caplog):
     """Of an API process; those of `service` have the right one."""
     wrong = tmp_path / "wrong"
     wrong.write_bytes(b"not the secret of that service")

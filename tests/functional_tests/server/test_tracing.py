@@ -78,9 +78,7 @@ def attributes(span: Any) -> dict[str, Any]:
 
 
 @needs_extra
-def test_spans_of_a_request(
-    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spans_of_a_request(tmp_path, collector: Collector, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # ms
     options = ("--api-processes", "1", "--otlp-endpoint", collector.url)
     with Served(tmp_path / "log", "dummy:tiny", "--device", "cpu", *options) as served:

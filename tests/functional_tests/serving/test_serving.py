@@ -110,9 +110,7 @@ def check_answers(service: Service, one_engine: LLM, replicas: int) -> None:
     assert "out of range" in str(refused[1].error)
 
 
-def test_a_killed_replicas_stream_goes_on_elsewhere(
-    service: Service, long_answer: list[int]
-) -> None:
+def test_a_killed_replicas_stream_goes_on_elsewhere(service: Service, long_answer: list[int]):
     service.have(2)
     stream = service.client.stream([1, 2, 3], long_sampling())
     tokens = list(next(stream).tokens)
@@ -126,9 +124,7 @@ def test_a_killed_replicas_stream_goes_on_elsewhere(
     assert service.client.stats()["retried_requests"] >= 1
 
 
-def test_a_hanging_replica_is_replaced_and_comes_back(
-    service: Service, long_answer: list[int]
-) -> None:
+def test_a_hanging_replica_is_replaced_and_comes_back(service: Service, long_answer: list[int]):
     service.have(2)
     stream = service.client.stream([1, 2, 3], long_sampling())
     tokens = list(next(stream).tokens)
@@ -160,9 +156,7 @@ def test_a_replica_of_two_ranks_loses_one(service: Service, long_answer: list[in
     assert "RankLost" in leader.error
 
 
-def test_a_paused_replica_stands_still_and_goes_on(
-    service: Service, long_answer: list[int]
-) -> None:
+def test_a_paused_replica_stands_still_and_goes_on(service: Service, long_answer: list[int]):
     (name,) = service.have(1)
     stream = service.client.stream([1, 2, 3], long_sampling())
     tokens = list(next(stream).tokens)
@@ -214,9 +208,7 @@ def test_a_dead_clients_requests_are_aborted(service: Service, tmp_path: Path) -
     eventually(lambda: service.client.stats()["aborted_requests"] == before + 2, "the abort")
 
 
-def test_the_coordinator_dies_and_another_takes_its_place(
-    tmp_path: Path, long_answer: list[int]
-) -> None:
+def test_the_coordinator_dies_and_another_takes_its_place(tmp_path, long_answer: list[int]):
     address = f"ipc://{tmp_path}/coordinator"
     coordinator = Ranks(1, coordinator_process, address)
     replica = Ranks(1, replica_process, address, "only")

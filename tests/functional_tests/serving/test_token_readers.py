@@ -130,9 +130,7 @@ def with_client(make_tiny_engine: EngineFactory) -> Iterator[Run]:
     yield from served(make_tiny_engine(lookahead=1, tokenizer=make_ascii_tokenizer()))
 
 
-def test_readers_are_told_what_one_engine_gives(
-    with_client: Run, make_tiny_engine: EngineFactory
-) -> None:
+def test_readers_are_told_what_one_engine_gives(with_client: Run, make_tiny_engine):
     """Log probs too, of rows with other numbers of alternatives in one message."""
     wants = [
         {}, {"return_log_probs": True, "top_n_logprobs": 3}, {"return_log_probs": True},
@@ -216,9 +214,7 @@ def test_a_text_prompt_is_told_as_tokens(with_client: Run) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_texts_of_a_tokenizer_that_cannot_be_sent(
-    make_tiny_engine: EngineFactory, fails: bool
-) -> None:
+def test_texts_of_a_tokenizer_that_cannot_be_sent(make_tiny_engine, fails: bool):
     own = Own()
     own.fails = fails
     run = served(make_tiny_engine(lookahead=1, tokenizer=own))
@@ -247,9 +243,7 @@ def test_texts_of_a_tokenizer_that_cannot_be_sent(
     next(run, None)
 
 
-def test_a_trace_reaches_the_engine_and_the_logs(
-    with_client: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trace_reaches_the_engine_and_the_logs(with_client: Run, caplog):
     caplog.set_level("INFO", "megatron_async")
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     header = f"00-{trace}-00f067aa0ba902b7-01"

@@ -260,9 +260,7 @@ def test_pages_say_what_a_key_means() -> None:
         ("qwen3_next", "rope", "share at the top null"),
     ],
 )
-def test_models_compute_what_transformers_computes(
-    family: str, key: str, what: str, tmp_path: Path
-) -> None:
+def test_models_compute_what_transformers_computes(family: str, key: str, what: str, tmp_path):
     """One of each kind; `scripts/check_settings.py` runs them all."""
     chosen = [v for v in variants(family) if (v.key, v.what) == (key, what)]
     assert [Comparison(tmp_path).check(variant) for variant in chosen] == [(EQUAL, "")]

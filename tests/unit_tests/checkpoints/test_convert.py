@@ -41,9 +41,7 @@ def test_demo_model_becomes_a_folder_that_transformers_runs(
     assert opened.tokenizer.chat_template == smollm2.tokenizer.chat_template
 
 
-def test_dtype_is_converted_when_asked(
-    family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_dtype_is_converted_when_asked(family_folder: Callable[[str], Path], tmp_path):
     folder = family_folder("qwen2")
     convert(folder, tmp_path / "m", dtype="bfloat16")
     assert open_model(tmp_path / "m").dtype == torch.bfloat16
@@ -72,9 +70,7 @@ def test_a_full_disk_is_one_clear_error(
     assert not any(tmp_path.iterdir())
 
 
-def test_targets_are_not_overwritten_unasked(
-    family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_targets_are_not_overwritten_unasked(family_folder: Callable[[str], Path], tmp_path):
     source, target = family_folder("llama-tied"), tmp_path / "t"
     target.mkdir()
     convert(source, target)  # empty: fine

@@ -121,9 +121,7 @@ def with_vision(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
-def test_the_language_model_beside_a_vision_tower(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_language_model_beside_a_vision_tower(name: str, tmp_path, caplog):
     model = with_vision(name, tmp_path / "m")
     names = load_file(tmp_path / "m" / "model.safetensors").keys()
     assert any(key.startswith("model.language_model.layers.0.") for key in names)

@@ -229,9 +229,7 @@ def test_any_corruption_is_a_clear_error_or_harmless(llama_gguf: Callable[..., P
 
 
 @pytest.mark.parametrize("endianess", list(gguf.GGUFEndian))
-def test_lists_are_read_as_the_library_reads_them(
-    endianess: gguf.GGUFEndian, tmp_path: Path
-) -> None:
+def test_lists_are_read_as_the_library_reads_them(endianess: gguf.GGUFEndian, tmp_path):
     """Break it: a string's end, the first number of a list, or a file of the other byte order."""
     path = tmp_path / "lists.gguf"
     writer = gguf.GGUFWriter(path, "llama", endianess=endianess)

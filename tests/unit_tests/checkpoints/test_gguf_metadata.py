@@ -67,9 +67,7 @@ def test_every_published_key(name: str, make: Make, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("name", sorted(ONLY))
-def test_values_that_change_nothing(
-    name: str, make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_that_change_nothing(name: str, make: Make, caplog):
     plain = open_model(make({})).architecture
     with caplog.at_level(logging.WARNING, "megatron_async"):
         for value in ONLY[name]:
@@ -107,9 +105,7 @@ def test_scaling_of_rope_is_that_of_llama_cpp(
     assert len(caplog.records) == passed_over
 
 
-def test_a_factor_without_a_type_computes_what_transformers_computes(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_factor_without_a_type_computes_what_transformers_computes(make: Make, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from tests.support.whole_sequence import whole_logits
@@ -155,9 +151,7 @@ def test_a_factor_without_a_type_computes_what_transformers_computes(
         ({"general.quantization_version": 1}, "general.quantization_version = 1 is not supp"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
-    fields: dict[str, Any], message: str, make: Make
-) -> None:
+def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], message: str, make: Make):
     with pytest.raises(CheckpointError, match=f"m.gguf: .*{message}"):
         _ = open_model(make(fields)).architecture
 

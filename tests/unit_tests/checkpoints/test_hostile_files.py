@@ -68,9 +68,7 @@ def refuse_sizes(folder: Path, keys: tuple[str, ...], copy: Path) -> None:
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_sizes_of_transformers(
-    family: str, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_sizes_of_transformers(family: str, family_folder: Callable[[str], Path], tmp_path):
     copy = Path(shutil.copytree(family_folder(family), tmp_path / "m"))
     refuse_sizes(family_folder(family), SIZES[family], copy)
 
@@ -270,9 +268,7 @@ def test_lists_without_end(
             assert source.architecture.num_layers == layers
 
 
-def test_end_tokens_beyond_the_model(
-    family_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_end_tokens_beyond_the_model(family_folder: Callable[[str], Path], tmp_path, caplog):
     """A special token that the vocabulary lacks gets the next id, which the model cannot make."""
     copy = Path(shutil.copytree(family_folder("llama-tied"), tmp_path / "m"))
     vocab = {f"t{number}": number for number in range(128)}

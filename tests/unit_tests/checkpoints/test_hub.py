@@ -141,9 +141,7 @@ def test_terms_that_must_be_accepted(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_without_a_network_the_command_is_told(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, offline: bool
-) -> None:
+def test_without_a_network_the_command_is_told(hub: Hub, monkeypatch, offline: bool):
     if offline:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     else:

@@ -246,9 +246,7 @@ def test_generation_settings_of_a_folder_without_a_tokenizer(
     ]
 
 
-def test_mixed_sliding_window_is_refused(
-    family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_mixed_sliding_window_is_refused(family_folder: Callable[[str], Path], tmp_path):
     folder = edited(
         family_folder("qwen2"),
         tmp_path,
@@ -336,9 +334,7 @@ def test_damaged_files_are_named(
         load_model(folder, torch.float32, CPU)
 
 
-def test_a_model_of_another_architecture_is_not_filled(
-    family_folder: Callable[[str], Path],
-) -> None:
+def test_a_model_of_another_architecture_is_not_filled(family_folder: Callable[[str], Path]):
     other = load_model(family_folder("qwen2"), torch.float32, CPU)
     with pytest.raises(CheckpointError, match=r"linear_qkv.bias.* has no counterpart|output_layer"):
         open_model(family_folder("llama-tied")).load_weights(other.model)

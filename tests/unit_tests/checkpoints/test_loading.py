@@ -81,9 +81,7 @@ def test_nothing_is_copied_or_converted_on_the_host(model_path: Path):
     assert sum(copies.bytes) == 0
 
 
-def test_the_bar_counts_bytes_a_second(
-    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_bar_counts_bytes_a_second(model_path: Path, capsys, monkeypatch):
     load_model(model_path, torch.float32, CPU, progress=True)
     assert not capsys.readouterr().err, "it is no terminal"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

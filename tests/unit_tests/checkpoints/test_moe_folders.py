@@ -39,9 +39,7 @@ def stacked_folder(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_experts_in_one_tensor(
-    family: str, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_experts_in_one_tensor(family: str, family_folder: Callable[[str], Path], tmp_path):
     folder = stacked_folder(family_folder(family), tmp_path / "stacked")
     names = set(open_model(folder).tensor_shapes)
     assert "model.layers.0.mlp.experts.gate_up_proj" in names
@@ -51,9 +49,7 @@ def test_experts_in_one_tensor(
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_the_engine_says_what_transformers_says(
-    family: str, family_folder: Callable[[str], Path]
-) -> None:
+def test_the_engine_says_what_transformers_says(family: str, family_folder: Callable[[str], Path]):
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(family_folder(family))

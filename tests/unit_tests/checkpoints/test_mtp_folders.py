@@ -93,9 +93,7 @@ def test_the_first_depth_gets_the_familys_hidden_state(name: str, mtp_folder: Ma
 
 
 @pytest.mark.parametrize("name", MTP_FAMILIES)
-def test_every_tensor_is_read_once_and_nothing_else(
-    name: str, mtp_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tensor_is_read_once_and_nothing_else(name: str, mtp_folder: MakeFolder, monkeypatch):
     folder, tensors = mtp_folder(name)
     source = open_model(folder)
     reads: list[tuple[str, int]] = []
@@ -175,9 +173,7 @@ def replace_mtp(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", MTP_FAMILIES)
-def test_missing_weights_are_named_with_a_remedy(
-    name: str, mtp_folder: MakeFolder, tmp_path: Path
-) -> None:
+def test_missing_weights_are_named_with_a_remedy(name: str, mtp_folder: MakeFolder, tmp_path):
     """All of them, as where a model was tuned without MTP, or one. The model serves without."""
     folder, tensors = mtp_folder(name)
     lost = MTP_FAMILIES[name].names["eh_proj"]

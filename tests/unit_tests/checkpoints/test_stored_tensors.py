@@ -89,9 +89,7 @@ def test_a_stored_head_is_used_though_the_configuration_ties_it(
     check_logits(folder)
 
 
-def test_a_head_that_is_the_embedding_is_read_once(
-    llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_that_is_the_embedding_is_read_once(llama: Path, caplog):
     plain = load_file(llama / MODEL)["model.embed_tokens.weight"]
     change(llama, lambda t: t.update({"lm_head.weight": plain.clone()}))
     assert warnings_of(llama, caplog) == []
@@ -109,9 +107,7 @@ def test_a_head_that_is_the_embedding_is_read_once(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_stored_table_of_rope_is_compared(
-    dtype: torch.dtype, llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stored_table_of_rope_is_compared(dtype: torch.dtype, llama: Path, caplog):
     table = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change(llama, lambda t: t.update({name: table.to(dtype)}))
@@ -188,9 +184,7 @@ def test_files_of_a_folder_may_be_links(llama: Path) -> None:
         ["pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "tf_model.h5"],
     ],
 )
-def test_other_weights_beside_those_that_are_read(
-    names: list[str], llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_weights_beside_those_that_are_read(names: list[str], llama: Path, caplog):
     for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth"):
         (llama / name).write_bytes(b"of a trainer")
     assert warnings_of(llama, caplog) == []

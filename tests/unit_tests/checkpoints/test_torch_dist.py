@@ -64,9 +64,7 @@ ARGS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip_is_bit_exact(
-    family: str, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_round_trip_is_bit_exact(family: str, family_folder: Callable[[str], Path], tmp_path):
     folder = family_folder(family)
     convert(folder, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
@@ -132,9 +130,7 @@ def save_training(
 
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("common_file", [True, False])
-def test_gpt_model_checkpoints_of_training_load(
-    stacked: bool, common_file: bool, tmp_path: Path
-) -> None:
+def test_gpt_model_checkpoints_of_training_load(stacked: bool, common_file: bool, tmp_path):
     model = gpt_model(TRAINED)
     folder = tmp_path / "iter_0000007"
     metadata = {"non_homogeneous_layers": not stacked}
@@ -392,9 +388,7 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
           "mtp_num_layers": 1}, 1, False),
     ],
 )  # fmt: skip
-def test_hybrid_models_of_training(
-    args: dict[str, Any], depths: int, repeated: bool, tmp_path: Path
-) -> None:
+def test_hybrid_models_of_training(args: dict[str, Any], depths: int, repeated: bool, tmp_path):
     expected = replace(DENSE, mtp_num_depths=depths, mtp_use_repeated_layer=repeated)
     model = build_model(expected, torch.float32, CPU, with_mtp=True)
     init_dummy_weights(model)

@@ -118,9 +118,7 @@ def run_folder(saved: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tracked", ["123", "release", " 123 \n", "0000123"])
-def test_root_and_iteration_both_open(
-    tracked: str, run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_root_and_iteration_both_open(tracked: str, run_folder: Path, capsys):
     (run_folder / TRACKER).write_text(tracked)
     for folder in (run_folder, run_folder / "iter_0000123", run_folder / "release"):
         assert open_model(folder).architecture.num_layers == 2
@@ -173,9 +171,7 @@ def _backend(name: str) -> Callable[[Path], Any]:
     ],
     ids=["absent", "empty", "word", "no-tracker", "legacy", "zarr", "fsdp", "empty-folder"],
 )
-def test_folders_that_cannot_be_read(
-    change: Callable[[Path], Any], message: str, run_folder: Path
-) -> None:
+def test_folders_that_cannot_be_read(change: Callable[[Path], Any], message: str, run_folder: Path):
     change(run_folder)
     with pytest.raises(CheckpointError, match=message):
         open_model(run_folder)

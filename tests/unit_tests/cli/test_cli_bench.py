@@ -82,15 +82,11 @@ def test_the_table_has_a_row_for_all_that_was_measured() -> None:
         (["latency", "--json", "/no/such/folder/b.json"], "/no/such/folder"),
     ],
 )
-def test_what_is_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(arguments: list[str], words: str, capsys):
     assert words in fails(capsys, "bench", *arguments)
 
 
-def test_several_ranks_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_ranks_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["bench", "latency"]) == 2
     assert "bench runs as one process" in capsys.readouterr().err

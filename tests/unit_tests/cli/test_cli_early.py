@@ -186,9 +186,7 @@ def test_too_many_open_files_has_a_remedy() -> None:
         (["generate", "smollm2", "extra", "-p", "x"], "unrecognized arguments: extra"),
     ],
 )
-def test_unknown_words(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_words(arguments: list[str], words: str, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
     told = capsys.readouterr().err

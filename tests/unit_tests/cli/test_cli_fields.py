@@ -141,9 +141,7 @@ def test_each_shell_offers_commands_options_choices_models_and_files(tab: Tab) -
     assert not any(word.startswith("-") for word in tab("megatron-async chat "))
 
 
-def test_models_are_names_ids_in_the_cache_and_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_are_names_ids_in_the_cache_and_files(tmp_path, monkeypatch):
     (tmp_path / "hub/models--Qwen--Qwen3-0.6B").mkdir(parents=True)
     (tmp_path / "Qwen.gguf").touch()
     monkeypatch.chdir(tmp_path)

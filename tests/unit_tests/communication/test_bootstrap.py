@@ -215,9 +215,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_ranks_know_their_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_ranks_know_their_place(tmp_path, monkeypatch, capfdbinary: pytest.CaptureFixture[bytes]):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     logs = tmp_path / "logs"

@@ -112,9 +112,7 @@ def test_every_honoured_field_has_a_test() -> None:
     ("name", "value", "expected"),
     [(name, *case) for name, cases in HONOURED.items() for case in cases],
 )
-def test_an_honoured_field_reaches_our_settings(
-    name: str, value: Any, expected: dict[str, Any]
-) -> None:
+def test_an_honoured_field_reaches_our_settings(name: str, value: Any, expected: dict[str, Any]):
     found = settings(**{name: value})
     assert {key: getattr(found, key) for key in expected} == expected
 
@@ -157,9 +155,7 @@ def test_refused_fields_are_named(name: str) -> None:
     assert FIELDS[name].note in str(caught.value)
 
 
-def test_a_field_of_a_newer_megatron_is_refused_by_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_field_of_a_newer_megatron_is_refused_by_its_name(monkeypatch):
     monkeypatch.delitem(FIELDS, "ep_consensus_interval")
     settings()  # its default is served
     with pytest.raises(ConfigurationError, match="ep_consensus_interval=3"):
@@ -276,9 +272,7 @@ def test_routing_replay_is_refused() -> None:
         to_settings(model, MegatronConfig())
 
 
-def test_the_seed_is_the_models_and_differs_by_data_parallel_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_seed_is_the_models_and_differs_by_data_parallel_rank(monkeypatch):
     model = transformer_config(TINY, torch.float32)
     model.inference_sampling_seed = 100
     groups = SimpleNamespace(dp=object())

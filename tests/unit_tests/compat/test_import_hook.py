@@ -116,9 +116,7 @@ def test_modules_below_a_package_that_the_mirror_lacks_are_not_loaded_twice(fold
     assert own.module is importlib.import_module(f"{MIRROR}.{name}")
 
 
-def test_the_folder_is_that_of_the_main_script_at_first(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_is_that_of_the_main_script_at_first(folder: Path, monkeypatch):
     uninstall()
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "main.py"), raising=False)
     install(packages=())
@@ -149,9 +147,7 @@ def test_data_classes_pass_isinstance_in_both_worlds(folder: Path) -> None:
     assert isinstance(own.config, InferenceConfig)
 
 
-def test_attributes_that_a_script_sets_are_megatrons(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attributes_that_a_script_sets_are_megatrons(folder: Path, monkeypatch):
     import megatron.core
 
     monkeypatch.setattr(megatron.core, "set_by_test", 1, raising=False)
@@ -178,9 +174,7 @@ def test_installed_twice_and_taken_away(folder: Path) -> None:
     assert late.found is megatron_contexts.DynamicInferenceContext
 
 
-def test_a_hook_that_somebody_wrapped_stays_and_does_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hook_that_somebody_wrapped_stays_and_does_nothing(folder: Path, monkeypatch):
     hooked = builtins.__import__
     with monkeypatch.context() as patched:
         patched.setattr(builtins, "__import__", lambda *args, **kwargs: hooked(*args, **kwargs))

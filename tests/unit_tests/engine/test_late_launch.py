@@ -135,9 +135,7 @@ def test_steps_on_the_host_leave_a_launch_more_time() -> None:
 
 
 @pytest.mark.parametrize("shares_cores", [False, True], ids=["device", "host"])
-def test_who_waits_for_the_last_moments_spins_only_beside_a_device(
-    monkeypatch: pytest.MonkeyPatch, shares_cores: bool
-) -> None:
+def test_who_waits_for_the_last_moments_spins_only_beside_a_device(monkeypatch, shares_cores: bool):
     steps = Steps(shares_cores=shares_cores)
     steps.run(LONG_US)
     naps_us: list[float] = []

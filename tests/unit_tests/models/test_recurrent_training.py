@@ -92,9 +92,7 @@ HYBRID = replace(DUMMY_SHAPES["tiny-hybrid"], pattern="MEM*-E")
     ],
     ids=["mamba-squared_relu", "mamba-silu", "delta"],
 )
-def test_checkpoints_of_training_load(
-    trained: ModelArchitecture, others: dict[str, Any], tmp_path: Path
-) -> None:
+def test_checkpoints_of_training_load(trained: ModelArchitecture, others: dict[str, Any], tmp_path):
     model = build_model(trained, torch.float32, CPU)
     init_dummy_weights(model)
     args = arguments_of(trained, num_layers=6, num_experts=8, **others)

@@ -34,9 +34,7 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
         ({"port": 8000, "host": "no.such.host.here"}, ("no.such.host.here", "127.0.0.1")),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(
-    fields: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def test_what_cannot_work_is_refused_by_name(fields: dict[str, Any], words: tuple[str, ...]):
     with pytest.raises(ConfigurationError) as error:
         FleetSettings(model="m", **fields).check()
     assert all(word in str(error.value) for word in words)

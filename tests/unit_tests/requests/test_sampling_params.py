@@ -154,9 +154,7 @@ def number(record: SamplingRecord, word: Header) -> float:
         ({"temperature": 0.0, "presence_penalty": 1.0}, PROCESSED, 0),
     ],
 )
-def test_temperature_and_filters(
-    params: dict[str, float], mode: SamplingMode, temperature: float
-) -> None:
+def test_temperature_and_filters(params: dict[str, float], mode: SamplingMode, temperature: float):
     record = record_of(**params)
     assert record.mode == mode
     assert len(record.words) == HEADER, "a plain request's record is its header"

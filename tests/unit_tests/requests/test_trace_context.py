@@ -63,9 +63,7 @@ def test_the_log_names_sampled_requests_alone(caplog: pytest.LogCaptureFixture) 
     engine.close()
 
 
-def test_a_failure_names_its_trace_though_nobody_records_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failure_names_its_trace_though_nobody_records_it(caplog):
     caplog.set_level(logging.INFO, "megatron_async")
     engine = make_engine(MODEL)
     caplog.clear()

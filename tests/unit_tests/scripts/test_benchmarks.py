@@ -339,9 +339,7 @@ def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_names, "find_spec", lambda _: None)
 
 
-def test_without_a_tokenizer_nothing_is_started(
-    no_demo: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_tokenizer_nothing_is_started(no_demo: None, monkeypatch):
     """Break it: `served_model` in the replica's process."""
     script = load_script("benchmark_server")
 
@@ -358,9 +356,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_script("benchmark_server").main(["idle", "--tokenizer", str(tmp_path)])
 
 
-def test_several_api_processes_with_a_tokenizer_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_api_processes_with_a_tokenizer_of_a_folder(tmp_path, monkeypatch):
     """All tokens arrive, by two API processes."""
     tokenizer = open_model("smollm2").tokenizer
     assert tokenizer is not None

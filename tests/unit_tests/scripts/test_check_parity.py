@@ -36,9 +36,7 @@ def script() -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engine_agrees(
-    script: Any, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engine_agrees(script: Any, dtype: str, tmp_path, capsys):
     file = tmp_path / "report.json"
     arguments = ["--model", "dummy:tiny", "--dtype", dtype, "--tokens", "24", "--json", str(file)]
     arguments += ["--block-size-tokens", "16", "--num-kv-blocks", "13"]
@@ -78,9 +76,7 @@ def test_transformers_agrees(script: Any, capsys: pytest.CaptureFixture[str]) ->
     assert "reference: transformers" in capsys.readouterr().out
 
 
-def test_wrong_weights_fail(
-    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_weights_fail(script: Any, monkeypatch, capsys):
     """The engine under test and its reference hold different weights."""
     round_weights: Callable[..., None] = references.round_weights
 

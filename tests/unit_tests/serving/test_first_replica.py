@@ -42,9 +42,7 @@ def answer(peer: Peer, *failures: tuple[str, str] | None) -> None:
         peer.say(step)
 
 
-def test_requests_wait_for_a_replica_that_loads(
-    coordinator: Coordinator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requests_wait_for_a_replica_that_loads(coordinator: Coordinator, caplog):
     """Longer than the coordinator keeps what nobody serves; who waits is told once."""
     peers: list[Peer] = []
 

@@ -37,9 +37,7 @@ def pair(is_encrypted: bool = False) -> tuple[Link, Link]:
 
 
 @given(messages=st.lists(st.binary(max_size=70)), cuts=st.lists(st.integers(1, 40)))
-def test_messages_stay_whole_however_they_are_divided(
-    messages: list[bytes], cuts: list[int]
-) -> None:
+def test_messages_stay_whole_however_they_are_divided(messages: list[bytes], cuts: list[int]):
     """Break it: `_whole` drops the beginning of the next message."""
     one, other = socket.socketpair()
     link, found = Link(other, MOST), []

@@ -102,9 +102,7 @@ def test_what_cannot_be_read_is_refused(coordinator: Coordinator, message: bytes
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MOST_UNREAD", 20), ("MOST_UNREAD_BYTES", 4 << 20)])
-def test_who_does_not_read_is_lost(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
-) -> None:
+def test_who_does_not_read_is_lost(coordinator: Coordinator, monkeypatch, limit: str, most: int):
     monkeypatch.setattr(coordinator_module, limit, most)
     peer, server = Peer(coordinator.address), replica(coordinator.address)
     peer.say(ClientHello(PROTOCOL))
@@ -169,9 +167,7 @@ def test_a_file_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_public_addresses_are_warned_of(
-    host: str, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_public_addresses_are_warned_of(host: str, warns: bool, caplog):
     coordinator = Coordinator(f"tcp://{host}:*")
     coordinator.stop()
     coordinator.run()
@@ -289,9 +285,7 @@ def test_names_and_reasons_stay_on_one_line(caplog: pytest.LogCaptureFixture) ->
         assert len(line) < 1000
 
 
-def test_an_error_that_nobody_has_thought_of_ends_its_peer_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_that_nobody_has_thought_of_ends_its_peer_alone(monkeypatch, caplog):
     coordinator = Coordinator("tcp://127.0.0.1:*")
     hear = coordinator.dispatcher.hear
 

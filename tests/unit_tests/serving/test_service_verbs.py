@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,9 +125,7 @@ def test_who_is_aborted_because_the_service_ends_is_told_so() -> None:
     assert "the service ends" in text
 
 
-def test_a_client_that_goes_while_the_service_ends_is_no_failure(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_client_that_goes_while_the_service_ends_is_no_failure(caplog):
     for draining in (False, True):
         service = Service("a")
         service.ask(0)
@@ -252,9 +249,7 @@ def test_the_prefix_cache_is_forgotten(engine: DynamicInferenceEngine) -> None:
     assert engine.stats()["prefix_cache_hits"] == hits
 
 
-def test_a_profile_is_written(
-    engine: DynamicInferenceEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_is_written(engine: DynamicInferenceEngine, tmp_path, monkeypatch):
     monkeypatch.setenv(PROFILE_VARIABLE, str(tmp_path))
     start, stop = {"action": "start"}, {"action": "stop"}
     _, failure = do_verb(engine, "../r", "profile", stop)
@@ -277,9 +272,7 @@ def test_a_profile_is_written(
     assert engine.tracer.timeline is None
 
 
-def test_what_cannot_be_done_is_told(
-    engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_done_is_told(engine: DynamicInferenceEngine, monkeypatch):
     monkeypatch.delenv(PROFILE_VARIABLE, raising=False)
     for what, fields, part in (
         ("profile", {"action": "start"}, "--profile-dir"),

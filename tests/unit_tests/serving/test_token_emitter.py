@@ -216,9 +216,7 @@ def test_a_window_has_its_steps_and_ends(engine: DynamicInferenceEngine) -> None
         assert len(told) == 1
 
 
-def test_who_goes_away_costs_nothing_any_more(
-    engine: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_goes_away_costs_nothing_any_more(engine: DynamicInferenceEngine, monkeypatch):
     monkeypatch.setattr(engine_verbs, "LEASE_S", 0.05)
 
     async def watched() -> None:

@@ -191,9 +191,7 @@ TEMPLATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("spelling", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_templates_are_as_in_transformers(
-    spelling: str, tools: Any, folder: Callable[..., Path]
-) -> None:
+def test_templates_are_as_in_transformers(spelling: str, tools: Any, folder: Callable[..., Path]):
     config, files = TEMPLATES[spelling]
     names = {"special_tokens_map.json": {"bos_token": "<a>", "eos_token": mapped("<b>")}}
     path = folder([], config | {"image_token": "<i>"}, files | names)
@@ -380,9 +378,7 @@ def gguf(trained: str, **fields: Any) -> dict[str, Any]:
         ({"pre": "llama-bpe", "add_bos_token": False}, []),
     ],
 )
-def test_tokens_that_a_gguf_file_adds(
-    fields: dict[str, Any], expected: list[int], trained: str
-) -> None:
+def test_tokens_that_a_gguf_file_adds(fields: dict[str, Any], expected: list[int], trained: str):
     found = Tokenizer.from_gguf(gguf(trained, **fields), "file")
     plain = found.tokenize("hello", add_special_tokens=False)
     assert found.tokenize("hello") == [
@@ -422,9 +418,7 @@ def test_metadata_that_do_not_fit_together(
         Tokenizer.from_gguf(gguf(trained, **fields), "file")
 
 
-def test_unknown_metadata_of_a_tokenizer_are_told(
-    trained: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_metadata_of_a_tokenizer_are_told(trained: str, caplog):
     with caplog.at_level(logging.WARNING, "megatron_async"):
         read_gguf(gguf(trained, scores=[0.0], add_space_prefix=False), "file", TokenizerError)
         assert not caplog.records

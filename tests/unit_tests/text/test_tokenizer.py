@@ -77,9 +77,7 @@ def test_demo_special_tokens(demo: Tokenizer) -> None:
     assert (demo.eod, demo.bos, demo.eos_ids, demo.vocab_size) == (2, 1, (2,), 49152)
 
 
-def test_saved_folder_is_the_same_tokenizer_here_and_in_transformers(
-    demo: Tokenizer, tmp_path: Path
-) -> None:
+def test_saved_folder_is_the_same_tokenizer_here_and_in_transformers(demo: Tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
     demo.save(tmp_path)

@@ -203,9 +203,7 @@ def test_too_few_inputs_are_refused(kind: tuple[Any, Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["16 bits", "state of 16 bits", "parameters of another dtype"])
-def test_what_the_loops_do_not_take_goes_to_the_references(
-    kind: tuple[Any, Any, Any], case: str
-) -> None:
+def test_what_the_loops_do_not_take_goes_to_the_references(kind: tuple[Any, Any, Any], case: str):
     ops, references, layer = kind
     rule, params, inputs = FlushRule(), layer.params, layer.inputs(2)
     pools = filled_pools(layer, rule, 1, torch.float32)

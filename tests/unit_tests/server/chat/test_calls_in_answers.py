@@ -205,8 +205,6 @@ def seconds(name: str, begun: str, token: str, count: int) -> float:
         ("deepseek_v31", "<\uff5ctool\u2581calls\u2581begin\uff5c>", " " * 16),
     ],
 )
-def test_four_times_the_tokens_take_about_four_times_as_long(
-    name: str, begun: str, token: str
-) -> None:
+def test_four_times_the_tokens_take_about_four_times_as_long(name: str, begun: str, token: str):
     once = seconds(name, begun, token, TOKENS)
     assert seconds(name, begun, token, 4 * TOKENS) < 9 * once + 0.1  # the square: 16 times

@@ -272,9 +272,7 @@ def test_forms_of_calls_that_are_not_known_are_told(
         ("{% if messages[0].tools %}{{ messages[0].tools }}{% endif %}", False),  # as Phi-4-mini's
     ],
 )  # fmt: skip
-def test_tools_are_told_by_the_server_where_the_template_does_not(
-    template: str, is_known: bool
-) -> None:
+def test_tools_are_told_by_the_server_where_the_template_does_not(template: str, is_known: bool):
     template += "{% for m in messages %}{{ m.content }}{% endfor %}"
     served = ServedModel.of(demo_card(chat_template=template))
     tool = {"type": "function", "function": {"name": "f"}}

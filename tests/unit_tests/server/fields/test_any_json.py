@@ -189,9 +189,7 @@ def is_allowed(body: bytes, depth: int = ENDLESS, parts: int = ENDLESS) -> bool:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 1000])
-def test_depth_and_parts_beside_a_walk_over_what_was_read(
-    block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_depth_and_parts_beside_a_walk_over_what_was_read(block_bytes: int, monkeypatch):
     monkeypatch.setattr(body_module, "_BLOCK_BYTES", block_bytes)
     draw, deep = random.Random(7), 0
     for _ in range(60):

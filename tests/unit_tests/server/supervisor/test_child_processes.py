@@ -229,9 +229,7 @@ class Drained:
 @pytest.mark.parametrize("slow_s", [0.5, 1000.0])
 @pytest.mark.parametrize("done_s", [1.0, 1000.0])
 @pytest.mark.parametrize("limit_s", [0.0, 1.0, 6.0, 30.0, 300.0])
-def test_all_ends_within_the_limit(
-    limit_s: float, done_s: float, slow_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ends_within_the_limit(limit_s: float, done_s: float, slow_s: float, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(service.time, "monotonic", lambda: clock.now)
     settings = ServeSettings(model="dummy:tiny", shutdown_timeout_s=limit_s)
@@ -251,9 +249,7 @@ def test_all_ends_within_the_limit(
     assert replica.told[0][1] >= front.told[0][1]
 
 
-def test_without_a_coordinator_api_processes_have_all_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_coordinator_api_processes_have_all_of_it(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(service.time, "monotonic", lambda: clock.now)
     settings = ServeSettings(model=None, coordinator="tcp://10.0.0.5:9500", shutdown_timeout_s=30.0)
