@@ -24,7 +24,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_async.models.layer_ops import LayerOps
-from megatron_async.ops.experts.expert_exchange import packed_row_bytes
+from megatron_async.ops.experts.expert_exchange import (
+    combine_add_rms_norm,
+    combine_sums,
+    gather_tokens,
+    packed_row_bytes,
+)
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.symmetric_exchange import SymmetricExchange, exchange_of
 
@@ -182,7 +187,7 @@ class TokenDispatcher:
         symmetric = self._combines(sums)
         if symmetric is not None:
             self._exchange.calls["combine"] += 1
-            return symmetric.combine(sums, own_tokens)
+            return combine_sums(sums, own_tokens, symmetric.combines)
         self._exchange.calls["reduce-scatter"] += 1
         own = sums.new_empty((sums.size(0) // self._size, sums.size(1)))
         dist.reduce_scatter_tensor(own, sums, group=self._group)
@@ -209,7 +214,7 @@ class TokenDispatcher:
         symmetric = self._combines(sums)
         assert symmetric is not None, "see combines_with_norm"
         self._exchange.calls["combine with norm"] += 1
-        return symmetric.combine_add_rms_norm(sums, residual, weight, eps)
+        return combine_add_rms_norm(sums, residual, weight, eps, symmetric.combines)
 
     def _combines(self, sums: Tensor) -> SymmetricExchange | None:
         tokens, hidden = sums.size(0) // self._size, sums.size(1)
@@ -222,7 +227,7 @@ class TokenDispatcher:
         symmetric = self._exchange.find(tokens, hidden, self._topk, x.dtype)
         if symmetric is not None:
             self._exchange.calls["gather"] += 1
-            return symmetric.gather(x, routing, tokens)
+            return gather_tokens(x, routing, tokens, symmetric.gathers)
         self._exchange.calls["all-gather"] += 1
         row = packed_row_bytes(hidden, self._topk, x.dtype)
         sent = torch.empty((tokens, row), dtype=torch.uint8, device=x.device)

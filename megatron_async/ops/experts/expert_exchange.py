@@ -1,12 +1,11 @@
 """Tokens with their routing to all ranks that share experts, and the sums of the experts' outputs
 back, over symmetric memory, in a kernel each.
 
-One program serves the t-th token of every rank. `gather_tokens`' writes its rank's token with its
-routing as one row to its rank's memory, meets the other ranks (`ops/ranks/symmetric_meeting.py`),
-and copies the rows of all ranks. `combine_sums`' writes its rank's partial sums of all these tokens
-to its rank's memory, meets the others, and reads all ranks' partial sums of its own t-th token.
-They are added in the order of ranks, in float32. Residual add and RMSNorm may follow, as in
-`ops/ranks/all_reduce_norm.py`.
+One program serves the t-th token of every rank, which is a place of a `Meeting`. `gather_tokens`'
+writes its rank's token with its routing as one row, meets the other ranks, and copies the rows of
+all ranks. `combine_sums`' writes its rank's partial sums of all these tokens, meets the others, and
+reads all ranks' partial sums of its own t-th token. They are added in the order of ranks, in
+float32. Residual add and RMSNorm may follow, as in `ops/ranks/all_reduce_norm.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.experts.expert_routing import IN_KERNEL_NO_EXPERT, Routing
-from megatron_async.ops.ranks.symmetric_meeting import meet, meeting_warps
+from megatron_async.ops.ranks.symmetric_memory import Meeting, meet
 
 ROW_ALIGNMENT = 32
 """Bytes that the row of a token is padded to, so that kernels read it in whole words."""
@@ -32,26 +31,14 @@ def packed_row_bytes(hidden: int, topk: int, dtype: torch.dtype) -> int:
     return -(-row // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def gather_tokens(
-    x: Tensor,
-    routing: Routing,
-    tokens: int,
-    pointers: Tensor,
-    turns: Tensor,
-    rank: int,
-    first_row: int,
-) -> Tensor:
+def gather_tokens(x: Tensor, routing: Routing, tokens: int, meeting: Meeting) -> Tensor:
     """Packed rows of all ranks' tokens.
 
     Args:
         x: `[own tokens, hidden]`, contiguous, on a GPU; rows of whole words.
         routing: of these tokens, contiguous.
         tokens: of each rank, padding included, the same on all. Padding goes to no expert.
-        pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
-            ranks]`, zero at first, then, at `first_row` words, rows `[2, places, row bytes]`.
-        turns: int32 `[places]`, this rank's own memory, zero at first.
-        rank: of this process.
-        first_row: words before the rows.
+        meeting: its data are packed rows, int32 words.
 
     Returns:
         uint8 `[ranks * tokens, packed_row_bytes(...)]`, in the order of ranks.
@@ -61,11 +48,10 @@ def gather_tokens(
     """
     own, hidden = x.shape
     topk = routing.experts.size(1)
-    _check_gather(x, routing, tokens, len(turns))
+    _check_gather(x, routing, tokens, meeting.places)
     words = packed_row_bytes(hidden, topk, x.dtype) // WORD
     x_words = hidden * x.element_size() // WORD
-    ranks = len(pointers)
-    out = torch.empty((ranks * tokens, words), dtype=torch.int32, device=x.device)
+    out = torch.empty((len(meeting.pointers) * tokens, words), dtype=torch.int32, device=x.device)
     if tokens:
         block = triton.next_power_of_2(x_words)
         _gather_kernel[(tokens,)](
@@ -73,22 +59,18 @@ def gather_tokens(
             routing.experts,
             routing.weights.view(torch.int32),
             out,
-            pointers,
-            turns,
+            meeting.pointers,
+            meeting.turns,
             own,
             tokens,
-            rank=rank,
-            ranks=ranks,
-            lanes=triton.next_power_of_2(ranks),
-            places=len(turns),
-            first_row=first_row,
+            **meeting.constants,
             x_words=x_words,
             topk=topk,
             words=words,
             block=block,
             block_topk=triton.next_power_of_2(topk),
             block_rest=triton.next_power_of_2(words - x_words),
-            num_warps=meeting_warps(ranks, block * WORD),
+            num_warps=meeting.warps(block * WORD),
             **launch_options(x),
         )
     return out.view(torch.uint8)
@@ -130,7 +112,7 @@ def _gather_kernel(
     ranks: tl.constexpr,
     lanes: tl.constexpr,
     places: tl.constexpr,
-    first_row: tl.constexpr,
+    first: tl.constexpr,
     x_words: tl.constexpr,
     topk: tl.constexpr,
     words: tl.constexpr,
@@ -152,7 +134,7 @@ def _gather_kernel(
     wait_for_previous(overlap)
     real = place < own
     turn = tl.load(turns + place) + 1
-    start = first_row + ((turn & 1).to(tl.int64) * places + place) * words
+    start = first + ((turn & 1).to(tl.int64) * places + place) * words
     mine = bases[rank] + start
     found = tl.load(x + place * x_words + column, mask=inside & real, other=0)
     chosen = tl.load(
@@ -180,25 +162,13 @@ def _gather_kernel(
         tl.store(target + rest, tails[peer], mask=is_rest)
 
 
-def combine_sums(
-    sums: Tensor,
-    own_tokens: int,
-    pointers: Tensor,
-    turns: Tensor,
-    rank: int,
-    first_row: int,
-) -> Tensor:
+def combine_sums(sums: Tensor, own_tokens: int, meeting: Meeting) -> Tensor:
     """Sums over the ranks of this rank's tokens.
 
     Args:
         sums: `[ranks * tokens, hidden]`, partial sums of all ranks' tokens, contiguous, on a GPU.
         own_tokens: number of this rank's tokens without padding.
-        pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
-            ranks]`, zero at first, then, at `first_row` elements, sums `[2, places, ranks,
-            hidden]`.
-        turns: int32 `[places]`, this rank's own memory, zero at first.
-        rank: of this process.
-        first_row: elements of the sums' dtype before the sums.
+        meeting: its data are sums of the same dtype, `[2, places, ranks, hidden]`.
 
     Returns:
         `[own tokens, hidden]`.
@@ -206,31 +176,21 @@ def combine_sums(
     Raises:
         ValueError: shapes or strides do not fit, or there are more tokens than places.
     """
-    tokens = _check_combine(sums, own_tokens, len(pointers), len(turns))
     out = torch.empty((own_tokens, sums.size(1)), dtype=sums.dtype, device=sums.device)
-    state = pointers, turns, rank, first_row
-    _launch_combine(sums, tokens, own_tokens, None, out, 0.0, state)
+    _launch_combine(sums, None, out, 0.0, meeting)
     return out
 
 
 def combine_add_rms_norm(
-    sums: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    pointers: Tensor,
-    turns: Tensor,
-    rank: int,
-    first_row: int,
+    sums: Tensor, residual: Tensor, weight: Tensor, eps: float, meeting: Meeting
 ) -> tuple[Tensor, Tensor]:
     """`combine_sums` of as many tokens as the residual has, added to it, and the norm of that.
 
     Args:
-        sums: see `combine_sums`.
+        sums, meeting: see `combine_sums`.
         residual: `[own tokens, hidden]`; rows may be strided.
         weight: `[hidden]`, the norm's weight.
         eps: added to the mean square.
-        pointers, turns, rank, first_row: see `combine_sums`.
 
     Returns:
         normed `[own tokens, hidden]`, and the new residual.
@@ -239,7 +199,6 @@ def combine_add_rms_norm(
         ValueError: shapes or strides do not fit, or there are more tokens than places.
     """
     own, hidden = residual.shape
-    tokens = _check_combine(sums, own, len(pointers), len(turns))
     if sums.size(1) != hidden or weight.shape != (hidden,):
         raise ValueError(
             f"combine_add_rms_norm: sums are {tuple(sums.shape)}, so weight and residual must be "
@@ -252,24 +211,27 @@ def combine_add_rms_norm(
         )
     normed = torch.empty((own, hidden), dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(normed)
-    state = pointers, turns, rank, first_row
-    _launch_combine(sums, tokens, own, (residual, weight, normed), total, eps, state)
+    _launch_combine(sums, (residual, weight, normed), total, eps, meeting)
     return normed, total
 
 
 def _launch_combine(
     sums: Tensor,
-    tokens: int,
-    own: int,
     norm: tuple[Tensor, Tensor, Tensor] | None,
     total: Tensor,
     eps: float,
-    state: tuple[Tensor, Tensor, int, int],
+    meeting: Meeting,
 ) -> None:
-    """Launch it; `norm` are residual, weight and where to put the norm."""
+    """Check and launch; `norm` are residual, weight and where to put the norm."""
     residual, weight, normed = norm or (total, total, total)
-    pointers, turns, rank, first_row = state
-    ranks, hidden = len(pointers), sums.size(1)
+    own, hidden = total.shape
+    ranks = len(meeting.pointers)
+    tokens, rest = divmod(sums.size(0), ranks)
+    if rest or not own <= tokens <= meeting.places or not sums.is_contiguous():
+        raise ValueError(
+            f"combine_sums: sums must be contiguous, of {ranks} times at least {own} and at most "
+            f"{meeting.places} tokens; found {tuple(sums.shape)}, strides {sums.stride()}."
+        )
     block = triton.next_power_of_2(hidden)
     if tokens:
         _combine_kernel[(tokens,)](
@@ -278,34 +240,19 @@ def _launch_combine(
             weight,
             normed,
             total,
-            pointers,
-            turns,
+            meeting.pointers,
+            meeting.turns,
             own,
             tokens,
             residual.stride(0),
             eps,
-            rank=rank,
-            ranks=ranks,
-            lanes=triton.next_power_of_2(ranks),
-            places=len(turns),
-            first_row=first_row,
+            **meeting.constants,
             hidden=hidden,
             block=block,
             has_norm=norm is not None,
-            num_warps=meeting_warps(ranks, block * sums.element_size()),
+            num_warps=meeting.warps(block * sums.element_size()),
             **launch_options(sums),
         )
-
-
-def _check_combine(sums: Tensor, own: int, ranks: int, places: int) -> int:
-    """Tokens of each rank."""
-    tokens, rest = divmod(sums.size(0), ranks)
-    if rest or not own <= tokens <= places or not sums.is_contiguous():
-        raise ValueError(
-            f"combine_sums: sums must be contiguous, of {ranks} times at least {own} and at most "
-            f"{places} tokens; found {tuple(sums.shape)}, strides {sums.stride()}."
-        )
-    return tokens
 
 
 @triton.jit(do_not_specialize=["own", "tokens"])
@@ -325,7 +272,7 @@ def _combine_kernel(
     ranks: tl.constexpr,
     lanes: tl.constexpr,
     places: tl.constexpr,
-    first_row: tl.constexpr,
+    first: tl.constexpr,
     hidden: tl.constexpr,
     block: tl.constexpr,
     has_norm: tl.constexpr,
@@ -343,7 +290,7 @@ def _combine_kernel(
         scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(overlap)
     turn = tl.load(turns + place) + 1
-    start = first_row + ((turn & 1).to(tl.int64) * places + place) * ranks * hidden
+    start = first + ((turn & 1).to(tl.int64) * places + place) * ranks * hidden
     mine = bases[rank] + start
     rows = ()
     for peer in tl.static_range(ranks):

@@ -1,11 +1,8 @@
 """All-reduce, residual add and RMSNorm in one kernel, over symmetric memory.
 
-One program a row. It writes this rank's summand to this rank's memory, signals all ranks, waits for
-the signals of all ranks, and reads all summands. They are added in the order of ranks, in float32,
-so every rank gets the same bits. Then the program does the work of `ops/linear/rms_norm.py`.
-
-`ops/ranks/symmetric_meeting.py` describes how ranks meet; a row is a place. All ranks must launch
-the same rows in the same order, as with collectives.
+One program a row, which is a place of a `Meeting`. It writes this rank's summand, meets the other
+ranks, and reads all summands. They are added in the order of ranks, in float32, so every rank gets
+the same bits. Then the program does the work of `ops/linear/rms_norm.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +14,11 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.linear.rms_norm import MAX_HIDDEN
-from megatron_async.ops.ranks.symmetric_meeting import meet
+from megatron_async.ops.ranks.symmetric_memory import Meeting, meet
 
 
 def all_reduce_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    pointers: Tensor,
-    turns: Tensor,
-    rank: int,
-    first_row: int,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, meeting: Meeting
 ) -> tuple[Tensor, Tensor]:
     """Sum over the ranks, added to the residual stream, and the norm of that.
 
@@ -38,12 +28,7 @@ def all_reduce_add_rms_norm(
         residual: `[tokens, hidden]`, equal on all ranks.
         weight: `[hidden]`, the norm's weight.
         eps: added to the mean square.
-        pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[rows,
-            ranks]`, zero at first, then, at `first_row` elements, two places for each row,
-            `[2, rows, hidden]`.
-        turns: int32 `[rows]`, this rank's own memory, zero at first.
-        rank: of this process.
-        first_row: elements of the residual's dtype before the rows.
+        meeting: its data are rows of the residual's dtype, `[2, places, hidden]`.
 
     Returns:
         normed `[tokens, hidden]`, and the new residual.
@@ -58,11 +43,11 @@ def all_reduce_add_rms_norm(
             f"all_reduce_add_rms_norm: x is {tuple(x.shape)} and residual {tuple(residual.shape)}, "
             f"so weight must be ({hidden},), of at most {MAX_HIDDEN}; found {tuple(weight.shape)}."
         )
-    if not x.is_contiguous() or residual.stride(1) != 1 or tokens > len(turns):
+    if not x.is_contiguous() or residual.stride(1) != 1 or tokens > meeting.places:
         raise ValueError(
             f"all_reduce_add_rms_norm: x (strides {x.stride()}) must be contiguous, elements of a "
             f"row of residual (strides {residual.stride()}) adjacent, and there may be at most "
-            f"{len(turns)} tokens; found {tokens}."
+            f"{meeting.places} tokens; found {tokens}."
         )
     normed = torch.empty((tokens, hidden), dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(normed)
@@ -74,15 +59,11 @@ def all_reduce_add_rms_norm(
             weight,
             normed,
             total,
-            pointers,
-            turns,
+            meeting.pointers,
+            meeting.turns,
             residual.stride(0),
             eps,
-            rank=rank,
-            ranks=len(pointers),
-            lanes=triton.next_power_of_2(len(pointers)),
-            rows=len(turns),
-            first_row=first_row,
+            **meeting.constants,
             hidden=hidden,
             block=block,
             parts=parts,
@@ -106,8 +87,8 @@ def _all_reduce_add_rms_norm_kernel(
     rank: tl.constexpr,
     ranks: tl.constexpr,
     lanes: tl.constexpr,
-    rows: tl.constexpr,
-    first_row: tl.constexpr,
+    places: tl.constexpr,
+    first: tl.constexpr,
     hidden: tl.constexpr,
     block: tl.constexpr,
     parts: tl.constexpr,
@@ -124,7 +105,7 @@ def _all_reduce_add_rms_norm_kernel(
         place = (part * tl.num_programs(0) + row) * hidden + column
         summand += tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     turn = tl.load(turns + row) + 1
-    start = first_row + ((turn & 1).to(tl.int64) * rows + row) * hidden
+    start = first + ((turn & 1).to(tl.int64) * places + row) * hidden
     mine = tl.multiple_of(tl.load(pointers + rank).to(tl.pointer_type(dtype)), 16)
     tl.store(mine + start + column, summand.to(dtype), mask=inside)
     meet(pointers, turns, row, turn, rank, ranks, lanes)

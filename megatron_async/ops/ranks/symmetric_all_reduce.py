@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.linear.rms_norm import MAX_HIDDEN
 from megatron_async.ops.ranks.all_reduce_norm import all_reduce_add_rms_norm
-from megatron_async.ops.ranks.symmetric_memory import flag_bytes, make_on_all, share
+from megatron_async.ops.ranks.symmetric_memory import make_meeting, make_on_all, share
 
 TWO_SHOT_BYTES = 16 << 20
 """Largest sum of the two-shot kernel. With its copy it takes 84 microseconds at 16 MiB over 2
@@ -35,22 +35,12 @@ quarters)."""
 
 
 class SymmetricAllReduce:
-    """Workspaces of a group, made once, and the kernels on them.
+    """Workspaces of a group, made once, and the kernels on them; the arguments are those of
+    `TensorCollectives.prepare`. Raises RuntimeError where the memory cannot be shared.
 
-    Flags and rows of the one-shot kernel lie in one symmetric tensor, the two-shot kernel's
-    elements in another. Writers and readers of a row of the first take turns by its flags (see the
-    kernel). The second is written by this rank's copy, then by the kernel on any rank, which ends
-    only when all ranks are done with it; the result is read before the next sum overwrites it.
-
-    Args:
-        group: the ranks, all on this host.
-        max_rows: most tokens of a step.
-        hidden: elements of a row.
-        dtype: of the rows.
-        device: of this rank.
-
-    Raises:
-        RuntimeError: the memory cannot be shared.
+    The two-shot kernel's elements are written by this rank's copy, then by the kernel on any rank,
+    which ends only when all ranks are done with them; the result is read before the next sum
+    overwrites it.
     """
 
     def __init__(
@@ -61,21 +51,15 @@ class SymmetricAllReduce:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._group_name = group.group_name
-        self._ranks, self._rank = group.size(), group.rank()
-        self._dtype = dtype
+        self._group_name, self._dtype = group.group_name, dtype
         row_bytes = hidden * dtype.itemsize
-        most = ONE_SHOT_BYTES // (row_bytes * (self._ranks - 1))
+        most = ONE_SHOT_BYTES // (row_bytes * (group.size() - 1))
         self.one_shot_rows = min(max_rows, max(most, 1)) if hidden <= MAX_HIDDEN else 0
         self.two_shot_rows = 0
         if dtype in TWO_SHOT_DTYPES:
             self.two_shot_rows = min(max_rows, TWO_SHOT_BYTES // row_bytes)
-        self._first_row = flag_bytes(self.one_shot_rows, self._ranks) // dtype.itemsize
-        elements = self._first_row + 2 * self.one_shot_rows * hidden
-        self._rows, self._pointers = share(elements, dtype, device, group)
         self._two_shot, _ = share(max(self.two_shot_rows, 1) * hidden, dtype, device, group)
-        self._turns = torch.zeros(self.one_shot_rows, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)  # sync-ok: at the start
+        self._one_shot = make_meeting(group, self.one_shot_rows, hidden, dtype, device)
 
     def __str__(self) -> str:
         return (
@@ -91,16 +75,8 @@ class SymmetricAllReduce:
         self, product: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Sum over ranks, residual add, RMSNorm in one kernel (`ops/ranks/all_reduce_norm.py`)."""
-        return all_reduce_add_rms_norm(
-            product.flatten(-3, -2),
-            residual,
-            weight,
-            eps,
-            self._pointers,
-            self._turns,
-            self._rank,
-            self._first_row,
-        )
+        rows = product.flatten(-3, -2)
+        return all_reduce_add_rms_norm(rows, residual, weight, eps, self._one_shot)
 
     def takes(self, product: Tensor) -> bool:
         """Whether `all_reduce` takes a product `[tokens, 1, hidden]` or its partial sums."""
@@ -122,9 +98,5 @@ def make_symmetric_all_reduce(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[SymmetricAllReduce | None, str]:
-    """Workspaces for a group, if all of its ranks can have them.
-
-    Returns:
-        them and "", or None and why there are none; the same on all ranks.
-    """
+    """Workspaces for a group, if all of its ranks can have them; see `make_on_all`."""
     return make_on_all(group, lambda: SymmetricAllReduce(group, max_rows, hidden, dtype, device))

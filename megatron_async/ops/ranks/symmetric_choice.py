@@ -1,12 +1,9 @@
 """The best token of each row over all ranks in one kernel, over symmetric memory.
 
-One program a row. It finds the best of its rank's columns from the tiles' best, and writes score
-and token to its rank's memory as one word of eight bytes. Then it signals all ranks, waits for the
-signals of all ranks, and reads all words. Every rank compares the same words in the same order, so
-all ranks choose the same token.
-
-`ops/ranks/symmetric_meeting.py` describes how ranks meet; a row is a place. All ranks must launch
-the same rows in the same order, as with collectives.
+One program a row, which is a place of a `Meeting`. It finds the best of its rank's columns from the
+tiles' best, and writes score and token as one word of eight bytes. Then it meets the other ranks,
+and reads all words. Every rank compares the same words in the same order, so all ranks choose the
+same token.
 """
 
 from __future__ import annotations
@@ -18,38 +15,23 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.ranks.symmetric_meeting import meet
-from megatron_async.ops.ranks.symmetric_memory import flag_bytes, make_on_all, share
+from megatron_async.ops.ranks.symmetric_memory import Meeting, make_meeting, make_on_all, meet
 from megatron_async.ops.sampling.slot_records import NO_TOKEN
 from megatron_async.ops.sampling.tile_scores import is_finite, nan_to_infinity
 
 NOTHING = tl.constexpr(NO_TOKEN)
-WORD_BYTES = 8
-"""A score and its token."""
 LEAST_ROWS = 1024
 """Rows for which there is room at least, so that the next engine of a process finds it, too."""
 
 
-def choose_among_ranks(
-    scores: Tensor,
-    ids: Tensor,
-    pointers: Tensor,
-    turns: Tensor,
-    rank: int,
-    first_word: int,
-) -> Tensor:
+def choose_among_ranks(scores: Tensor, ids: Tensor, meeting: Meeting) -> Tensor:
     """The best token of each row over all ranks.
 
     Args:
         scores: float32 `[rows, splits]`, contiguous, on a GPU: the best of each part of this rank's
             columns.
         ids: int32 `[rows, splits]`, contiguous: the tokens that have them, rising.
-        pointers: int64 `[ranks]`: addresses of the ranks' symmetric memory: int32 flags `[places,
-            ranks]`, zero at first, then, at `first_word` words of eight bytes, two for each row,
-            `[2, places]`. Ranks hold the vocabulary in their order.
-        turns: int32 `[places]`, this rank's own memory, zero at first.
-        rank: of this process.
-        first_word: words before the rows' own.
+        meeting: its data are words, int64 `[2, places]`. Ranks hold the vocabulary in their order.
 
     Returns:
         int64 `[rows]`: the largest score of all, of equal ones the lowest token; -1 where the
@@ -64,22 +46,18 @@ def choose_among_ranks(
             f"choose_among_ranks: scores {tuple(scores.shape)} and ids {tuple(ids.shape)} must be "
             "contiguous and of one shape: call .contiguous()."
         )
-    if rows > len(turns):
-        raise ValueError(f"choose_among_ranks: at most {len(turns)} rows; found {rows}.")
+    if rows > meeting.places:
+        raise ValueError(f"choose_among_ranks: at most {meeting.places} rows; found {rows}.")
     tokens = torch.empty(rows, dtype=torch.int64, device=scores.device)
     if rows:
         _choose_among_ranks_kernel[(rows,)](
             scores,
             ids,
             tokens,
-            pointers,
-            turns,
+            meeting.pointers,
+            meeting.turns,
             splits,
-            rank=rank,
-            ranks=len(pointers),
-            lanes=triton.next_power_of_2(len(pointers)),
-            places=len(turns),
-            first_word=first_word,
+            **meeting.constants,
             block=triton.next_power_of_2(splits),
             num_warps=1,
             **launch_options(scores),
@@ -87,45 +65,12 @@ def choose_among_ranks(
     return tokens
 
 
-class SymmetricChoice:
-    """Workspace of a group, made once, and the kernel on it.
-
-    Flags and words lie in one symmetric tensor; writers and readers of a row take turns by its
-    flags.
-
-    Args:
-        group: the ranks, all on this host.
-        rows: most rows of a step.
-        device: of this rank.
-
-    Attributes:
-        rows: the argument.
-
-    Raises:
-        RuntimeError: the memory cannot be shared.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, rows: int, device: torch.device) -> None:
-        self.rows = rows
-        self._rank = group.rank()
-        self._first_word = flag_bytes(rows, group.size()) // WORD_BYTES
-        self._words, self._pointers = share(self._first_word + 2 * rows, torch.int64, device, group)
-        self._turns = torch.zeros(rows, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)  # sync-ok: at the start
-
-    def choose(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """The best of all ranks' candidates, by `choose_among_ranks`."""
-        return choose_among_ranks(
-            scores, ids, self._pointers, self._turns, self._rank, self._first_word
-        )
-
-
 def make_symmetric_choice(
     group: dist.ProcessGroup, max_rows: int, device: torch.device
-) -> tuple[SymmetricChoice | None, str]:
+) -> tuple[Meeting | None, str]:
     """A workspace for a group, if all of its ranks can have it; see `make_on_all`."""
     rows = max(max_rows, LEAST_ROWS)
-    return make_on_all(group, lambda: SymmetricChoice(group, rows, device))
+    return make_on_all(group, lambda: make_meeting(group, rows, 1, torch.int64, device))
 
 
 @triton.jit
@@ -140,7 +85,7 @@ def _choose_among_ranks_kernel(
     ranks: tl.constexpr,
     lanes: tl.constexpr,
     places: tl.constexpr,
-    first_word: tl.constexpr,
+    first: tl.constexpr,
     block: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -152,7 +97,7 @@ def _choose_among_ranks_kernel(
     token = tl.load(ids + row * splits + index)
     word = (best.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
     turn = tl.load(turns + row) + 1
-    start = first_word + (turn & 1).to(tl.int64) * places + row
+    start = first + (turn & 1).to(tl.int64) * places + row
     mine = tl.load(pointers + rank).to(tl.pointer_type(tl.int64))
     tl.store(mine + start, word)
     meet(pointers, turns, row, turn, rank, ranks, lanes)

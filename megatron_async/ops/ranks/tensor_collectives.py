@@ -26,7 +26,8 @@ from megatron_async.ops.ranks.symmetric_all_reduce import (
     SymmetricAllReduce,
     make_symmetric_all_reduce,
 )
-from megatron_async.ops.ranks.symmetric_choice import SymmetricChoice, make_symmetric_choice
+from megatron_async.ops.ranks.symmetric_choice import make_symmetric_choice
+from megatron_async.ops.ranks.symmetric_memory import Meeting
 
 
 class TensorCollectives:
@@ -52,7 +53,7 @@ class TensorCollectives:
         self.rank = group.rank()
         self.symmetric: dict[tuple[int, torch.dtype], SymmetricAllReduce] = {}
         self.fallback = ""
-        self.choice: SymmetricChoice | None = None
+        self.choice: Meeting | None = None
         self._no_choice = ""
         self.calls: Counter[str] = Counter()
 
@@ -76,12 +77,8 @@ class TensorCollectives:
             self.symmetric[hidden, dtype] = made
 
     def prepare_choice(self, max_rows: int, device: torch.device) -> None:
-        """Make the workspace for choosing tokens, after `prepare`; all ranks together.
-
-        Args:
-            max_rows: most rows of a step.
-            device: of the model.
-        """
+        """Make the workspace for choosing the tokens of so many rows, after `prepare`; all ranks
+        together."""
         if self.symmetric and self.choice is None:
             self.choice, self._no_choice = make_symmetric_choice(self._group, max_rows, device)
 
@@ -93,7 +90,7 @@ class TensorCollectives:
             kinds = " and ".join(str(kind) for kind in self.symmetric.values())
             tokens = f"; best tokens by NCCL ({self._no_choice})" if self._no_choice else ""
             if self.choice is not None:
-                tokens = f"; best tokens in one kernel up to {self.choice.rows} rows"
+                tokens = f"; best tokens in one kernel up to {self.choice.places} rows"
             return f"all-reduce over {self.size} ranks: {kinds}; NCCL beyond{tokens}"
         if self.fallback:
             return f"all-reduce over {self.size} ranks: NCCL ({self.fallback})"
@@ -136,17 +133,7 @@ class TensorCollectives:
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Sum over the ranks, residual add and RMSNorm in one kernel, where `adds_with_norm`.
-
-        Args:
-            x: as for `all_reduce`.
-            residual: `[tokens, hidden]`, equal on all ranks.
-            weight: `[hidden]`, the norm's weight.
-            eps: added to the mean square.
-
-        Returns:
-            normed `[tokens, hidden]`, and the new residual.
-        """
+        """`all_reduce_add_rms_norm` of an `x` as for `all_reduce`, where `adds_with_norm`."""
         self.calls["one shot"] += 1
         symmetric = self.symmetric[x.size(-1), residual.dtype]
         return symmetric.add_rms_norm(x, residual, weight, eps)

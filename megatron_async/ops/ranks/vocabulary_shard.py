@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_async.ops.ranks.symmetric_choice import choose_among_ranks
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives
 from megatron_async.ops.sampling.slot_records import NO_TOKEN
 
@@ -53,9 +54,9 @@ class VocabularyShard:
             where the largest is not finite.
         """
         choice = self.collectives.choice
-        if choice is not None and len(scores) <= choice.rows:
+        if choice is not None and len(scores) <= choice.places:
             self.collectives.calls["choice"] += 1
-            return choice.choose(scores, ids)
+            return choose_among_ranks(scores, ids, choice)
         self.collectives.calls["choice by all-gather"] += 1
         return self._choose_gathered(scores, ids)
 

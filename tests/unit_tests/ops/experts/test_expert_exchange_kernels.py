@@ -12,6 +12,7 @@ from megatron_async.ops.experts.expert_exchange import (
 )
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
 from megatron_async.ops.linear.rms_norm import add_rms_norm
+from megatron_async.ops.ranks.symmetric_memory import Meeting
 from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -53,17 +54,21 @@ def check_gathered(rows, call, ranks):
         assert torch.equal(weights[:own], routing.weights)
 
 
+def meeting_of(rank, memory):
+    pointers = torch.tensor([part.data_ptr() for part in memory])
+    return Meeting(pointers, torch.zeros(PLACES).int(), rank, PLACES * len(memory))
+
+
 def run_rank(rank, ranks, gathers, combines):
     """Not in turn, as layers do it: each would keep the other's ranks from running ahead."""
     torch.set_num_threads(1)
-    state = torch.tensor([part.data_ptr() for part in gathers]), torch.zeros(PLACES).int()
+    meeting = meeting_of(rank, gathers)
     found = [
-        gather_tokens(*tokens_of(rank, call), tokens, *state, rank, PLACES * ranks)
-        for call, tokens in enumerate(CALLS)
+        gather_tokens(*tokens_of(rank, call), tokens, meeting) for call, tokens in enumerate(CALLS)
     ]
     for call, rows in enumerate(found):
         check_gathered(rows, call, ranks)
-    state = torch.tensor([part.data_ptr() for part in combines]), torch.zeros(PLACES).int()
+    meeting = meeting_of(rank, combines)
     weight = torch.linspace(0.5, 2, HIDDEN)
     for call in range(len(CALLS)):
         own = own_tokens(rank, call)
@@ -73,14 +78,12 @@ def run_rank(rank, ranks, gathers, combines):
             expected = expected + sums_of(peer, call, ranks)[rank, :own]
         if call % 3:
             residual = torch.randn(own, HIDDEN + 1)[:, 1:]
-            normed, total = combine_add_rms_norm(
-                mine, residual, weight, EPS, *state, rank, PLACES * ranks
-            )
+            normed, total = combine_add_rms_norm(mine, residual, weight, EPS, meeting)
             reference = add_rms_norm.reference(expected, residual, weight, EPS)
             assert torch.equal(total, reference[1])
             torch.testing.assert_close(normed, reference[0])
         else:
-            total = combine_sums(mine, own, *state, rank, PLACES * ranks)
+            total = combine_sums(mine, own, meeting)
             assert torch.equal(total, expected)
 
 
@@ -98,16 +101,16 @@ def test_exchanges(ranks):
 def test_refuses_what_does_not_fit():
     x = torch.zeros(2, 8)
     routing = Routing(torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 1))
-    state = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 0
+    meeting = Meeting(torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 0)
     with pytest.raises(ValueError, match="at most 1 tokens here and 1 on each rank"):
-        gather_tokens(x, routing, 1, *state)
+        gather_tokens(x, routing, 1, meeting)
     with pytest.raises(ValueError, match="experts must be int32"):
-        gather_tokens(x[:1], Routing(routing.experts.long(), routing.weights), 1, *state)
+        gather_tokens(x[:1], Routing(routing.experts.long(), routing.weights), 1, meeting)
     with pytest.raises(ValueError, match="but experts"):
-        gather_tokens(x[:1], routing, 1, *state)
+        gather_tokens(x[:1], routing, 1, meeting)
     with pytest.raises(ValueError, match="at most 1 tokens; found"):
-        combine_sums(torch.zeros(4, 8), 2, *state)
+        combine_sums(torch.zeros(4, 8), 2, meeting)
     with pytest.raises(ValueError, match="must be 8 wide"):
-        combine_add_rms_norm(x, x[:1, :4], torch.zeros(8), EPS, *state)
+        combine_add_rms_norm(x, x[:1, :4], torch.zeros(8), EPS, meeting)
     with pytest.raises(ValueError, match="residual must be"):
-        combine_add_rms_norm(x, x[:1].half(), torch.zeros(8), EPS, *state)
+        combine_add_rms_norm(x, x[:1].half(), torch.zeros(8), EPS, meeting)

@@ -7,6 +7,7 @@ import torch
 from megatron_async.ops.linear.partial_sums import add_partial_sums, launch_sum
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.ranks.all_reduce_norm import all_reduce_add_rms_norm
+from megatron_async.ops.ranks.symmetric_memory import Meeting
 from megatron_async.ops.ranks.vocab_embedding import vocab_embedding, vocab_embedding_gpu
 from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
@@ -61,14 +62,12 @@ def inputs(tokens):
 
 def run_rank(rank, memory, results):
     pointers = torch.tensor([part.data_ptr() for part in memory])
-    turns = torch.zeros(ROWS, dtype=torch.int32)
+    meeting = Meeting(pointers, torch.zeros(ROWS, dtype=torch.int32), rank, ROWS * RANKS)
     for call, tokens in enumerate(CALLS):
         residual, weight = inputs(tokens)
         x = summand(rank, call, tokens)
         x = x if call % 2 else x.sum(0)
-        normed, total = all_reduce_add_rms_norm(
-            x, residual, weight, EPS, pointers, turns, rank, ROWS * RANKS
-        )
+        normed, total = all_reduce_add_rms_norm(x, residual, weight, EPS, meeting)
         results[rank][call, 0, :tokens], results[rank][call, 1, :tokens] = normed, total
 
 
@@ -88,8 +87,8 @@ def test_all_reduce_with_residual_and_norm():
 
 def test_all_reduce_refuses_what_does_not_fit(device):
     x, weight = torch.zeros(2, 8), torch.zeros(8)
-    state = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 0
+    meeting = Meeting(torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 0)
     with pytest.raises(ValueError, match="at most 1 tokens; found 2"):
-        all_reduce_add_rms_norm(x, x, weight, EPS, *state)
+        all_reduce_add_rms_norm(x, x, weight, EPS, meeting)
     with pytest.raises(ValueError, match="weight must be"):
-        all_reduce_add_rms_norm(x, x, weight[:4], EPS, *state)
+        all_reduce_add_rms_norm(x, x, weight[:4], EPS, meeting)

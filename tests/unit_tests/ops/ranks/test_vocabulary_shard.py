@@ -5,6 +5,7 @@ import torch
 
 from megatron_async.models.partition import padded_vocab_size
 from megatron_async.ops.ranks.symmetric_choice import choose_among_ranks
+from megatron_async.ops.ranks.symmetric_memory import Meeting
 from megatron_async.ops.sampling import triton_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, best_tokens, sample
 from tests.unit_tests.ops.sampling.test_triton_sampling import parameters
@@ -121,12 +122,13 @@ def candidates(rank, call):
 
 def run_rank(rank, ranks, memory, results):
     torch.set_num_threads(1)
-    state = torch.tensor([part.data_ptr() for part in memory]), torch.zeros(PLACES).int()
+    pointers = torch.tensor([part.data_ptr() for part in memory])
+    meeting = Meeting(pointers, torch.zeros(PLACES).int(), rank, first_word(ranks))
     for call in range(len(CALLS)):
         scores, ids = candidates(rank, call)
         if call == len(CALLS) - 1 and rank == 1:  # one rank's logits are damaged
             scores[0, 3], scores[1, 0] = torch.nan, torch.inf
-        tokens = choose_among_ranks(scores, ids, *state, rank, first_word(ranks))
+        tokens = choose_among_ranks(scores, ids, meeting)
         results[rank][call, : len(tokens)] = tokens
 
 
@@ -151,8 +153,8 @@ def test_ranks_choose_together():
 
 def test_choice_refuses_what_does_not_fit():
     scores, ids = torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)
-    state = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 0
+    meeting = Meeting(torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 0, 0)
     with pytest.raises(ValueError, match="at most 1 rows; found 2"):
-        choose_among_ranks(scores, ids, *state)
+        choose_among_ranks(scores, ids, meeting)
     with pytest.raises(ValueError, match="of one shape"):
-        choose_among_ranks(scores[:1], ids, *state)
+        choose_among_ranks(scores[:1], ids, meeting)
