@@ -24,10 +24,9 @@ from megatron_async.cli.options import (
 from megatron_async.cli.ranks import has_other_ranks
 from megatron_async.cli.sampling_options import add_sampling_options, given_sampling
 from megatron_async.cli.terminal import (
-    STARTING,
     WordWrap,
+    importing_engine,
     raise_interrupts,
-    said_meanwhile,
     unseen_keys,
 )
 from megatron_async.requests.defaults import default_sampling_params
@@ -92,7 +91,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
             f"{DEMO}`, or `{PROGRAM} generate {arguments.model} -p '1 2 3'`."
         )
 
-    with said_meanwhile(STARTING):
+    with importing_engine():
         from megatron_async.cli.chat_session import ChatSession
         from megatron_async.llm import LLM
         from megatron_async.models.linear import bits_of_weights

@@ -68,11 +68,10 @@ from megatron_async.cli.ranks import (
 )
 from megatron_async.cli.sampling_options import add_sampling_options, given_sampling
 from megatron_async.cli.terminal import (
-    STARTING,
     STATUS,
     ending_at_once,
+    importing_engine,
     raise_interrupts,
-    said_meanwhile,
     say_interrupted,
 )
 from megatron_async.errors import ConfigurationError, RecordingError, RequestError
@@ -225,7 +224,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         if (file := getattr(arguments, option)) is not None:
             check_writable(flag(option), file)
 
-    with said_meanwhile(STARTING):
+    with importing_engine():
         from megatron_async.llm import LLM
 
     progress = not arguments.no_progress and is_first_rank()

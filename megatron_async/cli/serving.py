@@ -25,6 +25,7 @@ from megatron_async.cli.options import (
 )
 from megatron_async.cli.output import print_json
 from megatron_async.cli.ranks import is_first_rank
+from megatron_async.cli.terminal import importing_engine
 
 if TYPE_CHECKING:
     from megatron_async.llm import LLM
@@ -167,9 +168,10 @@ def run_replica(arguments: argparse.Namespace) -> int:
     check_address(arguments.coordinator)
     check_early(arguments.model, options, parallel_sizes(arguments))
 
-    from megatron_async.llm import LLM
-    from megatron_async.observe.log_lines import log_to_stderr
-    from megatron_async.serving.replica import serve_replica
+    with importing_engine():
+        from megatron_async.llm import LLM
+        from megatron_async.observe.log_lines import log_to_stderr
+        from megatron_async.serving.replica import serve_replica
 
     name, rank = arguments.name or "replica", os.environ.get("RANK")  # torchrun's
     log_to_stderr(name if rank is None else f"{name} rank {rank}")

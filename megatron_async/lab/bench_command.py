@@ -25,7 +25,7 @@ from megatron_async.cli.options import (
     engine_options,
 )
 from megatron_async.cli.ranks import has_other_ranks
-from megatron_async.cli.terminal import STARTING, raise_interrupts, said_meanwhile
+from megatron_async.cli.terminal import importing_engine, raise_interrupts
 
 if TYPE_CHECKING:
     from megatron_async.lab.arrival_trace import TraceRequest
@@ -48,7 +48,7 @@ def measure_engine(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     options = engine_options(arguments)
     check_early(arguments.model, options)
 
-    with said_meanwhile(STARTING):
+    with importing_engine():
         from megatron_async.lab.arrival_trace import LengthDistribution, poisson_trace
         from megatron_async.llm import LLM
 

@@ -17,7 +17,7 @@ from megatron_async.cli.options import (
     add_rows,
 )
 from megatron_async.cli.parser import add_model, take_model
-from megatron_async.cli.terminal import STARTING, raise_interrupts, said_meanwhile
+from megatron_async.cli.terminal import importing_engine, raise_interrupts
 
 if TYPE_CHECKING:
     from megatron_async.lab.profile_workload import ProfileWorkload
@@ -87,7 +87,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
     check_early(arguments.model, {"device": arguments.device, "lookahead": arguments.lookahead})
     folder = writable_folder(arguments.out)
 
-    with said_meanwhile(STARTING):
+    with importing_engine():
         from megatron_async.lab.profile_run import record_workload, write_profile
         from megatron_async.lab.step_gaps import gap_text
         from megatron_async.llm import LLM
