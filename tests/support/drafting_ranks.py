@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_async import DynamicInferenceEngine
+from megatron_async import DynamicInferenceEngine, DynamicInferenceRequest
 from megatron_async.devices.cpu import Chaos, CpuDevice
-from megatron_async.requests.inference_request import DynamicInferenceRequest
 from tests.support.draft_watches import NgramWatch
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import Job, assert_all_is_back, drain, greedy, make_engine

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async import DynamicInferenceEngine
+from megatron_async import DynamicInferenceEngine, TextGenerationController
 from megatron_async.device_state import gpu_view, unpack_step_reference
 from megatron_async.device_state.bookkeeping_layout import COUNT
 from megatron_async.ops.drafting.ngram_lookup import ngram_drafts
@@ -21,7 +21,6 @@ from megatron_async.planning.scheduler import Scheduler
 from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.streaming import RequestStream, StreamChunk
 from megatron_async.step.ngram_drafter import NgramDrafter
-from megatron_async.step.text_generation_controller import TextGenerationController
 from tests.support.planted_state_bugs import MTP_BUGS, RECURRENT_BUGS
 
 Plant = Callable[[pytest.MonkeyPatch], None]

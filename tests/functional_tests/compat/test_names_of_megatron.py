@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from megatron_async import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    GPTInferenceWrapper,
+    TextGenerationController,
+)
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM
-from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.names_of_megatron import CLASSES, ClassNames
-from megatron_async.planning.dynamic_context import DynamicInferenceContext
-from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.step.text_generation_controller import TextGenerationController
 from tests.support import compat_trio
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/megatron_names.md"

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_async import DynamicInferenceEngine
+from megatron_async import DynamicInferenceEngine, DynamicInferenceRequest
 from megatron_async.planning.request_slots import SlotState
-from megatron_async.requests.inference_request import (
-    DynamicInferenceEventType,
-    DynamicInferenceRequest,
-)
+from megatron_async.requests.inference_request import DynamicInferenceEventType
 from tests.support.harness import EngineFactory, greedy, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.step_watch import StepWatch

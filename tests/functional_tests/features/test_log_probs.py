@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async import SamplingParams
+from megatron_async import DynamicInferenceRequest, SamplingParams
 from megatron_async.ops.sampling.sampling import SamplingRows, filter_logits
 from megatron_async.planning.step_plan import NO_FEATURES
-from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_record import sampling_record
 from megatron_async.step.token_sampler import TokenSampler
 from tests.support.harness import EngineFactory, Job, drain, greedy, random_prompts, run_at

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async import LLM, DynamicInferenceEngine, SamplingParams, Status
+from megatron_async import (
+    LLM,
+    DynamicInferenceEngine,
+    DynamicInferenceRequest,
+    SamplingParams,
+    Status,
+)
 from megatron_async.ops.sampling.slot_records import WINDOW
-from megatron_async.requests.inference_request import DynamicInferenceRequest
 from tests.support.harness import (
     EngineFactory,
     Job,

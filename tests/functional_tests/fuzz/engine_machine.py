@@ -15,11 +15,10 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from megatron_async import SamplingParams
+from megatron_async import DynamicInferenceRequest, SamplingParams
 from megatron_async.engine.late_launch import LateLaunch
 from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.ops.sampling.slot_records import Header
-from megatron_async.requests.inference_request import DynamicInferenceRequest
 from tests.functional_tests.fuzz.fuzz_requests import (
     MAX_SEQUENCE,
     Ask,

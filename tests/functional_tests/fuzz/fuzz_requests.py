@@ -16,9 +16,14 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from megatron_async import DynamicInferenceEngine, SamplingParams, Status, StructuredOutput
+from megatron_async import (
+    DynamicInferenceEngine,
+    DynamicInferenceRequest,
+    SamplingParams,
+    Status,
+    StructuredOutput,
+)
 from megatron_async.errors import RequestAborted, RequestError, StepFailed
-from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.streaming import RequestStream, StreamChunk
 from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.harness import drain, make_engine

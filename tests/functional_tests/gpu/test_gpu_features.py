@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
 from megatron_async.devices import CudaDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.requests.inference_request import DynamicInferenceRequest
 from tests.functional_tests.grammar.test_structured_output import (
     CHOICE,
     JOBS,

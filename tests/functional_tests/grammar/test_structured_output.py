@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async import SamplingParams, Status, StructuredOutput
+from megatron_async import DynamicInferenceEngine, SamplingParams, Status, StructuredOutput
 from megatron_async.devices.cpu import Chaos, CpuDevice, CpuStream
-from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.text.tokenizer import Tokenizer
 from tests.support.harness import (

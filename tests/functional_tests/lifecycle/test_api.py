@@ -15,19 +15,24 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_async import LLM, InferenceConfig, SamplingParams, Status
-from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async import (
+    LLM,
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    GPTInferenceWrapper,
+    InferenceConfig,
+    SamplingParams,
+    Status,
+    TextGenerationController,
+)
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.linear import InferenceColumnParallelLinear, InferenceRowParallelLinear
 from megatron_async.models.parallel_state import ensure_process_groups
-from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.requests.defaults import NUM_TOKENS
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.serving.replica_status import card_of
-from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.step.text_generation_controller import TextGenerationController
 from megatron_async.text.tokenizer import RAW_CHAT
 from tests.support.harness import (
     TINY,

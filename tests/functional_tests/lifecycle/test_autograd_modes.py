@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async import LLM, DynamicInferenceEngine, SamplingParams, StructuredOutput
+from megatron_async import (
+    LLM,
+    DynamicInferenceEngine,
+    DynamicInferenceRequest,
+    SamplingParams,
+    StructuredOutput,
+)
 from megatron_async.devices import CpuDevice, Device
-from megatron_async.requests.inference_request import DynamicInferenceRequest
 from tests.support.harness import drain, greedy, make_engine, make_model, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.letter_tokenizers import make_ascii_tokenizer

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
-from megatron_async.config import InferenceConfig
+from megatron_async import DynamicInferenceEngine, InferenceConfig, SamplingParams, StructuredOutput
 from megatron_async.errors import RecordingError
 from megatron_async.lab import simulator
 from megatron_async.lab.arrival_trace import TraceRequest

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async import LLM, InferenceConfig, SamplingParams
+from megatron_async import LLM, DynamicInferenceContext, InferenceConfig, SamplingParams
 from megatron_async.errors import RequestError
 from megatron_async.lab.model_less import ModelLessEngine
 from megatron_async.lab.model_shape import ModelShape
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.planning.step_plan import IntArray, StepPlan
 from megatron_async.serving import connection, token_emitter
 from megatron_async.serving.async_client import AsyncCoordinatorClient

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_async import DynamicInferenceContext, InferenceConfig
 from megatron_async.checkpoints import CheckpointError, load_model, model_names, open_model
 from megatron_async.checkpoints.info import format_info, model_info
-from megatron_async.config import InferenceConfig
 from megatron_async.devices import CpuDevice
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import transformer_config
-from megatron_async.planning.dynamic_context import DynamicInferenceContext
 
 CPU = torch.device("cpu")
 

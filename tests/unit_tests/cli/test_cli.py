@@ -9,13 +9,11 @@ import sys
 import numpy as np
 import pytest
 
+from megatron_async import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams, Status
 from megatron_async.cli import main as cli
 from megatron_async.cli import output as cli_output
-from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
-from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
-from megatron_async.requests.sampling_params import SamplingParams
 from tests.unit_tests.cli.cli_runs import TINY, fails
 
 

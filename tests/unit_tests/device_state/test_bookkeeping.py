@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.config import InferenceConfig
+from megatron_async import DynamicInferenceRequest, InferenceConfig, SamplingParams
 from megatron_async.device_state.bookkeeping_layout import FIELDS, BookkeepingLayout
 from megatron_async.devices import CpuDevice
 from megatron_async.ops.batch_dimensions import BatchDimensions
@@ -21,8 +21,6 @@ from megatron_async.planning.graph_shapes import (
 from megatron_async.planning.host_staging import HostStaging
 from megatron_async.planning.plan_builder import PlanBuilder, PrefillChunk
 from megatron_async.planning.request_slots import NO_DECODE, DecodeRows, RequestSlots
-from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.requests.sampling_params import SamplingParams
 from tests.support.ready_requests import made_ready
 
 DUMMY_SLOT = 4

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async import DynamicInferenceEngine
-from megatron_async.config import InferenceConfig
+from megatron_async import DynamicInferenceEngine, InferenceConfig
 from megatron_async.engine.late_launch import (
     BACK_OFF_US,
     GROWTH,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from megatron_async.config import InferenceConfig
+from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.errors import RecordingError
 from megatron_async.lab import recording
 from megatron_async.lab.fit import fit_machine
@@ -16,7 +16,6 @@ from megatron_async.lab.model_shape import ModelShape
 from megatron_async.lab.recorder import Recorder
 from megatron_async.lab.recording import Launched, Recording, Resolved, load_recording
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.requests.sampling_params import SamplingParams
 
 SHAPE = ModelShape.of_architecture(DUMMY_SHAPES["tiny"], "float32")
 CONFIG = InferenceConfig(num_kv_blocks=16, block_size_tokens=8)

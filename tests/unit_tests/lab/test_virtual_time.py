@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async import SamplingParams
-from megatron_async.config import InferenceConfig
+from megatron_async import InferenceConfig, SamplingParams
 from megatron_async.device_state.device_memory import block_shape
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.engine.listener import EngineListener

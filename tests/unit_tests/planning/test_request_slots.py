@@ -4,6 +4,7 @@ a drawing says."""
 import numpy as np
 import pytest
 
+from megatron_async import DynamicInferenceRequest, SamplingParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import RowFeature
 from megatron_async.planning.admission import (
@@ -15,8 +16,6 @@ from megatron_async.planning.admission import (
 )
 from megatron_async.planning.micro_batches import MicroBatches
 from megatron_async.planning.request_slots import NO_TOKEN, RequestSlots, SlotState
-from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.requests.sampling_params import SamplingParams
 from tests.support.ready_requests import made_ready
 
 

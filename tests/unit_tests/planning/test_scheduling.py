@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.config import InferenceConfig
+from megatron_async import (
+    DynamicInferenceContext,
+    DynamicInferenceRequest,
+    InferenceConfig,
+    SamplingParams,
+    Status,
+)
 from megatron_async.devices import CpuDevice
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
-from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.planning.request_slots import SlotState
-from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
-from megatron_async.requests.sampling_params import SamplingParams
 from tests.support.ready_requests import made_ready
 
 MODEL = transformer_config(DUMMY_SHAPES["tiny"], torch.float32)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async import SamplingParams, StructuredOutput
 from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows
 from megatron_async.ops.sampling.slot_records import (
@@ -15,9 +16,7 @@ from megatron_async.ops.sampling.slot_records import (
     Header,
     RowFeature,
 )
-from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.sampling_record import SamplingRecord, sampling_record
-from megatron_async.text.structured_output import StructuredOutput
 
 VOCABULARY = 100
 

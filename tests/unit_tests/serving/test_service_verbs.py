@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async import LLM, SamplingParams
-from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.serving.engine_verbs import PROFILE_VARIABLE, do_verb
 from megatron_async.serving.messages import (
     Abort,

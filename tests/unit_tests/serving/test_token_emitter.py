@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async import LLM, SamplingParams
-from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.observe.timeline import MOST_SPANS, STEPS, Span, StepWindow, Timeline
 from megatron_async.planning.step_output import StepOutput
 from megatron_async.serving import engine_verbs, token_emitter

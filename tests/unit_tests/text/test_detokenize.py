@@ -11,8 +11,7 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async import DynamicInferenceRequest, SamplingParams
 from megatron_async.text.byte_level import _printable
 from megatron_async.text.detokenize import (
     LONGEST_WINDOW,
