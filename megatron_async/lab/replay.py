@@ -282,4 +282,4 @@ def _step(engine: DynamicInferenceEngine, index: int) -> str:
 
 def _waiting(engine: DynamicInferenceEngine) -> list[str]:
     waiting = engine.context.waiting.in_order()
-    return [f"request {w.request.request_id} ({w.num_known} tokens)" for w in waiting]
+    return [f"request {w.request_id} ({w.num_known} tokens)" for w in waiting]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -26,24 +25,6 @@ def rank_of(arrival: int, priority: int) -> int:
     return arrival - priority * ARRIVALS
 
 
-@dataclass
-class WaitingRequest:
-    """A request outside of any slot, with what its admission needs."""
-
-    request: DynamicInferenceRequest
-    rank: int
-    """From `rank_of`; an evicted request keeps it."""
-    max_length: int
-    """Sequence length at which the request ends."""
-    num_computed: int = 0
-    """Known tokens that an eviction took from the cache."""
-
-    @property
-    def num_known(self) -> int:
-        """Tokens to prefill: the prompt, and what was generated before an eviction."""
-        return len(self.request.prompt_tokens) + len(self.request.generated_tokens)
-
-
 class AdmissionQueue:
     """Waiting requests in the order of service; an evicted request returns to its place by rank.
 
@@ -56,7 +37,7 @@ class AdmissionQueue:
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, WaitingRequest] = {}
+        self._by_id: dict[int, DynamicInferenceRequest] = {}
         self._heap: list[tuple[int, int]] = []
         """(rank, request id)."""
         self.num_known = 0
@@ -68,27 +49,27 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, waiting: WaitingRequest) -> None:
+    def add(self, waiting: DynamicInferenceRequest) -> None:
         """Queue a new request, or an evicted one again."""
-        request_id = waiting.request.request_id
+        request_id = waiting.request_id
         self._by_id[request_id] = waiting
         self.num_known += waiting.num_known
         heappush(self._heap, (waiting.rank, request_id))
 
-    def first(self) -> WaitingRequest:
+    def first(self) -> DynamicInferenceRequest:
         """The request that is admitted next."""
         while not self._is_waiting(self._heap[0]):
             heappop(self._heap)
         return self._by_id[self._heap[0][1]]
 
-    def pop(self) -> WaitingRequest:
+    def pop(self) -> DynamicInferenceRequest:
         """Take the first request out."""
         waiting = self.first()
         heappop(self._heap)
         self.num_known -= waiting.num_known
-        return self._by_id.pop(waiting.request.request_id)
+        return self._by_id.pop(waiting.request_id)
 
-    def remove(self, request_id: int) -> WaitingRequest | None:
+    def remove(self, request_id: int) -> DynamicInferenceRequest | None:
         """Take a request out by id; None if it does not wait here."""
         waiting = self._by_id.pop(request_id, None)
         if waiting is not None:
@@ -98,7 +79,7 @@ class AdmissionQueue:
             heapify(self._heap)
         return waiting
 
-    def in_order(self) -> list[WaitingRequest]:
+    def in_order(self) -> list[DynamicInferenceRequest]:
         """All waiting requests, in order of rank."""
         return sorted(self._by_id.values(), key=lambda waiting: waiting.rank)
 

@@ -20,7 +20,7 @@ from megatron_async.observe.timeline import Timeline
 from megatron_async.observe.tracer import Tracer
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.recurrent.recurrent_pools import GRID
-from megatron_async.planning.admission import AdmissionQueue, WaitingRequest, rank_of
+from megatron_async.planning.admission import AdmissionQueue, rank_of
 from megatron_async.planning.draft_books import DraftBooks
 from megatron_async.planning.graph_shapes import make_graph_shapes
 from megatron_async.planning.host_staging import HostStaging
@@ -158,7 +158,7 @@ class DynamicInferenceContext(NamesOfMegatron):
             self.prefix_cache.prepare(request)
         request.rank, request.max_length = rank_of(self._arrivals, request.priority), max_length
         self._arrivals += 1
-        self.waiting.add(WaitingRequest(request, request.rank, max_length))
+        self.waiting.add(request)
 
     def release_request(self, slot: int) -> None:
         """End the request in `slot`: its blocks and slot are free at once (rows in flight become
@@ -236,7 +236,8 @@ class DynamicInferenceContext(NamesOfMegatron):
         self.scheduler.prefilling = []
         self.waiting.clear()
         for request in requests:
-            self.waiting.add(WaitingRequest(request, request.rank, request.max_length))
+            request.num_computed = 0
+            self.waiting.add(request)
             request.status = Status.WAITING_IN_QUEUE
         self.expect_step()
 

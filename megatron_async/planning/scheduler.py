@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megatron_async.config import InferenceConfig
 from megatron_async.observe.tracer import Tracer
-from megatron_async.planning.admission import AdmissionQueue, WaitingRequest
+from megatron_async.planning.admission import AdmissionQueue
 from megatron_async.planning.draft_books import DraftBooks
 from megatron_async.planning.kv_block_allocator import KVBlockAllocator
 from megatron_async.planning.micro_batches import MicroBatches
@@ -23,7 +23,11 @@ from megatron_async.planning.request_slots import (
     SlotState,
 )
 from megatron_async.planning.step_plan import IntArray
-from megatron_async.requests.inference_request import DynamicInferenceEventType, Status
+from megatron_async.requests.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    Status,
+)
 
 ADMISSION_HORIZON = 32
 """Admission leaves free the blocks that running requests will need within this many steps, so that
@@ -235,17 +239,17 @@ class Scheduler:
         wanted -= int(np.count_nonzero(self._blocks.owners[found.blocks]))
         return wanted + reserve <= self._blocks.allocatable
 
-    def _blocks_for(self, waiting: WaitingRequest) -> int:
+    def _blocks_for(self, request: DynamicInferenceRequest) -> int:
         """Blocks of a request's known tokens, and of the drafts behind them."""
-        places = min(waiting.num_known + self._slots.draft_places, waiting.max_length - 1)
-        return -(-max(places, waiting.num_known) // self._config.block_size_tokens)
+        places = min(request.num_known + self._slots.draft_places, request.max_length - 1)
+        return -(-max(places, request.num_known) // self._config.block_size_tokens)
 
-    def _look_up(self, waiting: WaitingRequest) -> Found:
+    def _look_up(self, request: DynamicInferenceRequest) -> Found:
         """What is kept of a request's beginning."""
         if self.prefix_cache is None:
             return NOTHING
         step = self._builder.next_step
-        return self.prefix_cache.look_up(waiting.request, waiting.num_known, step)
+        return self.prefix_cache.look_up(request, request.num_known, step)
 
     def _has_row(self, found: Found) -> bool:
         """Whether there is a row for the state of a request that was found this much."""
@@ -254,16 +258,11 @@ class Scheduler:
 
     def _admit(self, micro_batch: int) -> int:
         """Give the first waiting request a slot and the blocks of all its tokens."""
-        waiting, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
-        request, count = waiting.request, self._blocks_for(waiting)
-        found = self._look_up(waiting)
+        request, slots, size = self.waiting.first(), self._slots, self._config.block_size_tokens
+        count, found = self._blocks_for(request), self._look_up(request)
         cached = found.blocks
         slot = slots.acquire(
-            request,
-            waiting.rank,
-            waiting.max_length,
-            micro_batch,
-            num_shared=len(cached) * size,
+            request, request.rank, request.max_length, micro_batch, num_shared=len(cached) * size
         )
         self.prefilling.append(slot)
         if self.prefix_cache is not None:
@@ -279,11 +278,11 @@ class Scheduler:
         request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         self.waiting.pop()
         if self.prefix_cache is not None:
-            self.prefix_cache.count(waiting.num_known, found)
+            self.prefix_cache.count(request.num_known, found)
         tokens = int(slots.num_cached[slot])
         if request.num_cached_tokens is None:
             request.num_cached_tokens = tokens
-        self.recomputed_tokens += max(waiting.num_computed - tokens, 0)
+        self.recomputed_tokens += max(request.num_computed - tokens, 0)
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         return slot
 
@@ -373,8 +372,7 @@ class Scheduler:
     def requeue(self, slot: int) -> None:
         """Take everything from a request; it waits again at its place by rank."""
         slots, request = self._slots, self._slots.request_at(slot)
-        waiting = WaitingRequest(request, int(slots.rank[slot]), int(slots.max_length[slot]))
-        waiting.num_computed = slots.num_computed(slot)
+        request.num_computed = slots.num_computed(slot)
         self.release(slot)
-        self.waiting.add(waiting)
+        self.waiting.add(request)
         request.status = Status.WAITING_IN_QUEUE

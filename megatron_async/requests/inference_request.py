@@ -77,7 +77,9 @@ class DynamicInferenceRequest:
         num_cached_tokens: of its prompt, those that were found in the cache when it was admitted;
             None before that.
         block_hashes: of its sequence's first blocks; see `PrefixCache`.
-        rank, max_length: of its `WaitingRequest`, once it is queued.
+        rank: in the order of service (`rank_of`), once it is queued; an evicted request keeps it.
+        max_length: sequence length at which it ends, once it is queued.
+        num_computed: known tokens that its last eviction took from the cache.
         traceparent: the trace that it belongs to, as `trace_context.read_traceparent` gives it; ""
             for none. Log lines name it.
     """
@@ -104,8 +106,14 @@ class DynamicInferenceRequest:
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
     rank: int = field(default=0, repr=False)
     max_length: int = field(default=0, repr=False)
+    num_computed: int = field(default=0, repr=False)
     traceparent: str = ""
     _text: str | None = field(default=None, init=False, repr=False)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens to prefill: the prompt, and what was generated before an eviction."""
+        return len(self.prompt_tokens) + len(self.generated_tokens)
 
     @property
     def generated_text(self) -> str | None:

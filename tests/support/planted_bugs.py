@@ -85,7 +85,7 @@ def one_block_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     def admit_with_a_stale_block(scheduler: Scheduler, micro_batch: int) -> int:
         waiting, slots = scheduler.waiting.first(), scheduler._slots
         slot = admit(scheduler, micro_batch)
-        if waiting.request.generated_tokens and slots.num_blocks[slot] > 1:
+        if waiting.generated_tokens and slots.num_blocks[slot] > 1:
             updates = scheduler._builder._updates
             last = slots.num_blocks[slot] - 1
             slot_ids, indices, blocks = updates[-1]

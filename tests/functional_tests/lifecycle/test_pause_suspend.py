@@ -77,7 +77,7 @@ def phases(engine: DynamicInferenceEngine) -> set[str]:
     found = {SlotState(int(state)).name for state in context.slots.state}
     found |= {"in flight"} if engine.in_flight else set()
     waiting = [context.waiting.first()] if len(context.waiting) else []
-    return found | {"evicted" for each in waiting if each.request.generated_tokens}
+    return found | {"evicted" for each in waiting if each.generated_tokens}
 
 
 @pytest.fixture(scope="module")

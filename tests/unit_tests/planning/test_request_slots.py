@@ -7,13 +7,7 @@ import pytest
 from megatron_async import DynamicInferenceRequest, SamplingParams
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import RowFeature
-from megatron_async.planning.admission import (
-    ARRIVALS,
-    MAX_PRIORITY,
-    AdmissionQueue,
-    WaitingRequest,
-    rank_of,
-)
+from megatron_async.planning.admission import ARRIVALS, MAX_PRIORITY, AdmissionQueue, rank_of
 from megatron_async.planning.micro_batches import MicroBatches
 from megatron_async.planning.request_slots import NO_TOKEN, RequestSlots, SlotState
 from tests.support.ready_requests import made_ready
@@ -88,14 +82,19 @@ def test_a_slot_has_the_mode_and_the_features_of_its_request(slots):
     assert slots.features[slot] == 0
 
 
+def waiting(request, rank):
+    request.rank, request.max_length = rank, 10
+    return request
+
+
 def test_the_queue_keeps_the_order_of_service():
     queue = AdmissionQueue()
     for rank in (3, 4, 7):
-        queue.add(WaitingRequest(request(10 + rank), rank, 10))
+        queue.add(waiting(request(10 + rank), rank))
     for rank in (5, 1, 9):
-        waiting = WaitingRequest(request(10 + rank, generated=(1, 1)), rank, 10)
-        queue.add(waiting)
-        assert waiting.num_known == 5
+        evicted = waiting(request(10 + rank, generated=(1, 1)), rank)
+        queue.add(evicted)
+        assert evicted.num_known == 5
     assert queue.num_known == 3 * 3 + 3 * 5
     assert queue.remove(99) is None
     assert queue.remove(14).rank == 4
@@ -107,17 +106,17 @@ def test_the_queue_keeps_the_order_of_service():
 
 def test_the_queue_forgets_what_was_taken_out():
     queue = AdmissionQueue()
-    queue.add(WaitingRequest(request(0), 10**6, 10))
+    queue.add(waiting(request(0), 10**6))
     for rank in range(1000):  # one id, used again and again, always before the request above
-        queue.add(WaitingRequest(request(1), rank, 10))
+        queue.add(waiting(request(1), rank))
         assert queue.first().rank == rank
         assert queue.remove(1).rank == rank
     assert len(queue) == 1
     assert len(queue._heap) < 100, "entries of removed requests pile up"
-    assert queue.first().request.request_id == 0
-    queue.add(WaitingRequest(request(2), 5, 10))
-    queue.add(WaitingRequest(request(3), 4, 10))
-    assert [waiting.rank for waiting in queue.in_order()] == [4, 5, 10**6]
+    assert queue.first().request_id == 0
+    queue.add(waiting(request(2), 5))
+    queue.add(waiting(request(3), 4))
+    assert [each.rank for each in queue.in_order()] == [4, 5, 10**6]
 
 
 def test_priority_comes_before_arrival():

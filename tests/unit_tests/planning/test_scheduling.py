@@ -160,7 +160,7 @@ def test_higher_priority_is_admitted_first(make_context):
     for i, priority in enumerate((0, -1, 0, 5)):
         add(context, i, 4, priority=priority)
     assert ids(context, context.prepare_step()) == [3, 0]
-    assert [waiting.request.request_id for waiting in context.waiting.in_order()] == [2, 1]
+    assert [waiting.request_id for waiting in context.waiting.in_order()] == [2, 1]
 
 
 def test_higher_priority_is_evicted_last(make_context):

@@ -82,7 +82,7 @@ def books(context):
         )
         for slot in np.flatnonzero(slots.state != SlotState.FREE)
     }
-    waiting = [entry.request.request_id for entry in context.waiting.in_order()]
+    waiting = [entry.request_id for entry in context.waiting.in_order()]
     prefilling = [int(slots.request_id[slot]) for slot in context.scheduler.prefilling]
     return held, waiting, prefilling, context.blocks.allocatable, context._plan_builder.next_step
 

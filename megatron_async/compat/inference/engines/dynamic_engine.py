@@ -215,7 +215,7 @@ class DynamicInferenceEngine(EngineControl):
     @property
     def waiting_request_ids(self) -> deque[int]:
         """Ids of the requests without a slot, first in the order of service first."""
-        return deque(waiting.request.request_id for waiting in self.context.waiting.in_order())
+        return deque(waiting.request_id for waiting in self.context.waiting.in_order())
 
     @property
     def finished_request_count(self) -> int:
