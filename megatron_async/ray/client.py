@@ -48,9 +48,10 @@ from megatron_async.serving.messages import (
     ToCoordinator,
     ToReplica,
     encode,
+    exception_of,
 )
 from megatron_async.serving.model_card import ModelCard, decode_card
-from megatron_async.serving.readers import TokenReader, exception_of
+from megatron_async.serving.readers import TokenReader
 from megatron_async.serving.records import MOST_SILENCE_S, CoordinatorConfig
 from megatron_async.serving.sent_requests import SentRequests
 from megatron_async.serving.token_client import check_request, request_message

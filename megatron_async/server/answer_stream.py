@@ -10,7 +10,8 @@ from megatron_async.server.choice_feed import ChoiceFeed
 from megatron_async.server.http.answer_connection import AnswerConnection
 from megatron_async.server.http.protocol import WRITE_BUFFER_BYTES
 from megatron_async.server.stream_hub import StreamHub
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.messages import Ended
+from megatron_async.serving.readers import TokenLogProbs
 
 PING_EVERY_S = 15.0
 """A stream that is silent for so long says so: proxies cut silent connections off, many after 30
@@ -26,7 +27,7 @@ class ChoiceFormatter(Protocol):
     def push(self, tokens: list[int], log_probs: TokenLogProbs | None, text: str | None) -> bytes:
         """Events of new tokens; b"" where all of their text is held back."""
 
-    def end(self, end: RequestEnd) -> bytes:
+    def end(self, end: Ended) -> bytes:
         """The rest, how the choice ended and, behind the last choice, how the answer did."""
 
 

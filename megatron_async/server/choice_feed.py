@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
+from megatron_async.serving.messages import Ended
+from megatron_async.serving.readers import TokenLogProbs, TokenReader
 
 
 class News(NamedTuple):
@@ -44,7 +45,7 @@ class ChoiceFeed(TokenReader):
         self._log_probs: list[TokenLogProbs] = []
         self._texts: list[str] = []
         self.num_tokens = self.first_ns = 0
-        self.end: RequestEnd | None = None
+        self.end: Ended | None = None
         self.ended_ns = 0
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
@@ -66,7 +67,7 @@ class ChoiceFeed(TokenReader):
         self._texts.append(text)
         self._told(self, False)
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: Ended) -> None:
         """The request has ended, which cannot wait."""
         self.end, self.ended_ns = end, time.time_ns()
         self._told(self, True)

@@ -12,8 +12,9 @@ import numpy as np
 
 from megatron_async.errors import CoordinatorLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.serving.messages import Ended, exception_of
 from megatron_async.serving.model_card import ModelCard
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader, exception_of
+from megatron_async.serving.readers import TokenLogProbs, TokenReader, prompt_log_probs_of
 from megatron_async.serving.token_client import TokenClient, check_request, request_message
 from megatron_async.text.token_text import TokenText
 
@@ -80,7 +81,7 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
         self._num_read = 0
         self._sent: list[str] = []
         self._news = asyncio.Event()
-        self._end: RequestEnd | None = None
+        self._end: Ended | None = None
         self._completion: Completion | None = None
 
     # ---- What the client tells ---------------------------------------------------------------
@@ -98,7 +99,7 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
         self._news.set()
 
     @override
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: Ended) -> None:
         self._end = end
         self._news.set()
 
@@ -157,15 +158,15 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
     def _tokens_from(self, first: int) -> list[int]:
         return memoryview(self.generated).cast("i")[first:].tolist()
 
-    def _complete(self, end: RequestEnd) -> Completion:
+    def _complete(self, end: Ended) -> Completion:
         prompt = end.prompt_tokens
         top_n, asked = self._params.top_n_logprobs, self._params.return_log_probs
-        of_prompt = end.prompt_log_probs
+        of_prompt = prompt_log_probs_of(end)
         has_text = self._texts is not None or self._text is not None
         given = [] if isinstance(self._prompt, str) else self._prompt
         values = [value for part in self._log_probs for value in part.chosen.tolist()]
         return Completion(
-            prompt_tokens=given if prompt is None else prompt.tolist(),
+            prompt_tokens=given if prompt is None else memoryview(prompt).cast("i").tolist(),
             generated_tokens=self._tokens_from(0),
             generated_text="".join(self._sent) if has_text else None,
             finish_reason=end.finish_reason,

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from megatron_async import errors
+
 TOKEN_BYTES = 4
 """Bytes of a token id."""
 PROTOCOL = 12
@@ -37,6 +39,19 @@ Trace = Annotated[
     str, msgspec.Meta(pattern=r"\A(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")
 ]  # fmt: skip
 """What `trace_context.read_traceparent` gives."""
+
+
+class RemoteError(RuntimeError):
+    """A request failed on a replica with an exception that has no class here; the message begins
+    with its name."""
+
+
+def exception_of(kind: str, message: str) -> Exception:
+    """The exception of a failure."""
+    known = ValueError if kind == "ValueError" else getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        return known(message)
+    return RemoteError(f"{kind}: {message}")
 
 
 class Message(msgspec.Struct, tag=True):
@@ -133,6 +148,11 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     replica: str = ""
     attempts: Tokens = 0
     record: bytes | None = None
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, as an exception of `megatron_async.errors` where there is one."""
+        return None if self.failure is None else exception_of(*self.failure)
 
 
 class StepTokens(Message, omit_defaults=True):

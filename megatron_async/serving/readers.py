@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async import errors
 from megatron_async.errors import ReplicaLost
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.messages import TOKEN_BYTES, Ended
@@ -20,19 +19,6 @@ from megatron_async.serving.model_card import ModelCard
 logger = logging.getLogger("megatron_async")
 
 FAULT_AT_END = "A reader of a request's tokens failed at its end."
-
-
-class RemoteError(RuntimeError):
-    """A request failed on a replica with an exception that has no class here; the message begins
-    with its name."""
-
-
-def exception_of(kind: str, message: str) -> Exception:
-    """The exception of a failure."""
-    known = ValueError if kind == "ValueError" else getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, Exception):
-        return known(message)
-    return RemoteError(f"{kind}: {message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,46 +53,12 @@ class TokenLogProbs:
         return TokenLogProbs(self.chosen[places], self.top_ids[places], self.top[places])
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnd:
-    """How a request ended; the fields are those of `messages.Ended`.
-
-    Attributes:
-        prompt_tokens: int32 `[n]` where the prompt was a text and a replica had it, else None.
-        prompt_log_probs: of the prompt's tokens but the first; None if they were not asked for.
-    """
-
-    finish_reason: str | None
-    failure: tuple[str, str] | None = None
-    stop_words_from: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int | None = None
-    num_generated_tokens: int = 0
-    prompt_tokens: NDArray[np.int32] | None = None
-    prompt_log_probs: TokenLogProbs | None = None
-    ttft: float | None = None
-    latency: float | None = None
-    queue_s: float | None = None
-    replica: str = ""
-    attempts: int = 0
-    record: bytes | None = None
-    stop_word: str | None = None
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it failed, as an exception of `megatron_async.errors` where there is one."""
-        return None if self.failure is None else exception_of(*self.failure)
-
-    @classmethod
-    def of(cls, ended: Ended) -> RequestEnd:
-        """Make an end of the message that tells it."""
-        prompt, log_probs = ended.prompt_tokens, None
-        if (found := ended.prompt_log_probs) is not None:
-            words = np.frombuffer(found.words, np.int32).reshape(-1, 1 + 2 * found.top_n)
-            log_probs = TokenLogProbs.of(words, found.top_n, found.top_n)
-        values = {name: getattr(ended, name) for name in cls.__dataclass_fields__}
-        values["prompt_tokens"] = None if prompt is None else np.frombuffer(prompt, np.int32)
-        return cls(**{**values, "prompt_log_probs": log_probs})
+def prompt_log_probs_of(ended: Ended) -> TokenLogProbs | None:
+    """Log probs of a prompt's tokens but the first; None if they were not asked for."""
+    if (found := ended.prompt_log_probs) is None:
+        return None
+    words = np.frombuffer(found.words, np.int32).reshape(-1, 1 + 2 * found.top_n)
+    return TokenLogProbs.of(words, found.top_n, found.top_n)
 
 
 class TokenReader:
@@ -143,7 +95,7 @@ class TokenReader:
     def text(self, text: str) -> None:
         """New text, after its tokens; only if the replica makes texts."""
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: Ended) -> None:
         """The request has ended; no further call follows."""
 
     # ---- What messages say -------------------------------------------------------------------
@@ -201,14 +153,14 @@ class TokenReader:
         try:
             if ended.text:
                 self.hear_text(ended.text)
-            self.ended(RequestEnd.of(ended))
+            self.ended(ended)
         except Exception:
             logger.exception(FAULT_AT_END)
 
     def fail(self, kind: str, text: str) -> None:
         """End it with an error that the client found; a fault of the reader is logged."""
         try:
-            self.ended(RequestEnd("error", (kind, text)))
+            self.ended(Ended(self.number, "error", (kind, text)))
         except Exception:
             logger.exception(FAULT_AT_END)
 

@@ -32,9 +32,10 @@ from megatron_async.serving.messages import (
     ToClient,
     decode_for_client,
     encode,
+    exception_of,
 )
 from megatron_async.serving.model_card import ModelCard, decode_card
-from megatron_async.serving.readers import TokenReader, exception_of
+from megatron_async.serving.readers import TokenReader
 from megatron_async.serving.sent_requests import SentRequests
 
 logger = logging.getLogger("megatron_async")

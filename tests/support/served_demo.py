@@ -15,8 +15,9 @@ from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.request_bodies import ChatRequest, CompletionRequest
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.messages import Ended, PromptLogProbs
 from megatron_async.serving.model_card import ModelCard
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import TokenLogProbs
 from megatron_async.text.tokenizer import Tokenizer
 
 CONTEXT = 2048
@@ -103,11 +104,23 @@ def log_probs_of(tokens: Sequence[int], top_n: int = 2) -> TokenLogProbs:
     return TokenLogProbs(chosen, ids, top)
 
 
-def end_of(asked: Asked, reason: str = "termination_id", **fields: Any) -> RequestEnd:
+def told(log_probs: TokenLogProbs) -> PromptLogProbs:
+    """A prompt's log probs as a replica tells them."""
+    assert log_probs.top_ids is not None
+    assert log_probs.top is not None
+    parts = (
+        log_probs.chosen[:, None].view(np.int32),
+        log_probs.top_ids,
+        log_probs.top.view(np.int32),
+    )
+    return PromptLogProbs(log_probs.top.shape[1], np.concatenate(parts, axis=1).tobytes())
+
+
+def end_of(asked: Asked, reason: str = "termination_id", **fields: Any) -> Ended:
     prompt = asked.prompts[0]
     if asked.choices[0].params.return_log_probs:
-        fields.setdefault("prompt_log_probs", log_probs_of(prompt[1:]))
-    return RequestEnd(reason, num_prompt_tokens=len(prompt), num_cached_tokens=1, **fields)
+        fields.setdefault("prompt_log_probs", told(log_probs_of(prompt[1:])))
+    return Ended(0, reason, num_prompt_tokens=len(prompt), num_cached_tokens=1, **fields)
 
 
 def endpoint_of(asked: Asked) -> Endpoint:

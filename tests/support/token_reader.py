@@ -2,7 +2,8 @@
 
 import asyncio
 
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
+from megatron_async.serving.messages import Ended
+from megatron_async.serving.readers import TokenLogProbs, TokenReader
 
 
 class KeepingReader(TokenReader):
@@ -11,7 +12,7 @@ class KeepingReader(TokenReader):
     def __init__(self) -> None:
         super().__init__()
         self.got: list[int] = []
-        self.end: asyncio.Future[RequestEnd] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         assert not self.end.done()
@@ -20,5 +21,5 @@ class KeepingReader(TokenReader):
     def text(self, text: str) -> None:
         raise AssertionError("nobody makes texts here")
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: Ended) -> None:
         self.end.set_result(end)

@@ -19,8 +19,8 @@ from megatron_async.compat.conversions.coordinator_service import MegatronParams
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 from megatron_async.serving.connection import check_sendable
-from megatron_async.serving.messages import UNSENDABLE, Generate, encode
-from megatron_async.serving.readers import RequestEnd, TokenReader
+from megatron_async.serving.messages import UNSENDABLE, Ended, Generate, encode
+from megatron_async.serving.readers import TokenReader
 from megatron_async.serving.token_client import TokenClient, checked_traceparent
 
 logger = logging.getLogger("megatron_async")
@@ -57,7 +57,7 @@ class _Reply(TokenReader):
         """Whether nobody waits for it."""
         return self._future.done()
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: Ended) -> None:
         """The request has ended."""
         if self._future.done():
             return
@@ -233,7 +233,7 @@ class InferenceClient:
             await wire.card()  # waits for a connection, and the first engine
             wire.send_message(message, reply)
         except Exception as error:
-            reply.ended(RequestEnd("error", (type(error).__name__, str(error))))
+            reply.fail(type(error).__name__, str(error))
 
     async def _tell(self, wire: _Wire, fields: dict[str, Any]) -> None:
         """Send a signal without waiting for its answer; `shutdown` alone waits."""

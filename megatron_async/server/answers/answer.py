@@ -12,16 +12,16 @@ import msgspec
 
 from megatron_async.server.answers.choice_text import (
     ChoiceText,
-    End,
     finish_reason,
     piece_reader,
 )
 from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind, UsageCount
-from megatron_async.server.answers.log_prob_json import LogProbs
 from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, Piece, Thought
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.messages import Ended
+from megatron_async.serving.readers import TokenLogProbs
 
 ABORTED = "the request was aborted by an administrator, or the service ended."
 _encode = msgspec.json.Encoder().encode
@@ -89,7 +89,7 @@ class AnswerChoice:
         self.failure: Refusal | None = None
 
     def push(
-        self, tokens: Sequence[int], log_probs: LogProbs | None = None, text: str | None = None
+        self, tokens: Sequence[int], log_probs: TokenLogProbs | None = None, text: str | None = None
     ) -> bytes:
         """The events of new tokens; none while their text may still change. `text` is what the
         replica makes."""
@@ -102,7 +102,7 @@ class AnswerChoice:
         ]
         return b"".join(events) + (self._push([], None, text) if text else b"")
 
-    def end(self, end: End) -> bytes:
+    def end(self, end: Ended) -> bytes:
         """The last events of this choice and, if it is the last to end, of the answer."""
         answer, writer = self._answer, self.writer
         answer.num_open -= 1
@@ -126,7 +126,7 @@ class AnswerChoice:
         assert self._result is not None, "the choice has ended"
         return self.writer.whole(self._result)
 
-    def _finish(self, end: End) -> bytes:
+    def _finish(self, end: Ended) -> bytes:
         events = self._take(self._text.end(end), is_end=True)
         if not self._items and self.writer.tells_empty:
             events += self._begin_item("text")
@@ -142,7 +142,7 @@ class AnswerChoice:
         )
         return events + self.writer.finished(self._result)
 
-    def _push(self, ids: list[int], log_probs: LogProbs | None, text: str | None) -> bytes:
+    def _push(self, ids: list[int], log_probs: TokenLogProbs | None, text: str | None) -> bytes:
         self._num_tokens += len(ids)
         self._answer.usage.generated += len(ids)
         settled = self._text.push(ids, text)

@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from megatron_async.server.answers.log_prob_json import LogProbs
 from megatron_async.server.chat.answer_pieces import CallReader
 from megatron_async.server.chat.calls_reader import CallsReader
 from megatron_async.server.chat.thoughts import ThoughtReader
 from megatron_async.server.fields.asked import Asked, AskedChoice, ChatStyle
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.messages import Ended
 from megatron_async.text.token_text import TokenText
 
 STOPPED = ("termination_id", "stop_token", "stop_word", "grammar")
 _NAMES = {"length": "length", "aborted": "abort"} | dict.fromkeys(STOPPED, "stop")
-
-
-class End(Protocol):
-    """The fields of `serving.readers.RequestEnd`: how a request ended."""
-
-    @property
-    def finish_reason(self) -> str | None:
-        """The engine's word."""
-
-    @property
-    def failure(self) -> tuple[str, str] | None:
-        """Name and message of the exception, if it failed."""
-
-    @property
-    def stop_words_from(self) -> int:
-        """Characters behind which stop words count."""
-
-    @property
-    def stop_word(self) -> str | None:
-        """The one that ended it, where the replica makes the text."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-
-    @property
-    def num_cached_tokens(self) -> int | None:
-        """Prompt tokens that were found in the prefix cache."""
-
-    @property
-    def prompt_log_probs(self) -> LogProbs | None:
-        """Log probs of the prompt's tokens but the first, if asked for."""
 
 
 class ChoiceText:
@@ -74,11 +41,11 @@ class ChoiceText:
             return text or ""
         return self._text.push(tokens)
 
-    def stop_word(self, end: End) -> str | None:
+    def stop_word(self, end: Ended) -> str | None:
         """The stop word that has ended the text, behind its end; None where none did."""
         return end.stop_word if self._text is None else self._text.stop_word
 
-    def stop_reason(self, end: End) -> int | str | None:
+    def stop_reason(self, end: Ended) -> int | str | None:
         """What has ended the text, behind its end, in vLLM's words: a stop string, or a token of
         `stop_token_ids`; None for the model's own end tokens, and where nothing of both did."""
         if end.finish_reason == "stop_word":
@@ -86,7 +53,7 @@ class ChoiceText:
         is_own = self._last in self._eos_ids and self._params.termination_id != -1
         return None if is_own or end.finish_reason != "stop_token" else self._last
 
-    def end(self, end: End) -> str:
+    def end(self, end: Ended) -> str:
         """The rest of the text."""
         if self._text is None:
             return ""
@@ -102,7 +69,7 @@ def piece_reader(style: ChatStyle) -> CallReader | None:
     return reader
 
 
-def finish_reason(end: End, style: ChatStyle, has_calls: bool) -> str:
+def finish_reason(end: Ended, style: ChatStyle, has_calls: bool) -> str:
     """OpenAI's word for how a choice ended ("abort", of an aborted request, is vLLM's)."""
     name = _NAMES.get(end.finish_reason or "", "stop")
     return "tool_calls" if name == "stop" and has_calls and not style.is_named else name

@@ -22,7 +22,6 @@ from megatron_async.server.answers.items import (
     UsageCount,
 )
 from megatron_async.server.answers.log_prob_json import (
-    LogProbs,
     Place,
     of_chat,
     of_completion,
@@ -32,6 +31,7 @@ from megatron_async.server.answers.log_prob_json import (
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.readers import TokenLogProbs, prompt_log_probs_of
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -59,7 +59,7 @@ class _ChoiceWriter(ItemWriter):
         self._is_told = style.is_stream and not self._waits_for_end
         has_news = style.top_n is not None or style.gives_token_ids or style.continuous_usage
         self._keeps_tokens = (has_news or not self._is_told) and not style.is_scoring
-        self._taken: list[tuple[list[int], LogProbs | None]] = []
+        self._taken: list[tuple[list[int], TokenLogProbs | None]] = []
         """Ids and log probs that no event has sent yet."""
         self._num_tokens = 0
         self._is_first = True
@@ -75,7 +75,7 @@ class _ChoiceWriter(ItemWriter):
             self.splice = self._head + before, after
 
     @override
-    def took(self, tokens: list[int], log_probs: LogProbs | None) -> None:
+    def took(self, tokens: list[int], log_probs: TokenLogProbs | None) -> None:
         self._num_tokens += len(tokens)
         if tokens and self._keeps_tokens:
             self._taken.append((tokens, log_probs))
@@ -152,7 +152,7 @@ class _ChoiceWriter(ItemWriter):
 
     def _prompt_places(self, result: ItemResult, top_n: int) -> list[Place]:
         """The prompt's tokens with their log probs; the first token has none (NaN)."""
-        log_probs = result.end.prompt_log_probs
+        log_probs = prompt_log_probs_of(result.end)
         if isinstance(self._prompt, str) or log_probs is None:
             return []
         return [(self._prompt[0], math.nan, []), *places(self._prompt[1:], log_probs, top_n)]

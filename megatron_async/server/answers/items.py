@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from megatron_async.server.answers.choice_text import End
-from megatron_async.server.answers.log_prob_json import LogProbs
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.messages import Ended
+from megatron_async.serving.readers import TokenLogProbs
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -96,7 +96,7 @@ class ItemResult:
     """
 
     items: list[Item]
-    end: End
+    end: Ended
     reason: str
     stop_word: str | None
     stop_reason: int | str | None
@@ -130,7 +130,7 @@ class ItemWriter:
         """Events before any token."""
         return b""
 
-    def took(self, tokens: list[int], log_probs: LogProbs | None) -> None:
+    def took(self, tokens: list[int], log_probs: TokenLogProbs | None) -> None:
         """Tokens whose text, if it is settled, comes next."""
 
     def opened(self, item: Item) -> bytes:

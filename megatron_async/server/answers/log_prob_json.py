@@ -9,41 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from megatron_async.server.answers.token_names import TokenNames
+from megatron_async.serving.readers import TokenLogProbs
 
 LOWEST = -9999.0
-
-
-class LogProbs(Protocol):
-    """The fields of `serving.readers.TokenLogProbs`: chosen `[n]`, top_ids and top `[n, k]` or
-    None."""
-
-    @property
-    def chosen(self) -> NDArray[np.float32]:
-        """Log probs of the tokens themselves."""
-
-    @property
-    def top_ids(self) -> NDArray[np.int32] | None:
-        """The likeliest tokens at each place."""
-
-    @property
-    def top(self) -> NDArray[np.float32] | None:
-        """Log probs of `top_ids`."""
-
-    def __getitem__(self, places: slice) -> Self:
-        """Log probs of a range of places."""
 
 
 Place = tuple[int, float, list[tuple[int, float]]]
 """A token, its log prob, and the likeliest tokens with theirs."""
 
 
-def places(tokens: Sequence[int], log_probs: LogProbs, top_n: int) -> list[Place]:
+def places(tokens: Sequence[int], log_probs: TokenLogProbs, top_n: int) -> list[Place]:
     """Log probs place by place, as Python numbers."""
     chosen = log_probs.chosen.tolist()
     if not top_n or log_probs.top_ids is None or log_probs.top is None:

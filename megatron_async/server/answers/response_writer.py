@@ -11,11 +11,12 @@ import time
 from typing import Any, override
 
 from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind, named_event
-from megatron_async.server.answers.log_prob_json import LogProbs, of_chat, places
+from megatron_async.server.answers.log_prob_json import of_chat, places
 from megatron_async.server.fields.ask_responses import full_name
 from megatron_async.server.fields.asked import Asked, AskedChoice
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.readers import TokenLogProbs
 
 PREFIXES: dict[Kind, str] = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 CALL_PREFIX = "call_"
@@ -53,7 +54,7 @@ class ResponseWriter(ItemWriter):
         )
 
     @override
-    def took(self, tokens: list[int], log_probs: LogProbs | None) -> None:
+    def took(self, tokens: list[int], log_probs: TokenLogProbs | None) -> None:
         top_n = self.style.top_n
         if log_probs is not None and top_n is not None:
             found = places(tokens, log_probs, top_n)

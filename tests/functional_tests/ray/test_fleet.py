@@ -24,7 +24,7 @@ from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.http.asgi_app import AsgiApp, make_app
 from megatron_async.server.stream_hub import StreamHub
-from megatron_async.serving.readers import RequestEnd
+from megatron_async.serving.messages import Ended
 from megatron_async.serving.records import CoordinatorConfig
 from tests.support.harness import greedy, make_engine, make_model
 from tests.support.patience import PATIENCE_S
@@ -114,7 +114,7 @@ def ask_all(client: FleetClient, params: SamplingParams) -> list[KeepingReader]:
     return readers
 
 
-async def ends_of(readers: list[KeepingReader]) -> list[RequestEnd]:
+async def ends_of(readers: list[KeepingReader]) -> list[Ended]:
     return await asyncio.wait_for(asyncio.gather(*(reader.end for reader in readers)), PATIENCE_S)
 
 

@@ -27,9 +27,9 @@ from megatron_async.server.fields.asked import Asked
 from megatron_async.serving import connection, coordinator
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
-from megatron_async.serving.messages import PROTOCOL, ClientHello, Welcome
+from megatron_async.serving.messages import PROTOCOL, ClientHello, Ended, PromptLogProbs, Welcome
 from megatron_async.serving.metrics import serve_coordinator_metrics
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs
+from megatron_async.serving.readers import TokenLogProbs
 from megatron_async.serving.replica import Replica
 from tests.support.cards import on_cards
 from tests.support.harness import EngineFactory, greedy
@@ -378,10 +378,11 @@ def said(llm: LLM, asked: Asked) -> dict[str, Any]:
             log_probs = TokenLogProbs(np.array(result.log_probs.generated(), np.float32))
             prompt = result.log_probs.prompt()
             if prompt is not None:
-                prompt_log_probs = TokenLogProbs(np.array(prompt, np.float32))
+                prompt_log_probs = PromptLogProbs(0, np.array(prompt, np.float32).tobytes())
         choice.push(result.generated_tokens, log_probs)
         choice.end(
-            RequestEnd(
+            Ended(
+                0,
                 result.finish_reason,
                 num_prompt_tokens=len(result.prompt_tokens),
                 stop_words_from=result.stop_words_from,

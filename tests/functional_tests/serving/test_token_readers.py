@@ -28,7 +28,8 @@ from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.link import Link
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
+from megatron_async.serving.messages import Ended
+from megatron_async.serving.readers import TokenLogProbs, TokenReader, prompt_log_probs_of
 from megatron_async.serving.replica import Replica, serve_replica
 from megatron_async.serving.token_client import TokenClient
 from tests.support.harness import EngineFactory, greedy
@@ -48,7 +49,7 @@ class Reader(TokenReader):
         self.log_probs: list[TokenLogProbs] = []
         self.texts: list[str] = []
         self.fails_at = fails_at
-        self.end: asyncio.Future[RequestEnd] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         assert not self.end.done()
@@ -61,7 +62,7 @@ class Reader(TokenReader):
     def text(self, text: str) -> None:
         self.texts.append(text)
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: Ended) -> None:
         self.end.set_result(end)
 
     @property
@@ -161,7 +162,7 @@ def test_readers_are_told_what_one_engine_gives(with_client: Run, make_tiny_engi
     with_client(work)
 
 
-def check_log_probs(reader: Reader, end: RequestEnd, request: Any) -> None:
+def check_log_probs(reader: Reader, end: Ended, request: Any) -> None:
     if not request.sampling_params.return_log_probs:
         assert reader.log_probs == []
         return
@@ -179,9 +180,9 @@ def check_log_probs(reader: Reader, end: RequestEnd, request: Any) -> None:
     if request.sampling_params.skip_prompt_log_probs:
         assert end.prompt_log_probs is None
     else:
-        assert end.prompt_log_probs is not None
-        of_prompt = end.prompt_log_probs.chosen
-        np.testing.assert_allclose(of_prompt, request.prompt_log_probs, rtol=1e-5)
+        of_prompt = prompt_log_probs_of(end)
+        assert of_prompt is not None
+        np.testing.assert_allclose(of_prompt.chosen, request.prompt_log_probs, rtol=1e-5)
 
 
 def test_a_readers_fault_is_its_own(with_client: Run) -> None:

@@ -24,7 +24,7 @@ from megatron_async.serving.messages import (
     encode,
 )
 from megatron_async.serving.model_card import ModelCard
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
+from megatron_async.serving.readers import TokenLogProbs, TokenReader
 
 FIRST = first_number(1)
 SECOND = FIRST + 1
@@ -38,7 +38,7 @@ class Keeping(TokenReader):
     def __init__(self) -> None:
         super().__init__()
         self.got: list[int] = []
-        self.ends: list[RequestEnd] = []
+        self.ends: list[Ended] = []
 
     def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
         self.got += tokens.tolist()
@@ -46,7 +46,7 @@ class Keeping(TokenReader):
     def text(self, text: str) -> None:
         raise AssertionError("no replica makes texts here")
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: Ended) -> None:
         self.ends.append(end)
 
 

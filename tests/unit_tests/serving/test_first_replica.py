@@ -14,7 +14,7 @@ from megatron_async.errors import ReplicaLost, RequestError
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.messages import Abort, Ended, Goodbye, Run
-from megatron_async.serving.readers import RequestEnd, TokenLogProbs, TokenReader
+from megatron_async.serving.readers import TokenLogProbs, TokenReader
 from megatron_async.serving.records import CoordinatorConfig
 from tests.support.patience import PATIENCE_S
 from tests.unit_tests.serving.test_malformed_messages import Peer, replica
@@ -111,7 +111,7 @@ class Told(TokenReader):
     def text(self, text: str) -> None:
         self.all.append(text)
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: Ended) -> None:
         self.all.append(end.finish_reason)
         self.failure = end.failure
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_async.server.answer_stream import AnswerStream
 from megatron_async.server.http.answer_connection import AsgiConnection
 from megatron_async.server.stream_hub import StreamHub
-from megatron_async.serving.readers import RequestEnd
+from megatron_async.serving.messages import Ended
 from tests.support.patience import PATIENCE_S
 
 TOKEN = memoryview(np.array([7], np.int32))
@@ -67,7 +67,7 @@ def test_the_first_token_is_in_the_write_that_begins_the_answer():
         one.hub.flush()
         await asyncio.sleep(0)
         assert (one.heads, one.connection.chunks) == ([b"first t"], [b"t"])
-        one.feeds[0].ended(RequestEnd("length"))
+        one.feeds[0].ended(Ended(0, "length"))
         one.hub.flush()
         assert one.stream.done.done()
         assert one.connection.chunks == [b"t", b"end"]
@@ -81,7 +81,7 @@ def test_what_comes_before_the_form_of_the_answer_is_there_waits_for_it():
     async def play():
         one = Played()
         one.feeds[0].tokens(TOKEN, None)
-        one.feeds[0].ended(RequestEnd("length"))
+        one.feeds[0].ended(Ended(0, "length"))
         one.hub.flush()
         assert one.heads == []
         one.open()
@@ -103,7 +103,7 @@ def test_an_answer_that_fails_at_once_is_not_begun(failing):
         one = Played(2)
         one.open()
         one.feeds[1 - failing].tokens(TOKEN, None)
-        one.feeds[failing].ended(RequestEnd("error", ("Overloaded", "too many")))
+        one.feeds[failing].ended(Ended(0, "error", ("Overloaded", "too many")))
         await asyncio.wait_for(one.stream.done, PATIENCE_S)
         one.hub.flush()
         assert not one.stream.has_begun
@@ -145,7 +145,7 @@ def test_an_answer_that_cannot_be_continued_fails_alone():
         one.hub.flush()
         await asyncio.sleep(0)
         one.feeds[0].tokens(memoryview(np.array([666], np.int32)), None)
-        two.feeds[0].ended(RequestEnd("length"))
+        two.feeds[0].ended(Ended(0, "length"))
         one.hub.flush()
         assert isinstance(one.stream.done.exception(), ValueError)
         assert one.aborts == [1]
