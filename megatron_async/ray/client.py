@@ -12,11 +12,11 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 from megatron_async.errors import ReplicaLost
 from megatron_async.ray.messages import (
@@ -36,6 +36,7 @@ from megatron_async.serving.messages import (
     Ask,
     ClientHello,
     Ended,
+    Generate,
     Goodbye,
     Leave,
     Leaving,
@@ -54,7 +55,7 @@ from megatron_async.serving.model_card import ModelCard, decode_card
 from megatron_async.serving.readers import TokenReader
 from megatron_async.serving.records import MOST_SILENCE_S, CoordinatorConfig
 from megatron_async.serving.sent_requests import SentRequests
-from megatron_async.serving.token_client import check_request, request_message
+from megatron_async.serving.token_client import RequestClient, check_request
 
 logger = logging.getLogger("megatron_async")
 
@@ -120,7 +121,7 @@ class _Replica:
         return self.name.encode()
 
 
-class FleetClient:
+class FleetClient(RequestClient):
     """Sends requests to a fleet and calls their readers; on one event loop.
 
     A replica that was lost is not used again, as batches of its news may be missing.
@@ -130,9 +131,6 @@ class FleetClient:
         config: limits of this client's requests, and how often a request is sent again. The manager
             itself notices silent replicas, and queues what a replica has no room for.
         ingress: number of this client, below `MOST_INGRESSES`; None: drawn.
-
-    Attributes:
-        after_message: called when readers were given all that had come.
     """
 
     def __init__(
@@ -160,20 +158,10 @@ class FleetClient:
         self._card: ModelCard | None = None
         self.after_message: Callable[[], None] | None = None
 
-    # ---- As `TokenClient` --------------------------------------------------------------------
+    # ---- As `RequestClient` ------------------------------------------------------------------
 
-    def send(
-        self,
-        prompt: Sequence[int] | str,
-        params: SamplingParams,
-        reader: TokenReader,
-        priority: int = 0,
-        owner: str = "",
-        label: str = "",
-        traceparent: str = "",
-    ) -> int:
-        """Send one request; arguments, result and errors are those of `TokenClient.send`."""
-        asked = request_message(prompt, params, priority, owner, label, traceparent)
+    @override
+    def _send(self, asked: Generate, params: SamplingParams, reader: TokenReader) -> int:
         check_request(asked)
         asked.number = next(self._numbers)
         self._sent.put(asked.number, reader, params)
@@ -183,13 +171,13 @@ class FleetClient:
             asyncio.get_running_loop().call_soon(self._deliver)
         return asked.number
 
+    @override
     def abort(self, number: int) -> None:
-        """End a request that `send` returned; one that has ended stays as it is."""
         if number in self._sent:
             self._hear(ME, Abort(number))
 
+    @override
     async def card(self) -> ModelCard:
-        """What is served; waits for the first replica."""
         self._look()
         if self._card is None:
             self._card = decode_card(await self._fleet.card())

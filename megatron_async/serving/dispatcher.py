@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 
 import msgspec
 
@@ -59,34 +58,6 @@ from megatron_async.serving.records import (
 from megatron_async.serving.request_books import RequestBooks, as_told
 from megatron_async.serving.service_verbs import VERBS, ServiceVerbs, find_replica, state_after
 
-
-class CardShelf:
-    """Keeps one card, since the replicas of a coordinator serve one model."""
-
-    def __init__(self) -> None:
-        self._card: Card | None = None
-
-    def has(self, digest: str) -> bool:
-        """Whether the card is there."""
-        return self._card is not None and self._card.digest == digest
-
-    def put(self, card: Card) -> bool:
-        """Keep a card; returns whether there was another one before."""
-        is_other = self._card is not None and not self.has(card.digest)
-        self._card = card
-        return is_other
-
-    def answer(self, fields: Mapping[str, Any]) -> dict[str, object]:
-        """The answer to a client that has the card `fields["digest"]`, or none: empty if there is
-        no card, and the card itself if the client does not have it."""
-        if self._card is None:
-            return {}
-        found: dict[str, object] = {"digest": self._card.digest}
-        if fields.get("digest") != self._card.digest:
-            found["card"] = self._card.data
-        return found
-
-
 logger = logging.getLogger("megatron_async")
 
 
@@ -108,7 +79,8 @@ class Dispatcher(RequestBooks):
     ) -> None:
         super().__init__(config, send, first)
         self._indexes = count()
-        self._shelf = CardShelf()
+        self._card: Card | None = None
+        """Of the one model that the replicas serve."""
         self._last_ping = now
         self._replica_there = now
         self._departed = ""
@@ -196,7 +168,7 @@ class Dispatcher(RequestBooks):
                 return
             replica = ReplicaRecord(identity, hello.info, now, next(self._indexes))
             self.replicas[identity] = replica
-            wants_card = not self._shelf.has(hello.info.card)
+            wants_card = self._card is None or self._card.digest != hello.info.card
             self._send(identity, Welcome(self._config.silence_s, wants_card))
             self.verbs.joined(replica)
             logger.info("Replica %s joined; %d now.", hello.info.name, len(self.replicas))
@@ -264,7 +236,8 @@ class Dispatcher(RequestBooks):
             case StepTokens():
                 self._hear_tokens(replica, message, now)
             case Card():
-                if self._shelf.put(message):
+                before, self._card = self._card, message
+                if before is not None and before.digest != message.digest:
                     for identity in self.clients:
                         self._send(identity, NewModel())
             case Done():
@@ -390,7 +363,7 @@ class Dispatcher(RequestBooks):
         number = self.routes.add(client.index, asked.number)
         request = RoutedRequest(number, client.identity, asked, self.routes, received_at=now)
         self.requests[request.number] = client.requests[asked.number] = request
-        self.in_flight.add(request)
+        self.in_flight.count(request, 1)
         ready = [] if self.queue else self._ready(False)
         if ready:  # nobody is before it
             self._give(request, ready, now)
@@ -409,7 +382,10 @@ class Dispatcher(RequestBooks):
         if ask.what == "stats":
             return self.stats()
         if ask.what == "card":
-            return self._shelf.answer(ask.fields)
+            if (card := self._card) is None:
+                return {}
+            is_known = ask.fields.get("digest") == card.digest
+            return {"digest": card.digest} | ({} if is_known else {"card": card.data})
         replica = find_replica(ask.replica, self.replicas.values())
         state = state_after(ask.what, replica)
         if state != replica.state or not state.is_departing:

@@ -1,20 +1,15 @@
-"""`TokenReader`, to which a client gives the tokens of its requests, its arguments and errors; and
-`RequestClient`, the client as an HTTP process sees it."""
+"""`TokenReader`, to which a client gives the tokens of its requests, its arguments and errors."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.errors import ReplicaLost
-from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.serving.messages import TOKEN_BYTES, Ended
-from megatron_async.serving.model_card import ModelCard
 
 logger = logging.getLogger("megatron_async")
 
@@ -163,28 +158,3 @@ class TokenReader:
             self.ended(Ended(self.number, "error", (kind, text)))
         except Exception:
             logger.exception(FAULT_AT_END)
-
-
-class RequestClient(Protocol):
-    """Implemented by `TokenClient` and `FleetClient`."""
-
-    def send(
-        self,
-        prompt: Sequence[int] | str,
-        params: SamplingParams,
-        reader: TokenReader,
-        priority: int = 0,
-        owner: str = "",
-        label: str = "",
-        traceparent: str = "",
-    ) -> int:
-        """Send one request; see `TokenClient.send`."""
-
-    def abort(self, number: int) -> None:
-        """End a request that `send` returned; one that has ended stays as it is."""
-
-    async def card(self) -> ModelCard:
-        """The card of the served model; waits for the first replica."""
-
-    async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        """Ask something of the service, or tell it what to do; ValueError: it cannot do that."""

@@ -107,12 +107,12 @@ class RequestBooks:
         self._forget(request)
         if (client := self.clients.get(request.client)) is not None:
             client.requests.pop(request.asked.number, None)
-        self.service.ended_as(ended, request.wait_s)
+        self.service.ended(ended, request.wait_s)
 
     def _forget(self, request: RoutedRequest) -> None:
         del self.requests[request.number]
         self.routes.remove(request.number)
-        self.in_flight.remove(request)
+        self.in_flight.count(request, -1)
         self.queue.discard(request)
         if request.replica is not None:
             request.replica.requests.pop(request.number, None)

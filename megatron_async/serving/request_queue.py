@@ -72,15 +72,8 @@ class InFlight:
         self._requests_of: Counter[str] = Counter()
         self._tokens_of: Counter[str] = Counter()
 
-    def add(self, request: RoutedRequest) -> None:
-        """A request is taken."""
-        self._count(request, 1)
-
-    def remove(self, request: RoutedRequest) -> None:
-        """A request has ended."""
-        self._count(request, -1)
-
-    def _count(self, request: RoutedRequest, sign: int) -> None:
+    def count(self, request: RoutedRequest, sign: int) -> None:
+        """A request is taken (1), or has ended (-1)."""
         owner, tokens = request.asked.owner, sign * request.tokens
         self.requests += sign
         self.tokens += tokens

@@ -83,42 +83,21 @@ class ServiceCounters:
         """Count tokens that were sent to clients."""
         self.generated_tokens += tokens
 
-    def ended(
-        self,
-        reason: str | None,
-        *,
-        prompt_tokens: int = 0,
-        cached_tokens: int = 0,
-        generated_tokens: int = 0,
-        wait_s: float = 0.0,
-        queue_s: float | None = None,
-        ttft: float | None = None,
-        latency: float | None = None,
-    ) -> None:
-        """A request has ended.
-
-        Replicas do not report single times between tokens: each counts as the request's mean.
-
-        Args:
-            reason: one of `REASONS`.
-            prompt_tokens: of its prompt.
-            cached_tokens: of these, those found in the replica's cache.
-            generated_tokens: by the last attempt.
-            wait_s: seconds in the coordinator, before a replica had it (the last time).
-            queue_s: seconds at the replica before it had a slot; None: it got none, or that is
-                not known.
-            ttft: seconds from the replica's having it to its first token; None: it got none.
-            latency: seconds from the replica's having it to its end; None: no replica told.
-        """
+    def ended(self, ended: Ended, wait_s: float = 0.0) -> None:
+        """A request has ended, which waited for a replica in the coordinator (the last time) for
+        `wait_s` seconds. Replicas do not report single times between tokens: each counts as the
+        request's mean."""
+        reason, prompt = ended.finish_reason, ended.num_prompt_tokens
+        tokens = ended.num_generated_tokens
         self.reasons[reason if reason in REASONS else "error"] += 1
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-        if reason in ("error", "aborted", None) and not generated_tokens:
+        self.prompt_tokens += prompt
+        self.cached_tokens += ended.num_cached_tokens or 0
+        if reason in ("error", "aborted", None) and not tokens:
             return  # it says nothing of how long an answer takes
-        histograms = self.histograms
-        histograms["prompt_tokens"].add(prompt_tokens)
-        histograms["generated_tokens"].add(generated_tokens)
-        queue = 0.0 if queue_s is None else queue_s
+        histograms, ttft, latency = self.histograms, ended.ttft, ended.latency
+        histograms["prompt_tokens"].add(prompt)
+        histograms["generated_tokens"].add(tokens)
+        queue = 0.0 if ended.queue_s is None else ended.queue_s
         histograms["queue_seconds"].add(wait_s + queue)
         if latency is not None:
             histograms["e2e_seconds"].add(wait_s + latency)
@@ -129,26 +108,8 @@ class ServiceCounters:
         histograms["prefill_seconds"].add(ttft - queue)
         if latency is not None:
             histograms["decode_seconds"].add(latency - ttft)
-            if (gaps := generated_tokens - 1) > 0:
+            if (gaps := tokens - 1) > 0:
                 histograms["inter_token_seconds"].add((latency - ttft) / gaps, gaps)
-
-    def ended_as(self, ended: Ended, wait_s: float) -> None:
-        """A request has ended as its replica, or the giver-up, told.
-
-        Args:
-            ended: the end.
-            wait_s: seconds before a replica had the request (the last time).
-        """
-        self.ended(
-            ended.finish_reason,
-            prompt_tokens=ended.num_prompt_tokens,
-            cached_tokens=ended.num_cached_tokens or 0,
-            generated_tokens=ended.num_generated_tokens,
-            wait_s=wait_s,
-            queue_s=ended.queue_s,
-            ttft=ended.ttft,
-            latency=ended.latency,
-        )
 
     def as_dict(self) -> dict[str, Any]:
         """For `stats`: `reasons`, `prompt_tokens`, `cached_tokens`, `generated_tokens`, and

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_async.serving.messages import Answer, Ask, Do, Done, SetPaused, ToClient, ToReplica
-from megatron_async.serving.records import ReplicaRecord, ReplicaState, RoutedRequest
+from megatron_async.serving.messages import Answer, Ask, Do, Done, SetPaused
+from megatron_async.serving.records import ReplicaRecord, ReplicaState
+from megatron_async.serving.request_books import RequestBooks
 
 COMMANDS = {
     "pause": ReplicaState.PAUSED,
@@ -72,19 +73,6 @@ REFUSALS = {
 PAUSE_MODES = ("keep", "abort")
 
 
-class Books(Protocol):
-    """The methods of a dispatcher that verbs call."""
-
-    replicas: dict[bytes, ReplicaRecord]
-    requests: dict[int, RoutedRequest]
-
-    def abort_request(self, request: RoutedRequest) -> None:
-        """End a request; its client is told."""
-
-    def tell(self, identity: bytes, message: ToClient | ToReplica) -> None:
-        """Send a message; never fails."""
-
-
 @dataclass
 class Question:
     """A verb that replicas must do before its answer.
@@ -118,7 +106,7 @@ class ServiceVerbs:
         on_shutdown: ends the coordinator for a client; None: no client may.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: RequestBooks) -> None:
         self._books = books
         self._questions: dict[int, Question] = {}
         self._next = 0

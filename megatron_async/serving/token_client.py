@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Protocol, override
 
 import msgspec
 
@@ -166,45 +166,15 @@ class FirstReplica:
             )  # fmt: skip
 
 
-class TokenClient:
-    """Sends requests to a coordinator and calls their readers; on one event loop.
-
-    Args:
-        address: of the coordinator, as in "tcp://127.0.0.1:9500".
-        connect_timeout_s: how long a call waits for a coordinator.
-        replica_timeout_s: how long requests wait for the coordinator's first replica, which may
-            still load its model. (Later ones wait in the coordinator; see docs/serving.md.)
-        secret: the coordinator's, if it asks for one.
+class RequestClient(Protocol):
+    """A client as an HTTP process sees it.
 
     Attributes:
         after_message: called when readers were given all that had come: a writer for several
             of them writes once.
-        lost: called when the coordinator is lost; all readers have been told before.
     """
 
-    def __init__(
-        self,
-        address: str,
-        connect_timeout_s: float = 10.0,
-        replica_timeout_s: float = 600.0,
-        secret: bytes | None = None,
-    ) -> None:
-        self._address = address
-        self._secret = secret
-        self._timeout_s = connect_timeout_s
-        self._replica_timeout_s = replica_timeout_s
-        self._first_replica = FirstReplica(address, replica_timeout_s)
-        self._connection: Connection[ToClient] | None = None
-        self._opening = asyncio.Lock()
-        self._keeping: asyncio.Task[None] | None = None
-        self._numbers = count()
-        self._sent = SentRequests(self.abort)
-        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._card: ModelCard | None = None
-        self._card_is_new = False
-        self._tokenizer: tuple[str, Any] | None = None
-        self.after_message: Callable[[], None] | None = None
-        self.lost: Callable[[CoordinatorLost], None] | None = None
+    after_message: Callable[[], None] | None
 
     def send(
         self,
@@ -235,11 +205,66 @@ class TokenClient:
             CoordinatorLost: there is no connection now.
             RequestError: a value of the request cannot be sent.
         """
-        if self._connection is None:
-            raise CoordinatorLost(f"there is no connection to the coordinator at {self._address}.")
+        self._check_open()
         message = request_message(prompt, params, priority, owner, label, traceparent)
         return self._send(message, params, reader)
 
+    def abort(self, number: int) -> None:
+        """End a request that `send` returned; one that has ended stays as it is."""
+
+    async def card(self) -> ModelCard:
+        """The card of the served model; waits for the first replica."""
+
+    async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        """Ask something of the service, or tell it what to do; ValueError: it cannot do that."""
+
+    def _check_open(self) -> None:
+        """Raise CoordinatorLost if there is no connection now."""
+        return
+
+    def _send(self, message: Generate, params: SamplingParams, reader: TokenReader) -> int:
+        """Send a message, which has no number yet."""
+
+
+class TokenClient(RequestClient):
+    """Sends requests to a coordinator and calls their readers; on one event loop.
+
+    Args:
+        address: of the coordinator, as in "tcp://127.0.0.1:9500".
+        connect_timeout_s: how long a call waits for a coordinator.
+        replica_timeout_s: how long requests wait for the coordinator's first replica, which may
+            still load its model. (Later ones wait in the coordinator; see docs/serving.md.)
+        secret: the coordinator's, if it asks for one.
+
+    Attributes:
+        lost: called when the coordinator is lost; all readers have been told before.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        connect_timeout_s: float = 10.0,
+        replica_timeout_s: float = 600.0,
+        secret: bytes | None = None,
+    ) -> None:
+        self._address = address
+        self._secret = secret
+        self._timeout_s = connect_timeout_s
+        self._replica_timeout_s = replica_timeout_s
+        self._first_replica = FirstReplica(address, replica_timeout_s)
+        self._connection: Connection[ToClient] | None = None
+        self._opening = asyncio.Lock()
+        self._keeping: asyncio.Task[None] | None = None
+        self._numbers = count()
+        self._sent = SentRequests(self.abort)
+        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._card: ModelCard | None = None
+        self._card_is_new = False
+        self._tokenizer: tuple[str, Any] | None = None
+        self.after_message: Callable[[], None] | None = None
+        self.lost: Callable[[CoordinatorLost], None] | None = None
+
+    @override
     def abort(self, request: TokenReader | int) -> None:
         """End a request that `submit` or `send` returned; if it has ended, nothing happens."""
         number = request if isinstance(request, int) else request.number
@@ -291,6 +316,12 @@ class TokenClient:
 
     # ---- The connection ----------------------------------------------------------------------
 
+    @override
+    def _check_open(self) -> None:
+        if self._connection is None:
+            raise CoordinatorLost(f"there is no connection to the coordinator at {self._address}.")
+
+    @override
     def _send(self, message: Generate, params: SamplingParams, reader: TokenReader) -> int:
         assert self._connection is not None
         message.number = next(self._numbers)

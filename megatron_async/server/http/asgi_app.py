@@ -16,7 +16,7 @@ from megatron_async.server.http.replies import Send
 from megatron_async.server.http.service_routes import ServiceRoutes
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import RequestTracer
-from megatron_async.serving.readers import RequestClient
+from megatron_async.serving.token_client import RequestClient
 
 
 def make_app(

@@ -31,7 +31,7 @@ from megatron_async.server.http.replies import ClientGone, reply, reply_json
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
 from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import RequestTracer
-from megatron_async.serving.readers import RequestClient
+from megatron_async.serving.token_client import RequestClient
 
 LOADED_EVERY_S = 1.0
 """Between two looks whether a first replica has its model."""

@@ -18,7 +18,7 @@ from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply, reply_json
 from megatron_async.server.service_metrics import CONTENT_TYPE, metrics_text
 from megatron_async.serving.messages import RemoteError
-from megatron_async.serving.readers import RequestClient
+from megatron_async.serving.token_client import RequestClient
 from megatron_async.version import __version__
 
 STATE_S = 2.0

@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async.server.service_metrics import metrics_text
+from megatron_async.serving.messages import Ended
 from megatron_async.serving.service_counters import ServiceCounters
 
 BOARDS = (
@@ -35,7 +36,8 @@ def engine(**changes: float) -> dict[str, Any]:
 def stats(**changes: Any) -> dict[str, Any]:
     counters = ServiceCounters()
     counters.generated(9)
-    counters.ended("stop_word", prompt_tokens=5, generated_tokens=9, ttft=0.03, latency=0.83)
+    tokens = {"num_prompt_tokens": 5, "num_generated_tokens": 9}
+    counters.ended(Ended(0, "stop_word", **tokens, ttft=0.03, latency=0.83))
     outcomes = ("received", "completed", "failed", "aborted", "retried", "refused")
     return {
         **{f"{outcome}_requests": 1 for outcome in outcomes},

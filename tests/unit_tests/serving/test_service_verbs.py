@@ -298,10 +298,9 @@ def test_bounds_rise_and_hold_what_is_on_them() -> None:
 
 def test_times_of_a_request_are_the_services() -> None:
     counters = ServiceCounters()
-    counters.ended(
-        "length", prompt_tokens=7, cached_tokens=4, generated_tokens=11,
-        wait_s=0.5, queue_s=0.25, ttft=1.0, latency=3.0,
-    )  # fmt: skip
+    told = {"num_prompt_tokens": 7, "num_cached_tokens": 4, "num_generated_tokens": 11}
+    ended = Ended(0, "length", **told, queue_s=0.25, ttft=1.0, latency=3.0)
+    counters.ended(ended, wait_s=0.5)
     sums = {name: histogram.total for name, histogram in counters.histograms.items()}
     assert sums == pytest.approx(
         {
@@ -316,10 +315,10 @@ def test_times_of_a_request_are_the_services() -> None:
 
 def test_who_never_ran_says_nothing_of_times() -> None:
     counters = ServiceCounters()
-    counters.ended("error", wait_s=3.0)
-    counters.ended("aborted", wait_s=3.0)
-    counters.ended("of another version", wait_s=3.0)
-    counters.ended("termination_id", generated_tokens=1, ttft=0.1, latency=0.1)
+    counters.ended(Ended(0, "error"), wait_s=3.0)
+    counters.ended(Ended(0, "aborted"), wait_s=3.0)
+    counters.ended(Ended(0, "of another version"), wait_s=3.0)
+    counters.ended(Ended(0, "termination_id", num_generated_tokens=1, ttft=0.1, latency=0.1))
     assert counters.reasons["error"] == 2
     assert sum(counters.histograms["inter_token_seconds"].counts) == 0
     assert sum(counters.histograms["ttft_seconds"].counts) == 1
