@@ -80,7 +80,7 @@ class Dispatcher(RequestBooks):
         super().__init__(config, send, first)
         self._indexes = count()
         self._card: Card | None = None
-        """Of the one model that the replicas serve."""
+        """The card of the one model that the replicas serve."""
         self._last_ping = now
         self._replica_there = now
         self._departed = ""
