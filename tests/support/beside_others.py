@@ -7,15 +7,8 @@ from megatron_async.ranks.rank_group import RankGroup
 
 
 class BesideOthers(RankGroup):
-    """A rank that shares experts with others, which run some steps more whenever this one stops.
-
-    Args:
-        steps: how many.
-
-    Attributes:
-        steps: at the next stops.
-        launched: steps that this rank was asked for so far.
-    """
+    """A rank that shares experts with others, which run `steps` more whenever this one stops;
+    `launched` counts the steps that this rank was asked for."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

@@ -26,15 +26,8 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page in a Chromium of its own; use it with `with`.
-
-    Args:
-        program: of Chromium.
-        folder: for its profile.
-
-    Attributes:
-        complaints: errors that the page has logged, violations of its policy included.
-    """
+    """One page in a Chromium of its own, with a profile in `folder`; use it with `with`.
+    `complaints` are errors that the page has logged, violations of its policy included."""
 
     def __init__(self, program: str, folder: Path) -> None:
         reads, self._writes = os.pipe()

@@ -19,17 +19,10 @@ LOCKING = threading.__file__, concurrent.futures._base.__file__
 
 
 class AtBytecode:
-    """`with` it: before the given bytecode of the package (or of `LOCKING`) that this thread runs
-    within, `act` is called; what it raises is raised there.
-
-    Args:
-        number: of the bytecode, from 1.
-        act: is called at most once.
-        spared: functions whose own bytecodes do not count.
-
-    Attributes:
-        where: file, line and function of the bytecode; None: there are fewer.
-    """
+    """`with` it: before the given bytecode (from 1) of the package (or of `LOCKING`) that this
+    thread runs within, `act` is called, once at most; what it raises is raised there. The bytecodes
+    of `spared` functions do not count. `where` is file, line and function of the bytecode; None:
+    there are fewer."""
 
     def __init__(
         self, number: int, act: Callable[[], None], spared: tuple[CodeType, ...] = ()

@@ -18,12 +18,7 @@ SIZES = (1, 2, 4)
 
 
 class Cards(NamedTuple):
-    """What `--cards EACH/THERE` says.
-
-    Attributes:
-        each: cards of each test of this run.
-        there: cards of the machine.
-    """
+    """What `--cards EACH/THERE` says: cards of each test of this run, and of the machine."""
 
     each: int
     there: int
@@ -45,23 +40,15 @@ class Cards(NamedTuple):
         return (1 if needed > self.there else needed) == self.each
 
     def of_worker(self, number: int, names: Sequence[str] = ()) -> list[str]:
-        """The cards that a worker sees; workers beyond the last card begin again at the first.
-
-        Args:
-            number: of the worker.
-            names: of the machine's cards in CUDA_VISIBLE_DEVICES; none: their numbers.
-        """
+        """The cards that a worker sees, of `names` in CUDA_VISIBLE_DEVICES (none: their numbers);
+        workers beyond the last card begin again at the first."""
         names = names or [str(card) for card in range(self.there)]
         first = self.each * (number % max(self.there // self.each, 1))
         return list(names[first : first + self.each])
 
 
 def needed_by(item: pytest.Item) -> int:
-    """The cards of a test; 0: none.
-
-    Raises:
-        UsageError: its mark has another number than those of `SIZES`.
-    """
+    """The cards of a test, 0 for none; a UsageError if its mark's number is not one of `SIZES`."""
     mark = item.get_closest_marker("gpus")
     if mark is None:
         return int(item.get_closest_marker("gpu") is not None)
@@ -71,11 +58,8 @@ def needed_by(item: pytest.Item) -> int:
 
 
 def on_cards(cases: Iterable[Any]) -> list[Any]:
-    """Cases whose last value is the number of their ranks, each of which has a card.
-
-    Args:
-        cases: tuples of values, or numbers of ranks alone.
-    """
+    """Cases (tuples of values, or numbers of ranks alone) whose last value is the number of their
+    ranks, each of which has a card."""
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*row, marks=pytest.mark.gpus(row[-1])) for row in rows]
 

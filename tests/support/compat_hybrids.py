@@ -81,18 +81,8 @@ def split_conv1d_scan(
     **_: Any,
 ) -> torch.Tensor:
     """What mamba-ssm's `mamba_split_conv1d_scan_combined` gives: convolution, the recurrence token
-    by token (Dao and Gu 2024), the skip D and the gate.
-
-    Args:
-        zxbcdt: `[batch, tokens, z, x, B, C and dt]`.
-        weight: `[channels, taps]` of the convolution.
-        bias: of the convolution.
-        dt_bias: `[heads]`.
-        rate: `[heads]`, the decay.
-        D: `[heads]`.
-        headdim: elements of a head.
-        ngroups: of heads.
-    """
+    by token (Dao and Gu 2024), the skip D and the gate. `zxbcdt` is `[batch, tokens, z, x, B, C and
+    dt]`, `weight` `[channels, taps]`; `dt_bias`, `rate` (the decay) and `D` are `[heads]`."""
     batch, tokens, _width = zxbcdt.shape
     dtype, zxbcdt = zxbcdt.dtype, zxbcdt.float()  # as the kernels, which round what they return
     weight, bias = weight.float(), bias.float()
@@ -238,14 +228,9 @@ def stack_spec(qk_norm: bool) -> ModuleSpec:
 def hybrid_model(
     pattern: str, kind: type = HybridModel, device: str = "cpu", **changes: Any
 ) -> HybridModel:
-    """A lively model of a layer pattern, float32 if its configuration says nothing else.
-
-    Args:
-        pattern: of its layers.
-        kind: its class.
-        device: "cuda" where mamba-ssm is installed, and Megatron's random numbers are seeded.
-        **changes: of the configuration, and of the model's arguments (`options`).
-    """
+    """A lively model of a layer pattern, float32 if its configuration says nothing else. `device`
+    is "cuda" where mamba-ssm is installed, and Megatron's random numbers are seeded. `changes` are
+    of the configuration, and of the model's arguments (`options`)."""
     options = {"share_embeddings_and_output_weights": False, **changes.pop("options", {})}
     config = config_of(num_layers=len(pattern), **changes)
     groups = ensure_process_groups()

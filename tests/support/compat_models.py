@@ -91,14 +91,8 @@ def gpt_model(
     seed: int = 0,
 ) -> GPTModel:
     """A float32 model on the CPU in training mode, whose tokens depend on the whole sequence before
-    them.
-
-    Args:
-        changes: of the configuration.
-        options: of `GPTModel`.
-        sizes: of the process groups.
-        seed: of the weights.
-    """
+    them; `changes` are of the configuration, `options` of `GPTModel`, `sizes` of the process
+    groups."""
     sizes = sizes or ParallelSizes()
     config = config_of(
         tensor_model_parallel_size=sizes.tensor_model_parallel,
@@ -131,14 +125,8 @@ def gpt_model(
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, seed: int = 0, first_layer: int = 0) -> None:
-    """Lively weights, changed in place. They depend on a weight's name in the whole model, and
-    where ranks share it on the rank.
-
-    Args:
-        model: whose parameters and buffers are filled.
-        seed: of the weights.
-        first_layer: of this pipeline stage.
-    """
+    """Lively weights, changed in place. They depend on a weight's name in the whole model
+    (`first_layer` is that of this pipeline stage), and where ranks share it on the rank."""
     rank = int(os.environ.get("RANK", "0"))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "local_tokens" in name:
@@ -213,15 +201,9 @@ def make_gpt(
     k_norm: Any = WrappedTorchNorm,
     **options: Any,
 ) -> GPTModel:
-    """A float32 model on the CPU whose tokens depend on the whole sequence before them.
-
-    Args:
-        config: of the model; its weights follow from it alone.
-        paged: with our attention, or with Megatron's.
-        mask: in the layer spec.
-        q_norm, k_norm: norms of heads, where the configuration asks for them.
-        **options: of `GPTModel`.
-    """
+    """A float32 model on the CPU whose tokens depend on the whole sequence before them; its weights
+    follow from `config` alone. It has our attention (`paged`) or Megatron's; `q_norm` and `k_norm`
+    are norms of heads, where the configuration asks for them."""
     attention = ModuleSpec(
         module=PagedSelfAttention if paged else SelfAttention,
         params={"attn_mask_type": mask},

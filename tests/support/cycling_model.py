@@ -13,12 +13,9 @@ PERIOD = 16
 
 
 class CyclingModel(AttentionModel):
-    """`AttentionModel`, its text drawn to a cycle of `PERIOD` tokens.
-
-    Attributes:
-        strength: added to the logit of the token that goes on with the cycle; the model's own
-            choice, which depends on the whole sequence, beats it once in a while.
-    """
+    """`AttentionModel`, its text drawn to a cycle of `PERIOD` tokens: `strength` is added to the
+    logit of the token that goes on with the cycle. The model's own choice, which depends on the
+    whole sequence, beats it once in a while."""
 
     strength = 120.0
 

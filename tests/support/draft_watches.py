@@ -1,16 +1,7 @@
-"""`DraftWatch`: sees what an engine's steps have drafted, and after which tokens.
+"""Watches on an engine's drafts.
 
-`DraftRecorder`: what was drafted after which tokens.
-
-`NgramWatch`: every draft of the n-gram drafter is what a search in Python finds.
-
-A wrong draft changes no token, only how many come at once: a stale or a foreign token would never
-be seen in the output.
-
-`MtpWatch`: every draft of an MTP layer is what the layer gives over the whole sequence at once.
-
-A wrong draft changes no token, only how many come at once: a stale hidden state, a lost entry or
-one of a block's former owner would never be seen in the output.
+A wrong draft changes no token, only how many come at once. A stale or foreign token or hidden
+state, a lost entry or one of a block's former owner would never be seen in the output.
 """
 
 from typing import Any
@@ -29,11 +20,7 @@ from tests.support.mtp_model import MtpModel
 
 
 class DraftWatch(EngineListener):
-    """Calls `look` for the rows of every booked step that yielded a token of their request.
-
-    Args:
-        engine: that drafts.
-    """
+    """Calls `look` for the rows of every booked step that yielded a token of their request."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.slots = engine.context.slots
@@ -55,26 +42,13 @@ class DraftWatch(EngineListener):
         return int(self.slots.max_length[slot]) - 1 - len(tokens)
 
     def look(self, step: int, slot: int, tokens: list[int], drafts: list[int]) -> None:
-        """Take one row.
-
-        Args:
-            step: its number.
-            slot: of the request.
-            tokens: all of its sequence, with the step's.
-            drafts: for the next step, -1 from where on there is none.
-        """
+        """Take one row: all tokens of its sequence, with the step's, and the drafts for the next
+        step, -1 from where on there is none."""
         raise NotImplementedError
 
 
 class DraftRecorder(DraftWatch):
-    """Keeps all drafts.
-
-    Args:
-        engine: that drafts.
-
-    Attributes:
-        drafts: by the tokens of the sequence.
-    """
+    """Keeps all drafts, by the tokens of the sequence."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         super().__init__(engine)
@@ -100,14 +74,8 @@ def wanted_drafts(tokens: list[int], count: int, searched: int = SEARCHED) -> li
 
 
 class NgramWatch(DraftWatch):
-    """Compares the drafts of every step that an engine books.
-
-    Args:
-        engine: with the n-gram drafter.
-
-    Attributes:
-        found: rows that had drafts.
-    """
+    """Every draft of the n-gram drafter is what a search in Python finds, step by step; `found`
+    counts rows that had drafts."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         super().__init__(engine)
@@ -122,14 +90,8 @@ class NgramWatch(DraftWatch):
 
 class WholeSequences:
     """Drafts from scratch: the trunk's hidden states by a serial engine of its own, in one chunk,
-    and the layer in plain torch.
-
-    Args:
-        model: both are its.
-
-    Attributes:
-        draft_vocab_size: as in the settings of the engine whose drafts these must be.
-    """
+    and the layer in plain torch. `draft_vocab_size` is that of the engine whose drafts these must
+    be."""
 
     draft_vocab_size: int | None = None
 
@@ -163,14 +125,8 @@ class WholeSequences:
         return self._known[tuple(tokens)]
 
     def drafts(self, tokens: list[int], count: int, slot: int, records: Tensor) -> list[int]:
-        """The drafts that must follow `tokens`: computed once for each way to sample.
-
-        Args:
-            tokens: of the sequence, two at least.
-            count: drafts.
-            slot: whose record says how the request samples.
-            records: of all slots.
-        """
+        """The `count` drafts that must follow `tokens` (two at least): computed once for each way
+        to sample, which the record of `slot` says."""
         asked = tuple(tokens), count, bytes(records[slot].numpy()), self.draft_vocab_size
         if asked not in self._drafted:
             self._drafted[asked] = self._draft(tokens, count, slot, records)
@@ -198,15 +154,8 @@ class WholeSequences:
 
 
 class MtpWatch(DraftWatch):
-    """Compares the drafts of every step that an engine books.
-
-    Args:
-        engine: with `speculative_method="mtp"`.
-        whole: of the same model.
-
-    Attributes:
-        rows: that were compared.
-    """
+    """Every draft of an MTP layer is what the layer gives over the whole sequence at once; `rows`
+    counts what was compared."""
 
     def __init__(self, engine: DynamicInferenceEngine, whole: WholeSequences) -> None:
         super().__init__(engine)

@@ -15,13 +15,8 @@ from megatron_async.ops.sampling.slot_records import Header
 
 
 class Oracle:
-    """Proposes what plain decoding says; nothing after the end of the text that it knows.
-
-    Args:
-        answers: by seed, the whole sequence of a request, prompt and tokens.
-        vocab_size: tokens.
-        room: (answers, tokens of one) that there is room for; None: for `answers`.
-    """
+    """Proposes what plain decoding says; nothing after the end of the text that it knows: by seed,
+    the whole sequence of a request. `room` is (answers, tokens of one); None: for `answers`."""
 
     def __init__(
         self, answers: Sequence[Sequence[int]], vocab_size: int, room: tuple[int, int] | None = None
@@ -36,12 +31,8 @@ class Oracle:
             self.teach(seed, answer)
 
     def teach(self, seed: int, answer: Sequence[int]) -> None:
-        """One more answer, in the place of the oldest where there is no room.
-
-        Args:
-            seed: the low word of the request's record.
-            answer: prompt and tokens.
-        """
+        """One more answer, prompt and tokens, in the place of the oldest where there is no room;
+        `seed` is the low word of the request's record."""
         known = (self._seeds == seed).nonzero()
         row = int(known[0]) if len(known) else self._taught % len(self._seeds)
         self._taught += not len(known)

@@ -64,14 +64,7 @@ class SeenStep(NamedTuple):
 
 
 class StepLog:
-    """Looks at an engine's steps.
-
-    Args:
-        engine: in its group.
-
-    Attributes:
-        steps: launched ones.
-    """
+    """Looks at the steps that an engine launches in its group."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.steps: list[SeenStep] = []

@@ -75,14 +75,8 @@ def with_stops(
 
 
 class DrawnSchedules:
-    """Plays them on engines that draft, beside serial ones that do not.
-
-    Args:
-        models: by name.
-
-    Attributes:
-        seen: counters of all engines, and "aborted" requests.
-    """
+    """Plays them on engines that draft, beside serial ones that do not; `seen` adds up the counters
+    of all engines, and "aborted" requests."""
 
     def __init__(self, models: Mapping[str, AttentionModel]) -> None:
         self._models = models
@@ -108,21 +102,10 @@ class DrawnSchedules:
         mode: str | None = None,
         expect: Callable[[list[list[int]]], None] | None = None,
     ) -> Any:
-        """One schedule; its tokens must be those of plain decoding.
-
-        Args:
-            seed: draws it.
-            name: of the model.
-            method: "ngram" or "mtp", or a drafter's name in `DRAFTERS`.
-            count: drafts of a row.
-            lookahead: of the engine.
-            watch_of: makes a watch on the engine's drafts.
-            mode: how tokens are chosen; None: drawn for each request.
-            expect: told all prompts with their answers.
-
-        Returns:
-            the watch.
-        """
+        """Play the schedule that `seed` draws, on the model `name`, with `method` "ngram", "mtp" or
+        a name in `DRAFTERS`; its tokens must be those of plain decoding. `mode` says how tokens are
+        chosen (None: drawn for each request); `expect` is told all prompts with their answers.
+        Returns the watch that `watch_of` made on the drafts."""
         chooser = random.Random(seed)
         size = chooser.choice([1, 3, 4, 8])
         jobs = drawn_jobs(chooser, count, size)

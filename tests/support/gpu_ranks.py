@@ -119,14 +119,8 @@ def serve_on(folder: str, device: str, numbers: tuple[int, ...], **settings: Any
 
 
 class Drafting(NamedTuple):
-    """How ranks draft.
-
-    Attributes:
-        model: name of a `dummy:` shape.
-        method: "mtp" or "ngram".
-        layout: name in `LAYOUTS`.
-        count: drafts of a row.
-    """
+    """How ranks draft: name of a `dummy:` shape, "mtp" or "ngram", name in `LAYOUTS`, drafts of a
+    row."""
 
     model: str
     method: str

@@ -107,12 +107,7 @@ def _reached(name: str, after: dict[str, set[str]]) -> set[str]:
 
 
 def back_arrows(found: Iterable[Import], storeys: list[str]) -> dict[str, list[Import]]:
-    """Imports of a room by a room that stands before it, by "room -> room".
-
-    Args:
-        found: the imports.
-        storeys: the rooms, from the ground up.
-    """
+    """Imports of a room by a room that stands before it in `storeys`, by "room -> room"."""
     arrows: dict[str, list[Import]] = defaultdict(list)
     for each in found:
         importer, imported = room_of(each.importer), room_of(each.imported)

@@ -36,12 +36,8 @@ HYBRID = replace(
 
 
 class OnlyMamba(nn.Module):
-    """Projections around the engine's recurrence.
-
-    Args:
-        layer: index among the recurrent layers.
-        generator: of the weights.
-    """
+    """Projections around the engine's recurrence; `layer` is the index among the recurrent
+    layers."""
 
     def __init__(self, layer: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -68,12 +64,7 @@ class OnlyMamba(nn.Module):
 
 
 class OnlyDelta(nn.Module):
-    """The same of a Gated DeltaNet layer.
-
-    Args:
-        layer: index among the recurrent layers.
-        generator: of the weights.
-    """
+    """The same of a Gated DeltaNet layer."""
 
     def __init__(self, layer: int, generator: torch.Generator) -> None:
         super().__init__()

@@ -99,11 +99,8 @@ class LateEvent(Event):
 
 
 class LateDevice(Device):
-    """Three streams whose work runs when the host waits for it.
-
-    Args:
-        eager: names of streams whose work runs as it is launched, and with it what it waits for.
-    """
+    """Three streams whose work runs when the host waits for it. Those that `eager` names run work
+    as it is launched, and with it what it waits for."""
 
     def __init__(self, eager: Collection[str] = ()) -> None:
         self.torch_device = torch.device("cpu")

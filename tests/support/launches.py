@@ -14,11 +14,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 def compile_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     """From now on a launch compiles its kernel for an H100 or H200, if nothing like it was compiled
-    before, and does not run it.
-
-    Returns:
-        the keys of each kernel's compilations, by its name; filled by launches.
-    """
+    before, and does not run it. Returns the keys of each kernel's compilations, by its name, which
+    launches fill."""
     backend, keys = make_backend(HOPPER), defaultdict(set)
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -13,19 +13,9 @@ Tokens = list[list[int]]
 def store_lively(
     models: dict[str, ModelArchitecture], root: Path, answer: Callable[[str], Tokens]
 ) -> dict[str, tuple[str, Tokens]]:
-    """Store models with random weights.
-
-    Args:
-        models: by name.
-        root: an empty folder; each model has a folder of its own in it.
-        answer: what the model in a folder says, by request.
-
-    Returns:
-        by name the folder and what was said.
-
-    Raises:
-        AssertionError: a model says few different tokens, which would hide wrong states.
-    """
+    """Store models with random weights in folders of their own in `root`; by name the folder and
+    what its model says. An AssertionError if that is few different tokens, which would hide wrong
+    states."""
     found = {}
     for name, architecture in models.items():
         folder = root / name.replace(" ", "-")

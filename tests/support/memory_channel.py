@@ -1,7 +1,5 @@
-"""Leader and follower in one process: a channel through memory, with messages really encoded.
-
-All-reduce among threads of one process.
-"""
+"""Leader and follower in one process: a channel through memory, with messages really encoded, and
+all-reduce among threads."""
 
 from __future__ import annotations
 
@@ -24,12 +22,8 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=to_builtin)
 
 
 class MemoryChannel:
-    """Both ends of a channel between rank 0, which leads, and rank 1.
-
-    Attributes:
-        sent: bytes of every message of the leader.
-        is_lost: set it, and both ends find that the other has died.
-    """
+    """Both ends of a channel between rank 0, which leads, and rank 1. `sent` has the bytes of every
+    message of the leader; set `is_lost`, and both ends find that the other has died."""
 
     members = (0, 1)
 
@@ -73,18 +67,9 @@ class MemoryChannel:
 
 
 class FollowingEngine:
-    """A second engine that follows the first, on a thread of its own.
-
-    Args:
-        leader: gets the group's leader; make it with check_ranks_agree.
-        follower: made like it.
-        communicator: of a leader that shares experts.
-
-    Attributes:
-        engine: the follower.
-        error: what its `follow` raised.
-        ended: its ended requests by id.
-    """
+    """A second engine, made like the leader (with check_ranks_agree), that follows it on a thread
+    of its own. `communicator` is that of a leader that shares experts. `error` is what `follow`
+    raised, `ended` the ended requests by id."""
 
     def __init__(
         self,

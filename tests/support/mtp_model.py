@@ -35,13 +35,8 @@ class EmbeddingTable(nn.Module):
 
 class MtpLayer(nn.Module):
     """`[tokens, 1, hidden]` embeddings and `[tokens, hidden]` hidden states -> `[tokens, 1,
-    hidden]`.
-
-    Args:
-        generator: of the weights.
-        embedding: `[vocabulary, hidden]`, by which a token is known again.
-        head: `[vocabulary, hidden]`: of the output layer.
-    """
+    hidden]`. By `embedding`, `[vocabulary, hidden]`, a token is known again; `head` is that of the
+    output layer."""
 
     def __init__(self, generator: torch.Generator, embedding: Tensor, head: Tensor) -> None:
         super().__init__()
@@ -65,15 +60,8 @@ class MtpLayer(nn.Module):
         return entries + attended + pull
 
     def one_shot(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The outputs over a whole sequence of entries.
-
-        Args:
-            embedded, hidden: `[entries, hidden]`.
-            cos, sin: `[entries, rotated]`, of their positions.
-
-        Returns:
-            `[entries, hidden]`.
-        """
+        """The outputs `[entries, hidden]` over a whole sequence of entries; `cos` and `sin` are
+        `[entries, rotated]`, of their positions."""
         entries, count = self.entries(embedded, hidden), len(hidden)
         mixed = entries @ self.attention.query_key_value.T
         by_head = mixed.view(count, HEADS + 2 * GROUPS, DIM)

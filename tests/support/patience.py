@@ -8,11 +8,7 @@ PATIENCE_S = 240.0
 
 
 def eventually(condition: Callable[[], object], what: str = "", every_s: float = 0.005) -> None:
-    """Wait until `condition()` is true.
-
-    Raises:
-        AssertionError: `what` has not come after `PATIENCE_S`.
-    """
+    """Wait until `condition()` is true; an AssertionError with `what` after `PATIENCE_S`."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"{what or condition}: not within {PATIENCE_S:g} s"

@@ -215,16 +215,8 @@ CASES: dict[str, tuple[Callable[[DynamicInferenceEngine], list[Result]], dict[st
 def run_cases(
     stages: int, runs: dict[str, list[int]], chaos: bool = True
 ) -> dict[tuple[str, int], tuple[list[Result], dict[str, float | int]]]:
-    """Outcomes of cases on this rank, and its counters.
-
-    Args:
-        stages: of the pipeline.
-        runs: case -> lookaheads.
-        chaos: delay launched work at random.
-
-    Returns:
-        (case, lookahead) -> both.
-    """
+    """Outcomes of cases on this rank, and its counters, by (case, lookahead); `runs` has the
+    lookaheads of each case, and `chaos` delays launched work at random."""
     model, tokenizer = stage_model(stages), letter_tokenizer()
     found = {}
     for name, lookaheads in runs.items():
@@ -255,11 +247,8 @@ def run_captured() -> tuple[list[Result], dict[str, float | int]]:
 
 def fail_once(stage: int, where: str) -> tuple[list[Result], list[str], list[Result]]:
     """A step fails on one of two stages: in its forward, already when it is launched, or only when
-    it hands its results on.
-
-    Returns:
-        what becomes of the requests, the causes of those that failed, and how later ones fare.
-    """
+    it hands its results on. Returns what becomes of the requests, the causes of those that failed,
+    and how later ones fare."""
     model = stage_model(2)
     mine = stage_of(model.config).index == stage
     engine = make_engine(model, lookahead=2, max_requests=6, max_tokens=64, **ROOM)

@@ -24,15 +24,9 @@ def connected(address: str) -> socket.socket:
 
 
 class Peer:
-    """Stays with the socket that it connects first.
-
-    Args:
-        address: of the coordinator.
-        decode: of the messages that come in.
-        secret: whose proof it gives.
-        encrypts: whether it encrypts; None: if it has a secret.
-        proof: makes what it gives instead.
-    """
+    """Stays with the socket that it connects first. `decode` reads the messages that come in;
+    `encrypts` None: if it has a secret; `proof` makes what it gives in place of the proof of its
+    `secret`."""
 
     def __init__(
         self,
@@ -60,12 +54,8 @@ class Peer:
         self.link.send(message if isinstance(message, bytes) else encode(message))
 
     def next(self) -> bytes:
-        """The next message.
-
-        Raises:
-            ConnectionError: the coordinator has closed this connection.
-            TimeoutError: nothing comes.
-        """
+        """The next message: a ConnectionError if the coordinator has closed this connection, a
+        TimeoutError if nothing comes."""
         while not self._came:
             if self.link.why_over:
                 raise ConnectionError(self.link.why_over)

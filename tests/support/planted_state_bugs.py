@@ -1,9 +1,5 @@
-"""Bugs of recurrent states, one by one, to be found by the fuzzer; see `planted_bugs`.
-
-Bugs of multi-token prediction for the fuzzer to find, none of which changes a token.
-
-Bugs of steps that are cut short, planted one at a time to see that they are found.
-"""
+"""Bugs for the fuzzer, planted one at a time to see that they are found (see `planted_bugs`): of
+recurrent states, of multi-token prediction (none changes a token), of steps that are cut short."""
 
 from collections.abc import Callable
 from dataclasses import replace

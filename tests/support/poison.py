@@ -1,9 +1,5 @@
-"""`PoisonedBlocks`: KV blocks that nobody owns hold NaN, and no tokens. Whoever writes there, or to
-a block that requests share, is found out.
-
-Recurrent states that nobody owns hold NaN: whoever reads what a row's last owner left is found
-out.
-"""
+"""KV blocks and recurrent states that nobody owns hold NaN: whoever reads what the last owner left,
+or writes to a block without an owner or one that requests share, is found out."""
 
 import math
 from functools import partial
@@ -26,16 +22,11 @@ NOBODYS_TOKEN, UNWRITTEN_TOKEN = 2**30, 2**30 + 1
 
 
 class PoisonedBlocks(KVBlockAllocator):
-    """Fills blocks with NaN when they are freed, and checks them when they are handed out again.
-
-    Both happen on the compute stream, in order with the steps: steps in flight when a block is
-    freed may still use it, later ones may not. A block that was written without an owner fails the
-    stream, and so the next wait of the host; and so does one that was written, or has changed,
-    after a second request has begun with it.
-
-    Args:
-        engine: a new one; its blocks are all free.
-    """
+    """Fills blocks with NaN when they are freed, and checks them when they are handed out again, on
+    the compute stream, in order with the steps: steps in flight when a block is freed may still use
+    it, later ones may not. A block that was written without an owner fails the stream, and so the
+    next wait of the host; and so does one that was written, or has changed, after a second request
+    has begun with it. The engine is a new one: its blocks are all free."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         context = engine.context
@@ -139,11 +130,9 @@ def poison_blocks(engine: DynamicInferenceEngine) -> PoisonedBlocks:
 
 def poison_states(engine: DynamicInferenceEngine) -> None:
     """Fill all rows of an engine's state pools, that of the dummy slot too, and from now on each
-    that is released.
-
-    It happens on the compute stream, in order with the steps: those in flight when a row is
-    released may still use its state, later ones may not. Without recurrent layers nothing happens.
-    """
+    that is released. It happens on the compute stream, in order with the steps: those in flight
+    when a row is released may still use its state, later ones may not. Without recurrent layers
+    nothing happens."""
     context = engine.context
     state = context.gpu_view.states.find(RecurrentState)
     if state is None:

@@ -42,14 +42,9 @@ class RankError(AssertionError):
 
 @dataclass
 class RankOutcome:
-    """How a rank ended.
-
-    Attributes:
-        value: what its function returned.
-        error: traceback of what it raised, or "".
-        exit_code: of the process: 0, or minus a signal; None: it was killed when time was up.
-        seconds: from the start of all ranks to its end.
-    """
+    """How a rank ended: what its function returned, the traceback of what it raised or "", the
+    process's exit code (None: killed when time was up), and seconds from the start of all ranks to
+    its end."""
 
     value: Any = None
     error: str = ""
@@ -58,14 +53,8 @@ class RankOutcome:
 
 
 class Ranks:
-    """Ranks that are running; `run_ranks` is the simple way.
-
-    Args:
-        world_size: number of ranks.
-        function: top-level function of an importable module; called with `args`.
-        args: pickled for every rank.
-        environment: further environment variables.
-    """
+    """Ranks that are running (`run_ranks` is the simple way): each calls a top-level function of an
+    importable module with `args`, which are pickled."""
 
     def __init__(
         self,
@@ -105,11 +94,8 @@ class Ranks:
         self.processes[rank].kill()
 
     def join(self, timeout_s: float = 60.0) -> list[RankOutcome]:
-        """Wait until all have ended; who has not after `timeout_s` is killed.
-
-        Returns:
-            one outcome for each rank.
-        """
+        """Wait until all have ended, one outcome for each; a rank which has not after `timeout_s`
+        is killed."""
         outcomes = [RankOutcome() for _ in self.processes]
         running = set(range(self.world_size))
         deadline = self._start + timeout_s
@@ -150,14 +136,8 @@ def run_ranks(
     timeout_s: float = 60.0,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Call `function(*args)` on every rank; it finds RANK and WORLD_SIZE in the environment.
-
-    Returns:
-        what it returned, by rank.
-
-    Raises:
-        RankError: a rank raised (with its traceback), died, or did not end within `timeout_s`.
-    """
+    """What `function(*args)` returned, by rank; it finds RANK and WORLD_SIZE in the environment. A
+    RankError if a rank raised (with its traceback), died, or did not end within `timeout_s`."""
     outcomes = Ranks(world_size, function, *args, environment=environment).join(timeout_s)
     for rank, outcome in enumerate(outcomes):
         if outcome.error:
@@ -176,11 +156,8 @@ def quick_context() -> Any:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody uses at the moment.
-
-    It lies below those that the system gives to connections, or one of these might take it before
-    it is used.
-    """
+    """A TCP port of this host that nobody uses at the moment, below those that the system gives to
+    connections: one of these might take it before it is used."""
     while True:
         port = random.randrange(15000, 32000)
         with socket.socket() as probe:

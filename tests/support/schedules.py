@@ -1,8 +1,5 @@
 """Random schedules for the chaos tests: what arrives, ends and is aborted when, under which
-settings. Everything follows from a seed.
-
-Random schedules of prompts that begin alike.
-"""
+settings. Everything follows from a seed."""
 
 import random
 from collections import Counter
@@ -89,16 +86,8 @@ def job_length(job: Job) -> int:
 def run_schedule(
     engine: DynamicInferenceEngine, schedule: Schedule, before_step: BeforeStep | None = None
 ) -> list[tuple[list[int], bool]]:
-    """Play a schedule.
-
-    Args:
-        engine: idle.
-        schedule: what happens when.
-        before_step: called before each step, for what a schedule does not know.
-
-    Returns:
-        for each job its tokens, and whether it was aborted before its end.
-    """
+    """Play a schedule on an idle engine: for each job its tokens, and whether it was aborted before
+    its end. `before_step` does what a schedule does not know."""
     requests: dict[int, Any] = {}
     last_event = max([*schedule.arrivals, *schedule.aborts])
     step = 0
@@ -134,19 +123,9 @@ def wrong_results(
     before_step: BeforeStep | None = None,
     **config: Any,
 ) -> list[str]:
-    """Play schedule `seed` under chaos and compare it with its serial result.
-
-    Args:
-        model: a tiny one.
-        serial_engine: lookahead 0, no chaos, room for all.
-        seed: of schedule and chaos.
-        counts: events are added to it.
-        before_step: see `run_schedule`.
-        **config: settings over the schedule's own.
-
-    Returns:
-        a line for each request that is wrong.
-    """
+    """Play schedule `seed` under chaos, with `config` over the schedule's own settings, and compare
+    it with its serial result (lookahead 0, no chaos, room for all): a line for each request that is
+    wrong. Events are added to `counts`."""
     schedule = random_schedule(seed)
     expected = serial_tokens(serial_engine, schedule)
     device = CpuDevice(Chaos(seed, probability=0.2, max_delay_s=0.001))

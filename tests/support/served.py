@@ -28,17 +28,8 @@ ENGINE = (
 
 
 class Served:
-    """`megatron-async serve ARGUMENTS`; use it with `with`.
-
-    Args:
-        log: file for what it says on stderr.
-        arguments: of the command.
-        tls: for clients of a service with HTTPS.
-
-    Attributes:
-        lines: what it has printed.
-        port: where it listens.
-    """
+    """`megatron-async serve ARGUMENTS`; use it with `with`. `lines` is what it has printed, `log`
+    the file for what it says on stderr, `tls` for clients of a service with HTTPS."""
 
     def __init__(self, log: Path, *arguments: str, tls: ssl.SSLContext | None = None) -> None:
         self._tls = tls

@@ -52,12 +52,8 @@ def client_process(address: str, marker: str) -> None:
 
 
 class Service:
-    """A coordinator in a thread, replicas in processes, and a client.
-
-    Args:
-        address: of the coordinator.
-        on_gpus: each replica has a GPU of its own.
-    """
+    """A coordinator in a thread, replicas in processes (each with a GPU of its own if `on_gpus`),
+    and a client."""
 
     def __init__(self, address: str, on_gpus: bool = False) -> None:
         self._on_gpus = on_gpus

@@ -1,8 +1,5 @@
-"""Processes that check grammars, shared by the engines of many schedules.
-
-Each engine would start one of its own at its first grammar, which takes longer than most schedules.
-The process keeps nothing of a grammar: what is shared is only that it runs.
-"""
+"""Processes that check grammars, shared by the engines of many schedules: to start one takes longer
+than most schedules, and it keeps nothing of a grammar."""
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.text.grammar_compiler import AT_ONCE, GrammarChecker

@@ -10,11 +10,7 @@ MOST_TRIES = 100
 
 
 class StepWatch:
-    """Looks at an engine before and after each of its steps.
-
-    Args:
-        engine: an idle one.
-    """
+    """Looks at an idle engine before and after each of its steps."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._engine = engine

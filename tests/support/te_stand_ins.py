@@ -97,12 +97,8 @@ for kind, name, module in (
 
 
 def as_transformer_engine(model: Any, centered: bool = False) -> Any:
-    """Exchange the modules of a model of the local spec, in place; parameters stay the same.
-
-    Args:
-        model: which Megatron built.
-        centered: norms multiply by 1 + weight, which torch's in the local spec cannot.
-    """
+    """Exchange the modules of a model of Megatron's local spec, in place; parameters stay the same.
+    `centered`: norms multiply by 1 + weight, which torch's in the local spec cannot."""
     model.config.layernorm_zero_centered_gamma = centered
     for layer in model.decoder.layers:
         attention, mlp = layer.self_attention, layer.mlp

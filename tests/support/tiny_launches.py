@@ -1,14 +1,5 @@
-"""Recurrent states that are written, and can be kept, every 4 tokens instead of every 16 and 128:
-short sequences have as many borders as long ones then. For plain torch; kernels have their own.
-
-`StepLimits`: limits for prompt tokens, as `target_tpot_ms` has them, but by step and not by a
-clock: the same each time.
-
-Late launches that wait by looks at the clock, on a host of any speed.
-
-No step writes a row of the state pools that another of its rows reads or writes. A CPU takes a
-step's chunks one after the other and would not show it; a GPU takes them at once.
-"""
+"""Small borders of recurrent states, limits by step, launches that wait by looks at the clock, and
+a check of rows that one step reads and writes."""
 
 import itertools
 from collections.abc import Callable
@@ -28,11 +19,9 @@ MODULES = (dynamic_context, state_table, recurrent_pools, reference_parts)
 
 
 def use_small_grid(change: Callable[[Any, str, Any], None] = setattr) -> None:
-    """From now on, for engines that are made later: others must not run meanwhile.
-
-    Args:
-        change: sets an attribute; of a `MonkeyPatch`, for one test.
-    """
+    """Recurrent states of engines that are made later (others must not run meanwhile) are written,
+    and can be kept, every 4 tokens instead of every 16 and 128: short sequences have as many
+    borders as long ones then. For plain torch; kernels have their own."""
     for module in MODULES:
         change(module, "GRID", GRID)
     change(FlushRule.__new__, "__defaults__", (GRID, 0))
@@ -43,11 +32,8 @@ LIMITS = (10**6, 10**6, 5, 1, 10**6, 9)
 
 
 class StepLimits(EngineListener):
-    """Sets the limit of each next step, once there was one.
-
-    Args:
-        engine: listened to.
-    """
+    """Sets the limit of prompt tokens of each next step, as `target_tpot_ms` does, but by step and
+    not by a clock: the same each time."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self._context = engine.context
@@ -60,12 +46,8 @@ class StepLimits(EngineListener):
 
 class TickingLaunches:
     """Makes a `LateLaunch` wait however fast or busy the host is: each look at its clock finds a
-    millisecond gone, it has no margin, and no launch counts as late.
-
-    Attributes:
-        waits: how often a launch was found not to be due.
-        is_waiting: whether a launch waits now.
-    """
+    millisecond gone, it has no margin, and no launch counts as late. `waits` counts launches that
+    were not due."""
 
     def __init__(self, late: PromptLaunch) -> None:
         assert isinstance(late, LateLaunch), "launches of this engine do not wait"
@@ -86,7 +68,9 @@ class TickingLaunches:
 
 
 def watch_state_plans(engine: DynamicInferenceEngine) -> None:
-    """Check every plan of an engine as it is launched."""
+    """Check every plan of an engine as it is launched: no step writes a row of the state pools that
+    another of its rows reads or writes. A CPU takes a step's chunks one after the other and would
+    not show it; a GPU takes them at once."""
     context = engine.context
     transfer = context.transfer_bookkeeping_to_gpu
 

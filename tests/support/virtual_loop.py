@@ -9,11 +9,7 @@ from typing import Any
 
 
 class Clock:
-    """The clock of all virtual loops; in place of the module `time` as well.
-
-    Attributes:
-        now: seconds.
-    """
+    """The clock of all virtual loops, in seconds; in place of the module `time` as well."""
 
     now = 1000.0
 

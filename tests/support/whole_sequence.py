@@ -23,16 +23,8 @@ from megatron_async.step.gpt_inference_wrapper import inference_mode_active
 
 
 def recurrence(zxbcdt: Tensor, params: MambaParams, sizes: MambaSizes) -> Tensor:
-    """Convolution and recurrence of a Mamba-2 mixer, token by token.
-
-    Args:
-        zxbcdt: `[tokens, in_proj]`, one sequence from its beginning.
-        params: of its convolution, decay and skip.
-        sizes: of the layer.
-
-    Returns:
-        y before the gated norm, float32 `[tokens, inner]`.
-    """
+    """Convolution and recurrence of a Mamba-2 mixer, token by token: `[tokens, in_proj]` of one
+    sequence from its beginning -> y before the gated norm, float32 `[tokens, inner]`."""
     _z, x, b, c, dt = zxbcdt.float().split(list(sizes.strips.values()), dim=1)
     inputs = torch.cat((x, b, c), dim=1).t()
     weight, bias = params.conv_weight.float(), params.conv_bias.float()
@@ -56,16 +48,8 @@ def recurrence(zxbcdt: Tensor, params: MambaParams, sizes: MambaSizes) -> Tensor
 
 
 def delta_rule(qkvzba: Tensor, params: DeltaParams, sizes: DeltaSizes) -> Tensor:
-    """Convolution and recurrence of a Gated DeltaNet mixer, token by token.
-
-    Args:
-        qkvzba: `[tokens, in_proj]`, one sequence from its beginning.
-        params: of its convolution and decay.
-        sizes: of the layer.
-
-    Returns:
-        o before the gated norm, float32 `[tokens, values]`.
-    """
+    """Convolution and recurrence of a Gated DeltaNet mixer, token by token: `[tokens, in_proj]` of
+    one sequence from its beginning -> o before the gated norm, float32 `[tokens, values]`."""
     strips = qkvzba.float().split(list(sizes.strips.values()), dim=1)
     *_inputs, _z, beta, alpha = strips
     inputs = torch.cat(strips[:3], dim=1).t()
