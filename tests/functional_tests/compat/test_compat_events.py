@@ -1,9 +1,5 @@
-"""Events of requests, and numbers for wandb.
-
-Suspend and resume as reinforcement learning uses them: weights change in between, epochs say
-which weights made what.
-Megatron's errors can be caught, and what cannot be served fails alone, as Megatron marks it.
-"""
+"""Events of requests, numbers for wandb, errors; and suspend and resume as reinforcement learning
+uses them: weights change in between, epochs say which weights made what."""
 
 import asyncio
 import json

@@ -1,7 +1,5 @@
-"""Models that Megatron built on several ranks, served on Megatron's groups, give its tokens.
-
-Two data-parallel ranks behind Megatron's coordinator: one engine's tokens, states together.
-"""
+"""Models that Megatron built on several ranks, served on Megatron's groups, give its tokens; so do
+two data-parallel ranks behind Megatron's coordinator."""
 
 from typing import Any
 

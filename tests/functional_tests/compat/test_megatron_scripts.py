@@ -1,8 +1,5 @@
-"""`python -m megatron_async.compat SCRIPT`, in a process of its own, as a user calls it.
-
-`examples/megatron_script.py`, by changed import and by the hook, beside Megatron's forward.
-`MegatronLLM` and `MegatronAsyncLLM` behind a coordinator, and their HTTP server.
-"""
+"""`python -m megatron_async.compat SCRIPT`, in a process of its own, as a user calls it: by changed
+import and by the hook, beside Megatron's forward."""
 
 import asyncio
 import json

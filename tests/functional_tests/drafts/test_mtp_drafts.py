@@ -1,12 +1,9 @@
 """The MTP drafter cannot be seen in the output, its drafts are those of the layer over the whole
-sequence, and text that it knows comes several tokens at once. The draft layer that comes
-with the demo model drafts well.
+sequence, and text that it knows comes several tokens at once.
 
-Drafts on a model with recurrent layers: whatever is proposed, tokens are those of serial plain
-decoding.
-
-A rejected draft leaves its inputs in the ring of its slot, behind the length of the sequence, where
-the tokens that follow lie over them. The state itself never takes a draft in.
+On a model with recurrent layers a rejected draft leaves its inputs in the ring of its slot, behind
+the length of the sequence, where the tokens that follow lie over them. The state itself never takes
+a draft in.
 """
 
 from collections import Counter

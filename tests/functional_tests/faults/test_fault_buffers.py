@@ -22,12 +22,9 @@ SAME_AGAIN = {"max_requests": 4, "max_tokens": 12, "block_size_tokens": 4}
 
 
 def play(engine: DynamicInferenceEngine, step: Callable[[], object]) -> list[list[int]]:
-    """Requests join, end and are aborted while others run, so that rows change in every few steps.
-    One asks for log probs: its steps' samples are copied, those of other steps are not.
-
-    Returns:
-        the tokens of each prompt.
-    """
+    """The tokens of each prompt. Requests join, end and are aborted while others run, so that rows
+    change in every few steps. One asks for log probs: its steps' samples are copied, those of other
+    steps are not."""
     futures = [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(3)]
     for _ in range(6):
         step()

@@ -1,13 +1,9 @@
 """Interrupts between any two bytecodes of a step: afterwards every answer is right, or its request
 has failed with the cause, and the next call is as a new engine's.
 
-What was wrong, found by such interrupts one at a time: a step was taken from those in flight
-before it was booked, and its samples were counted back (`RequestSlots.count_back`) some lines
-before its tokens were stored. An interrupt in between lost one token of each of the step's
-requests: the next step's were stored in their places, and the requests COMPLETED, all later tokens
-one place early. With more steps in flight there were more such steps. An interrupt in
-`PlanBuilder.add_block_updates` had the same effect by another way: the host's block table had a
-block of which the device was never told.
+Such interrupts have found a step that was taken from those in flight before it was booked (its
+tokens were lost, and the requests COMPLETED with all later ones one place early), and a block in
+the host's table of which the device was never told.
 """
 
 import os

@@ -21,12 +21,8 @@ CRAMPED = {"num_kv_blocks": 21, "block_size_tokens": 4, "max_requests": 4, "max_
 
 
 class Watched:
-    """An engine whose every step is checked, and every token of which is noted as it is reported.
-
-    Attributes:
-        emitted: tokens by request id.
-        firsts: how often a token was reported as a request's first, by request id.
-    """
+    """An engine whose every step is checked; by request id, the tokens that it reports, and how
+    often as the first."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine

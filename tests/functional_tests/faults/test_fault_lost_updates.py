@@ -72,9 +72,7 @@ def test_lost_updates_harm_nobody_else(
 ) -> None:
     """Whichever step fails, who does not fail with it says what it says alone.
 
-    Break one of these, and it fails:
-
-    - `DynamicInferenceEngine._book_oldest`: no `evict_all`
+    Break it, and it fails: `DynamicInferenceEngine._book_oldest` without `evict_all`.
     """
     survivors = 0
     for call in CALLS:

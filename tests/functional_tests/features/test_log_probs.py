@@ -1,9 +1,5 @@
-"""Log probs of prompts and of generated tokens: equal to one full forward in `transformers`, with
-steps in flight, through chunks, pauses and evictions.
-
-Penalties, biases, min tokens and bad words: equal to a token-by-token loop in `transformers`,
-with steps in flight, through chunks, pauses and evictions.
-"""
+"""Log probs of prompts and of generated tokens, penalties, biases, min tokens and bad words: equal
+to `transformers`, with steps in flight, through chunks, pauses and evictions."""
 
 import random
 import tracemalloc

@@ -1,7 +1,5 @@
-"""What sampling remembers of a request's tokens, and log probs, when steps are taken back.
-
-Stop words end requests at the same token, with the same text, at every lookahead.
-"""
+"""What sampling remembers of a request's tokens, log probs and stop words, when steps are taken
+back."""
 
 import random
 from typing import Any

@@ -79,13 +79,9 @@ runs = precondition(lambda machine: not machine.engine.is_stopped)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """One engine on a late device, the requests that it serves, and their readers.
-
-    Attributes:
-        counts: what happened in all schedules of this process.
-        unfinished: by request id.
-        script: the calls so far, in Python.
-    """
+    """One engine on a late device, the requests that it serves (`unfinished`, by id), and their
+    readers. `counts` is what happened in all schedules of this process, `script` the calls so far,
+    in Python."""
 
     counts: ClassVar[Counter[str]] = Counter()
     models: ClassVar[dict[str, AttentionModel]] = {

@@ -1,9 +1,7 @@
-"""What the fuzzer may ask for: requests and settings of engines, as strategies.
+"""What the fuzzer may ask for: requests and settings of engines, as strategies; and what a request
+says when it is alone on a serial engine.
 
 A new sampling parameter is one line of its group; a new output is one line of `COMPARED`.
-
-`TrackedRequest`: what a request was asked for, and whether its end is right.
-What a request says when it is alone on a serial engine.
 """
 
 from __future__ import annotations
@@ -195,19 +193,8 @@ def equal(found: Any, expected: Any) -> bool:
 
 
 class TrackedRequest:
-    """A request from its `add_request` to its end.
-
-    Args:
-        engine: that serves it, or has refused it.
-        ask: what for.
-        future: from `add_request`.
-
-    Attributes:
-        request: the engine's.
-        emitted: tokens that steps have reported, in order.
-        is_aborted: whether its owner has aborted it.
-        may_fail: whether it may end with a step that fails.
-    """
+    """A request from its `add_request` to its end: what was asked, the tokens that steps have
+    reported, whether its owner has aborted it, and whether it may end with a step that fails."""
 
     def __init__(
         self,
@@ -296,11 +283,7 @@ def _fits(engine: DynamicInferenceEngine, prompt: int, new_tokens: int) -> bool:
 
 
 class SerialAnswers:
-    """Answers of one engine without lookahead, with room for any request; kept once known.
-
-    Args:
-        model: of the engines under test too.
-    """
+    """Answers of one engine without lookahead, with room for any request; kept once known."""
 
     def __init__(self, model: AttentionModel) -> None:
         self._engine = make_engine(
@@ -318,12 +301,8 @@ class SerialAnswers:
         self._answers: dict[str, DynamicInferenceRequest] = {}
 
     def answer(self, ask: Ask, tokens: int | None = None) -> DynamicInferenceRequest:
-        """The finished request (its id seeds it, if it brings no seed).
-
-        Args:
-            ask: what it asks for.
-            tokens: with a number it may be cut short after so many generated tokens.
-        """
+        """The finished request (its id seeds it, if it brings no seed); it may be cut short after
+        `tokens`."""
         owner = None if "seed" in ask.sampling else ask.request_id
         key = repr((owner, ask.prompt, sorted(ask.sampling.items())))
         if key in self._answers:

@@ -1,9 +1,5 @@
-"""`FailingMachine`: an `EngineMachine` some of whose steps raise on the device.
-
-`InterruptedMachine`: an `EngineMachine` some of whose steps are interrupted between two
-bytecodes.
-`ExpertMachine`: an `EngineMachine` whose engine steps on for others when it is stopped.
-"""
+"""Machines whose steps fail, are interrupted, or go on for others when their engine is stopped.
+Each is one of its own: one more rule in `EngineMachine` would change all its schedules."""
 
 import asyncio
 import signal
@@ -31,10 +27,8 @@ MOST_FAILURES = 4
 
 
 class FailingMachine(EngineMachine):
-    """Requests of a step that fails may end with it, and no others; these say what they say alone.
-
-    A machine of its own: one more rule in `EngineMachine` would change all its schedules.
-    """
+    """Requests of a step that fails may end with it, and no others; these say what they say
+    alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,11 +114,8 @@ class Mendings(EngineListener):
 
 
 class InterruptedMachine(EngineMachine):
-    """Ctrl-C fails no request and loses no report; what is raised in the middle of a step, as no
-    signal is, fails the step's requests at most.
-
-    A machine of its own: one more rule in `EngineMachine` would change all its schedules.
-    """
+    """Ctrl-C between two bytecodes fails no request and loses no report; what is raised in the
+    middle of a step, as no signal is, fails the step's requests at most."""
 
     def add_requests(self, requests: Any) -> None:
         """The first ones come with a new engine: from now on its device is not interrupted."""
@@ -191,10 +182,7 @@ MOST_STEPS = 5
 
 
 class ExpertMachine(EngineMachine):
-    """Other ranks need its experts for some steps more at each stop.
-
-    A machine of its own: one more rule in `EngineMachine` would change all its schedules.
-    """
+    """Other ranks need its experts for some steps more at each stop."""
 
     def add_requests(self, requests: Any) -> None:
         """The first ones come with a new engine."""

@@ -1,8 +1,6 @@
-"""The engine on a GPU: the CPU's tokens, no hidden waits, one copy each way a step.
-
-Rollback and suspend on a GPU: with captured graphs, and memory that really goes back.
-A captured step with NVTX has kernels that end its parts, in order; one without has none.
-"""
+"""The engine on a GPU: the CPU's tokens, no hidden waits, one copy each way a step; rollback and
+suspend with captured graphs, and memory that really goes back; kernels that end a step's parts for
+NVTX."""
 
 from collections import Counter
 from collections.abc import Callable

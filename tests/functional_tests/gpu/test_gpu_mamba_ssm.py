@@ -110,12 +110,8 @@ def check_float32(model: Any, device: Any) -> None:
 
 
 def check_bfloat16(name: str, device: Any) -> None:
-    """The engine is as near to float32's log probs of the same weights as Megatron's own bfloat16.
-
-    Args:
-        name: of the models' device.
-        device: of the engine.
-    """
+    """The engine is as near to float32's log probs of the same weights as Megatron's own
+    bfloat16."""
     model = hybrid_model("M-M*-", device=name, **NEMOTRON, **HALF).eval()
     exact = hybrid_model("M-M*-", device=name, **NEMOTRON).eval()
     for path, parameter in model.named_parameters():

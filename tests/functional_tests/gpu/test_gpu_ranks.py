@@ -1,7 +1,5 @@
-"""Tensor parallelism on two and four GPUs: sums through symmetric memory, captured; the tokens.
-
-Pipelines of GPUs: stages captured, messages between the graphs, and one rank's tokens.
-"""
+"""Tensor parallelism on several GPUs (sums through symmetric memory, captured) and pipelines of
+them (stages captured, messages between the graphs): one rank's tokens."""
 
 from collections.abc import Callable
 from functools import partial

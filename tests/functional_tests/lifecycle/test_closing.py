@@ -1,8 +1,6 @@
-"""Closing an engine: who waits is told and keeps what is booked; who comes later is refused.
-
-A request can be aborted in every phase of its life, and nobody else notices.
-An engine at work refuses calls of other threads, which it would serve late or break over.
-"""
+"""Closing an engine: who waits is told and keeps what is booked; who comes later is refused. Aborts
+in every phase of a request's life, which nobody else notices. Calls of other threads, which an
+engine at work refuses: it would serve them late or break over them."""
 
 import asyncio
 import contextlib

@@ -40,14 +40,11 @@ def run_steady_decode(
 
 
 def prepared_during(timeline: Timeline) -> tuple[list[int], list[int]]:
-    """Steady decode steps during which the next step was prepared.
-
-    Returns:
-        the steps N whose `device_step` span holds `prepare_step` of N + 1 from beginning to end;
-        and those where that holds of the time from the end of `device_step` N - 1, when the
-        device, whose queue holds step N, turns to it. (On a busy machine a CPU device's thread may
-        get its turn a little after the host, a GPU would not wait.)
-    """
+    """Steady decode steps during which the next step was prepared: the steps N whose `device_step`
+    span holds `prepare_step` of N + 1 from beginning to end; and those where that holds of the time
+    from the end of `device_step` N - 1, when the device, whose queue holds step N, turns to it. (On
+    a busy machine a CPU device's thread may get its turn a little after the host, a GPU would not
+    wait.)"""
     prepare = timeline.select("cpu", "prepare_step")
     device = timeline.select("device", "device_step")
     within, queued = [], []

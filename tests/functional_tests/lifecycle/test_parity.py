@@ -1,7 +1,5 @@
-"""Every combination of settings gives the same tokens, greedy and sampled, on the tiny model.
-
-The demo model says what `transformers` says, whatever the scheduling.
-"""
+"""Every combination of settings gives the same tokens, greedy and sampled, on the tiny model; the
+demo model says what `transformers` says, whatever the scheduling."""
 
 import random
 from itertools import product
@@ -218,11 +216,8 @@ def test_samples_do_not_depend_on_scheduling(make_smollm2_engine, sampled_jobs: 
 
 
 def arrive(jobs: list[Job], seed: int) -> tuple[list[int], dict[int, list[Job]]]:
-    """Jobs in a random order, each at a random one of the first 30 steps.
-
-    Returns:
-        the order, and the jobs of each step.
-    """
+    """Jobs in a random order, each at a random one of the first 30 steps: the order, and the jobs
+    of each step."""
     chooser = random.Random(seed)
     order = chooser.sample(range(len(jobs)), len(jobs))
     arrivals: dict[int, list[Job]] = {}

@@ -1,7 +1,5 @@
-"""Recorded runs replay without their model, plan for plan; what differs is named.
-
-Runs whose requests share blocks: recorded, replayed plan for plan, simulated.
-"""
+"""Recorded runs replay without their model, plan for plan, also where requests share blocks; what
+differs is named."""
 
 import asyncio
 import itertools

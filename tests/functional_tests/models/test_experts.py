@@ -1,8 +1,5 @@
-"""Models with experts in the engine: steps padded for graphs, lookahead, pressure; on GPUs too.
-
-Models whose experts take the op of a few tokens, with the norm before it, beside the grouped
-products: the same tokens.
-"""
+"""Models with experts in the engine: steps padded for graphs, lookahead, pressure; the op of a few
+tokens beside the grouped products; on GPUs too."""
 
 import math
 import os

@@ -1,8 +1,5 @@
-"""Requests that begin alike share blocks, and get the tokens that they would get alone.
-
-What the prefix cache must not find any more: blocks whose owner went or whose step failed, and
-those that were handed out or forgotten.
-"""
+"""Requests that begin alike share blocks, and get the tokens that they would get alone; blocks
+whose owner went or whose step failed, and those handed out or forgotten, are not found any more."""
 
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
-"""The command line as torchrun starts it, on several ranks: it answers and complains once.
-
-The examples of several ranks run.
-"""
+"""The command line, and the examples, as torchrun starts them on several ranks: an answer or a
+complaint comes once."""
 
 import contextlib
 import io

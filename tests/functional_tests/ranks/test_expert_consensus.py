@@ -1,8 +1,5 @@
-"""Ranks with requests of their own launch every step together, in one shape, and stop together.
-
-An engine that is stopped while it waits for samples, and must step on for the experts that other
-ranks need.
-"""
+"""Ranks with requests of their own launch every step together, in one shape, and stop together: an
+engine that is stopped steps on for the experts that other ranks need."""
 
 import asyncio
 import threading
@@ -56,12 +53,8 @@ class NoFollowers:
 
 
 class ExpertRanks:
-    """Engines that agree on steps, each driven by a thread.
-
-    Attributes:
-        engines: by rank.
-        shapes: of each rank's launched steps: (graph key or tokens, dispatch tokens, rows).
-    """
+    """Engines that agree on steps, each driven by a thread; `shapes` of each rank's launched steps
+    are (graph key or tokens, dispatch tokens, rows)."""
 
     def __init__(self, size: int, captures: bool = False, **config: Any) -> None:
         self.engines: list[DynamicInferenceEngine] = []

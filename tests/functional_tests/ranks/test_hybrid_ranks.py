@@ -1,10 +1,6 @@
-"""Hybrid models on several ranks say what they say on one.
-
-Several ranks, by `LLM` as users call it, give one rank's tokens.
-
-What each kind of parallelism does at other lookaheads, under pressure and in chunks is in the tests
-of each: test_tensor_parallel, test_pipeline_parallel, test_moe, test_expert_consensus.
-"""
+"""Hybrid models on several ranks say what they say on one, also by `LLM` as users call it. What
+each kind of parallelism does at other lookaheads, under pressure and in chunks is in its own
+tests."""
 
 from functools import cache
 from typing import Any

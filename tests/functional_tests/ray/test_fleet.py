@@ -1,8 +1,6 @@
 """A fleet of engines in this process, without its manager: requests are sent again when a replica
-is lost, and nothing is told twice or lost.
-
-The HTTP routes as plain ASGI, in front of a fleet: uvicorn's own protocol stands for a proxy.
-"""
+is lost, and nothing is told twice or lost. Its HTTP routes are plain ASGI: uvicorn's own protocol
+stands for a proxy."""
 
 import asyncio
 import contextlib

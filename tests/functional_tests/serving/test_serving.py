@@ -1,8 +1,5 @@
 """Replicas in processes of their own behind a coordinator: one engine's tokens, whoever dies.
-
-Messages that are too large fail alone: questions, answers, and what a stranger sends.
-What the server asks, an engine serves; what it tells is formatted as it is.
-"""
+Messages that are too large fail alone: questions, answers, and what a stranger sends."""
 
 import asyncio
 import json

@@ -1,10 +1,6 @@
-"""Readers of a client: tokens, log probs and ends of a real engine, in order; its own text where
-the tokenizer cannot be sent; and whose fault fails whom.
-
-Tokens of a replica beside its coordinator, and far from it: they come in the order of the steps,
-and all of them, however little the sockets take at once.
-A replica whose experts others need leaves: it finishes what it has, and steps on for them.
-"""
+"""Readers of a client: tokens, log probs and ends of a real engine, in the order of the steps,
+however little the sockets take at once; its own text where the tokenizer cannot be sent; and whose
+fault fails whom."""
 
 import asyncio
 import os

@@ -134,13 +134,7 @@ def saved_tensors(model: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def mtp_tensors(name: str, layers: Any, folder: Path) -> dict[str, Tensor]:
-    """Tensors of one depth by their published names.
-
-    Args:
-        name: of the family.
-        layers: `make_layers`.
-        folder: to write to.
-    """
+    """Tensors of one depth by their published names."""
     family, found = MTP_FAMILIES[name], {}
     hidden = layers.config.hidden_size
     for key, tensor in saved_tensors(layers, folder).items():

@@ -241,15 +241,9 @@ def write_folder(
     shard_bytes: int = 5 * 10**9,
     values: Callable[[str, Shape], Tensor | None] | None = None,
 ) -> Path:
-    """Write a folder, its weights in bfloat16 in shards with an index.
-
-    Args:
-        config: whose `published_tensors` are written.
-        folder: is made.
-        shard_bytes: most that a file holds.
-        values: of a tensor, bfloat16, by name and shape, or of its first rows; None, or fewer rows:
-            a hole there, which reads as zeros. Without it there are holes everywhere.
-    """
+    """Write a folder with `config`'s `published_tensors` in bfloat16, in shards with an index.
+    `values` gives a tensor by name and shape, or its first rows; None, or fewer rows: a hole there,
+    which reads as zeros. Without it there are holes everywhere."""
     folder.mkdir(parents=True)
     shards: list[dict[str, Shape]] = [{}]
     tensors, size = published_tensors(config), 0

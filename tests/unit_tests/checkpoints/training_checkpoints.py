@@ -108,12 +108,8 @@ def parsed_args(**changes: Any) -> Namespace:
 
 
 def trained_model(args: Namespace, **config: Any) -> GPTModel:
-    """This rank's part of the `GPTModel` that Megatron builds of such arguments, in float32.
-
-    Args:
-        args: see `parsed_args`.
-        **config: further fields of `TransformerConfig`, such as sizes of groups.
-    """
+    """This rank's part of the `GPTModel` that Megatron builds of `parsed_args`, in float32;
+    `config` has further fields of `TransformerConfig`, such as sizes of groups."""
     groups = ensure_process_groups()
     names = [*MODEL, "add_qkv_bias", "qk_layernorm", "window_size", "moe_router_topk"]
     experts: dict[str, Any] = {}
@@ -174,17 +170,10 @@ def save_run(
     rename: Callable[[str], str] | None = None,
     **state: Any,
 ) -> None:
-    """What `save_checkpoint` of Megatron-LM gives to `dist_checkpointing.save`; collective.
-
-    Args:
-        model: this rank's part.
-        folder: of one iteration.
-        args: of the run.
-        metadata: of the model's `sharded_state_dict`; as training has them by default.
-        strategy: that writes; None: all of a shard by its main replica.
-        rename: gives a key of the model another name.
-        **state: further entries, such as the optimizer's.
-    """
+    """What `save_checkpoint` of Megatron-LM gives to `dist_checkpointing.save` for this rank's
+    part; collective. `metadata` is that of the model's `sharded_state_dict`, by default as training
+    has it; without a `strategy` a shard's main replica writes all; `rename` gives a key another
+    name; `state` has further entries, such as the optimizer's."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True} | (
         metadata or {}

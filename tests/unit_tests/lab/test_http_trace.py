@@ -23,15 +23,8 @@ USAGE = b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\ndata: [DO
 
 
 class SlowServer:
-    """Sends a token every `PAUSE_S`.
-
-    Args:
-        keeps: connections are kept, after `answers` answers given up.
-
-    Attributes:
-        most: how many requests it had at once.
-        connections: how many there were.
-    """
+    """Sends a token every `PAUSE_S`, and keeps connections, of which it gives one up after
+    `answers` answers; it counts them, and the most requests at once."""
 
     def __init__(self, keeps: bool = False, answers: int = 100) -> None:
         self.now = self.most = self.connections = 0

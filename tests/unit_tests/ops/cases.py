@@ -31,14 +31,8 @@ class Numbers:
 
 @dataclass(frozen=True)
 class OpCase:
-    """Arguments of an op.
-
-    Attributes:
-        op: all implementations of it get equal arguments.
-        make: the arguments, anew at each call; the op may write to them.
-        name: unique.
-        is_large: of a model's sizes, for a GPU alone.
-    """
+    """Arguments of an op, for all its implementations: `make` makes them anew at each call (the op
+    may write to them); `is_large` ones are of a model's sizes, for a GPU alone."""
 
     op: Op[..., Any]
     make: Callable[[Numbers], Arguments]

@@ -25,14 +25,9 @@ TOKENS = itertools.count()
 
 
 class Decision(NamedTuple):
-    """What Triton decided about two types, or about a type and a number.
-
-    Attributes:
-        operation: the builder's.
-        number: the handle of the number, if one operand is that.
-        is_swapped: the second operand comes first.
-        result: all attributes of a result but its handle.
-    """
+    """What Triton decided about two types, or about a type and a number (`number` is its handle):
+    the builder's operation, whether the second operand comes first, and all attributes of a result
+    but its handle."""
 
     operation: Callable[[Any, Any], Any]
     number: Any
@@ -41,13 +36,8 @@ class Decision(NamedTuple):
 
 
 class Recorder:
-    """The interpreter's builder, with a record of what it was asked to create.
-
-    Attributes:
-        calls: how many.
-        last: name and arguments of the last call.
-        has_cast: whether a call before that is more than a change of shape.
-    """
+    """The interpreter's builder, with a count of what it was asked to create, the last call with
+    its arguments, and whether a call before that is more than a change of shape."""
 
     def __init__(self, builder: Any) -> None:
         self.last: tuple[str, tuple[Any, ...]] = ("", ())

@@ -19,15 +19,8 @@ def rows_asking(
     positions: Sequence[int] | Tensor,
     **numbers: Numbers,
 ) -> SamplingRows:
-    """Rows in random slots; the last slot's record is that of dummy rows.
-
-    Args:
-        count: rows.
-        device: where they are.
-        seeds: `[rows]`.
-        positions: `[rows]`.
-        **numbers: words of the header in small letters, `[rows]` or one for all.
-    """
+    """Rows in random slots; the last slot's record is that of dummy rows. `numbers` are words of
+    the header in small letters, `[rows]` or one for all."""
     columns = {
         name: torch.as_tensor(value).expand(count).tolist() for name, value in numbers.items()
     }

@@ -14,11 +14,8 @@ STOP_S = 0.011
 
 def run_stopped_ranks(ranks: int, function: Callable[..., None], *args: Any) -> None:
     """Call `function(rank, *args)` in a process for each rank, all at once. Each is stopped now and
-    then, so that the others get as far ahead as the flags of the shared memory let them.
-
-    Raises:
-        AssertionError: one raised, or had not ended after `TIMEOUT_S` seconds.
-    """
+    then, so that the others get as far ahead as the flags of the shared memory let them. An
+    AssertionError if one raised, or had not ended after `TIMEOUT_S` seconds."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=function, args=(rank, *args)) for rank in range(ranks)]
     for process in processes:

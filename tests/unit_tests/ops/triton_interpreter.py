@@ -19,21 +19,13 @@ EXACT_16_BIT = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat
 
 def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
     """One rounding of the same float32 numbers: only a sum in another order (and `exp` of another
-    processor) can change one here and there.
-
-    Raises:
-        AssertionError: more than one element in a hundred differs, and more than two.
-    """
+    processor) can change one here and there: one in a hundred, or two."""
     differ = int((found != expected).sum())
     assert differ <= max(2, 0.01 * expected.numel()), f"{differ} of {expected.numel()} differ"
 
 
 def run_in_interpreter(*test_files: str) -> None:
-    """Run the tests of kernels in these files that are not for a GPU alone.
-
-    Raises:
-        AssertionError: one failed, or there are none; with their output.
-    """
+    """Run the tests of kernels in these files that are not for a GPU alone; there must be some."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *test_files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -42,15 +34,8 @@ def run_in_interpreter(*test_files: str) -> None:
 
 
 def patch_index(patch_lang_tensor: Callable) -> Callable:
-    """Triton 3.6's interpreter takes `int()` of an array of one element where a loop's bound is on
-    the device; NumPy 2.5 refuses that.
-
-    Args:
-        patch_lang_tensor: `interpreter._patch_lang_tensor`.
-
-    Returns:
-        what to put in its place.
-    """
+    """In place of `interpreter._patch_lang_tensor`: Triton 3.6's interpreter takes `int()` of an
+    array of one element where a loop's bound is on the device; NumPy 2.5 refuses that."""
 
     def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
         patch_lang_tensor(tensor, scope)
@@ -60,15 +45,9 @@ def patch_index(patch_lang_tensor: Callable) -> Callable:
 
 
 def patch_language_once_a_launch(patch_lang: Callable) -> Callable:
-    """Triton 3.6's interpreter replaces the functions of `triton.language` at every call of a
-    device function, which is half of its time; within one launch, once for each module is enough.
-
-    Args:
-        patch_lang: `interpreter._patch_lang`.
-
-    Returns:
-        what to put in its place.
-    """
+    """In place of `interpreter._patch_lang`: Triton 3.6's interpreter replaces the functions of
+    `triton.language` at every call of a device function, which is half of its time; within one
+    launch, once for each module is enough."""
     languages: dict[Callable, frozenset[int]] = {}
     launch = interpreter._LangPatchScope()
     patched: set[int] = set()

@@ -53,15 +53,10 @@ def reports(rows, drafts, found):
 
 
 def served(rng, drafts, lookahead, found, right, stays, tokens, width=None):
-    """Play one request; returns its tokens and the time in narrow steps that the model of
-    `width_choice` gives.
-
-    Args:
-        found: share of steps with drafts.
-        right: how often a draft is right, each behind those before it.
-        stays: how much longer than by chance a stretch with drafts lasts.
-        width: of every step; None: as it is chosen.
-    """
+    """Play one request; its tokens and the time in narrow steps that the model of `width_choice`
+    gives. `found` is the share of steps with drafts, `right` how often a draft is right, each
+    behind those before it, `stays` how much longer than by chance a stretch with drafts lasts;
+    `width` None: as it is chosen."""
     slots = decoding_slots(1, drafts)
     books, in_flight = DraftBooks(slots, drafts, True), deque()
     everyone, done, time, has = np.ones(1, dtype=np.bool_), 0, 0.0, False

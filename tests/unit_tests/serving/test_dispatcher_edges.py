@@ -191,11 +191,8 @@ STEPS = 120
 
 
 class RandomService(Service):
-    """Two clients and replicas that do anything they may, and some things that they may not.
-
-    Args:
-        seed: of what happens.
-    """
+    """Two clients and replicas that do anything they may, and some things that they may not; `seed`
+    draws it."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(requests_per_slot=1.0, max_unfinished=20, no_replica_timeout_s=3.0)

@@ -22,10 +22,8 @@ def processors(count):
 
 
 class Batch:
-    """Rows of given lengths in a cache whose blocks are shuffled; `refill` draws others in place.
-
-    Tensors keep their addresses, as a captured graph needs.
-    """
+    """Rows of given lengths in a cache whose blocks are shuffled; `refill` draws others in place:
+    tensors keep their addresses, as a captured graph needs."""
 
     def __init__(
         self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0,

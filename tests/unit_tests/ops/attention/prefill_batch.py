@@ -21,13 +21,9 @@ class PrefillBatch:
     """Decode rows' tokens, prefill rows, dummy rows and padding tokens. Whatever no prefill row
     owns is NaN.
 
-    Tensors keep their addresses when `refill` draws other rows, as a captured graph needs.
-
-    Args:
-        max_tokens, rows, longest: what `refill` may ask for.
-        poison: stands in the cache where no sequence does.
-        unused_block: stands in block tables beyond a row's length.
-        first_key: queries after this position do not see the keys before it.
+    Tensors keep their addresses when `refill` draws other rows, as a captured graph needs. `poison`
+    stands in the cache where no sequence does, `unused_block` in block tables beyond a row's
+    length; queries after `first_key` do not see the keys before it.
     """
 
     def __init__(

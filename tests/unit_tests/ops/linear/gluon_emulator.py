@@ -321,13 +321,8 @@ def _atomic_add(pointer: Pointer, value: int, sem: str) -> Tensor:
 def _as_python(
     fn: FunctionType, gluon: dict[str, Any], done: dict[str, dict[str, Any]]
 ) -> FunctionType:
-    """The function with `gluon` in the place of Gluon, and so those of ours that it calls.
-
-    Args:
-        fn: what Gluon compiles.
-        gluon: replacements by name.
-        done: names of each module so far.
-    """
+    """The function with `gluon` (by name) in the place of Gluon, and so those of ours that it
+    calls; `done` has the names of each module so far."""
     module = fn.__module__
     if module not in done:
         done[module] = names = fn.__globals__ | gluon

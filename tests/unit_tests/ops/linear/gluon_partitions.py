@@ -10,11 +10,7 @@ from collections.abc import Callable, Sequence
 
 
 class Partitions:
-    """Threads of which one runs at a time.
-
-    Args:
-        seed: of the order.
-    """
+    """Threads of which one runs at a time; `seed` draws their order."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

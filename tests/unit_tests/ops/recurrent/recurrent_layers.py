@@ -35,16 +35,9 @@ LOOPS = {
 
 
 class Layer:
-    """What layers of all kinds have.
-
-    Attributes:
-        kind: "mamba" or "delta".
-        params: of the layer.
-        state_size: shape of a row's state.
-        ring_dim, gates, conv_dim, outputs: channels of the pools and of the output.
-        in_proj: columns of the inputs.
-        random: generator of the inputs.
-    """
+    """What layers of all kinds have: `state_size` is the shape of a row's state; `ring_dim`,
+    `gates`, `conv_dim` and `outputs` are channels of the pools and of the output, `in_proj` columns
+    of the inputs."""
 
     kind: str
     shape: MambaShape | DeltaShape
