@@ -36,16 +36,9 @@ DENSE = f"{DEPTH}mtp_model_layer.layers.1."
 
 
 class DraftLayer(nn.Module):
-    """Parameters are fused as the engine's, under their names.
-
-    Args:
-        architecture: of the model, with the layer.
-        weights: of the model, by the engine's names: the layer begins as a copy of the last one.
-        cos, sin: `[positions, rotated]` of the rotary embedding.
-
-    Raises:
-        ConfigurationError: the model has what this layer does not compute.
-    """
+    """A layer whose parameters are fused as the engine's, under their names; it begins as a copy of
+    the model's last one. `cos` and `sin` are `[positions, rotated]`. A ConfigurationError if the
+    model has what this layer does not compute."""
 
     def __init__(
         self,
@@ -90,13 +83,8 @@ class DraftLayer(nn.Module):
         return torch.ones(shape)
 
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states after the final norm, `[texts, entries, hidden]`.
-
-        Args:
-            embedded: `[texts, entries, hidden]`, of the tokens at the entries' places.
-            hidden: `[texts, entries, hidden]`, of the places before.
-            positions: int64 `[entries]`: the places.
-        """
+        """Hidden states after the final norm, `[texts, entries, hidden]`, of the embedded tokens at
+        the entries' places (int64 `positions`) and the hidden states of the places before."""
         w = self._weight
         joined = torch.cat(
             (self._norm(embedded, "enorm", DEPTH), self._norm(hidden, "hnorm", DEPTH)), dim=-1
@@ -158,11 +146,8 @@ ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 def opening_of(tokenizer: Tokenizer) -> tuple[str, str]:
-    """What stands before a user's words in a conversation, and what ends them.
-
-    Raises:
-        TokenizerError: the model has no chat template.
-    """
+    """What stands before a user's words in a conversation, and what ends them; a TokenizerError if
+    the model has no chat template."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": MARK}], add_generation_prompt=False
     )
@@ -171,14 +156,8 @@ def opening_of(tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def make_up(llm: LLM, count: int, most_tokens: int, seed: int) -> list[list[int]]:
-    """Token ids of conversations of one prompt and its answer.
-
-    Args:
-        llm: the model; it has a tokenizer with a chat template.
-        count: conversations.
-        most_tokens: of an answer.
-        seed: of all.
-    """
+    """Token ids of `count` conversations of one prompt and its answer, of `most_tokens` at most;
+    the model has a tokenizer with a chat template."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "opening_of has read it"
     before, end = opening_of(tokenizer)
@@ -220,14 +199,9 @@ def _text(request: Any) -> str:
 
 
 class HiddenStates(EngineListener):
-    """Takes the hidden states of prompts while an engine prefills them.
-
-    Args:
-        llm: made with lookahead 0, without prefix caching and captured graphs.
-
-    Attributes:
-        found: of the present texts, by request id: `[tokens, hidden]`, the model's dtype, host.
-    """
+    """Takes the hidden states of prompts while an engine prefills them: of the present texts, by
+    request id, `[tokens, hidden]`, the model's dtype, on the host. The engine has lookahead 0, and
+    neither prefix caching nor captured graphs."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._context = llm, llm.engine.context
@@ -263,14 +237,8 @@ class HiddenStates(EngineListener):
 
 
 class StateStore:
-    """Hidden states of texts, computed when they are first asked for, and kept while they fit.
-
-    Args:
-        trunk: computes them.
-        texts: token ids of each.
-        device: where they are wanted, and kept.
-        most_bytes: of what is kept; what comes later is computed each time.
-    """
+    """Hidden states of texts (token ids), computed by `trunk` when they are first asked for, and
+    kept on `device` while they fit in `most_bytes`; what comes later is computed each time."""
 
     def __init__(
         self,

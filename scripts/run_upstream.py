@@ -46,11 +46,8 @@ def main() -> int:
 
 
 def run_examples(checkout: Path, options: argparse.Namespace) -> list[str]:
-    """Run the examples on a checkpoint of `options.model`, and print a line for each.
-
-    Returns:
-        what is wrong.
-    """
+    """Run the examples on a checkpoint of `options.model`, and print a line for each; what is
+    wrong."""
     from upstream.example_runs import (
         EXAMPLES,
         NOT_RUN,
@@ -91,11 +88,8 @@ def run_examples(checkout: Path, options: argparse.Namespace) -> list[str]:
 
 
 def run_tests(checkout: Path, options: argparse.Namespace) -> list[str]:
-    """Run the public tests twice, and print the table.
-
-    Returns:
-        tests that pass with Megatron's own code only, and are not on the list.
-    """
+    """Run the public tests twice, and print the table; those that pass with Megatron's own code
+    only, and are not on the list."""
     from upstream.file_runs import compare_file
 
     files = PUBLIC | ({} if options.cpu else ON_A_GPU)

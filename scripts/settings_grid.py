@@ -200,15 +200,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A `config.json` of one family.
-
-    Attributes:
-        family: its name in `FAMILIES`.
-        key: which key it is about.
-        what: what is done to the key.
-        config: content of the file.
-        changed: all keys that differ from the family's plain file.
-    """
+    """A `config.json` of one family: which key it is about, what is done to the key, and all keys
+    that differ from the family's plain file."""
 
     family: str
     key: str

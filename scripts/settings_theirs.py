@@ -12,11 +12,7 @@ from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MLP, R
 
 
 def their_config(variant: Variant) -> Any:
-    """What transformers makes of a file: the language model's configuration.
-
-    Raises:
-        Exception: it refuses the file.
-    """
+    """What transformers makes of a file: the language model's configuration, or its exception."""
     if "text_config" not in variant.config:
         return config_class(variant.family)(**_content(variant))
     whole = their_whole(variant)
@@ -25,11 +21,7 @@ def their_config(variant: Variant) -> Any:
 
 
 def their_whole(variant: Variant) -> Any:
-    """The configuration of a model with a vision tower.
-
-    Raises:
-        Exception: it refuses the file.
-    """
+    """The configuration of a model with a vision tower, or transformers' exception."""
     kind = FAMILIES[variant.family][0]
     return getattr(transformers, f"{kind}Config")(**_content(variant))
 
@@ -45,12 +37,9 @@ def _content(variant: Variant) -> dict[str, Any]:
 
 
 def their_architecture(config: Any) -> dict[str, Any]:
-    """Fields of `ModelArchitecture` as transformers reads them, and `unserved`: settings of its
-    model that `ModelArchitecture` has no field for, which must not be there in a served file.
-
-    Args:
-        config: what `their_config` gives.
-    """
+    """Fields of `ModelArchitecture` as transformers reads them (`their_config`), and `unserved`:
+    settings of its model that `ModelArchitecture` has no field for, which must not be there in a
+    served file."""
     kind = config.model_type.removesuffix("_text")
     is_mamba2, has_list = kind == "mamba2", kind in ("nemotron_h", "mamba2")
     heads = config.num_heads if is_mamba2 else config.num_attention_heads

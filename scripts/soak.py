@@ -140,13 +140,7 @@ class Requests:
 
 
 class Soak:
-    """One run.
-
-    Args:
-        engine: idle.
-        answers: checks what ends.
-        args: of the command line.
-    """
+    """One run on an idle engine; `answers` checks what ends."""
 
     def __init__(
         self, engine: DynamicInferenceEngine, answers: Answers, args: argparse.Namespace
@@ -161,11 +155,7 @@ class Soak:
         self._most_unfinished = 0
 
     def run(self) -> dict[str, Any]:
-        """Serve all; figures of the run.
-
-        Raises:
-            AssertionError: something is wrong or left behind; the message says what.
-        """
+        """Serve all; figures of the run. An AssertionError says what is wrong or left behind."""
         args, process = self._args, psutil.Process()
         rss_start, rss_warm, start = process.memory_info().rss, 0, time.perf_counter()
         with tqdm(total=args.requests, unit="request", disable=args.no_progress or None) as bar:

@@ -41,14 +41,8 @@ LONGEST_PAUSE_S = 0.05
 
 @dataclass
 class RunningJob:
-    """Processes of a job.
-
-    Attributes:
-        pids: of ranks that have not ended.
-        victim: process to be killed at `kill_at`; 0: none.
-        stopping: process that stops by itself; 0: none.
-        started: on the clock of `time.monotonic`, as `kill_at`.
-    """
+    """Processes of a job: those that have not ended, the one to be killed at `kill_at` (on the
+    clock of `time.monotonic`, as `started`), the one that stops by itself; 0: none."""
 
     pids: set[int]
     victim: int

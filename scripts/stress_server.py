@@ -109,12 +109,7 @@ def broken(chance: random.Random, data: bytes) -> bytes:
 
 
 class Asker:
-    """One connection at a time, kept while the server keeps it.
-
-    Args:
-        url: of the server, without a path.
-        key: of its API.
-    """
+    """One connection at a time, kept while the server keeps it."""
 
     def __init__(self, url: str, key: str) -> None:
         place = urlsplit(url)

@@ -42,13 +42,8 @@ WARM_UP = 0.05
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts of one optimizer step, padded to one length.
-
-    Attributes:
-        tokens: int64 `[texts, length]`.
-        hidden: `[texts, length, hidden]`, the model's hidden states after its last norm.
-        lengths: int64 `[texts]`.
-    """
+    """Texts of one optimizer step, padded to one length: int64 tokens `[texts, length]`, the
+    model's hidden states after its last norm `[texts, length, hidden]`, int64 lengths `[texts]`."""
 
     tokens: Tensor
     hidden: Tensor
@@ -80,14 +75,8 @@ def loss_of(
     layer: DraftLayer, batch: Batch, embedding: Tensor, head: Tensor, passes: int
 ) -> tuple[Tensor, Tensor]:
     """Divergence of the layer's distribution from the model's, and how often its favourite is the
-    model's; means over the entries of the first pass.
-
-    Args:
-        layer: trained.
-        batch: on its device.
-        embedding, head: `[vocabulary, hidden]`, the model's.
-        passes: of the layer on its own output.
-    """
+    model's; means over the entries of the first of its `passes` on its own output. `embedding` and
+    `head` are `[vocabulary, hidden]`, the model's."""
     hidden = batch.hidden.float()
     places = torch.arange(batch.tokens.size(1), device=hidden.device)
     embedded = F.embedding(batch.tokens, embedding).float()

@@ -13,14 +13,8 @@ FOLDER_REMEDY = (
 
 
 def benchmark_tokenizer(folder: str | None) -> Tokenizer:
-    """A tokenizer to serve with.
-
-    Args:
-        folder: with a `tokenizer.json`; None: the demo model's tokenizer is taken.
-
-    Raises:
-        ConfigurationError: the demo model's package is not installed.
-    """
+    """A tokenizer to serve with, of a folder with a `tokenizer.json`, else the demo model's: a
+    ConfigurationError if its package is not installed."""
     if folder is not None:
         return Tokenizer.from_folder(folder)
     try:

@@ -28,14 +28,8 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Expected:
-    """What `LLM` says to a prompt.
-
-    Attributes:
-        tokens: that it generates, cut by Megatron's rule of stop words where the run has any.
-        text: of all tokens that it generates.
-        log_probs: of these tokens; None if none were asked for.
-        prompt_length: tokens of the prompt.
-    """
+    """What `LLM` says to a prompt: tokens, cut by Megatron's rule of stop words where the run has
+    any; the text of all of them, and their log probs, if any were asked for."""
 
     tokens: list[int]
     text: str
@@ -193,17 +187,9 @@ def command(
     checkout: Path, example: Example, folder: Path, flags: list[str], cpu: bool, output: Path,
     hook: bool = True,
 ) -> list[str]:  # fmt: skip
-    """The command line of a run.
-
-    Args:
-        checkout: of Megatron-LM.
-        example: what to run.
-        folder: the training checkpoint, with a tokenizer.
-        flags: of the model.
-        cpu: use the stand-ins for a machine without a GPU.
-        output: JSON that the script writes.
-        hook: on this engine; False: on Megatron's.
-    """
+    """The command line of a run on this engine (`hook`) or on Megatron's. `folder` is the training
+    checkpoint, with a tokenizer; `cpu` uses the stand-ins for a machine without a GPU; `output` is
+    the JSON that the script writes."""
     without_gpu = ["--no-rope-fusion", "--no-gradient-accumulation-fusion"] if cpu else []
     python = [sys.executable, "-W", "ignore"]
     if example.ranks > 1:
@@ -228,12 +214,8 @@ def run_example(
     checkout: Path, example: Example, folder: Path, flags: list[str], cpu: bool, timeout_s: float,
     hook: bool = True,
 ) -> tuple[list[Answer], str]:  # fmt: skip
-    """Run an example to its end.
-
-    Returns:
-        the answers in the order of the prompts, none if the script failed; and the end of what it
-        wrote.
-    """
+    """Run an example to its end: the answers in the order of the prompts, none if the script
+    failed; and the end of what it wrote."""
     with tempfile.TemporaryDirectory() as place:
         output = Path(place) / "answers.json"
         words = command(checkout, example, folder, flags, cpu, output, hook)
@@ -246,13 +228,8 @@ def run_example(
 
 
 def differences(example: Example, answers: list[Answer], expected: list[Expected]) -> list[str]:
-    """What is wrong with the answers of a run; nothing if all is as expected.
-
-    Args:
-        example: the run.
-        answers: of the script, in the order of the prompts.
-        expected: for the same prompts.
-    """
+    """What is wrong with the answers of a run, in the order of the prompts; nothing if all is as
+    expected."""
     if len(answers) != len(expected):
         return [f"{len(answers)} answers for {len(expected)} prompts"]
     wrong = []
@@ -268,12 +245,8 @@ def differences(example: Example, answers: list[Answer], expected: list[Expected
 
 
 def reference(model: str, device: str) -> list[list[Expected]]:
-    """The answers of `LLM` to each of `EXAMPLES`, its requests numbered as the scripts number them.
-
-    Args:
-        model: what the checkpoint was made of.
-        device: "cpu" or "cuda".
-    """
+    """The answers of `LLM` to each of `EXAMPLES`, its requests numbered as the scripts number them;
+    `model` is what the checkpoint was made of."""
     from megatron_async import LLM, SamplingParams
 
     every = []
@@ -317,17 +290,9 @@ def run_server(
     checkout: Path, script: str, folder: Path, flags: list[str], cpu: bool, timeout_s: float,
     expected: list[str],
 ) -> list[str]:  # fmt: skip
-    """Start a server script, complete each of `PROMPTS` by HTTP, and end it by SIGINT.
-
-    Args:
-        checkout, folder, flags, cpu: as of `command`.
-        script: its path in the checkout.
-        timeout_s: until it answers.
-        expected: texts of `LLM` after the prompts, greedy.
-
-    Returns:
-        what is wrong.
-    """
+    """Start a server script, complete each of `PROMPTS` by HTTP, and end it by SIGINT; what is
+    wrong. `timeout_s` is the time until it answers, `expected` texts of `LLM` after the prompts,
+    greedy; the rest is that of `command`."""
     port = free_port()
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "log"

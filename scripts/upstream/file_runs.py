@@ -40,17 +40,8 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: float) -> tuple[int, str]:
-    """Run a command to its end, or to the end of its time.
-
-    Args:
-        command: and its arguments.
-        env: its whole environment.
-        folder: where it runs.
-        timeout_s: it is killed then.
-
-    Returns:
-        its exit status, 124 if time was up, and what it wrote to both streams.
-    """
+    """Run a command to its end, or kill it after `timeout_s`: its exit status, 124 if time was up,
+    and what it wrote to both streams. `env` is its whole environment."""
     try:
         done = subprocess.run(
             command, env=env, cwd=folder, timeout=timeout_s, check=False, text=True,
@@ -64,15 +55,9 @@ def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: float)
 
 @dataclass
 class Comparison:
-    """Two runs of a test file.
-
-    Attributes:
-        file: its path in the checkout.
-        control: by test, why it failed with Megatron's own code; "" if it passed. Skipped tests
-            are left out.
-        ours: the same with this engine's modules.
-        listed: patterns of tests that do not count, each with its reason.
-    """
+    """Two runs of a test file. By test, why it failed with Megatron's own code (`control`; "" if it
+    passed; skipped tests are left out) and with this engine's modules; `listed` are patterns of
+    tests that do not count, each with its reason."""
 
     file: str
     control: Mapping[str, str | None] = field(default_factory=dict)
@@ -141,15 +126,8 @@ def lost_tests(comparisons: Iterable[Comparison]) -> list[str]:
 def compare_file(
     checkout: Path, file: str, listed: dict[str, str], cpu: bool, timeout_s: float
 ) -> Comparison:
-    """Run `file` twice.
-
-    Args:
-        checkout: of Megatron-LM.
-        file: path in it.
-        listed: patterns of its tests that do not count, each with its reason.
-        cpu: use the stand-ins for a machine without a GPU.
-        timeout_s: for each run; tests that did not end by then are not in the outcome.
-    """
+    """Run `file` of the checkout twice, each for `timeout_s` at most; tests that did not end by
+    then are not in the outcome."""
     control = _outcomes(checkout, file, False, cpu, timeout_s)
     ours = _outcomes(checkout, file, True, cpu, timeout_s)
     return Comparison(file, control, ours, listed)

@@ -21,15 +21,8 @@ ITERATION = 1
 
 
 def write_training_folder(model: str, folder: Path) -> None:
-    """Write `model` as a `GPTModel` in float32, its tokenizer beside it.
-
-    Args:
-        model: what `LLM` takes; dense, with a tokenizer.
-        folder: made; its parent must exist.
-
-    Raises:
-        ValueError: the model has experts, recurrent layers or no tokenizer.
-    """
+    """Write `model` (what `LLM` takes; dense) as a `GPTModel` in float32, its tokenizer beside it;
+    a ValueError if it has experts, recurrent layers or no tokenizer."""
     from megatron.core import dist_checkpointing
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -35,21 +35,13 @@ class LetterTokenizer:
 
 
 class EventfulChurn:
-    """Random requests that keep an engine full and short of memory.
+    """Random requests that keep an engine full and short of memory, and counts of what became of
+    them.
 
-    Every request has a stop word and a random limit. Before each step the waiting line is filled
-    up, and with probability `abort_rate` a random unfinished request is aborted. Give the engine
+    Every request has a stop word, a prompt of half to one and a half `prompt_tokens`, and a limit
+    drawn likewise. Before each step the waiting line is filled up, and with probability
+    `abort_rate` a random unfinished request is aborted. Give the engine (idle, with a tokenizer)
     fewer KV blocks than the requests want, and they pause and are evicted.
-
-    Args:
-        engine: idle, with a tokenizer.
-        prompt_tokens: mean length of a prompt; each is half to one and a half of it.
-        num_tokens: mean limit of generated tokens; likewise.
-        abort_rate: aborts a step, at most 1.
-        seed: of everything random.
-
-    Attributes:
-        arrived, ended, stopped, aborted: requests so far.
     """
 
     def __init__(
@@ -77,11 +69,8 @@ class EventfulChurn:
             self.aborted += 1
 
     def after_step(self, report: dict[str, Any]) -> None:
-        """Count the requests that ended.
-
-        Raises:
-            RuntimeError: a request failed otherwise than by its abort.
-        """
+        """Count the requests that ended; a RuntimeError if one failed otherwise than by its
+        abort."""
         for request in report["finished_request_records"]:
             del self._unfinished[request.request_id]
             if request.error is not None and request.finish_reason != "aborted":

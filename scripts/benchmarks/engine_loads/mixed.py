@@ -43,13 +43,7 @@ COLUMNS = {
 
 
 class MixedSteps:
-    """Prompts that arrive before each step and fill it.
-
-    Args:
-        engine: that has room for them.
-        lengths: tokens of each prompt of a step.
-        seed: of the prompts.
-    """
+    """Prompts of the given lengths that arrive before each step and fill it."""
 
     def __init__(self, engine: DynamicInferenceEngine, lengths: Sequence[int], seed: int) -> None:
         self._engine = engine
@@ -101,11 +95,8 @@ def open_engine(model: str, args: argparse.Namespace) -> LLM:
 def measure(
     engine: DynamicInferenceEngine, tokens: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Figures of steps of so many tokens, on an idle engine, which is idle again afterwards.
-
-    Raises:
-        SystemExit: the steps had other numbers of prompt tokens.
-    """
+    """Figures of steps of so many tokens, on an idle engine, which is idle again afterwards;
+    SystemExit if the steps had other numbers of prompt tokens."""
     wanted = tokens - args.decode_rows
     lengths = prompt_lengths(wanted, args.prompt_tokens)
     mixed = MixedSteps(engine, lengths, seed=tokens)
@@ -138,14 +129,8 @@ def measure(
 def summary(
     rounds: Sequence[dict[str, float]], tokens: int, alone_ms: float, rows: int
 ) -> dict[str, float]:
-    """Medians of several rounds, and what a token costs, microseconds.
-
-    Args:
-        rounds: figures of `measure`.
-        tokens: of a step.
-        alone_ms: milliseconds of a step of the decode rows alone.
-        rows: decode rows.
-    """
+    """Medians of several rounds of `measure`, and what a token costs, microseconds: beside
+    `alone_ms`, a step of the decode rows alone."""
     found = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
     found["token_us"] = found["step_ms"] * 1e3 / tokens
     if tokens > rows:

@@ -23,14 +23,9 @@ from megatron_async.lab.simulate_command import parse_chances
 def load_parser(
     load: str, about: str | None, model: str = "dummy:smollm2-135m", several: bool = False
 ) -> argparse.ArgumentParser:
-    """A load's command line with the options for the model, where it runs, and the record.
-
-    Args:
-        load: its name on the command line.
-        about: the load's docstring.
-        model: what is measured when nothing else is asked for.
-        several: takes `--models`, a list; else `--model`.
-    """
+    """A load's command line with the options for the model, where it runs, and the record. `about`
+    is the load's docstring, `model` what is measured when nothing else is asked for; `several`
+    takes `--models`, a list, in place of `--model`."""
     parser = argparse.ArgumentParser(
         prog=f"benchmark_engine.py {load}",
         description=about,
@@ -108,15 +103,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def routed(models: Sequence[str], routing: str) -> list[str]:
-    """Names of models with the routing asked for.
-
-    Args:
-        models: what `LLM` loads.
-        routing: value of `--routing`.
-
-    Raises:
-        ConfigurationError: uniform routing of a model that is no dummy.
-    """
+    """Names of models with the routing asked for; a ConfigurationError for uniform routing of a
+    model that is no dummy."""
     if routing == AS_LOADED:
         return list(models)
     for model in models:
@@ -136,16 +124,9 @@ ONE_SHAPE = {"num_cuda_graphs": 1, "use_cuda_graphs_for_non_decode_steps": False
 def open_model(
     model: str, args: argparse.Namespace, rows: int, length: int, max_tokens: int, **changes: Any
 ) -> LLM:
-    """`model` by the options of `load_parser`, with room for so many requests in steady decode.
-
-    Args:
-        model: what `LLM` loads.
-        args: the options.
-        rows: requests at once.
-        length: tokens of each, prompt and answer.
-        max_tokens: of a step.
-        changes: settings; without them prompts that come again are computed again.
-    """
+    """`model` by the options of `load_parser`, with room for `rows` requests of `length` tokens
+    each, prompt and answer, in steady decode, and `max_tokens` a step. Without `changes` of the
+    settings prompts that come again are computed again."""
     settings = {
         "enable_prefix_caching": False,
         "mamba_ssm_states_dtype": getattr(args, "mamba_ssm_states_dtype", STATE_DTYPES[0]),

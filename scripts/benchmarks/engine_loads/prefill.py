@@ -24,13 +24,8 @@ PARAMS = SamplingParams(temperature=0.0, num_tokens_to_generate=2, termination_i
 
 
 def flops(model: nn.Module, vocabulary: int, tokens: int) -> float:
-    """Floating-point operations of a prompt's prefill; of recurrent layers their products alone.
-
-    Args:
-        model: a `HybridModel` on one rank.
-        vocabulary: rows of the output layer.
-        tokens: prompt length.
-    """
+    """Floating-point operations of a prompt's prefill by a `HybridModel` on one rank; of recurrent
+    layers their products alone."""
     config: Any = model.config
     multiplied = 0.0
     for name, weight in model.named_parameters():
