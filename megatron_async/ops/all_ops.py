@@ -29,7 +29,7 @@ from megatron_async.ops.recurrent.gated_norms import gated_head_norm, gated_rms_
 from megatron_async.ops.recurrent.mamba_reference import mamba_decode, mamba_prefill
 from megatron_async.ops.sampling.log_probs import log_probs
 from megatron_async.ops.sampling.logits_processing import begin_chunks, count_tokens, process_logits
-from megatron_async.ops.sampling.sampling import best_tokens, sample, sample_with_cuts
+from megatron_async.ops.sampling.sampling import best_tokens, sample
 from megatron_async.ops.sampling.token_mask import apply_token_mask
 
 
@@ -69,7 +69,6 @@ class Ops:
         self.swiglu = bound(swiglu)
         self.squared_relu = bound(squared_relu)
         self.sample = bound(sample)
-        self.sample_with_cuts = bound(sample_with_cuts)
         self.best_tokens = bound(best_tokens)
         self.begin_chunks = bound(begin_chunks)
         self.process_logits = bound(process_logits)

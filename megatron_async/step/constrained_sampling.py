@@ -156,7 +156,7 @@ class ConstrainedSampler:
         processed = logits.processed.index_select(0, index)
         ops = view.ops
         ops.apply_token_mask(processed, words[:, HEAD_WORDS:])
-        tokens, cuts = ops.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
+        tokens, cuts = ops.sample(processed, rows, SamplingMode.FILTERED)
         found = empty_log_probs(1, count, processed.device)
         entry = torch.zeros(1, dtype=torch.int32, device=processed.device)
         raw = logits.raw.index_select(0, index)

@@ -83,12 +83,12 @@ class TokenSampler:
                 best = ops.best_tokens(logits, rows, mode, shard.first, shard.columns)
                 return shard.choose(*best)
             logits = shard.gather(logits)
-        return ops.sample(logits, rows, mode)
+        return ops.sample(logits, rows, mode)[0]
 
     def _sample_processed(self, logits: Tensor, rows: ProcessingRows) -> Tensor:
         ops = self._view.ops
         processed = ops.process_logits(logits, rows, self.processed, self.kept)
-        tokens, cuts = ops.sample_with_cuts(processed, rows, SamplingMode.FILTERED)
+        tokens, cuts = ops.sample(processed, rows, SamplingMode.FILTERED)
         entry = self._view.step.entry
         ops.log_probs(logits, processed, tokens, cuts, rows, self.log_probs, entry)
         return tokens

@@ -148,7 +148,7 @@ class WholeSequences:
             logits = self._model.output_layer(outputs[-1:])[0][:, : self.draft_vocab_size]
             place = torch.tensor([len(known)], dtype=torch.int32)
             rows = SamplingRows(torch.tensor([slot]), place, records)
-            found.append(int(sample.reference(logits, rows, SamplingMode.FILTERED)))
+            found.append(int(sample.reference(logits, rows, SamplingMode.FILTERED)[0]))
             known.append(found[-1])
         return found
 

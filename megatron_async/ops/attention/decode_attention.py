@@ -21,7 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
-from megatron_async.ops.attention.join_parts import JOIN_CHUNK, join_if_last, join_kernel
+from megatron_async.ops.attention.join_parts import (
+    JOIN_CHUNK,
+    is_last_part,
+    join_kernel,
+    join_parts,
+)
 from megatron_async.ops.dependent_launch import (
     await_previous,
     launch_options,
@@ -42,15 +47,8 @@ def decode_tile(dim: int) -> int:
 
 
 class DecodeWorkspace:
-    """The schedule and the partial results of its parts; made once, used by every layer in turn.
-
-    Args:
-        max_rows: decode rows.
-        heads, kv_heads: query heads and KV heads.
-        dim: size of a head.
-        device: a GPU.
-        max_width: most query tokens of a row.
-    """
+    """The schedule and the partial results of its parts, for decode rows of up to `max_width` query
+    tokens; made once, used by every layer in turn."""
 
     def __init__(
         self,
@@ -169,12 +167,9 @@ def paged_decode_attention(
 
 
 def _stages(element_size: int, programs: int, dim: int, processors: int) -> int:
-    """Tiles of keys and values in flight, plus one.
-
-    With three stages of 128 x 64 elements three programs fit a processor at a time, and a little
-    more than three programs for each would leave a second wave mostly empty: four stages, two
-    programs a processor.
-    """
+    """Tiles of keys and values in flight, plus one. With three stages of 128 x 64 elements three
+    programs fit a processor at a time, and a little more than three programs for each would leave a
+    second wave mostly empty: four stages, two programs a processor."""
     if element_size == 4:
         return 2
     return 4 if dim > 64 and 3 * processors < programs <= 4 * processors else 3
@@ -359,10 +354,14 @@ def _parts_kernel(
             tl.store(part_total + slot * heads + head, total, mask=member < width * group)
             tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
             if joins:
-                join_if_last(
-                    part_output, part_maximum, part_total, out, first_slot, parts, head, place,
-                    inside, arrived + row * kv_heads + kv_head, row, heads, dim,
-                )  # fmt: skip
+                counter = arrived + row * kv_heads + kv_head
+                if is_last_part(counter, parts):
+                    result = join_parts(
+                        part_output, part_maximum, part_total, first_slot, parts, head, place,
+                        inside, heads, dim,
+                    )  # fmt: skip
+                    target = out + row * heads * dim + place
+                    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
     if is_beside and tl.program_id(1) == tl.num_programs(1) - 1:
         # A kernel behind this one waits for the one before too. The last programs' wait is enough;
         # if all waited, they would keep processors from the programs that have yet to begin.

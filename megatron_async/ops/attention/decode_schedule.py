@@ -47,12 +47,7 @@ class DecodeSchedule:
     """
 
     def __init__(self, max_rows: int, kv_heads: int, tile: int, device: torch.device) -> None:
-        """Args:
-        max_rows: decode rows.
-        kv_heads: of the model; each makes a program of an item.
-        tile: tokens that a program takes together; parts are whole tiles.
-        device: a GPU.
-        """
+        """`tile`: tokens that a program takes together; parts are whole tiles."""
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.extra = -(-PROGRAMS_A_PROCESSOR * self.processors // kv_heads)
         self.kv_heads = kv_heads
@@ -79,16 +74,10 @@ class DecodeSchedule:
         return 2 * self.extra
 
     def update(self, kv_lengths: Tensor, limit: Tensor | None = None) -> None:
-        """Launch the kernel that makes the schedule.
-
-        Args:
-            kv_lengths: int32 `[rows]`, contiguous; a row of no tokens is fine.
-            limit: int32, its first element: rows from this one on have no items, and their output
-                is not written. None: all rows have items.
-
-        Raises:
-            ValueError: more rows than `max_rows`, or lengths that the kernel cannot read.
-        """
+        """Launch the kernel that makes the schedule of rows of these lengths, int32 `[rows]`,
+        contiguous; a row of no tokens is fine. Rows from `limit`'s first element on, int32, have no
+        items, and their output is not written. A ValueError for more rows than `max_rows` and for
+        other lengths."""
         rows = kv_lengths.numel()
         if not 0 < rows <= self.max_rows:
             raise ValueError(
@@ -117,29 +106,6 @@ class DecodeSchedule:
             has_limit=limit is not None,
             **launch_options(kv_lengths),
         )
-
-
-def schedule_reference(
-    kv_lengths: list[int], shares: int, tile: int
-) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
-    """The kernel's schedule in plain Python: items (row, first token, end, slot), and of each row
-    the first slot and the number of parts."""
-    tokens = -(-sum(kv_lengths) // shares)
-    largest = max(-(-tokens // tile), 1) * tile
-    split: list[tuple[int, int, int, int]] = []
-    whole: list[tuple[int, int, int, int]] = []
-    splits = [(-1, 1)] * len(kv_lengths)
-    for row, length in sorted(enumerate(kv_lengths), key=lambda pair: -pair[1]):
-        wanted = max(-(-length // largest), 1)
-        share = max(-(-length // (wanted * tile)), 1) * tile
-        starts = range(0, max(length, 1), share)
-        if len(starts) == 1:
-            whole.append((row, 0, length, -1))
-            continue
-        splits[row] = (len(split), len(starts))
-        for start in starts:
-            split.append((row, start, min(start + share, length), len(split)))
-    return split + whole, splits
 
 
 @triton.jit(do_not_specialize=["rows", "shares"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch import Tensor
@@ -17,18 +17,8 @@ if TYPE_CHECKING:
 
 
 class GpuPagedAttention(TorchPagedAttention):
-    """Attention of a GPU's steps.
-
-    Args:
-        block_size: tokens a block.
-        max_blocks: blocks of the longest row.
-        max_rows: most rows of a step.
-        heads, kv_heads, dim: of the model's attention.
-        device: a GPU.
-        prefill: backends of the prefill rows.
-        max_width: most query tokens of a decode row.
-        first_key: as for `TorchPagedAttention`; the backends of prefill rows must know it too.
-    """
+    """Attention of a GPU's steps of at most `max_rows` rows: decode rows of up to `max_width` query
+    tokens, and prefill rows by the backends of `prefill`, which must know `first_key` too."""
 
     def __init__(
         self,
@@ -50,6 +40,7 @@ class GpuPagedAttention(TorchPagedAttention):
         self._backend: PrefillBackend | None = None
         self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device, max_width)
 
+    @override
     def begin_step(
         self,
         dims: BatchDimensions,
@@ -58,10 +49,6 @@ class GpuPagedAttention(TorchPagedAttention):
         prefill_starts: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> None:
-        """Take the step's shape and tensors, as `TorchPagedAttention.begin_step` does.
-
-        `prefill_starts` is needed where rows prefill.
-        """
         decode, self._decode_tokens = dims.decode_rows, dims.decode_tokens
         self._backend = None
         if dims.prefill_rows:
@@ -84,11 +71,8 @@ class GpuPagedAttention(TorchPagedAttention):
             limit = prefill_starts if dims.is_packed else None
             self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode], positions, limit)
 
+    @override
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """Attention of the step's rows, as by `TorchPagedAttention.attend`.
-
-        The output of padding tokens is undefined.
-        """
         decode, prefill = self._decode_tokens, self._backend
         if prefill is not None and not decode:
             return prefill.attend(query, key_cache, value_cache, scale)
@@ -100,6 +84,7 @@ class GpuPagedAttention(TorchPagedAttention):
             self._decode(query[:decode], key_cache, value_cache, scale, output[:decode])
         return output
 
+    @override
     def _begin_decode(
         self,
         dims: BatchDimensions,
@@ -115,6 +100,7 @@ class GpuPagedAttention(TorchPagedAttention):
             assert positions is not None
             self._query_positions = positions[: dims.decode_tokens]
 
+    @override
     def _decode(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
     ) -> None:

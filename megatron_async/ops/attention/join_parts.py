@@ -20,12 +20,8 @@ maxima took 2.8 to 5.6."""
 
 @triton.jit
 def is_last_part(counter: tl.tensor, parts: tl.tensor) -> tl.tensor:
-    """Whether all other programs have stored their parts; this program's is stored.
-
-    Args:
-        counter: a number of these parts; 0 before and after.
-        parts: how many there are.
-    """
+    """Whether all `parts` programs have stored their parts, this one the last; `counter` is 0
+    before and after."""
     # All threads have stored before one counts this part.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
@@ -47,15 +43,8 @@ def join_parts(
     heads: tl.constexpr,
     dim: tl.constexpr,
 ) -> tl.tensor:
-    """Sum of parts in their order, float32 `[members, dim]`.
-
-    Args:
-        part_output, part_maximum, part_total: float32 `[slots, heads, dim]`, `[slots, heads]`.
-        first_slot, parts: slots that are joined.
-        head: `[members]`: rows of a slot.
-        place, inside: `[members, dim]`: their elements in a slot, and which of them there are.
-        heads, dim: of a slot.
-    """
+    """Sum of parts in their order, float32 `[members, dim]`: of slots from `first_slot` on, each of
+    `heads` rows of `dim`, the rows `head`, whose elements are at `place` where `inside`."""
     members: tl.constexpr = inside.shape[0]
     size: tl.constexpr = inside.shape[1]
     maximum = tl.full((members,), -float("inf"), tl.float32)
@@ -81,44 +70,6 @@ def join_parts(
         gathered = gathered * shrink[:, None] + output * weight[:, None]
         maximum = new_maximum
     return gathered / tl.maximum(total, 1e-30)[:, None]
-
-
-@triton.jit
-def join_if_last(
-    part_output: tl.tensor,
-    part_maximum: tl.tensor,
-    part_total: tl.tensor,
-    out: tl.tensor,
-    first_slot: tl.tensor,
-    parts: tl.tensor,
-    head: tl.tensor,
-    place: tl.tensor,
-    inside: tl.tensor,
-    counter: tl.tensor,
-    row: tl.tensor,
-    heads: tl.constexpr,
-    dim: tl.constexpr,
-) -> None:
-    """Join the parts of a row's heads, in their order, if all other programs of them have stored
-    theirs.
-
-    Args:
-        part_output, part_maximum, part_total, out: as in `join_kernel`; this program's part is
-            stored.
-        first_slot, parts: of the row.
-        head: `[members]`, the heads, whose count is a constant of the kernel.
-        place, inside: `[members, dim]`: their elements in a row, and which of them there are.
-        counter: a number of the row and these heads; 0 before and after.
-        row: of `out`.
-        heads, dim: of a row; of a head.
-    """
-    if is_last_part(counter, parts):
-        result = join_parts(
-            part_output, part_maximum, part_total, first_slot, parts, head, place, inside, heads,
-            dim,
-        )  # fmt: skip
-        target = out + row * heads * dim + place
-        tl.store(target, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

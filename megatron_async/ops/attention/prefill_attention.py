@@ -54,16 +54,8 @@ def queries_of(dtype: torch.dtype, dim: int) -> int:
 def tile_of(
     tokens: int, heads: int, dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tile:
-    """The tile for a step: 64 queries and 4 warps, so that two or more programs share a processor
-    and one computes softmax while the other multiplies.
-
-    Args:
-        tokens: of the step's chunks, at most.
-        heads, dim: query heads, and size of a head.
-        block_size: tokens a KV block.
-        dtype: of queries and cache.
-        device: where they are.
-    """
+    """The tile for a step whose chunks have at most so many tokens: 64 queries and 4 warps, so that
+    two or more programs share a processor and one computes softmax while the other multiplies."""
     if queries_of(dtype, dim) == 32:
         return Tile(32, 32, 2, programs=PROGRAMS_A_PROCESSOR)
     # Larger key tiles are fewer round trips for a program, and leave room for fewer programs.
@@ -98,11 +90,7 @@ def check_rows(
     queries: int,
     out: Tensor,
 ) -> None:
-    """Check arguments of `paged_prefill_attention`, or of another function of this `name`.
-
-    Raises:
-        ValueError: shapes do not match.
-    """
+    """Refuse, with a ValueError, arguments of the function `name` whose shapes do not match."""
     heads, dim = query.shape[1:]
     kv_heads, cache_dim = key_cache.shape[2:]
     if cache_dim != dim or heads % kv_heads or value_cache.shape != key_cache.shape:
@@ -163,22 +151,14 @@ def paged_prefill_attention(
     Raises:
         ValueError: shapes do not match.
     """
-    check_rows(
-        "paged_prefill_attention",
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        schedule,
-        tile.queries,
-        out,
-    )
+    name = "paged_prefill_attention"
+    check_rows(name, query, key_cache, value_cache, block_tables, schedule, tile.queries, out)
     dim = query.size(2)
     block_size, kv_heads = key_cache.shape[1:3]
     parts = schedule.parts
     if parts is not None and first_key:
         raise ValueError(
-            f"paged_prefill_attention: keys are divided, which first_key={first_key} does not "
+            f"{name}: keys are divided, which first_key={first_key} does not "
             "allow; make the schedule with processors=0."
         )
     if not len(schedule.units):

@@ -32,10 +32,7 @@ TILE_ELEMENTS = 8192
 
 
 class Parts(NamedTuple):
-    """Partial results, of every layer in turn.
-
-    A unit has a slot of its own for each KV head.
-    """
+    """Partial results, of every layer in turn. A unit has a slot of its own for each KV head."""
 
     output: Tensor
     """float32 `[kv heads * slots, queries, dim]`."""
@@ -78,8 +75,7 @@ class PrefillSchedule:
         dim: size of a head.
         device: a GPU; or a CPU with Triton's interpreter.
         processors: of the device, among which keys of few queries are divided; 0: they are not.
-        programs: most that share a processor.
-        """
+        programs: most that share a processor."""
         self.kv_heads, self.group, self.queries = kv_heads, group, queries
         self.processors, self.dim = processors, dim
         self.slots = self.shares_of(programs) if processors else 0
@@ -111,19 +107,10 @@ class PrefillSchedule:
         key_tile: int,
         programs: int = 1,
     ) -> None:
-        """Launch the kernel that makes the schedule.
-
-        Args:
-            kv_lengths: int32 `[rows]`: a chunk's last token is at position KV length - 1.
-            starts: int32 `[rows + 1]`: tokens of row i are starts[i] .. starts[i + 1] - 1.
-            tokens: the rows have no more together.
-            max_query_length: no chunk has more tokens.
-            key_tile: keys of a tile; parts are whole tiles.
-            programs: that should share a processor, if keys are divided.
-
-        Raises:
-            ValueError: no rows, or starts of other rows.
-        """
+        """Launch the kernel that makes the schedule of a step's rows (`backends/base.py`,
+        `PrefillRows`). `key_tile`: keys of a tile, parts are whole tiles; `programs`: that should
+        share a processor, if keys are divided. A ValueError for no rows, or starts of other
+        rows."""
         rows = kv_lengths.numel()
         if not rows or starts.numel() != rows + 1:
             raise ValueError(
@@ -168,20 +155,11 @@ class PrefillSchedule:
 
 @triton.jit
 def _parts_of_rows(
-    tiles: tl.tensor,
-    key_tiles: tl.tensor,
-    shares: tl.tensor,
-    least: tl.constexpr,
+    tiles: tl.tensor, key_tiles: tl.tensor, shares: tl.tensor, least: tl.constexpr
 ) -> tl.tensor:
-    """Parts of each tile of queries of a row, int32 `[rows]`, at least 1.
-
-    All units together are `shares` at most; or no tile is divided, if there are as many tiles.
-
-    Args:
-        tiles, key_tiles: int32 `[rows]`: tiles of queries; tiles of keys.
-        shares: units.
-        least: tiles of keys of a part.
-    """
+    """Parts of each tile of queries of a row, int32 `[rows]`, at least 1 and of `least` tiles of
+    keys. All units together are `shares` at most; or no tile is divided, if there are as many
+    tiles."""
     work = tl.sum(tiles * key_tiles, 0)
     # Equal parts, if they come out even. Otherwise a tile of queries has a part less than a full
     # one at most, which `room` leaves out.

@@ -79,17 +79,9 @@ def rope_append(
 def apply_rotary_reference(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rotate element i with element i + rotated / 2 of every head.
-
-    Args:
-        query: `[tokens, heads, dim]`.
-        key: `[tokens, kv_heads, dim]`.
-        cos, sin: `[tokens, 1, rotated]` in the dtype of query and key. The first `rotated` elements
-            of a head are rotated, the others left as they are.
-
-    Returns:
-        rotated query and key, same shapes and dtype.
-    """
+    """Query and key `[tokens, heads, dim]`, whose element i is rotated with element i + rotated / 2
+    of its head. cos and sin are `[tokens, 1, rotated]`, of their dtype; elements behind `rotated`
+    are left as they are."""
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 

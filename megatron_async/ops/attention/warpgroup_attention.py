@@ -51,7 +51,7 @@ class WarpgroupTile(NamedTuple):
         return 240 if self.warpgroups == 2 else 160
 
 
-def tile_of(dim: int, block_size: int, tokens: int = MANY_TOKENS) -> WarpgroupTile | None:
+def warpgroup_tile_of(dim: int, block_size: int, tokens: int = MANY_TOKENS) -> WarpgroupTile | None:
     """The tile for heads of `dim` elements, KV blocks of `block_size` tokens and a step of at most
     `tokens` tokens; None: there is none, as a tile of keys lies in one block.
 
@@ -82,38 +82,15 @@ def warpgroup_prefill_attention(
     out: Tensor,
     is_settled: bool = False,
 ) -> None:
-    """Attention of prefill rows over the paged cache, this step's keys and values already in place.
-
-    Args:
-        query: `[tokens, heads, dim]`, contiguous, bfloat16 or float16: the chunks' tokens end to
-            end, perhaps between others.
-        key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous.
-        block_tables: int32 `[rows, blocks]`.
-        schedule: of the step's rows, made for `tile`.
-        tile: its keys divide the block size (`tile_of`).
-        scale: softmax scale, above 0.
-        out: `[tokens, heads, dim]`, contiguous; written for the rows' tokens, left alone for
-            others.
-        is_settled: as of `paged_prefill_attention`.
-
-    Raises:
-        ValueError: shapes do not match, or the tile does not serve them.
-    """
-    check_rows(
-        "warpgroup_prefill_attention",
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        schedule,
-        tile.queries,
-        out,
-    )
+    """`paged_prefill_attention` of bfloat16 or float16; the tile's keys divide the block size. A
+    ValueError too for what the tile does not serve."""
+    name = "warpgroup_prefill_attention"
+    check_rows(name, query, key_cache, value_cache, block_tables, schedule, tile.queries, out)
     dim = query.size(2)
     block_size, kv_heads = key_cache.shape[1:3]
     if dim not in DIMS or query.dtype not in DTYPES or block_size % tile.keys:
         raise ValueError(
-            f"warpgroup_prefill_attention: no tile of {tile.keys} keys for {query.dtype}, heads of "
+            f"{name}: no tile of {tile.keys} keys for {query.dtype}, heads of "
             f"{dim} and blocks of {block_size} tokens; it serves 16-bit dtypes, heads of 64 and "
             "128 and blocks of whole tiles (use paged_prefill_attention)."
         )

@@ -3,13 +3,12 @@
 As in FlashAttention-3 (Shah et al. 2024), one warp brings keys and values by the copy engine, and
 warpgroups of 64 queries each share them. Here a tile's queries are those of the query heads of one
 KV head, keys and values are found by block tables, and a program has its work from a schedule
-(`prefill_schedule.py`).
+(`prefill_schedule.py`). Written in Gluon, the form of Triton in which a program states the place of
+each element.
 
-Written in Gluon, the form of Triton in which a program states the place of each element.
-
-A warpgroup starts the scores of the next keys before it
-adds the values of the last ones, and computes the weights of the next keys while the matrix units
-add. Warpgroups start their products in turns: one computes weights while another multiplies.
+A warpgroup starts the scores of the next keys before it adds the values of the last ones, and
+computes the weights of the next keys while the matrix units add. Warpgroups start their products in
+turns: one computes weights while another multiplies.
 """
 
 from __future__ import annotations

@@ -53,11 +53,8 @@ def join_parts_of_queries(
     number: gl.constexpr,
     warpgroups: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """Store this part's sums; if those of all other parts are stored, also join them.
-
-    Returns:
-        Output of the tile's queries, and whether it is there.
-    """
+    """Store this part's sums; if those of all other parts are stored, also join them. Gives the
+    output of the tile's queries, and whether it is there."""
     part_output, part_maximum, part_total, arrived, slot, part, parts = partial
     count: gl.constexpr = gathered.shape[0]
     dim: gl.constexpr = gathered.shape[1]

@@ -203,16 +203,9 @@ def lay_out_entries_gpu(of: DraftedStep, sampled: Tensor) -> DraftTokens:
 
 
 def lay_out_behind(of: DraftedStep, entries: DraftTokens) -> Tensor:
-    """The sources of the entries of a depth after the first: the previous depth's outputs at the
-    token before. For a row's first token, the block of the position before keeps this output.
-
-    Args:
-        of: the step.
-        entries: of `lay_out_entries`.
-
-    Returns:
-        int64 `[tokens]`, as `DraftTokens.source`; indices among the outputs of the entries' pass.
-    """
+    """The sources of the entries of a depth after the first, as `DraftTokens.source`, int64
+    `[tokens]`: the previous depth's outputs at the token before. For a row's first token, the block
+    of the position before keeps this output."""
     step, dims = of.step, of.dims
     source = torch.arange(-1, len(entries.source) - 1, device=entries.source.device)
     if dims.decode_rows:
@@ -235,12 +228,7 @@ def lay_out_behind(of: DraftedStep, entries: DraftTokens) -> Tensor:
 
 def ends_of_rows(of: DraftedStep, entries: DraftTokens) -> Tensor:
     """Index of the last entry of each row, int64 `[rows]`. In a chunk that is not its prompt's last
-    it is the index of the chunk's last token. For a dummy chunk it is meaningless, but valid.
-
-    Args:
-        of: the step.
-        entries: of `lay_out_entries`.
-    """
+    it is the index of the chunk's last token. For a dummy chunk it is meaningless, but valid."""
     decode = of.dims.decode_rows
     chunks = entries.last[decode:] - 1 + entries.drafts[decode:]
     return torch.cat((entries.last[:decode], chunks.clamp(min=0)))

@@ -99,14 +99,7 @@ def delta_decode_gpu(
         **options,
     )
     _outputs_kernel[(shape.value_heads * triton.cdiv(shape.value_dim, LANES), rows)](
-        *layer,
-        *at,
-        out,
-        out.stride(0),
-        tile=LANES,
-        **constants,
-        num_warps=WARPS,
-        **options,
+        *layer, *at, out, out.stride(0), tile=LANES, **constants, num_warps=WARPS, **options
     )
     return out
 

@@ -31,20 +31,9 @@ BLOCK = tl.constexpr(16)
 def tile_factors(
     qkv: Tensor, gates: Tensor, rows: PrefillRows, shape: DeltaShape, tile: int
 ) -> Tensor:
-    """T and P of all tiles.
-
-    Args:
-        qkv: `[tokens, conv_dim]`: q and k, normalised, and v.
-        gates: float32 `[2, value heads, tokens]`: beta and g.
-        rows: the step's chunks.
-        shape: sizes of the layer.
-        tile: tokens of a tile, 16, 32 or 64; tiles begin at multiples of it in a request's own
-            positions.
-
-    Returns:
-        `[tokens, value heads, 2, tile]`, dtype of `qkv`: a token's rows of T and of P. Nothing is
-        written for padding.
-    """
+    """T and P of all tiles, `[tokens, value heads, 2, tile]`, dtype of `qkv`; nothing is written
+    for padding. `gates` are beta and g, float32 `[2, value heads, tokens]`. Tiles of 16, 32 or 64
+    tokens begin at multiples of that in a request's own positions."""
     tokens, chunks = qkv.size(0), rows.write_rows.numel()
     factors = torch.empty((tokens, shape.value_heads, 2, tile), dtype=qkv.dtype, device=qkv.device)
     # A chunk of n tokens reaches into (n - 2) / tile + 2 tiles at the most, and into n.

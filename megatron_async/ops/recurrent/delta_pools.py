@@ -127,16 +127,7 @@ def shape_of(
 
 
 def check_dims(op: str, key_dim: int, value_dim: int) -> None:
-    """Refuse heads that the kernels do not serve.
-
-    Args:
-        op: name of the caller, for messages.
-        key_dim: size of a key.
-        value_dim: size of a value.
-
-    Raises:
-        ValueError: one of the sizes is not served.
-    """
+    """Refuse, with a ValueError, heads that the kernels do not serve."""
     if key_dim not in KEY_DIMS:
         raise ValueError(f"{op}: key_dim {key_dim} must be one of {KEY_DIMS}.")
     if value_dim < VALUE_STEP or value_dim % VALUE_STEP:

@@ -95,17 +95,8 @@ def delta_prefill_gpu(
 
 
 def scan_tile(dtype: torch.dtype, shape: DeltaShape, chunks: int) -> Tile:
-    """The tile for a step.
-
-    Its tokens depend on the layer only: another cut is another order of sums, and a prompt must
-    give the same bits whatever the batch. Lanes do not meet in a sum: narrow ones fill the device
-    where chunks are few.
-
-    Args:
-        dtype: of the inputs.
-        shape: sizes of the layer.
-        chunks: of the step.
-    """
+    """The tile for a step; its tokens depend on the layer only, as Mamba-2's do. Lanes do not meet
+    in a sum: narrow ones fill the device where chunks are few."""
     if dtype == torch.float32:
         return Tile(16, 16, 4, 1)
     # Two stages also where one would do: what Triton 3.6 makes of 64 tokens and one stage reads

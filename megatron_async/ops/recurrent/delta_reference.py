@@ -106,18 +106,12 @@ def delta_prefill(
     out: Tensor | None = None,
     chunk_dest: Tensor | None = None,
 ) -> Tensor:
-    """Convolution and scan of a step's prefill chunks.
-
-    As `mamba_prefill` does them, with the state of Gated DeltaNet.
+    """Convolution and scan of a step's prefill chunks: as `mamba_prefill` does them, with the state
+    of Gated DeltaNet.
 
     Args:
-        qkvzba: `[tokens, 2 key_inner + 2 value_inner + 2 value heads]`, output of in_proj in
-            Megatron's order q, k, v, z, beta, alpha, of the prefill tokens alone; bfloat16, float16
-            or float32 on a GPU; rows may be strided.
-        params: the layer's parameters.
-        pools: the layer's pools, changed in place.
-        rows, base_after, rule, chunk_dest: as of `mamba_prefill`.
-        out: `[tokens, value_inner]`, adjacent elements; None: made here.
+        qkvzba: `[tokens, in_proj]`, as of `delta_decode`, of the prefill tokens alone.
+        params, pools, rows, base_after, rule, out, chunk_dest: as of `mamba_prefill`.
 
     Returns:
         o `[tokens, value_inner]`, dtype of `qkvzba`: before norm and gate; 0 for padding tokens.
@@ -149,9 +143,8 @@ def delta_prefill(
 
 
 def _pseudo_values(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
-    """Pseudo values `[tokens, heads, value_dim]` of up to 128 tokens after a state:
-    (I + A) u = beta (v - S k), where A is what each token's key finds of the ones before it in the
-    same cut."""
+    """Pseudo values `[tokens, heads, value_dim]` of up to 128 tokens after a state: (I + A) u =
+    beta (v - S k), A being what each token's key finds of those before it in the cut."""
     decay = g.cumsum(0)
     found = torch.einsum("hpn,ihn->ihp", state, k) * decay.exp()[..., None]
     right = beta[..., None] * (v - found)

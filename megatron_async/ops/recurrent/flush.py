@@ -190,15 +190,7 @@ def _flush_kernel(
     last = tl.max(tl.where(wanted, each + 1, 0))
     for row in range(first, last):
         _flush_row(
-            row,
-            pools,
-            layer_strides,
-            row_strides,
-            row_index,
-            base_before,
-            base_after,
-            saves,
-            sizes,
+            row, pools, layer_strides, row_strides, row_index, base_before, base_after, saves, sizes
         )
 
 

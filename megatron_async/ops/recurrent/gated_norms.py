@@ -106,9 +106,7 @@ def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise each head of `o`, then gate it with silu(z).
 
     Args:
-        o: `[tokens, heads * value_dim]`; bfloat16, float16 or float32 on a GPU; rows may be
-            strided, elements not.
-        z: like `o`: the gate, which may be a strip of in_proj's output.
+        o, z: `[tokens, heads * value_dim]`, as y and z of `gated_rms_norm`.
         weight: `[value_dim]`, for all heads.
         eps: added to the mean square.
 

@@ -42,10 +42,8 @@ def softplus(x: tl.tensor) -> tl.tensor:
 def add_products(
     total: tl.tensor, left: tl.tensor, right: tl.tensor, is_exact: tl.constexpr
 ) -> tl.tensor:
-    """`total + left @ right`, total and right float32.
-
-    A `left` of 16 bits is multiplied by the two 16-bit parts of `right`, which is exact to 2^-17.
-    """
+    """`total + left @ right`, total and right float32; a `left` of 16 bits meets the two 16-bit
+    parts of `right`, which is exact to 2^-17."""
     if is_exact:
         return tl.dot(left, right, total, input_precision="ieee")
     high = right.to(left.dtype)

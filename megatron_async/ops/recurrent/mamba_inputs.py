@@ -64,14 +64,11 @@ def take_inputs(
     shape: MambaShape,
     is_gated: bool = False,
 ) -> DecodeInputs:
-    """Put the inputs of a step's query tokens into the pools, and make what their outputs need.
+    """Put the inputs of a step's query tokens into rings and conv, and make what their outputs
+    need; arguments as of `mamba_decode`.
 
-    Args:
-        zxbcdt, params, pools, step, rule: of `mamba_decode`; rings and conv are changed in place.
-        strides: of the pools.
-        shape: sizes of the layer.
-        is_gated: make gates too; of rows of one query token. Here a thread makes one or two of
-            them. The second kernel would make each in 32 threads.
+    `is_gated` makes gates too, of rows of one query token: here a thread makes one or two of them,
+    and the second kernel would make each in 32 threads.
     """
     row_index, positions, bases, width = step
     rows, window = row_index.numel(), window_of(rule, width)

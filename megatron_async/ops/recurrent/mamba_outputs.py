@@ -39,16 +39,8 @@ def outputs_by_matrix_units(
     out: Tensor,
     warps: int = WARPS,
 ) -> None:
-    """Outputs of a step's decode rows after `take_inputs`.
-
-    Args:
-        inputs: what `take_inputs` has made.
-        pools: the layer's pools; rings of bfloat16.
-        step: the rows.
-        shape: sizes of the layer.
-        out: bfloat16 `[decode rows * width, d_inner]`, adjacent elements; written.
-        warps: of a program.
-    """
+    """Outputs `[decode rows * width, d_inner]`, bfloat16, of a step's decode rows after
+    `take_inputs`."""
     row_index, positions, bases, width = step
     tiles = triton.cdiv(shape.head_dim, 16 * warps)
     _products_kernel[(shape.heads * tiles, row_index.numel())](

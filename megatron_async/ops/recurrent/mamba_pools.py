@@ -54,13 +54,7 @@ class Gating(NamedTuple):
 
 
 def make_gating(weight: Tensor, rows: int, groups: int, heads: int, head_dim: int) -> Gating:
-    """A gating of so many decode rows, its squares not yet written.
-
-    Args:
-        weight: `[heads * head_dim]`, the norm's.
-        rows: decode rows.
-        groups, heads, head_dim: sizes of the layer.
-    """
+    """A gating of so many decode rows, its squares not yet written."""
     parts = heads // groups * -(-head_dim // LANES)
     shape = (rows, groups, parts)
     return Gating(weight, torch.empty(shape, dtype=torch.float32, device=weight.device))
@@ -106,11 +100,7 @@ class MambaShape(NamedTuple):
 
 
 def check_gating(op: str, gating: Gating, shape: MambaShape, rows: int, width: int) -> None:
-    """Refuse a gating that does not fit a layer's decode rows.
-
-    Raises:
-        ValueError: rows of several query tokens, or other sizes.
-    """
+    """Refuse, with a ValueError, a gating of other sizes, and rows of several query tokens."""
     if width != 1:
         raise ValueError(f"{op}: rows of {width} query tokens are not gated here; of 1 they are.")
     parts = shape.heads // shape.groups * -(-shape.head_dim // LANES)

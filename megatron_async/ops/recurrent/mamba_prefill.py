@@ -98,11 +98,6 @@ def scan_tile(dtype: torch.dtype, shape: MambaShape, chunks: int) -> Tile:
     give the same bits whatever the batch. Wide tiles make C by B less often, narrow ones fill the
     device where chunks are few; lanes do not meet in a sum. Tried on an H200 with heads of 64 and
     80 (docs/records/hybrid.md).
-
-    Args:
-        dtype: of the inputs.
-        shape: sizes of the layer.
-        chunks: of the step.
     """
     if dtype == torch.float32:
         return Tile(16, 16, 8, 1)

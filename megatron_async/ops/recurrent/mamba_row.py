@@ -41,13 +41,7 @@ def decode_row(
     shape: MambaShape,
     out: Tensor,
 ) -> None:
-    """Convolution and recurrence of rows of one query token; arguments as for
-    `mamba_decode.mamba_decode`, checked there.
-
-    Args:
-        shape: sizes of the layer.
-        out: `[decode rows, d_inner]`, written.
-    """
+    """`mamba_decode` of rows of one query token; the arguments are checked there."""
     row_index, positions, bases, _width = step
     window = window_of(rule, 1)
     _row_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), row_index.numel())](

@@ -95,20 +95,9 @@ def convolve_chunks(
     out: Tensor,
     sizes: ConvolutionSizes,
 ) -> tuple[Tensor, Tensor]:
-    """Convolution and gates of a step's prefill tokens.
-
-    Args:
-        inputs: `[tokens, in_proj]`.
-        params: `MambaParams` or `DeltaParams` of the layer.
-        pools: of the layer.
-        rows: the step's chunks.
-        out: `[tokens, sizes.outputs]`: gets zeros for padding.
-        sizes: of the layer.
-
-    Returns:
-        `[tokens, sizes.channels]`: what is behind the convolution, queries and keys normalised; and
-        gates, float32 `[heads, tokens]` (dt) or `[2, heads, tokens]` (beta and g).
-    """
+    """Convolution and gates of a step's prefill tokens: `[tokens, sizes.channels]`, queries and
+    keys normalised; and gates, float32 `[heads, tokens]` (dt) or `[2, heads, tokens]` (beta and g).
+    `out` gets zeros for padding."""
     tokens, chunks = inputs.size(0), rows.write_rows.numel()
     convolved = torch.empty((tokens, sizes.channels), dtype=inputs.dtype, device=inputs.device)
     shape = (2, sizes.heads, tokens) if sizes.key_heads else (sizes.heads, tokens)
@@ -156,19 +145,8 @@ def launch_scan(
     tile: Tile,
     **constants: Any,
 ) -> None:
-    """Launch the scan of a step's chunks.
-
-    Args:
-        kernel: of the kind of layer.
-        programs: of a chunk.
-        inputs: what the convolution has read: its last inputs go into the pools.
-        convolved, gates: of `convolve_chunks`.
-        others: what the kernel of this kind takes besides.
-        pools, rows, base_after, out, chunk_dest: of the op.
-        offset: columns of `inputs` before those of the convolution.
-        tile: of a program.
-        constants: of the kernel.
-    """
+    """Launch the scan of a step's chunks: a kernel that takes `others` besides, in so many programs
+    a chunk. `offset`: columns of `inputs` before those of the convolution."""
     chunks, (conv_ring, channels) = rows.write_rows.numel(), pools.conv.shape[1:]
     share = triton.cdiv(channels, programs)
     kernel[(programs, chunks)](
@@ -367,15 +345,8 @@ def keep_snapshot(
     read_row: tl.tensor,
     kept: tl.constexpr,
 ) -> None:
-    """The state behind a turn, and the inputs before its end, in the row that `dest` names for it,
-    if the turn ends at a border.
-
-    Args:
-        s: float32 `[columns, lanes]`: the state.
-        dest: pointer to the row of the snapshot at the first border.
-        cell, in_state: `[lanes, columns]`: places in a row's state, and which are the program's.
-        upper: where the turn ends.
-    """
+    """The state behind a turn, and the inputs before its end, in the row that `dest` (of the first
+    border) names for it, if the turn ends at a border."""
     border = upper // BORDERS
     if upper == border * BORDERS:
         row_of = tl.load(dest + border - 1).to(tl.int64)

@@ -55,11 +55,7 @@ class FlushRule(NamedTuple):
         return self.period + self.lag + width - 1
 
     def check(self) -> None:
-        """Refuse what the scan's grid cannot serve.
-
-        Raises:
-            ValueError: the period does not divide 128, or the lag is negative.
-        """
+        """Raise ValueError unless the period divides 128 and the lag is 0 or more."""
         if self.period < 1 or GRID % self.period or self.lag < 0:
             raise ValueError(
                 f"FlushRule: period {self.period} must be a power of two that divides {GRID} and "
@@ -88,13 +84,13 @@ class RecurrentPools(NamedTuple):
 
     @property
     def strides(self) -> RowStrides:
-        """Elements from a row of each pool of a layer to the next."""
+        """Strides of this layer's pools."""
         state, ring_xb, ring_gates, conv = self
         return RowStrides(state.stride(0), ring_xb.stride(0), ring_gates.stride(0), conv.stride(0))
 
 
 class RowStrides(NamedTuple):
-    """Elements from a row of each pool to the next."""
+    """Elements from a row of each pool of a layer to the next."""
 
     state: int
     ring_xb: int
@@ -152,21 +148,8 @@ def check_pools(
     rule: FlushRule,
     width: int,
 ) -> None:
-    """Refuse pools that do not fit each other, the inputs or the rule.
-
-    Args:
-        op: name of the caller, for messages.
-        inputs: output of the layer's first product.
-        pools: pools of the layer.
-        ring_dim: channels that `ring_xb` must have.
-        gates: that `ring_gates` must have.
-        conv_dim: channels that `conv` must have.
-        rule: the flush rule.
-        width: query tokens of a decode row, 1 for a prefill.
-
-    Raises:
-        ValueError: sizes, dtypes or layouts do not fit each other.
-    """
+    """Refuse pools that do not fit each other, the inputs (in_proj's output) or the rule, with a
+    ValueError. `width`: query tokens of a decode row, 1 for a prefill."""
     rows, heads = pools.state.shape[:2]
     ring, conv_ring = pools.ring_xb.size(1), pools.conv.size(1)
     fits = pools.ring_xb.size(0) == rows and pools.ring_xb.size(2) == ring_dim
@@ -202,18 +185,8 @@ def check_pools(
 def check_params(
     op: str, params: tuple[Tensor, ...], names: Sequence[str], conv_dim: int, heads: int
 ) -> None:
-    """Refuse a layer's parameters if one has another size, or is not contiguous.
-
-    Args:
-        op: name of the caller, for messages.
-        params: of the layer: `conv_weight`, perhaps `conv_bias`, then those with a number a head.
-        names: of the last.
-        conv_dim: channels of the convolution.
-        heads: of the layer.
-
-    Raises:
-        ValueError: names all parameters and their sizes.
-    """
+    """Refuse parameters of a wrong size, or not contiguous: `conv_weight`, perhaps `conv_bias`,
+    then those with a number a head, whose names are `names`."""
     first = len(params) - len(names)
     fits = params[0].numel() == conv_dim * CONV_WIDTH
     for number, tensor in enumerate(params):
@@ -229,16 +202,8 @@ def check_params(
 
 
 def check_decode_rows(op: str, inputs: Tensor, step: DecodeRows) -> None:
-    """Refuse a step's decode rows if their numbers are fewer than the rows.
-
-    Args:
-        op: name of the caller, for messages.
-        inputs: `[tokens, channels]`, output of the layer's first product.
-        step: the rows.
-
-    Raises:
-        ValueError: the width is not served, or something is too short.
-    """
+    """Refuse a width that is not served, and decode rows with too few inputs, positions or
+    bases."""
     row_index, positions, base, width = step
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"{op}: rows have 1 to {MAX_WIDTH} query tokens, not {width}.")
@@ -256,16 +221,7 @@ def check_decode_rows(op: str, inputs: Tensor, step: DecodeRows) -> None:
 
 
 def check_chunks(op: str, rows: PrefillRows, base_after: Tensor) -> None:
-    """Refuse a step's prefill chunks if their numbers are not one for each.
-
-    Args:
-        op: name of the caller, for messages.
-        rows: the chunks.
-        base_after: `[chunks]`.
-
-    Raises:
-        ValueError: there are too few or too many starts or bases.
-    """
+    """Refuse chunks with too few or too many starts or bases."""
     chunks = rows.write_rows.numel()
     if rows.starts.numel() != chunks + 1 or base_after.numel() != chunks:
         raise ValueError(
@@ -275,18 +231,7 @@ def check_chunks(op: str, rows: PrefillRows, base_after: Tensor) -> None:
 
 
 def output_for(op: str, out: Tensor | None, inputs: Tensor, tokens: int, channels: int) -> Tensor:
-    """The output of an op: `out`, or a new tensor.
-
-    Args:
-        op: name of the caller, for messages.
-        out: given by the caller, or None.
-        inputs: its dtype and device are the output's.
-        tokens: rows of the output.
-        channels: columns of the output.
-
-    Raises:
-        ValueError: `out` has another shape or dtype, or its elements are not adjacent.
-    """
+    """`out`, unless its shape, dtype or layout is wrong (ValueError); or a new tensor."""
     if out is None:
         return torch.empty((tokens, channels), dtype=inputs.dtype, device=inputs.device)
     if out.shape != (tokens, channels) or out.stride(1) != 1 or out.dtype != inputs.dtype:

@@ -26,15 +26,11 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[..., 3 + tokens, channels]` to `[..., tokens, channels]`, after SiLU, in its dtype.
+    """`[..., 3 + tokens, channels]`, the tokens' inputs behind the three before them, to `[...,
+    tokens, channels]`, after SiLU, in its dtype.
 
     In float64: torch computes the last few elements of a tensor by other code than the rest, and a
     token's numbers must not depend on how many others there are.
-
-    Args:
-        inputs: the tokens' inputs, preceded by the three before them.
-        weight: `[channels, 4]` or `[channels, 1, 4]`.
-        bias: `[channels]` or None.
     """
     windows = inputs.to(torch.float64).unfold(-2, CONV_WIDTH, 1)
     value = (windows * weight.view(-1, CONV_WIDTH).to(torch.float64)).sum(-1)
@@ -44,17 +40,9 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def with_history(raw: Tensor, conv: Tensor, row: Tensor | int, first: Tensor | int) -> Tensor:
-    """Inputs preceded by the three before them, which are 0 before position 0.
-
-    Args:
-        raw: `[rows, tokens, channels]`: inputs of the rows' tokens; of one row without `rows`.
-        conv: the pool `[pool rows, conv ring, channels]`.
-        row: int64 `[rows, 1]`: pool rows; of one row its number.
-        first: `[rows, 1]`: position of the rows' first tokens; of one row its number.
-
-    Returns:
-        `[rows, 3 + tokens, channels]`, of one row without the first dimension.
-    """
+    """Inputs `[rows, tokens, channels]`, which begin at positions `first` `[rows, 1]` of pool rows
+    `row` `[rows, 1]`, behind the three before them (0 before position 0): `[rows, 3 + tokens,
+    channels]`. Of one row, given by numbers, without the first dimension."""
     earlier = first + torch.arange(1 - CONV_WIDTH, 0, device=raw.device)
     history = conv[row, earlier % conv.size(1)]
     return torch.cat((torch.where((earlier >= 0)[..., None], history, 0), raw), -2)
@@ -63,17 +51,9 @@ def with_history(raw: Tensor, conv: Tensor, row: Tensor | int, first: Tensor | i
 def ring_inputs(
     pools: Sequence[Tensor], row: Tensor, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the rings of a layer hold for the tokens `begin` to `end` - 1; 0 behind them.
-
-    Args:
-        pools: of one layer: `state`, `ring_xb` and `ring_gates` of `RecurrentPools`.
-        row: int64 `[rows, 1]`.
-        begin, end: `[rows, 1]`.
-
-    Returns:
-        left `[rows, ring, heads, size]`, right `[rows, ring, heads, columns]`, and decay and gain
-        `[rows, ring, heads]`, wide; one entry for each of the ring.
-    """
+    """What the rings of a layer hold for the tokens `begin` to `end` - 1, `[rows, 1]` each; 0
+    behind them: left `[rows, ring, heads, size]`, right `[rows, ring, heads, columns]`, decay and
+    gain `[rows, ring, heads]`, all wide."""
     state, ring, gates = pools[:3]
     heads, size, columns = state.shape[1:]
     wide = wide_dtype(ring.dtype)
@@ -176,13 +156,8 @@ def prefill_reference(
     outputs: int,
     convolved: Callable[[Tensor, int, int], Chunk],
 ) -> Tensor:
-    """The prefill op of a kind of layer.
-
-    Args:
-        inputs, pools, rows, base_after, out, chunk_dest: of the op.
-        outputs: channels of the layer's output.
-        convolved: of a chunk's inputs, its read row and its first position.
-    """
+    """The prefill op of a kind of layer, with `outputs` channels of output. `convolved` makes a
+    `Chunk` of a chunk's inputs, its read row and its first position."""
     y = inputs.new_zeros(inputs.size(0), outputs)
     y = y if out is None else out.zero_()
     numbers = torch.stack(

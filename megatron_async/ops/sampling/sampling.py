@@ -82,7 +82,9 @@ class FilterCuts(NamedTuple):
 
 
 @op(gpu="sampling.triton_sampling", cpu="sampling.cpu.host_sampling")
-def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
+def sample(
+    logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
+) -> tuple[Tensor, FilterCuts | None]:
     """Sample one token a row, where its logits leave one.
 
     A row has no token if one of its logits is NaN or plus infinity (the model is broken then), or
@@ -94,28 +96,20 @@ def sample(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Ten
         mode: the highest mode among the rows.
 
     Returns:
-        int64 `[rows]` token ids.
+        int64 `[rows]` token ids; and where the filters cut, None where the mode has none, or where
+        the log probs of the device find that anew.
     """
     is_sound = logits.amax(dim=-1).isfinite()  # NaN is taken for the largest
     greedy = logits.argmax(dim=-1).where(is_sound, NO_TOKEN)
     if mode == SamplingMode.GREEDY or rows is None:
-        return greedy
+        return greedy, None
     heats = rows.heats()
     # A greedy row divides by 1 here and takes the argmax below.
     scaled = logits.to(torch.float32) / torch.where(heats > 0, heats, 1.0)[:, None]
     if mode >= SamplingMode.FILTERED:
         scaled = filter_logits(scaled, rows)
     sampled = (scaled + rows.noise(logits.size(-1))).argmax(dim=-1)
-    return torch.where((heats > 0) & is_sound, sampled, greedy)
-
-
-@op(gpu="sampling.triton_sampling", cpu="sampling.cpu.host_sampling")
-def sample_with_cuts(
-    logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
-) -> tuple[Tensor, FilterCuts | None]:
-    """`sample`, and where its filters cut; None where the mode has none, or where the log probs of
-    the device find that anew."""
-    return sample.reference(logits, rows, mode), None
+    return torch.where((heats > 0) & is_sound, sampled, greedy), None
 
 
 @op(gpu="sampling.triton_sampling", cpu="sampling.cpu.host_sampling")
@@ -147,17 +141,11 @@ def best_tokens(
 
 
 def filter_logits(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Set logits of tokens that top_k, top_p and min_p exclude to minus infinity.
+    """Set logits `[rows, vocabulary]`, float32 and divided by temperature, of tokens that top_k,
+    top_p and min_p exclude to minus infinity.
 
     top_p counts the probabilities left by top_k, renormalised, and keeps the token that crosses the
     threshold; the likeliest token always stays. Equal logits rank by token id.
-
-    Args:
-        scaled: float32 `[rows, vocabulary]`, divided by temperature.
-        rows: what the rows ask for.
-
-    Returns:
-        float32 `[rows, vocabulary]`.
     """
     ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.size(-1), device=scaled.device)[None, :]

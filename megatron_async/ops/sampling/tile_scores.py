@@ -124,17 +124,9 @@ def keeps(
     last: tl.tensor,
     top: tl.tensor,
 ) -> tl.tensor:
-    """Which tokens the filters of a row keep; `triton_sampling.bounds` computes the limits.
-
-    Args:
-        record: of the row.
-        logit: float32, of the tokens.
-        token: their ids.
-        heat: temperature of the row, not 0.
-        cut: top_k and top_p keep the tokens with a larger logit, and those with exactly this one
-        last: up to this id.
-        top: the largest logit of the row.
-    """
+    """Which tokens the filters of a row of temperature `heat`, not 0, keep: top_k and top_p those
+    with a logit over `cut`, and with exactly `cut` up to id `last`; `top` is the largest logit
+    (`triton_sampling.bounds`)."""
     by_rank = (logit > cut) | ((logit == cut) & (token <= last))
     return by_rank & (tl.exp2((logit - top) * (LOG2_E / heat)) >= float_of(record, MIN_P))
 

@@ -32,7 +32,6 @@ from megatron_async.ops.sampling.sampling import (
     SamplingRows,
     best_tokens,
     sample,
-    sample_with_cuts,
 )
 from megatron_async.ops.sampling.slot_records import NO_TOKEN, RECORD_WORDS
 from megatron_async.ops.sampling.tile_scores import (
@@ -77,21 +76,12 @@ than the rounding of the sum: whether the filters keep these tokens changes noth
 
 
 @sample.gpu
-def sample_gpu(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
-    """The tokens are the reference's, except where two scores, or a filter and its limit, are equal
-    up to float32 rounding. top_p of 1 or more is off. A captured step takes mode `FILTERED`.
-
-    Raises:
-        ValueError: the logits' rows are strided or of another dtype, or `rows` is missing or does
-            not fit.
-    """
-    return sample_with_cuts_gpu(logits, rows, mode)[0]
-
-
-@sample_with_cuts.gpu
-def sample_with_cuts_gpu(
+def sample_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
+    """The tokens are the reference's, except where two scores, or a filter and its limit, are equal
+    up to float32 rounding. top_p of 1 or more is off. A captured step takes mode `FILTERED`. A
+    ValueError for logits and rows that `_row_arguments` refuses."""
     count, vocab = logits.shape
     row = _row_arguments(logits, rows, mode, vocab)
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -111,8 +101,8 @@ def sample_with_cuts_gpu(
 def best_tokens_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """The best of each tile, `[rows, splits]`. A row's scores have the bits that `sample` compares.
-    A tile whose best score is minus infinity may name a token that is not this rank's."""
+    """The best of each tile, `[rows, splits]`, with the bits that `sample` compares. A tile whose
+    best score is minus infinity may name a token that is not this rank's."""
     return best_of_tiles(_row_arguments(logits, rows, mode, columns), mode, first)
 
 
@@ -139,18 +129,8 @@ def best_of_tiles(
 
 
 def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
-    """The limits of each row's filters.
-
-    Args:
-        row: what describes the rows, from `_row_arguments`.
-        scores: float32 `[rows, splits]`, the largest logits of the tiles, from `best_of_tile`.
-
-    Returns:
-        cut (float32), last (int32) and top (float32), each `[rows]`: top_k and top_p keep the
-        tokens with a logit over `cut`, and those with exactly `cut` up to token id `last`; `top` is
-        the largest logit. Only rows with a filter are written, and of one whose largest logit is
-        not finite only `top`.
-    """
+    """`FilterCuts` of rows with a filter, from the largest logits of their tiles, float32 `[rows,
+    splits]`; of a row whose largest logit is not finite only `top` is written."""
     rows, splits = scores.shape
     cut = torch.empty(rows, dtype=torch.float32, device=scores.device)
     top = torch.empty_like(cut)
@@ -177,7 +157,8 @@ def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
 def _row_arguments(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, columns: int
 ) -> tuple[Any, ...]:
-    """The arguments that describe the rows, the same for every kernel that reads logits."""
+    """What describes the rows, the same for every kernel that reads logits; a ValueError for
+    strided rows, another dtype, or `rows` that are missing or do not fit."""
     if logits.stride(1) != 1 or logits.size(1) < 1 or logits.dtype not in UNUSED_BITS:
         raise ValueError(
             f"sample: {logits.dtype} logits of {tuple(logits.shape)} with strides "
@@ -243,44 +224,17 @@ def _bounds(
     floor = key_value(low, shift)
     count, total, _, _ = measure_tails(logits, vocab, floor, floor, top, rate, tile)
     keep, ties, found, whole = count, count, 0, 0
+    given = (logits, scratch, scratch_ids, top, rate)
     if (k > 0) & (k < count):
         low, above, mass_above, count, found, whole = search_tail(
-            logits,
-            scratch,
-            scratch_ids,
-            vocab,
-            top,
-            rate,
-            k,
-            low,
-            high,
-            count,
-            whole,
-            False,
-            shift,
-            tile,
-            candidates,
+            *given, k, low, high, count, whole, vocab, False, shift, tile, candidates
         )
         keep, ties = k - above, count - above
         total = mass_above + keep * tl.exp2((key_value(low, shift) - top) * rate)
     if (p > 0) & (p < 1):
         target = p * total
         low, above, mass_above, count, found, whole = search_tail(
-            logits,
-            scratch,
-            scratch_ids,
-            vocab,
-            top,
-            rate,
-            target,
-            low,
-            high,
-            count,
-            whole,
-            True,
-            shift,
-            tile,
-            candidates,
+            *given, target, low, high, count, whole, vocab, True, shift, tile, candidates
         )
         # At top_k's own cut this is no more than top_k left: total counts no others.
         room = (target - mass_above) / tl.exp2((key_value(low, shift) - top) * rate)
@@ -336,11 +290,7 @@ def _choose(
 
 @triton.jit
 def _combine(
-    scores: tl.tensor,
-    ids: tl.tensor,
-    tokens: tl.tensor,
-    splits: tl.tensor,
-    block: tl.constexpr,
+    scores: tl.tensor, ids: tl.tensor, tokens: tl.tensor, splits: tl.tensor, block: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, block)

@@ -28,11 +28,8 @@ def load_tile(row: tl.tensor, start: tl.tensor, length: tl.tensor, tile: tl.cons
 
 @triton.jit
 def ordered_key(value: tl.tensor, shift: tl.constexpr) -> tl.tensor:
-    """int32 that orders as the float32 does; +0 and -0 are one number.
-
-    `shift` drops the bits that numbers of a shorter dtype do not use (16 for bfloat16), so that
-    their keys have no gaps.
-    """
+    """int32 that orders as the float32 does; +0 and -0 are one number. `shift` drops the bits that
+    a shorter dtype does not use (16 for bfloat16), so that its keys have no gaps."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> shift
 
@@ -49,7 +46,6 @@ def search_tail(
     row: tl.tensor,
     scratch: tl.tensor,
     scratch_ids: tl.tensor,
-    vocab: tl.constexpr,
     top: tl.tensor,
     rate: tl.tensor,
     target: tl.tensor,
@@ -57,6 +53,7 @@ def search_tail(
     high: tl.tensor,
     count_low: tl.tensor,
     whole: tl.tensor,
+    vocab: tl.constexpr,
     by_mass: tl.constexpr,
     shift: tl.constexpr,
     tile: tl.constexpr,

@@ -172,7 +172,7 @@ def choices(dtype_name: str) -> dict[str, int]:
         own = torch.full_like(logits[:, :1], 1e4).repeat(1, local)
         own[:, : shard.columns] = logits[:, first : first + shard.columns]
         for mode in (SamplingMode.GREEDY, SamplingMode.SOFTMAX):
-            expected = triton_sampling.sample_gpu(logits, params, mode)
+            expected = triton_sampling.sample_gpu(logits, params, mode)[0]
             found = torch.zeros_like(expected)
 
             def choose(

@@ -129,13 +129,8 @@ def require_tensor_core_shape(name: str, shape: AttentionShape, largest_dim: int
 
 
 class TorchPrefill(PrefillBackend):
-    """The prefill half of `TorchPagedAttention`.
-
-    It needs the host's lengths, so it cannot be captured.
-
-    Args:
-        shape: of the engine's attention.
-    """
+    """The prefill half of `TorchPagedAttention`. It needs the host's lengths, so it cannot be
+    captured."""
 
     name = "torch"
     captures = False

@@ -73,14 +73,8 @@ class FlashAttention(PrefillBackend):
 
 
 class FlashAttention3Prefill(FlashAttention):
-    """Prefill by FlashAttention-3, for the shapes that the package serves.
-
-    Args:
-        shape: of the engine's attention.
-
-    Raises:
-        BackendUnavailable: the package, its function, the GPU or the shape does not fit.
-    """
+    """Prefill by FlashAttention-3; BackendUnavailable where the package, its function, the GPU or
+    the shape does not fit."""
 
     name = "flash_attn_3"
 
@@ -140,14 +134,8 @@ def _find_3() -> Callable[..., Any]:
 
 
 class FlashAttention4Prefill(FlashAttention):
-    """Prefill by FlashAttention-4, for the shapes that the package serves.
-
-    Args:
-        shape: of the engine's attention.
-
-    Raises:
-        BackendUnavailable: the package, its version, the GPU or the shape does not fit.
-    """
+    """Prefill by FlashAttention-4; BackendUnavailable where the package, its version, the GPU or
+    the shape does not fit."""
 
     name = "flash_attn_4"
 
@@ -193,11 +181,6 @@ def _find_4() -> Callable[..., Any]:
         require(False, name, f"the package cannot be imported ({error})", install)
     parameters = inspect.signature(flash_attn_varlen_func).parameters
     missing = [argument for argument in ARGUMENTS_4 if argument not in parameters]
-    require(
-        not missing,
-        name,
-        f"{DISTRIBUTION} {version} takes no {', '.join(missing)}",
-        install,
-    )
+    require(not missing, name, f"{DISTRIBUTION} {version} takes no {', '.join(missing)}", install)
     function: Callable[..., Any] = flash_attn_varlen_func
     return function

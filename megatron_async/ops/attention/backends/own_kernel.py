@@ -1,10 +1,10 @@
-"""`OwnKernelPrefill`: what our own kernels of prefill attention have in common as backends."""
+"""Prefill attention by our own kernels (Triton, and Gluon for warpgroups), as backends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, override
+from typing import override
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     PrefillBackend,
     PrefillRows,
+    require,
 )
 from megatron_async.ops.attention.prefill_attention import (
     PROGRAMS_A_PROCESSOR,
@@ -22,31 +23,22 @@ from megatron_async.ops.attention.prefill_attention import (
     tile_of,
 )
 from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
+from megatron_async.ops.attention.warpgroup_attention import (
+    DIMS,
+    DTYPES,
+    MANY_TOKENS,
+    WarpgroupTile,
+    is_supported,
+    warpgroup_prefill_attention,
+    warpgroup_tile_of,
+)
 
-
-class KernelTile(Protocol):
-    """What a schedule has to know of a kernel's tile."""
-
-    @property
-    def queries(self) -> int:
-        """Query tokens times query heads of one KV head."""
-        ...
-
-    @property
-    def keys(self) -> int:
-        """Keys that a program takes together."""
-        ...
-
-    @property
-    def programs(self) -> int:
-        """Programs that should share a processor, if keys are divided."""
-        ...
+OTHER = "use attention_backend='triton'"
 
 
 class OwnKernelPrefill(PrefillBackend):
-    """Prefill attention by a kernel that has its work from a `PrefillSchedule`.
-
-    The schedule's kernel runs once a step, and the layers read what it wrote.
+    """Prefill attention by a kernel that has its work from a `PrefillSchedule`, which runs once a
+    step and is read by all layers.
 
     Args:
         shape: of the engine's attention.
@@ -64,7 +56,7 @@ class OwnKernelPrefill(PrefillBackend):
         self,
         shape: AttentionShape,
         launch: Callable[..., None],
-        tile_of: Callable[[int], KernelTile],
+        tile_of: Callable[[int], Tile | WarpgroupTile],
         queries: Sequence[int],
         programs: int = 1,
         divides: bool = True,
@@ -128,12 +120,8 @@ class OwnKernelPrefill(PrefillBackend):
 
 
 class TritonPrefill(OwnKernelPrefill):
-    """Prefill attention by the Triton kernel of `ops/attention/prefill_attention.py`.
-
-    Args:
-        shape: of the engine's attention.
-        first_key: queries behind this position do not see the keys before it.
-    """
+    """Prefill attention by the Triton kernel of `ops/attention/prefill_attention.py`. Queries
+    behind position `first_key` do not see the keys before it."""
 
     name = "triton"
 
@@ -151,3 +139,35 @@ class TritonPrefill(OwnKernelPrefill):
             PROGRAMS_A_PROCESSOR,
             divides=not first_key,
         )
+
+
+class WarpgroupPrefill(OwnKernelPrefill):
+    """Prefill attention by the Gluon kernel of `ops/attention/warpgroup_attention_kernel.py`;
+    BackendUnavailable where the GPU or the shape does not fit."""
+
+    name = "warpgroup"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        is_hopper = is_supported(shape.device)
+        require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
+        require(
+            shape.dtype in DTYPES,
+            self.name,
+            f"it computes in bfloat16 or float16, not {shape.dtype}",
+            f"change dtype or {OTHER}",
+        )
+        require(
+            warpgroup_tile_of(shape.dim, shape.block_size) is not None,
+            self.name,
+            f"heads of dimension {shape.dim} with blocks of {shape.block_size} tokens are not "
+            f"heads of {' or '.join(map(str, DIMS))} with blocks of a multiple of 64",
+            f"change block_size_tokens or {OTHER}",
+        )
+
+        def tile(tokens: int) -> WarpgroupTile:
+            found = warpgroup_tile_of(shape.dim, shape.block_size, tokens)
+            assert found is not None
+            return found
+
+        queries = {tile(tokens).queries for tokens in (1, MANY_TOKENS)}
+        super().__init__(shape, warpgroup_prefill_attention, tile, sorted(queries))

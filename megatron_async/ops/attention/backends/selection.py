@@ -30,8 +30,7 @@ from megatron_async.ops.attention.backends.flash_attn import (
     FlashAttention3Prefill,
     FlashAttention4Prefill,
 )
-from megatron_async.ops.attention.backends.own_kernel import TritonPrefill
-from megatron_async.ops.attention.backends.warpgroup_backend import WarpgroupPrefill
+from megatron_async.ops.attention.backends.own_kernel import TritonPrefill, WarpgroupPrefill
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 
 DECODE_ROWS = 32
@@ -134,15 +133,9 @@ def time_backend(
     chunks: Sequence[tuple[int, int]],
     decode_rows: int = 0,
 ) -> float:
-    """Median device time of a layer, microseconds.
-
-    Args:
-        backend: what is timed.
-        shape: of the attention.
-        device: a GPU; or a CPU, with a backend that is not captured and no decode rows.
-        chunks: (query length, KV length) of each row, cut to the longest sequence.
-        decode_rows: of `DECODE_KEYS` keys, whose attention is timed with the chunks'.
-    """
+    """Median device time of a layer, microseconds, on `chunks` of (query length, KV length), cut to
+    the longest sequence, and beside `decode_rows` of `DECODE_KEYS` keys. On a CPU, with a backend
+    that is not captured and without decode rows."""
     layers = layers_of_step(backend, shape, chunks, decode_rows)
     device.fence()
     device.compute.launch(layers)  # kernels are compiled
@@ -166,16 +159,8 @@ def layers_of_step(
     decode_rows: int = 0,
     decode_keys: int = DECODE_KEYS,
 ) -> Callable[[], None]:
-    """A call that enqueues the attention of `CALLS` layers of one step, on random numbers. What a
-    step does once is done here.
-
-    Args:
-        backend: what attends for the chunks.
-        shape: of the attention.
-        chunks: (query length, KV length) of each row, cut to the longest sequence.
-        decode_rows: rows that decode; they need a GPU.
-        decode_keys: KV length of each of these, cut too.
-    """
+    """A call that enqueues the attention of `CALLS` layers of one step, on random numbers, as
+    `time_backend` describes it. What a step does once is done here."""
     where, size = shape.device, shape.block_size
     longest = shape.longest_sequence
     cut = [(min(query, kv, longest), min(kv, longest)) for query, kv in chunks]

@@ -1,7 +1,4 @@
-"""Loops of attention on float32: from the qkv projection to the cache, and decode attention.
-
-See `row_kernels.py` for how they are compiled.
-"""
+"""Loops of attention on float32: from the qkv projection to the cache, and decode attention."""
 
 from __future__ import annotations
 

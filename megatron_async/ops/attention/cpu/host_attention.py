@@ -28,15 +28,8 @@ product over all queries of a longer one takes less time than to read the keys f
 
 
 def shares_of(lengths: np.ndarray, shares: int) -> list[int]:
-    """Where to cut rows so that each share reads about as many keys.
-
-    Args:
-        lengths: int64 `[rows]`, keys of each row, at least one of them positive.
-        shares: at most so many; at least 1.
-
-    Returns:
-        ascending, from 0 to `rows`; share i is the rows from element i to element i + 1.
-    """
+    """Where to cut rows of so many keys (int64 `[rows]`, one at least positive) into at most so
+    many shares, each of which reads about as many: ascending, from 0 to `rows`."""
     before = np.concatenate(([0], np.cumsum(lengths)))
     wanted = before[-1] * np.arange(1, shares) / shares
     cuts = np.abs(before[:, None] - wanted).argmin(0)
@@ -63,11 +56,9 @@ def no_rows(block_size: int, blocks: int, first_key: int) -> DecodeRows:
 
 class HostPagedAttention(TorchPagedAttention):
     """Float32 decode rows without gathering their keys and values; a row depends on no other one.
-
     Prefill chunks are torch's, as in `TorchPagedAttention`.
 
     Args:
-        block_size, max_blocks, device, first_key: as for `TorchPagedAttention`.
         takes_chunks: tokens of short prefill chunks are decode rows too, so that compiled layers
             serve them (`models/compiled_layers.py`). In layers that run module by module a float32
             prompt of 32 to 100 tokens took 15 % longer so.

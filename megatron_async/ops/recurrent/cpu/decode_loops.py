@@ -1,7 +1,9 @@
 """Loops of the decode rows of Mamba-2 and of Gated DeltaNet on a CPU; what they compute:
-`mamba_reference.py` and `delta_reference.py`.
+`mamba_reference.py` and `delta_reference.py`. Imported only where loops are compiled.
 
-Imported only where loops are compiled.
+They take addresses (`at`), bytes from a row of a tensor to its next (`strides`) and sizes, each in
+the order of its first lines, whether row_index is int64, not int32, and 1 in the dtype of all
+numbers (`one`). An IndexError for a row that the pools do not have comes before any change.
 """
 
 from __future__ import annotations
@@ -32,21 +34,7 @@ from megatron_async.ops.recurrent.cpu.step_loops import (
 def mamba_decode(
     at: Any, strides: Any, sizes: Any, is_long: Any, one: Any
 ) -> None:  # pragma: no cover - compiled
-    """Convolution and recurrence of decode rows.
-
-    Args:
-        at: addresses of zxbcdt, of conv_weight, conv_bias, dt_bias, a_log and d of `MambaParams`,
-            of the state, ring_xb, ring_gates and conv of `RecurrentPools`, of row_index, positions
-            and base, and of the output, which is written.
-        strides: bytes from a row to the next of zxbcdt, of the four pools, and of the output.
-        sizes: decode rows, width, rows of the pools, heads, head_dim, groups, d_state, entries of
-            the ring and of the convolution's, bytes of a number.
-        is_long: whether row_index is int64, not int32.
-        one: 1 in the dtype of all numbers.
-
-    Raises:
-        IndexError: the pools do not have a row; nothing was changed.
-    """
+    """Convolution and recurrence of Mamba-2's decode rows."""
     inputs_at, weight_at, bias_at, shift_at, a_log_at, d_at = at[:6]
     state_at, ring_at, gates_at, conv_at, index_at, positions_at, base_at, out_at = at[6:]
     input_row, state_row, ring_row, gates_row, conv_row, out_row = strides
@@ -154,22 +142,8 @@ def _normalise(
 def delta_decode(
     at: Any, strides: Any, sizes: Any, is_long: Any, eps: Any, one: Any
 ) -> None:  # pragma: no cover - compiled
-    """Convolution and recurrence of decode rows.
-
-    Args:
-        at: addresses of qkvzba, of conv_weight, dt_bias and a_log of `DeltaParams`, of the state,
-            ring_xb, ring_gates and conv of `RecurrentPools`, of row_index, positions and base, and
-            of the output, which is written.
-        strides: bytes from a row to the next of qkvzba, of the four pools, and of the output.
-        sizes: decode rows, width, rows of the pools, key heads, key_dim, value heads, value_dim,
-            entries of the ring and of the convolution's, bytes of a number.
-        is_long: whether row_index is int64, not int32.
-        eps: added to sums of squares.
-        one: 1 in the dtype of all numbers.
-
-    Raises:
-        IndexError: the pools do not have a row; nothing was changed.
-    """
+    """Convolution and recurrence of Gated DeltaNet's decode rows; `eps` is added to sums of
+    squares."""
     inputs_at, weight_at, shift_at, a_log_at, state_at, ring_at, gates_at, conv_at = at[:8]
     index_at, positions_at, base_at, out_at = at[8:]
     input_row, state_row, ring_row, gates_row, conv_row, out_row = strides

@@ -157,14 +157,8 @@ def _decode(
     out: Tensor,
     *others: Any,
 ) -> Tensor:
-    """Run the loop of a layer's decode rows, whose tensors were checked.
-
-    Args:
-        loop: of its kind.
-        inputs, params, pools, step, out: of the op.
-        shape: sizes of the layer.
-        others: arguments of the loop's kind.
-    """
+    """Run the loop of a layer's decode rows, whose tensors were checked; `shape`: sizes of the
+    layer, `others`: what this loop takes besides."""
     at, width = step[:3], step.width
     rows, size = step.row_index.numel(), inputs.element_size()
     loop(
@@ -222,8 +216,7 @@ def delta_decode_cpu(
 
 
 def compile_loops(dtype: torch.dtype = torch.float32) -> None:
-    """Compile the loops of decode rows for float32 or float64, by calls for a dummy row of the
-    smallest layers."""
+    """Compile the loops of decode rows, by calls for a dummy row of the smallest layers."""
     zeros, ones = partial(torch.zeros, dtype=dtype), partial(torch.ones, dtype=dtype)
     rule, heads, dim, keys = FlushRule(), 1, 16, 16
     index, base = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
@@ -248,8 +241,8 @@ def compile_loops(dtype: torch.dtype = torch.float32) -> None:
 
 
 def compile_step_loops(dtype: torch.dtype = torch.float32) -> None:
-    """Compile the loops of what is done once a step, the flush for float32 or float64, by calls for
-    a dummy row of the smallest layer."""
+    """Compile the loops of what is done once a step, by calls for a dummy row of the smallest
+    layer."""
     rule, base = FlushRule(), torch.zeros(1, dtype=torch.int32)
     index, one = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 1, 1, 1, dtype=dtype)
     pools = RecurrentPools(one, torch.zeros(1, 1, 1, 2, dtype=dtype), one, one[0])

@@ -43,17 +43,8 @@ def numbers(address: Any, shape: Any, one: Any) -> Any:  # pragma: no cover - co
 def pool_rows(
     index_at: Any, is_long: Any, rows: Any, count: Any
 ) -> Any:  # pragma: no cover - compiled
-    """Pool rows of a step's rows, int64 `[rows]`.
-
-    Args:
-        index_at: address of int64 or int32 `[rows]`.
-        is_long: whether they are int64.
-        rows: of the step.
-        count: rows of the pools.
-
-    Raises:
-        IndexError: the pools have no such row.
-    """
+    """Pool rows of a step's rows, int64 `[rows]`, from int64 or int32 at an address; an IndexError
+    if the pools, of `count` rows, have no such row."""
     found = np.empty(rows, np.int64)
     for row in range(rows):
         if is_long:
@@ -104,20 +95,9 @@ def convolve(
     raw_at: Any, raw_stride: Any, kept_at: Any, ring: Any, first: Any, query: Any, keeps: Any,
     taps: Any, bias: Any, zeros: Any, out: Any, size: Any, one: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Causal convolution and SiLU of one query token.
-
-    Args:
-        raw_at: address of the inputs of the row's first query token.
-        raw_stride: bytes from one query token to the next.
-        kept_at: address of the row's ring of inputs, `[ring, channels]`.
-        ring: entries of it.
-        first: position of the row's first query token.
-        query: number of this one.
-        keeps: whether its inputs go to the ring.
-        taps: `[4, channels]`, of `taps_of`.
-        bias, zeros: `[channels]`.
-        out: `[channels]`, written.
-    """
+    """Causal convolution and SiLU of query token `query` of a row: inputs at `raw_at`, its ring of
+    earlier ones at `kept_at`, `[4, channels]` taps, into `out`; `keeps`: its inputs go to the
+    ring."""
     channels, at = out.shape[0], first + query
     entry, none = channels * size, zeros.ctypes.data
     given = raw_at, raw_stride, kept_at, entry, ring, none
@@ -149,14 +129,8 @@ def dot(left: Any, right: Any, one: Any) -> Any:  # pragma: no cover - compiled
 def read_state(
     state: Any, columns: Any, factor: Any, out: Any, one: Any
 ) -> None:  # pragma: no cover - compiled
-    """Into out: what columns find in the state of one head, times a factor.
-
-    Args:
-        state: `[rows of the head, columns]`.
-        columns: `[columns]`.
-        factor: what is left of the state.
-        out: `[rows of the head]`, written.
-    """
+    """Into out, `[rows of the head]`: what columns find in a head's state `[rows, columns]`, times
+    a factor."""
     p = 0
     while p + TURN <= state.shape[0]:
         first, second, third, fourth = state[p], state[p + 1], state[p + 2], state[p + 3]
@@ -200,15 +174,8 @@ def read_state_twice(
 def add_entries(
     ring_at: Any, places: Any, weights: Any, begin: Any, end: Any, out: Any, one: Any
 ) -> None:  # pragma: no cover - compiled
-    """Add rows of a ring to out, each times its weight.
-
-    Args:
-        ring_at: address of what is added of the entry at place 0.
-        places: int64 `[entries]`: bytes from there to each entry.
-        weights: `[entries]`.
-        begin, end: entries from the one to before the other.
-        out: `[elements]`, changed.
-    """
+    """Add entries `begin` to `end` - 1 of a ring to out, each times its weight; `places` are bytes
+    from `ring_at` to each."""
     elements, i = (out.shape[0],), begin
     while i + TURN <= end:
         first = numbers(ring_at + places[i], elements, one)
@@ -231,21 +198,8 @@ def next_bases(
     base_at: Any, count: Any, index_at: Any, is_long: Any, positions_at: Any, rows: Any,
     width: Any, period: Any, lag: Any, before_at: Any, after_at: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Bases of decode rows before and after a step; the latter are stored.
-
-    Args:
-        base_at: address of int32 `[count]`, changed.
-        count: rows of the pools.
-        index_at: address of int64 or int32 `[rows]`: the pool row of each.
-        is_long: whether they are int64.
-        positions_at: address of int64 `[rows * width]`.
-        rows, width: decode rows of the step, and query tokens of each.
-        period, lag: of the flush rule.
-        before_at, after_at: addresses of int32 `[rows]`, written.
-
-    Raises:
-        IndexError: the pools do not have a row; nothing was changed.
-    """
+    """Bases of decode rows before and after a step, from and to int32 and int64 at these addresses;
+    an IndexError for a wrong row comes before any change."""
     own_rows = pool_rows(index_at, is_long, rows, count)
     base, positions = carray(words(base_at), (count,)), carray(longs(positions_at), (rows * width,))
     before, after = carray(words(before_at), (rows,)), carray(words(after_at), (rows,))
@@ -264,23 +218,8 @@ def flush(
     at: Any, layer_strides: Any, row_strides: Any, sizes: Any, is_long: Any, has_saves: Any,
     one: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Bring the states of decode rows to their new bases, and keep some of them.
-
-    Args:
-        at: addresses of the state, ring_xb, ring_gates and conv of `RecurrentPools`, of row_index,
-            of the bases before and after, and of saves.
-        layer_strides, row_strides: bytes from a layer, and from a row, of the four pools to the
-            next.
-        sizes: layers, decode rows, rows of the pools, heads, rows of a head, columns, gates,
-            channels of ring_xb, entries of the ring, numbers of the convolution's ring, bytes of a
-            number.
-        is_long: whether row_index is int64, not int32.
-        has_saves: whether saves are given.
-        one: 1 in the dtype of all numbers.
-
-    Raises:
-        IndexError: the pools do not have a row; nothing was changed.
-    """
+    """Bring the states of decode rows to their new bases, and keep some of them; arguments as the
+    loops of `decode_loops.py` take them."""
     state_at, ring_at, gates_at, conv_at, index_at, before_at, after_at, saves_at = at
     layers, rows, count, heads, lanes, columns, gates, channels, ring, inputs, size = sizes
     own_rows = pool_rows(index_at, is_long, rows, count)

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.threads import run_shares
 from megatron_async.ops.sampling.log_probs import log_probs
-from megatron_async.ops.sampling.logits_processing import ProcessingRows
+from megatron_async.ops.sampling.logits_processing import ProcessingRows, TokenMemory
 from megatron_async.ops.sampling.sampling import (
     FilterCuts,
     SamplingMode,
     SamplingRows,
     best_tokens,
     sample,
-    sample_with_cuts,
 )
 from megatron_async.ops.sampling.slot_records import (
     NO_TOKEN,
@@ -35,17 +34,12 @@ LEAST_SHARED, LEAST_SHARED_GREEDY = 2**17, 2**20
 
 
 @sample.cpu
-def sample_cpu(logits: Tensor, rows: SamplingRows | None, mode: SamplingMode) -> Tensor:
-    """A row of a slot that does not exist is an IndexError."""
-    tokens, _ = _choose(logits, rows, mode, 0, logits.size(-1), marks=True)
-    return tokens
-
-
-@sample_with_cuts.cpu
-def sample_with_cuts_cpu(
+def sample_cpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
-    return sample_cpu(logits, rows, mode), None
+    """A row of a slot that does not exist is an IndexError."""
+    tokens, _ = _choose(logits, rows, mode, 0, logits.size(-1), marks=True)
+    return tokens, None
 
 
 @best_tokens.cpu
@@ -98,25 +92,13 @@ def log_probs_cpu(
     ring: Tensor,
     entry: Tensor,
 ) -> None:
-    _write_log_probs(logits, processed, tokens, rows.features, rows, ring, entry)
-
-
-def _write_log_probs(
-    logits: Tensor,
-    processed: Tensor,
-    tokens: Tensor,
-    features: Tensor,
-    rows: SamplingRows,
-    ring: Tensor,
-    entry: Tensor,
-) -> None:
     from megatron_async.ops.sampling.cpu.sampling_kernels import write_rows
 
     write_rows(
         logits.detach().to(torch.float32).contiguous().numpy(),
         processed.detach().contiguous().numpy(),
         tokens.contiguous().numpy(),
-        features.contiguous().numpy(),
+        rows.features.contiguous().numpy(),
         rows.slots.contiguous().numpy(),
         rows.records.numpy(),
         rows.records.view(torch.float32).numpy(),
@@ -133,8 +115,8 @@ def compile_loops() -> None:
     numbers[0, [Header.TEMPERATURE, Header.TOP_P, Header.MIN_P]] = 0.5
     records[0, Header.TOP_K], records[0, Header.TOP_N] = 3, 1
     number = torch.zeros(1, dtype=torch.int32)
-    rows = SamplingRows(number.long(), number, records)
-    tokens = sample_cpu(logits, rows, SamplingMode.FILTERED)
-    features = number + int(RowFeature.LOG_PROBS)
+    features, memory = number + int(RowFeature.LOG_PROBS), TokenMemory(records, records)
+    rows = ProcessingRows(number.long(), number, records, features, memory)
+    tokens, _ = sample_cpu(logits, rows, SamplingMode.FILTERED)
     ring = torch.zeros(1, 1, OUT_WORDS, dtype=torch.int32)
-    _write_log_probs(logits, logits, tokens, features, rows, ring, number)
+    log_probs_cpu(logits, logits, tokens, None, rows, ring, number)

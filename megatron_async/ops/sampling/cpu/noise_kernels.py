@@ -32,10 +32,8 @@ _WORDS, _PRODUCTS = ir.VectorType(_WORD, GROUPS), ir.VectorType(ir.IntType(64), 
 
 @intrinsic
 def _fill_words(typingctx: Any, keys: Any, position: Any, group: Any, words: Any) -> Any:
-    """Random words, written as vectors: LLVM does not make any of a loop over groups.
-
-    Takes the addresses of `keys` and `words` and two int64; see `fill_numbers`.
-    """
+    """Random words, written as vectors: LLVM does not make any of a loop over groups. Takes the
+    addresses of `keys` and `words`, position and group as int64; see `fill_numbers`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def splat(word: Any) -> Any:
@@ -84,15 +82,9 @@ def set_keys(low: Any, high: Any, keys: Any) -> None:  # pragma: no cover - comp
 def fill_numbers(
     keys: Any, position: Any, group: Any, words: Any, numbers: Any
 ) -> None:  # pragma: no cover - compiled
-    """Random numbers of `TOKENS` token ids.
-
-    Args:
-        keys: of `set_keys`.
-        position: of the token to be sampled.
-        group: of the first token ids; a group is four.
-        words: uint32 `[4, GROUPS]`, for this function's own use.
-        numbers: float32 `[TOKENS]`, written: whole numbers of 23 bits.
-    """
+    """Random numbers of `TOKENS` token ids from group `group` of four on, for the token at
+    `position`: float32 whole numbers of 23 bits. `words`: uint32 `[4, GROUPS]`, for this function's
+    own use."""
     _fill_words(keys.ctypes.data, position, group, words.ctypes.data)
     one, two, three, four = words[0], words[1], words[2], words[3]
     for i in range(GROUPS):

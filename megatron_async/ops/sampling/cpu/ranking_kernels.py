@@ -103,18 +103,11 @@ def _compact_heavy(
 def _search(
     keys: Any, weights: Any, count: Any, weight: Any, counts: Any, sums: Any, others: Any
 ) -> Any:  # pragma: no cover - compiled
-    """The fewest of the best tokens that are `count`, or that weigh `weight`.
+    """The fewest of the best tokens that are `count`, or that weigh `weight`; infinity: nothing
+    ends the search. counts, sums and others are for this function's own use.
 
-    Args:
-        keys: uint32 `[tokens]`.
-        weights: float32 `[tokens]`.
-        count, weight: what ends the search; infinity: nothing does.
-        counts, sums: int64 and float64 `[_BINS]`, for this function's own use.
-        others: as keys and as weights; for its own use too.
-
-    Returns:
-        the key of the last token, how many tokens with this key there are among them, and what all
-        of them weigh.
+    Gives the key of the last token, how many tokens with this key there are among them, and what
+    all of them weigh.
     """
     before, weight_before, leading, found = 0, 0.0, np.uint32(0), 0
     for part in range(3):
@@ -147,14 +140,8 @@ def _search(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def drop(scores: Any, most: Any, record: Any, numbers: Any) -> None:  # pragma: no cover - compiled
-    """Set scores that a row's filters exclude to minus infinity; see `filter_logits`.
-
-    Args:
-        scores: float32 `[tokens]`, changed.
-        most: the largest of them.
-        record: int32 `[RECORD_WORDS]`.
-        numbers: `record` as float32.
-    """
+    """Set scores that a row's filters exclude to minus infinity, as `filter_logits` does; `most` is
+    the largest score, `numbers` the record as float32."""
     size, none = len(scores), np.float32(-np.inf)
     top_k, top_p, min_p = record[_TOP_K], numbers[_TOP_P], numbers[_MIN_P]
     has_k, has_p = 0 < top_k < size, 0 < top_p < 1

@@ -26,8 +26,10 @@ from megatron_async.ops.sampling.cpu.noise_kernels import (
 from megatron_async.ops.sampling.cpu.ranking_kernels import drop
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, Header, RowFeature
 
-_TEMPERATURE, _TOP_K = int(Header.TEMPERATURE), int(Header.TOP_K)
+_TEMPERATURE, _TOP_K, _TOP_N = int(Header.TEMPERATURE), int(Header.TOP_K), int(Header.TOP_N)
 _SEED_LOW, _SEED_HIGH = int(Header.SEED_LOW), int(Header.SEED_HIGH)
+_WANTED, _CONSTRAINED = int(RowFeature.LOG_PROBS), int(RowFeature.CONSTRAINED)
+_PROCESSED = int(RowFeature.PROCESSED_LOG_PROBS)
 _MARGIN = np.float32(1.001)
 """More than what `exp` errs."""
 _STRETCH = 256
@@ -77,17 +79,12 @@ def _draw_among(
 def draw(
     scores: Any, keys: Any, position: Any, group: Any, likely: Any
 ) -> Any:  # pragma: no cover - compiled
-    """The largest sum of score and noise, and its place.
+    """The largest sum of score and noise, and its place. Scores are a multiple of `TOKENS`, minus
+    infinity where there is no token; `group` is of the first four, `likely` the place of a large
+    one.
 
     Few tokens can have it. With a likely token's sum known, a token needs noise that its uniform
     number seldom gives; that is seen without a logarithm.
-
-    Args:
-        scores: float32, a multiple of `TOKENS`; minus infinity where there is no token.
-        keys: of `set_keys`.
-        position: of the token to be sampled.
-        group: of the first four scores.
-        likely: place of a large score.
     """
     words, numbers = np.empty((4, GROUPS), np.uint32), np.empty(TOKENS, np.float32)
     start = likely // TOKENS * TOKENS
@@ -112,18 +109,12 @@ def choose_rows(
     logits: Any, columns: Any, first_id: Any, slots: Any, positions: Any, records: Any,
     numbers: Any, mode: Any, unsound: Any, first_row: Any, end_row: Any, tokens: Any, scores: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """The token of each row from `first_row` to `end_row`, and the score that it won with.
+    """The token (column) of each row from `first_row` to `end_row`, and the score that it won with,
+    infinity where a logit is NaN. The first `columns` logits are tokens, from id `first_id` on;
+    slots are not read in mode 0.
 
-    Args:
-        logits: float32 `[rows, width]`, of which the first `columns` are tokens.
-        first_id: token id of the first column.
-        slots, positions, records: see `SamplingRows`; not read where the mode is 0.
-        numbers: `records` as float32.
-        mode: `SamplingMode`, at most FILTERED.
-        unsound: if negative, what stands for the token of a row whose largest logit is no finite
-            number; else that row's is the column of its largest logit, or of the first NaN.
-        tokens: int64 `[rows]`, written: column of the token.
-        scores: float32 `[rows]`, written; infinity where a logit is NaN.
+    `unsound`, if negative, is the token of a row whose largest logit is no finite number; else that
+    is the column of its largest logit, or of the first NaN.
     """
     lead = first_id % 4
     size = (lead + columns + TOKENS - 1) // TOKENS * TOKENS if mode else 0
@@ -148,11 +139,6 @@ def choose_rows(
                 place -= lead
         is_marked = not is_sound and unsound < 0
         tokens[row], scores[row] = unsound if is_marked else place, score
-
-
-_TEMPERATURE, _TOP_K, _TOP_N = int(Header.TEMPERATURE), int(Header.TOP_K), int(Header.TOP_N)
-_WANTED, _CONSTRAINED = int(RowFeature.LOG_PROBS), int(RowFeature.CONSTRAINED)
-_PROCESSED = int(RowFeature.PROCESSED_LOG_PROBS)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -187,18 +173,8 @@ def write_rows(
     logits: Any, processed: Any, tokens: Any, features: Any, slots: Any, records: Any,
     numbers: Any, ring: Any, ring_numbers: Any, entry: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Log probs of rows that ask for them.
-
-    Args:
-        logits, processed: float32 `[rows, vocabulary]`, and perhaps more rows.
-        tokens, slots: int64 `[rows]`.
-        features: int32 `[rows]`.
-        records: int32 `[slots + 1, RECORD_WORDS]`.
-        numbers: `records` as float32.
-        ring: int32 `[entries, max rows, OUT_WORDS]`, written.
-        ring_numbers: `ring` as float32.
-        entry: int32 `[1]`.
-    """
+    """`log_probs`; `numbers` and `ring_numbers` are `records` and `ring` as float32, and logits may
+    have more rows than tokens."""
     vocabulary = logits.shape[1]
     values, ids = np.empty(vocabulary, np.float32), np.empty(MAX_TOP_N, np.int64)
     out, out_numbers = ring[entry[0]], ring_numbers[entry[0]]

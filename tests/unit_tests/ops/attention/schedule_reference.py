@@ -1,10 +1,30 @@
-"""The schedule of prefill attention in plain Python."""
+"""The schedules of prefill and decode attention in plain Python."""
 
 from types import SimpleNamespace
 
 import torch
 
 from megatron_async.ops.attention.prefill_schedule import LEAST_KEYS
+
+
+def decode_schedule_reference(kv_lengths, shares, tile):
+    """Decode attention's: items (row, first token, end, slot), and of each row the first slot and
+    the number of parts."""
+    tokens = -(-sum(kv_lengths) // shares)
+    largest = max(-(-tokens // tile), 1) * tile
+    split, whole = [], []
+    splits = [(-1, 1)] * len(kv_lengths)
+    for row, length in sorted(enumerate(kv_lengths), key=lambda pair: -pair[1]):
+        wanted = max(-(-length // largest), 1)
+        share = max(-(-length // (wanted * tile)), 1) * tile
+        starts = range(0, max(length, 1), share)
+        if len(starts) == 1:
+            whole.append((row, 0, length, -1))
+            continue
+        splits[row] = (len(split), len(starts))
+        for start in starts:
+            split.append((row, start, min(start + share, length), len(split)))
+    return split + whole, splits
 
 
 def parts_reference(chunks, group, tile, shares):

@@ -10,7 +10,7 @@ import torch
 from megatron_async import LLM, SamplingParams
 from megatron_async.config import ATTENTION_BACKENDS
 from megatron_async.errors import ConfigurationError
-from megatron_async.ops.attention.backends import flash_attn, selection, warpgroup_backend
+from megatron_async.ops.attention.backends import flash_attn, own_kernel, selection
 from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     BackendUnavailable,
@@ -100,7 +100,7 @@ def test_warpgroups_are_for_hopper():
 )
 def test_shapes_that_warpgroups_do_not_serve(shape, problem, monkeypatch):
     """The message comes before anything touches the device."""
-    monkeypatch.setattr(warpgroup_backend, "is_supported", lambda device: True)
+    monkeypatch.setattr(own_kernel, "is_supported", lambda device: True)
     with pytest.raises(BackendUnavailable, match=problem):
         BACKENDS["warpgroup"](AttentionShape(*shape, torch.device("cuda", 0)))
 

@@ -7,9 +7,9 @@ import torch
 
 from megatron_async.ops.attention import decode_schedule
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
-from megatron_async.ops.attention.decode_schedule import schedule_reference
 from megatron_async.ops.attention.join_parts import JOIN_CHUNK
 from tests.unit_tests.ops.attention.decode_batch import Batch, processors
+from tests.unit_tests.ops.attention.schedule_reference import decode_schedule_reference
 
 SHAPES = [(3, 3, 64), (8, 4, 128), (2, 8, 64), (1, 1, 128), (4, 7, 80), (2, 5, 112)]
 """(KV heads, query heads of each, dimension)."""
@@ -80,7 +80,7 @@ def test_many_parts(is_settled, width, is_full, device, monkeypatch):
     lengths = [64 * JOIN_CHUNK + width - 1, 70, 64 * (2 * JOIN_CHUNK + 3)]
     batch = Batch(max(lengths), 3, 64, 1, 2, 32, torch.float32, device, width=width)
     expected = batch.refill(lengths, query_scale=10.0)
-    _items, splits = schedule_reference(lengths, batch.workspace.schedule.extra, 64)
+    _items, splits = decode_schedule_reference(lengths, batch.workspace.schedule.extra, 64)
     assert [parts for _slot, parts in splits] == [
         JOIN_CHUNK + (width > 1), 2, 2 * JOIN_CHUNK + 3
     ]  # fmt: skip

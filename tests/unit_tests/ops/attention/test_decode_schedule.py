@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from megatron_async.ops.attention.decode_schedule import FULL, DecodeSchedule, schedule_reference
+from megatron_async.ops.attention.decode_schedule import FULL, DecodeSchedule
 from tests.unit_tests.ops.attention.decode_batch import processors
+from tests.unit_tests.ops.attention.schedule_reference import decode_schedule_reference
 
 
 @pytest.mark.parametrize(("count", "kv_heads"), [(132, 8), (132, 3), (7, 1), (1, 8)])
@@ -26,7 +27,7 @@ def test_schedule(count, kv_heads, tile, device):
         schedule.update(torch.tensor(lengths, dtype=torch.int32, device=device))
         items = [tuple(item) for item in schedule.items.tolist()]
         splits = [tuple(split) for split in schedule.splits.tolist()]
-        expected_items, expected_splits = schedule_reference(lengths, schedule.shares, tile)
+        expected_items, expected_splits = decode_schedule_reference(lengths, schedule.shares, tile)
         used = len(expected_items)
         assert items[:used] == expected_items
         assert schedule.is_full == (rows * kv_heads > FULL * count)
@@ -59,7 +60,7 @@ def test_rows_from_the_limit_on_have_no_items(present, device):
     limit = torch.tensor([present, -1], dtype=torch.int32, device=device)
     schedule.items.fill_(2**30)
     schedule.update(torch.tensor(lengths, dtype=torch.int32, device=device), limit)
-    items, splits = schedule_reference(lengths[:present], schedule.shares, 64)
+    items, splits = decode_schedule_reference(lengths[:present], schedule.shares, 64)
     found = [tuple(item) for item in schedule.items[: 70 + schedule.shares].tolist()]
     assert found[: len(items)] == items
     assert all(item[:3] == (-1, 0, 0) for item in found[len(items) :])
@@ -71,6 +72,6 @@ def test_long_row_is_cut_and_short_ones_are_not(device):
     with processors(132):
         schedule = DecodeSchedule(64, 8, 64, device)
     lengths = [256] * 63 + [32_768]
-    items, splits = schedule_reference(lengths, schedule.extra, 64)
+    items, splits = decode_schedule_reference(lengths, schedule.extra, 64)
     assert splits == [(-1, 1)] * 63 + [(0, len(items) - 63)]
     assert len(items) - 63 > 16

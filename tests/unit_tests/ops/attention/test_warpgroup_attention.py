@@ -15,8 +15,8 @@ from megatron_async.ops.attention import warpgroup_attention_kernel as kernel_mo
 from megatron_async.ops.attention.warpgroup_attention import (
     IN_SHARED_MEMORY,
     WarpgroupTile,
-    tile_of,
     warpgroup_prefill_attention,
+    warpgroup_tile_of,
 )
 from megatron_async.ops.attention.warpgroup_attention_kernel import warpgroup_attention_kernel
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
@@ -44,7 +44,7 @@ CASES = [
 def attend(batch, rows, tile=None, processors=0, schedule=None, is_settled=False):
     """The schedule, which is made if there is none."""
     dim = batch.query.size(2)
-    tile = tile or tile_of(dim, batch.block_size, rows.tokens)
+    tile = tile or warpgroup_tile_of(dim, batch.block_size, rows.tokens)
     schedule = schedule or batch.schedule(processors, tile)
     batch.plan(schedule, rows, tile)
     warpgroup_prefill_attention(
@@ -158,8 +158,8 @@ def test_emulated_dummy_rows_and_scores_far_from_zero(emulated):
 
 
 def test_tiles_that_do_not_exist(emulated):
-    assert tile_of(96, 128) is None
-    assert tile_of(128, 48) is None
+    assert warpgroup_tile_of(96, 128) is None
+    assert warpgroup_tile_of(128, 48) is None
     tile = WarpgroupTile(2, 64, 2)
     for dim, dtype, block_size in ((80, BRAIN, 64), (64, torch.float32, 64), (64, BRAIN, 48)):
         batch = PrefillBatch(8, 2, 16, block_size, 1, 2, dim, dtype, "cpu")
@@ -178,7 +178,7 @@ def test_tiles_that_do_not_exist(emulated):
 
 
 def compiled(dim, block_size, group, divides):
-    tile = tile_of(dim, block_size, 128 if divides else 8192)
+    tile = warpgroup_tile_of(dim, block_size, 128 if divides else 8192)
     constants = {
         "block_size": block_size, "group": group, "kv_heads": 8, "divides": divides,
         "warpgroups": tile.warpgroups, "stages": tile.stages, "registers": tile.registers,

@@ -70,8 +70,8 @@ def test_tokens_are_those_of_the_reference(mode: SamplingMode, vocabulary: int) 
         count = int(rng.integers(1, 20))
         logits = random_logits(rng, count, vocabulary)
         rows = random_rows(rng, count, vocabulary)
-        expected = sample.reference(logits, rows, mode)
-        found = host_sampling.sample_cpu(logits, rows, mode)
+        expected = sample.reference(logits, rows, mode)[0]
+        found = host_sampling.sample_cpu(logits, rows, mode)[0]
         for row in (found != expected).nonzero()[:, 0].tolist():
             # Either the scores are a tie, or the filter's sum ends between two tokens.
             scores = scores_of(logits[row : row + 1], rows.one(row), mode)[0]
@@ -88,16 +88,18 @@ def test_the_first_of_equal_scores_is_the_token() -> None:
     rows = rows_asking(60, seeds=range(60), positions=range(60), temperature=1.0)
     scores = logits + rows.noise(700)
     assert ((scores == scores.amax(1, keepdim=True)).sum(1) > 1).sum() > 10
-    found = host_sampling.sample_cpu(logits, rows, SamplingMode.SOFTMAX)
-    assert torch.equal(found, sample.reference(logits, rows, SamplingMode.SOFTMAX))
+    found = host_sampling.sample_cpu(logits, rows, SamplingMode.SOFTMAX)[0]
+    assert torch.equal(found, sample.reference(logits, rows, SamplingMode.SOFTMAX)[0])
 
 
 def test_half_precision_and_padded_rows() -> None:
     rng = np.random.default_rng(0)
     logits, rows = random_logits(rng, 9, 300).bfloat16(), random_rows(rng, 9, 250)
     for given in (logits, logits[:, :250]):
-        expected = sample.reference(given, rows, SamplingMode.FILTERED)
-        assert torch.equal(host_sampling.sample_cpu(given, rows, SamplingMode.FILTERED), expected)
+        expected = sample.reference(given, rows, SamplingMode.FILTERED)[0]
+        assert torch.equal(
+            host_sampling.sample_cpu(given, rows, SamplingMode.FILTERED)[0], expected
+        )
 
 
 def test_noise_is_that_of_the_reference() -> None:
@@ -135,7 +137,7 @@ def test_shares_of_a_vocabulary_are_the_whole(ranks: int, mode: SamplingMode) ->
         torch.testing.assert_close(torch.cat(scores, 1), torch.cat(expected, 1))
         best, rank = torch.cat(scores, 1).max(1)
         token = torch.cat(tokens, 1).gather(1, rank[:, None])[:, 0].long()
-        whole = host_sampling.sample_cpu(logits[:, :size], rows, mode)
+        whole = host_sampling.sample_cpu(logits[:, :size], rows, mode)[0]
         is_sound = best.isfinite()
         assert torch.equal(torch.where(is_sound, token, -1), whole)
 
@@ -144,12 +146,12 @@ def test_shares_of_a_vocabulary_are_the_whole(ranks: int, mode: SamplingMode) ->
 def test_threads_share_rows(mode: SamplingMode, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
     logits, rows = random_logits(rng, 7, 500), random_rows(rng, 7, 500)
-    alone = host_sampling.sample_cpu(logits, rows, mode)
+    alone = host_sampling.sample_cpu(logits, rows, mode)[0]
     monkeypatch.setattr(host_sampling, "LEAST_SHARED", 0)
     monkeypatch.setattr(host_sampling, "LEAST_SHARED_GREEDY", 0)
     for threads in (1, 2, 3, 16):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
-        assert torch.equal(host_sampling.sample_cpu(logits, rows, mode), alone)
+        assert torch.equal(host_sampling.sample_cpu(logits, rows, mode)[0], alone)
 
 
 def test_a_slot_that_does_not_exist_is_an_error() -> None:

@@ -56,7 +56,7 @@ def test_reference_finds_what_one_rank_finds(vocab, ranks, mode):
     logits, params = batch(vocab, "cpu")
     best = [best_tokens.reference(own, params, mode, *at) for own, *at in shards(logits, ranks)]
     assert all(scores.shape == ids.shape == (8, 1) for scores, ids in best)
-    assert torch.equal(joined(best), sample.reference(logits, params, mode))
+    assert torch.equal(joined(best), sample.reference(logits, params, mode)[0])
 
 
 def damaged_batch(vocab, device):
@@ -73,7 +73,7 @@ def test_reference_finds_nan_as_one_rank_does():
     for mode in MODES:
         best = [best_tokens.reference(own, params, mode, *at) for own, *at in shards(logits, 2)]
         found = joined(best)
-        assert torch.equal(found, sample.reference(logits, params, mode))
+        assert torch.equal(found, sample.reference(logits, params, mode)[0])
         assert (found == -1).tolist() == [True] * 5 + [False, True, False]
 
 
@@ -86,7 +86,7 @@ def test_kernel_finds_what_one_rank_finds(vocab, ranks, mode, device, monkeypatc
         triton_sampling.best_tokens_gpu(own, params, mode, *at)
         for own, *at in shards(logits, ranks)
     ]
-    assert torch.equal(joined(best), triton_sampling.sample_gpu(logits, params, mode))
+    assert torch.equal(joined(best), triton_sampling.sample_gpu(logits, params, mode)[0])
     for (own, *at), (scores, _) in zip(shards(logits, ranks), best, strict=True):
         expected, _ = best_tokens.reference(own, params, mode, *at)
         torch.testing.assert_close(scores.max(1, keepdim=True).values, expected)
@@ -101,7 +101,7 @@ def test_kernel_finds_nan_as_one_rank_does(device, monkeypatch):
             for own, *at in shards(logits, 3)
         ]
         assert not any(scores.isnan().any() for scores, _ in best)
-        assert torch.equal(joined(best), triton_sampling.sample_gpu(logits, params, mode))
+        assert torch.equal(joined(best), triton_sampling.sample_gpu(logits, params, mode)[0])
         assert (joined(best) == -1).tolist() == [True] * 5 + [False, True, False]
     with pytest.raises(ValueError, match="rows must be adjacent"):
         triton_sampling.best_tokens_gpu(logits.t(), None, SamplingMode.GREEDY, 0, 2)

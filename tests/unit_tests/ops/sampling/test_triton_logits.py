@@ -250,7 +250,7 @@ def test_log_probs(rng, device):
         logits, rows, torch.empty_like(logits), torch.empty_like(logits)
     )
     mode = SamplingMode.FILTERED
-    tokens, cuts = triton_sampling.sample_with_cuts_gpu(processed, rows, mode)
+    tokens, cuts = triton_sampling.sample_gpu(processed, rows, mode)
     ring = torch.full((2, count + 1, OUT_WORDS), -3, dtype=torch.int32, device=device)
     expected = ring.cpu()
     entry = torch.tensor([1], dtype=torch.int32, device=device)

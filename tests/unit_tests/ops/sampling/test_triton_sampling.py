@@ -59,8 +59,8 @@ def scaled_logits(logits, params):
 
 
 def check_tokens(logits, params, mode=SamplingMode.FILTERED):
-    tokens = triton_sampling.sample_gpu(logits, params, mode)
-    expected = sample.reference(logits, params, mode)
+    tokens = triton_sampling.sample_gpu(logits, params, mode)[0]
+    expected = sample.reference(logits, params, mode)[0]
     assert tokens.dtype == torch.int64
     if params is None:
         assert torch.equal(tokens, expected)
@@ -156,7 +156,7 @@ def test_min_p_cuts_where_it_says(device, small_tiles):
     ratios = torch.tensor([1.0] + [0.1001] * 500 + [0.0999] * 502, device=device)
     logits = (0.8 * ratios.log()).repeat(8, 1)
     params = parameters(8, device, temperature=0.8, min_p=0.1)
-    tokens = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
+    tokens = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)[0]
     assert tokens.max() <= 500
     assert tokens.count_nonzero() > 4
     check_tokens(logits, params)
@@ -184,16 +184,18 @@ def test_masked_tokens_are_never_chosen(device, small_tiles):
     for filters in ({}, {"top_k": 50}, {"top_p": 0.9007}, {"min_p": 0.0103}):
         params = parameters(4, device, temperature=0.8, **filters)
         check_tokens(logits, params)
-        assert triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)[2:].eq(777).all()
+        assert (
+            triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)[0][2:].eq(777).all()
+        )
 
 
 def test_a_row_does_not_depend_on_its_company(device, small_tiles):
     logits = 3 * torch.randn(8, 1003, device=device)
     params = mixed_parameters(8, device)
-    together = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
+    together = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)[0]
     for row in range(0, 8, 3):
         one = logits[row : row + 1]
-        alone = triton_sampling.sample_gpu(one, params.one(row), SamplingMode.FILTERED)
+        alone = triton_sampling.sample_gpu(one, params.one(row), SamplingMode.FILTERED)[0]
         assert alone.item() == together[row].item()
 
 
@@ -209,17 +211,17 @@ def test_unsound_rows_have_no_token(vocab, dtype, value, device, small_tiles):
     sound = torch.arange(8, device=device) < 4
     places = [slice(None)] if value < 0 else [0, vocab // 2, vocab - 1, slice(None)]
     for mode in (SamplingMode.GREEDY, SamplingMode.FILTERED):
-        expected = triton_sampling.sample_gpu(logits, params, mode).where(sound, -1)
+        expected = triton_sampling.sample_gpu(logits, params, mode)[0].where(sound, -1)
         for place in places:
             damaged = logits.clone()
             damaged[4:, place] = value
-            assert torch.equal(triton_sampling.sample_gpu(damaged, params, mode), expected)
-            reference = sample.reference(damaged, params, mode)
+            assert torch.equal(triton_sampling.sample_gpu(damaged, params, mode)[0], expected)
+            reference = sample.reference(damaged, params, mode)[0]
             assert torch.equal(reference == -1, ~sound)
 
 
 def test_no_rows():
-    assert triton_sampling.sample_gpu(torch.ones(0, 5), None, SamplingMode.GREEDY).shape == (0,)
+    assert triton_sampling.sample_gpu(torch.ones(0, 5), None, SamplingMode.GREEDY)[0].shape == (0,)
 
 
 def test_bad_input():
@@ -255,11 +257,11 @@ def test_replays_in_a_graph():
     triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
+        tokens = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)[0]
     for _ in range(3):
         logits.normal_(std=3)
         for name, value in vars(mixed_parameters(16, "cuda")).items():
             getattr(params, name).copy_(value)
         tokens.fill_(-1)
         graph.replay()
-        assert torch.equal(tokens, sample.reference(logits, params, SamplingMode.FILTERED))
+        assert torch.equal(tokens, sample.reference(logits, params, SamplingMode.FILTERED)[0])
