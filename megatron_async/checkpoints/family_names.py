@@ -219,6 +219,8 @@ class MtpNames:
     embedding first."""
     has_shared_ends: bool = False
     """All depths have the same norms and `eh_proj`: only their layers are their own."""
+    depths: str = "num_nextn_predict_layers"
+    """Key of `config.json` with the number of depths."""
 
 
 QWEN = MtpNames(
@@ -230,6 +232,7 @@ QWEN = MtpNames(
     inside="mtp.layers.{depth}.",
     has_shared_ends=True,
 )
+QWEN_3_5 = replace(QWEN, depths="mtp_num_hidden_layers")
 NEMOTRON = MtpNames(
     "mtp.",
     enorm="mtp.layers.{first}.enorm.weight",
@@ -250,8 +253,8 @@ MIMO = MtpNames(
 )
 MTP_NAMES = {
     "qwen3_next": QWEN,
-    "qwen3_5": QWEN,
-    "qwen3_5_moe": QWEN,
+    "qwen3_5": QWEN_3_5,
+    "qwen3_5_moe": QWEN_3_5,
     "nemotron_h": NEMOTRON,
     "mimo": MIMO,
 }

@@ -26,7 +26,13 @@ from megatron_async.checkpoints.huggingface_hybrid import (
     write_hybrid,
 )
 from megatron_async.checkpoints.huggingface_mtp import read_mtp, write_mtp
-from megatron_async.checkpoints.settings import FULL, Settings, read_experts, write_experts
+from megatron_async.checkpoints.settings import (
+    FULL,
+    Settings,
+    read_experts,
+    read_heads,
+    write_experts,
+)
 from megatron_async.models.architecture import LINEAR, LLAMA3, ModelArchitecture, RopeScaling
 
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -165,8 +171,6 @@ def write_rope(a: ModelArchitecture) -> dict[str, Any]:
 
 
 SLIDING = "sliding_attention"
-SHARES = {"bamba": 0.5}
-"""Share of a head that rope turns, where a family knows one alone but all of it."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,8 @@ class Family:
     has_experts: bool = False
     is_hybrid: bool = False
     """Described by `checkpoints/huggingface_hybrid.py`."""
+    rotary_percent: float | None = 1.0
+    """Share of a head that rope turns; None: the file tells it."""
 
 
 FAMILIES = {
@@ -194,11 +200,11 @@ FAMILIES = {
         Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_layernorm=True, has_experts=True),
         Family("nemotron_h", "NemotronHForCausalLM", is_hybrid=True),
         Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", is_hybrid=True),
-        Family("bamba", "BambaForCausalLM", is_hybrid=True),
+        Family("bamba", "BambaForCausalLM", is_hybrid=True, rotary_percent=0.5),
         Family("mamba2", "Mamba2ForCausalLM", is_hybrid=True),
-        Family("qwen3_next", "Qwen3NextForCausalLM", is_hybrid=True),
-        Family("qwen3_5", "Qwen3_5ForCausalLM", is_hybrid=True),
-        Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", is_hybrid=True),
+        Family("qwen3_next", "Qwen3NextForCausalLM", is_hybrid=True, rotary_percent=None),
+        Family("qwen3_5", "Qwen3_5ForCausalLM", is_hybrid=True, rotary_percent=None),
+        Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", is_hybrid=True, rotary_percent=None),
     )
 }
 """Supported families by Hugging Face class name."""
@@ -276,8 +282,8 @@ def read_architecture(
             "num_attention_heads", f"is not a multiple of num_key_value_heads = {groups}", heads
         )
     if found.get("position_embedding_type", "rope") == "rope":
-        share = SHARES.get(family.model_type, None if family.model_type in MODEL_TYPES else 1.0)
-        base, scaling, share = read_rope(settings, found["kv_channels"], share)
+        percent = family.rotary_percent
+        base, scaling, share = read_rope(settings, found["kv_channels"], percent)
         found |= {"rotary_base": base, "rope_scaling": scaling, "rotary_percent": share}
     else:
         settings.pass_over(*ROPE_KEYS)
@@ -293,13 +299,10 @@ def read_architecture(
 
 
 def _transformer(config: Settings, family: Family) -> dict[str, Any]:
-    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     layers = config.size("num_hidden_layers")
     return {
         "num_layers": layers,
-        "num_attention_heads": heads,
-        "num_query_groups": config.size("num_key_value_heads", heads),
-        "kv_channels": config.size("head_dim", hidden // heads),
+        **read_heads(config),
         "ffn_hidden_size": config.size("intermediate_size"),
         "layernorm_epsilon": config.number("rms_norm_eps"),
         "add_qkv_bias": family.add_qkv_bias,
@@ -436,10 +439,7 @@ def _sliding_window(config: Settings, layers: int) -> int | None:
         kinds = listed
         if not isinstance(kinds, list) or any(name not in (FULL, SLIDING) for name in kinds):
             raise config.error("layer_types", f"must be a list of {FULL!r} and {SLIDING!r}", kinds)
-        if len(kinds) != layers:
-            raise config.error(
-                "num_hidden_layers", f", but {len(kinds)} layers are listed in layer_types", layers
-            )
+        config.check_listed(len(kinds), layers)
     if SLIDING not in kinds:
         return None
     if window is None:

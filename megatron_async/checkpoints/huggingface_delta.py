@@ -19,9 +19,9 @@ from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_defaults import ALIASES, DEFAULTS, NEUTRAL, REQUIRED
-from megatron_async.checkpoints.settings import Settings, dense_layers, read_choice
+from megatron_async.checkpoints.settings import Settings, dense_layers, read_choice, read_heads
 from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MLP, ModelArchitecture
-from megatron_async.models.sizes import CONV_KERNEL
+from megatron_async.models.sizes import CONV_KERNEL, DeltaSizes
 
 _FIXED: dict[str, tuple[Any, ...]] = {
     "linear_conv_kernel_dim": (CONV_KERNEL,),
@@ -142,29 +142,22 @@ def read_delta(config: Settings) -> dict[str, Any]:
     """
     layers = config.size("num_hidden_layers")
     mixers = _mixers(config, layers)
-    dense: tuple[int, ...] = tuple(range(layers))
+    dense = tuple(range(layers)) if config.family == "qwen3_5" else ()
     if config.family == "qwen3_next":
         dense = dense_layers(config, layers)
-    elif config.family == "qwen3_5_moe":
-        dense = ()
     pattern = "".join(
         mixer + (MLP if layer in dense else EXPERTS) for layer, mixer in enumerate(mixers)
     )
     found: dict[str, Any] = {
         "num_layers": layers,
         "pattern": pattern,
-        "num_attention_heads": config.size("num_attention_heads"),
-        "num_query_groups": config.size("num_key_value_heads"),
-        "kv_channels": config.size("head_dim"),
+        **read_heads(config),
         "ffn_hidden_size": config.size("intermediate_size") if dense else 0,
         "layernorm_epsilon": config.number("rms_norm_eps"),
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
         "attention_output_gate": True,
-        "linear_num_key_heads": config.size("linear_num_key_heads"),
-        "linear_num_value_heads": config.size("linear_num_value_heads"),
-        "linear_key_head_dim": config.size("linear_key_head_dim"),
-        "linear_value_head_dim": config.size("linear_value_head_dim"),
+        **{name: config.size(name) for name in DeltaSizes.FIELDS},
     }
     keys, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
     if values % keys:
@@ -185,10 +178,7 @@ def _mixers(config: Settings, layers: int) -> str:
         return "".join(DELTA if (n + 1) % every else ATTENTION for n in range(layers))
     if not isinstance(listed, list) or set(map(str, listed)) - LAYER_NAMES.keys():
         raise config.error("layer_types", f"must be a list of {', '.join(LAYER_NAMES)}", listed)
-    if len(listed) != layers:
-        raise config.error(
-            "num_hidden_layers", f", but {len(listed)} layers are listed in layer_types", layers
-        )
+    config.check_listed(len(listed), layers)
     return "".join(LAYER_NAMES[name] for name in listed)
 
 
@@ -212,10 +202,7 @@ def write_delta(a: ModelArchitecture) -> dict[str, Any]:
         "layer_types": [names.get(kind, kind) for kind in a.pattern[::2]],
         "partial_rotary_factor": a.rotary_percent,
         "linear_conv_kernel_dim": CONV_KERNEL,
-        "linear_num_key_heads": a.linear_num_key_heads,
-        "linear_num_value_heads": a.linear_num_value_heads,
-        "linear_key_head_dim": a.linear_key_head_dim,
-        "linear_value_head_dim": a.linear_value_head_dim,
+        **{name: getattr(a, name) for name in DeltaSizes.FIELDS},
     }
     if not a.num_moe_experts:
         return config

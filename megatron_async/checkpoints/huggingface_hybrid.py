@@ -27,7 +27,7 @@ from megatron_async.checkpoints.huggingface_delta import (
     read_delta,
     write_delta,
 )
-from megatron_async.checkpoints.settings import Settings, read_choice
+from megatron_async.checkpoints.settings import Settings, read_choice, read_heads
 from megatron_async.models.architecture import ATTENTION, EXPERTS, MAMBA, MLP, ModelArchitecture
 from megatron_async.models.sizes import CONV_KERNEL
 
@@ -151,9 +151,7 @@ def _nemotron(config: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {
         "num_layers": len(pattern),
         "pattern": pattern,
-        "num_attention_heads": config.size("num_attention_heads"),
-        "num_query_groups": config.size("num_key_value_heads"),
-        "kv_channels": config.size("head_dim"),
+        **read_heads(config),
         "ffn_hidden_size": config.size("intermediate_size"),
         "layernorm_epsilon": epsilon,
         "activation": "squared_relu",
@@ -218,14 +216,9 @@ def _bamba(config: Settings) -> dict[str, Any]:
 
 def _paired(config: Settings, layers: int, mixers: str, ffn: str) -> dict[str, Any]:
     """What Granite and Bamba have in common: each layer a mixer and then `ffn`."""
-    if len(mixers) != layers:
-        raise config.error(
-            "num_hidden_layers", f", but {len(mixers)} layers are listed in layer_types", layers
-        )
-    hidden = config.size("hidden_size")
-    heads = config.size("num_attention_heads")
+    config.check_listed(len(mixers), layers)
     mamba_heads = config.size("mamba_n_heads")
-    inner = config.size("mamba_expand") * hidden
+    inner = config.size("mamba_expand") * config.size("hidden_size")
     is_auto = config.get("mamba_d_head") == "auto"
     head_dim = max(inner // mamba_heads, 1) if is_auto else config.size("mamba_d_head")
     if head_dim * mamba_heads != inner:
@@ -238,9 +231,7 @@ def _paired(config: Settings, layers: int, mixers: str, ffn: str) -> dict[str, A
     return {
         "num_layers": layers,
         "pattern": "".join(mixer + ffn for mixer in mixers),
-        "num_attention_heads": heads,
-        "num_query_groups": config.size("num_key_value_heads", heads),
-        "kv_channels": config.size("head_dim", hidden // heads),
+        **read_heads(config),
         "layernorm_epsilon": epsilon,
         "mamba_num_heads": mamba_heads,
         "mamba_head_dim": head_dim,
@@ -398,7 +389,7 @@ def _write_paired(a: ModelArchitecture) -> dict[str, Any]:
         "mamba_d_state": a.mamba_state_dim,
         "mamba_n_groups": a.mamba_num_groups,
         "mamba_d_conv": CONV_KERNEL,
-        "mamba_expand": a.mamba.inner // a.hidden_size,
+        "mamba_expand": a.mamba.channels // a.hidden_size,
     }
 
 
@@ -408,7 +399,7 @@ def _write_mamba2(a: ModelArchitecture) -> dict[str, Any]:
         "head_dim": a.mamba_head_dim,
         "state_size": a.mamba_state_dim,
         "n_groups": a.mamba_num_groups,
-        "expand": a.mamba.inner // a.hidden_size,
+        "expand": a.mamba.channels // a.hidden_size,
         "conv_kernel": CONV_KERNEL,
         "layer_norm_epsilon": a.layernorm_epsilon,
         "residual_in_fp32": False,

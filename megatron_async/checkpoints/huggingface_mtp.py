@@ -25,14 +25,6 @@ from megatron_async.checkpoints.huggingface_hybrid import LAYER_NAMES, NAMES_OF_
 from megatron_async.checkpoints.settings import Settings
 from megatron_async.models.architecture import ATTENTION, EXPERTS, KINDS, MLP, ModelArchitecture
 
-DEPTHS = {
-    "qwen3_next": "num_nextn_predict_layers",
-    "qwen3_5": "mtp_num_hidden_layers",
-    "qwen3_5_moe": "mtp_num_hidden_layers",
-    "nemotron_h": "num_nextn_predict_layers",
-    "mimo": "num_nextn_predict_layers",
-}
-"""Where `config.json` has the number of depths, by `ModelArchitecture.model_type`."""
 REPEATED = "mtp_use_repeated_layer"
 """Megatron-Core's name; Hugging Face has none."""
 
@@ -52,9 +44,9 @@ def read_mtp(
         CheckpointError: a missing or malformed value.
     """
     a = architecture
-    if a.model_type not in DEPTHS:
+    if a.model_type not in MTP_NAMES:
         return {}
-    key = DEPTHS[a.model_type]
+    key = MTP_NAMES[a.model_type].depths
     told, repeated = config.raw(key), config.raw(REPEATED)
     pattern = ATTENTION + (EXPERTS if a.num_moe_experts else MLP)
     if a.model_type == "nemotron_h":
@@ -104,7 +96,7 @@ def write_mtp(a: ModelArchitecture) -> dict[str, Any]:
             f"{kind} and {a.mtp_num_depths} depths has no Hugging Face form, in which all depths "
             f"share their norms and eh_proj; {remedy}"
         )
-    config: dict[str, Any] = {DEPTHS[a.model_type]: a.mtp_num_depths}
+    config: dict[str, Any] = {names.depths: a.mtp_num_depths}
     if a.model_type == "nemotron_h":
         # The one is read by transformers 5, the other by everybody else.
         config["mtp_layers_block_type"] = [NAMES_OF_KINDS[kind] for kind in a.mtp_pattern]

@@ -15,15 +15,14 @@ from megatron_async.devices import make_device, resolve_device_name
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.architecture import (
     ATTENTION,
-    DELTA,
     KINDS,
     LINEAR,
     LLAMA3,
-    MAMBA,
     MLP,
     RECURRENT,
     ModelArchitecture,
 )
+from megatron_async.models.sizes import SIZES_OF
 from megatron_async.ops.batch_dimensions import BatchDimensions
 
 if TYPE_CHECKING:
@@ -226,15 +225,9 @@ def _recurrent_rows(a: ModelArchitecture, info: ModelInfo) -> dict[str, str]:
     if not a.count(RECURRENT):
         return {}
     rows = {"pattern": a.pattern}
-    if a.count(MAMBA):
-        heads = f"{a.mamba_num_heads} heads of {a.mamba_head_dim}, state {a.mamba_state_dim}"
-        rows[KINDS[MAMBA]] = f"in {a.count(MAMBA)} layers, {heads}, {a.mamba_num_groups} groups"
-    if a.count(DELTA):
-        heads = (
-            f"{a.linear_num_key_heads} key heads of {a.linear_key_head_dim}, "
-            f"{a.linear_num_value_heads} value heads of {a.linear_value_head_dim}"
-        )
-        rows[KINDS[DELTA]] = f"in {a.count(DELTA)} layers, {heads}"
+    for kind in RECURRENT:
+        if a.count(kind):
+            rows[KINDS[kind]] = f"in {a.count(kind)} layers, {SIZES_OF[kind].of(a)}"
     return rows | {"recurrent state": _state_row(info)}
 
 

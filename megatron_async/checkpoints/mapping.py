@@ -10,14 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_async.checkpoints.family_names import FamilyNames, mtp_names_of, names_of
 from megatron_async.checkpoints.weight import Region, Rows, Shape, Shard, Strip, Weight
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
-from megatron_async.models.sizes import CONV_KERNEL
+from megatron_async.models.sizes import CONV_KERNEL, MambaSizes, RecurrentSizes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Layer:
     def weight(
         self,
         name: str,
-        parts: dict[str, Shape],
+        parts: Mapping[str, Shape],
         dim: int | None = None,
         groups: int = 1,
         stored: str = "",
@@ -54,7 +54,7 @@ class Layer:
         """First matrix of an MLP of `ffn` units: [gate; up], or up alone."""
         gated = self.a.activation == "silu"
         if gated and len(parts) == 1:
-            joint: dict[str, Shape] = {parts[0]: (2 * ffn, self.a.hidden_size)}
+            joint = {parts[0]: (2 * ffn, self.a.hidden_size)}
             return self.weight(name, joint, 0, strips={"gate": ffn, "up": ffn})
         return self.weight(name, dict.fromkeys(parts, (ffn, self.a.hidden_size)), 0)
 
@@ -77,9 +77,7 @@ def _attention(layer: Layer) -> Iterator[Weight]:
         layer.weight(linear + "proj.weight", {theirs + "o_proj.weight": (hidden, q)}, 1)
     )
     for name, rest in (("weight", (hidden,)), *([("bias", ())] if a.add_qkv_bias else [])):
-        parts: dict[str, Shape] = {
-            f"{theirs}{part}_proj.{name}": (n, *rest) for part, n in rows.items()
-        }
+        parts = {f"{theirs}{part}_proj.{name}": (n, *rest) for part, n in rows.items()}
         weight = layer.weight(f"{linear}qkv.{name}", parts, 0, a.num_query_groups)
         yield _with_gates(weight, a) if a.attention_output_gate else weight
     if a.qk_layernorm:
@@ -121,7 +119,7 @@ def _mlp(layer: Layer) -> Iterator[Weight]:
         stored=fc1 + "layer_norm_weight",
     )
     yield layer.gate_up(fc1 + "weight", names.gate_up, a.ffn_hidden_size)
-    down: dict[str, Shape] = {names.down: (a.hidden_size, a.ffn_hidden_size)}
+    down = {names.down: (a.hidden_size, a.ffn_hidden_size)}
     yield layer.into_residual(layer.weight(fc2 + "weight", down, 1))
 
 
@@ -139,7 +137,7 @@ def _moe(layer: Layer) -> Iterator[Weight]:
     if shared:
         prefix = "mlp.shared_experts.linear_"
         yield layer.gate_up(prefix + "fc1.weight", names.shared_gate_up, shared)
-        down: dict[str, Shape] = {names.shared_down: (hidden, shared)}
+        down = {names.shared_down: (hidden, shared)}
         yield layer.into_residual(layer.weight(prefix + "fc2.weight", down, 1))
     if a.moe_shared_expert_gate:
         yield layer.weight("mlp.shared_experts.gate_weight", {names.shared_gate: (1, hidden)})
@@ -170,72 +168,65 @@ def _experts(layer: Layer, name: str, parts: tuple[str, ...], dim: int) -> Weigh
     return replace(weight, experts=a.num_moe_experts)
 
 
-def _mamba(layer: Layer) -> Iterator[Weight]:
-    a, theirs, sizes = layer.a, layer.names.mamba, layer.a.mamba
+def _recurrent(
+    layer: Layer, ours: str, theirs: str, sizes: RecurrentSizes, inside: Iterable[Weight]
+) -> Iterator[Weight]:
+    """A mixer with a state: the norm before it, numbers of each head, what is its own, and the last
+    product."""
+    hidden, heads = layer.a.hidden_size, sizes.state_shape[0]
+    has_skip = isinstance(sizes, MambaSizes)
+    norm, float32 = "norm" if has_skip else "input_layernorm", ["A_log", *["D"] * has_skip]
+    before = {layer.names.mixer_norm: (hidden,)}
+    yield layer.weight(f"{norm}.weight", before, stored=ours + "in_proj.layer_norm_weight")
+    for name in ("dt_bias", *float32):
+        weight = layer.weight(ours + name, {theirs + name: (heads,)}, 0)
+        yield replace(weight, is_float32=name in float32)
+    yield from inside
+    last = {theirs + "out_proj.weight": (hidden, sizes.channels)}
+    yield layer.into_residual(layer.weight(ours + "out_proj.weight", last, 1))
 
-    def striped(name: str, part: str, rows: dict[str, int], rest: Shape, stored: str) -> Weight:
+
+def _mamba(layer: Layer) -> Iterator[Weight]:
+    theirs, sizes, hidden = layer.names.mamba, layer.a.mamba, layer.a.hidden_size
+
+    def striped(name: str, part: str, rows: dict[str, int], *rest: int) -> Weight:
         """Split strip by strip; the B and C of a single group are on every rank."""
         shape = (sum(rows.values()), *rest)
-        weight = layer.weight(name, {theirs + part: shape}, 0, stored=stored)
+        weight = layer.weight(name, {theirs + part: shape}, 0, stored=f"mixer.{part}")
         strips = tuple(
             Strip(strip, n, strip not in "BC" or sizes.groups > 1) for strip, n in rows.items()
         )
         return replace(weight, strips=strips, is_stored_in_strips=True)
 
-    yield layer.weight(
-        "norm.weight",
-        {layer.names.mixer_norm: (a.hidden_size,)},
-        stored="mixer.in_proj.layer_norm_weight",
+    conv = sizes.conv_strips
+    inside = (
+        striped("mixer.conv1d_weight", "conv1d.weight", conv, 1, CONV_KERNEL),
+        striped("mixer.conv1d_bias", "conv1d.bias", conv),
+        striped("mixer.in_proj.weight", "in_proj.weight", sizes.strips, hidden),
+        layer.weight("mixer.norm.weight", {theirs + "norm.weight": (sizes.channels,)}, 0),
     )
-    heads: dict[str, Shape]
-    for name, is_float32 in (("dt_bias", False), ("A_log", True), ("D", True)):
-        heads = {theirs + name: (sizes.heads,)}
-        yield replace(layer.weight(f"mixer.{name}", heads, 0), is_float32=is_float32)
-    for name, rest in (("weight", (1, CONV_KERNEL)), ("bias", ())):
-        conv = f"conv1d.{name}"
-        yield striped(f"mixer.conv1d_{name}", conv, sizes.conv_strips, rest, f"mixer.{conv}")
-    in_proj = "in_proj.weight"
-    yield striped(f"mixer.{in_proj}", in_proj, sizes.strips, (a.hidden_size,), f"mixer.{in_proj}")
-    yield layer.weight("mixer.norm.weight", {theirs + "norm.weight": (sizes.inner,)}, 0)
-    yield layer.into_residual(
-        layer.weight(
-            "mixer.out_proj.weight", {theirs + "out_proj.weight": (a.hidden_size, sizes.inner)}, 1
-        )
-    )
+    return _recurrent(layer, "mixer.", theirs, sizes, inside)
 
 
 def _delta(layer: Layer) -> Iterator[Weight]:
     a, theirs, sizes = layer.a, layer.names.delta, layer.a.delta
-    ours, hidden = "self_attention.", layer.a.hidden_size
-    yield layer.weight(
-        "input_layernorm.weight",
-        {layer.names.mixer_norm: (hidden,)},
-        stored=ours + "in_proj.layer_norm_weight",
-    )
-    heads: dict[str, Shape]
-    for name, is_float32 in (("dt_bias", False), ("A_log", True)):
-        heads = {theirs + name: (sizes.value_heads,)}
-        yield replace(layer.weight(ours + name, heads, 0), is_float32=is_float32)
-    order = _delta_order(layer)
-    parts: dict[str, Shape] = {
-        theirs + name: (sum(rows.count for rows in order if rows.part == part), hidden)
+    ours, order = "self_attention.", _delta_order(layer)
+    parts = {
+        theirs + name: (sum(rows.count for rows in order if rows.part == part), a.hidden_size)
         for part, name in enumerate(layer.names.delta_in_proj)
     }
+    kernel = {theirs + "conv1d.weight": (sizes.conv, 1, CONV_KERNEL)}
     in_proj = layer.weight(ours + "in_proj.weight", parts, 0, strips=sizes.strips)
-    yield replace(in_proj, order=order, is_stored_in_strips=True)
-    conv = layer.weight(
-        ours + "conv1d.weight",
-        {theirs + "conv1d.weight": (sizes.conv, 1, CONV_KERNEL)},
-        0,
-        strips=sizes.conv_strips,
-    )
-    yield replace(conv, is_stored_in_strips=True)
+    conv = layer.weight(ours + "conv1d.weight", kernel, 0, strips=sizes.conv_strips)
     norm = layer.weight(ours + "out_norm.weight", {theirs + "norm.weight": (sizes.value_dim,)})
     # The one norm of these families whose factor transformers stores itself.
     offset = -1.0 if a.layernorm_zero_centered_gamma else 0.0
-    yield replace(norm, is_float32=True, offset=offset)
-    out_proj: dict[str, Shape] = {theirs + "out_proj.weight": (hidden, sizes.values)}
-    yield layer.into_residual(layer.weight(ours + "out_proj.weight", out_proj, 1))
+    inside = (
+        replace(in_proj, order=order, is_stored_in_strips=True),
+        replace(conv, is_stored_in_strips=True),
+        replace(norm, is_float32=True, offset=offset),
+    )
+    return _recurrent(layer, ours, theirs, sizes, inside)
 
 
 def _delta_order(layer: Layer) -> tuple[Rows, ...]:
@@ -334,7 +325,7 @@ def mtp_weights(a: ModelArchitecture, stacked: bool = False) -> Iterator[Weight]
         for norm in ("enorm", "hnorm", "final_layernorm"):
             theirs: str = getattr(mtp, norm)
             yield whole.weight(f"{norm}.weight", {theirs.format(**numbers): (hidden,)})
-        joint: dict[str, Shape] = {mtp.eh_proj.format(**numbers): (hidden, 2 * hidden)}
+        joint = {mtp.eh_proj.format(**numbers): (hidden, 2 * hidden)}
         eh_proj = whole.weight("eh_proj.weight", joint, 0)
         yield replace(eh_proj, has_swapped_halves=mtp.is_hidden_first)
         for number, kind in enumerate(a.mtp_pattern):

@@ -170,6 +170,12 @@ class Settings:
         space = "" if problem.startswith(",") else " "
         return CheckpointError(f"{self.where}: {self.name(key)} = {value!r:.200}{space}{problem}")
 
+    def check_listed(self, count: int, layers: int) -> None:
+        """Check that so many layers are listed as there are; CheckpointError otherwise."""
+        if count != layers:
+            problem = f", but {count} layers are listed in layer_types"
+            raise self.error("num_hidden_layers", problem, layers)
+
     def finish(self, epsilon: float) -> None:
         """Account for the keys that no reader has asked for.
 
@@ -234,6 +240,16 @@ def tell_unknown(where: str, family: str, keys: tuple[str, ...]) -> None:
     logger.warning(
         "%s: nothing is known of %s in a %s model: passed over.", where, ", ".join(keys), family
     )
+
+
+def read_heads(config: Settings) -> dict[str, Any]:
+    """The fields of `ModelArchitecture` that describe heads of attention."""
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    return {
+        "num_attention_heads": heads,
+        "num_query_groups": config.size("num_key_value_heads", heads),
+        "kv_channels": config.size("head_dim", hidden // heads),
+    }
 
 
 def read_experts(config: Settings, layers: int) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.sizes import DeltaSizes, MambaSizes
+from megatron_async.models.sizes import DeltaSizes, MambaSizes, RecurrentSizes
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.recurrent import delta_pools, mamba_pools
 
@@ -32,7 +32,7 @@ class PoolWidths(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recurrence[Sizes: (MambaSizes, DeltaSizes)]:
+class Recurrence[Sizes: RecurrentSizes]:
     """A kind of layer, of some sizes. The ops of all kinds take the same arguments, but for inputs
     and parameters.
 
@@ -47,17 +47,11 @@ class Recurrence[Sizes: (MambaSizes, DeltaSizes)]:
     gates: ClassVar[int]
 
     @property
-    def channels(self) -> int:
-        """Elements of a token's output."""
-        heads, size, _columns = self.sizes.state_shape
-        return heads * size
-
-    @property
     def pool_widths(self) -> PoolWidths:
         """What the layer's pools hold."""
         state, conv = self.sizes.state_shape, self.sizes.conv
         # The convolution has two vectors that heads share (B and C, or q and k); the ring has one.
-        kept = (self.channels + conv) // 2
+        kept = (self.sizes.channels + conv) // 2
         return PoolWidths(state, kept, (self.gates, state[0]), conv)
 
     def check(self) -> None:
@@ -122,6 +116,8 @@ class DeltaRecurrence(Recurrence[DeltaSizes]):
         return ops.delta_prefill
 
 
-def recurrence_of(sizes: MambaSizes | DeltaSizes) -> MambaRecurrence | DeltaRecurrence:
-    """The recurrence of a layer of these sizes, which are one rank's."""
-    return MambaRecurrence(sizes) if isinstance(sizes, MambaSizes) else DeltaRecurrence(sizes)
+RECURRENCES: dict[type[RecurrentSizes], type[Recurrence[Any]]] = {
+    MambaSizes: MambaRecurrence,
+    DeltaSizes: DeltaRecurrence,
+}
+"""By the class of a layer's sizes, which are one rank's."""

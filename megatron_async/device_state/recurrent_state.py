@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_async.config import InferenceConfig
-from megatron_async.device_state.recurrences import MambaRecurrence, Recurrence, recurrence_of
+from megatron_async.device_state.recurrences import RECURRENCES, MambaRecurrence, Recurrence
 from megatron_async.device_state.slot_states import PerSlotState, StateStep
 from megatron_async.device_state.state_table import StateSharing, StateTable
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.sizes import DeltaSizes, MambaSizes
+from megatron_async.models.sizes import RecurrentSizes
 from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,
@@ -166,7 +166,7 @@ class RecurrentState(PerSlotState):
         kind, pools = self._kinds[layer], self._layers[layer]
         assert self._decode_rows is not None, "a layer before its step has begun"
         dims, ops = view.dims, view.ops
-        shape = (len(projected), kind.channels)
+        shape = (len(projected), kind.sizes.channels)
         out = torch.empty(shape, dtype=projected.dtype, device=projected.device)
         tokens = dims.decode_tokens
         if tokens:
@@ -209,7 +209,7 @@ class RecurrentState(PerSlotState):
         assert isinstance(kind, MambaRecurrence), "other layers' gates are of other norms"
         sizes, rows = kind.sizes, view.dims.decode_rows
         gating = make_gating(norm_weight, rows, sizes.groups, sizes.heads, sizes.head_dim)
-        shape = (len(projected), kind.channels)
+        shape = (len(projected), kind.sizes.channels)
         out = torch.empty(shape, dtype=projected.dtype, device=projected.device)
         self._decode(view, layer, projected, params, out, gating)
         return out, gating.squares
@@ -235,7 +235,7 @@ class RecurrentState(PerSlotState):
 
 
 def make_recurrent_state(
-    layers: Sequence[MambaSizes | DeltaSizes],
+    layers: Sequence[RecurrentSizes],
     config: InferenceConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -253,7 +253,7 @@ def make_recurrent_state(
     Raises:
         ConfigurationError: sizes or settings that the ops of these layers do not serve.
     """
-    kinds = [recurrence_of(sizes) for sizes in layers]
+    kinds = [RECURRENCES[type(sizes)](sizes) for sizes in layers]
     if config.decode_width > MAX_WIDTH:
         raise ConfigurationError(
             f"num_speculative_tokens={config.num_speculative_tokens} is not served with "

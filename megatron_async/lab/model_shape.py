@@ -9,6 +9,7 @@ import torch
 
 from megatron_async.checkpoints.source import parse_dtype
 from megatron_async.models.architecture import ATTENTION, DELTA, MAMBA, ModelArchitecture
+from megatron_async.models.sizes import SIZES_OF
 
 if TYPE_CHECKING:
     from megatron_async.planning.dynamic_context import DynamicInferenceContext
@@ -107,18 +108,6 @@ class ModelShape:
         return asdict(self)
 
 
-FIELDS = {
-    MAMBA: ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
-    DELTA: (
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-    ),
-}
-"""Sizes of a kind of layer, under the names of architectures and of Megatron's configuration."""
-
-
 def _recurrent_fields(model: Any, pattern: str) -> dict[str, Any]:
     """How many recurrent layers there are, and sizes of the kinds that there are."""
     counts = {
@@ -126,5 +115,8 @@ def _recurrent_fields(model: Any, pattern: str) -> dict[str, Any]:
         "num_delta_layers": pattern.count(DELTA),
     }
     return counts | {
-        name: getattr(model, name) for kind in FIELDS if kind in pattern for name in FIELDS[kind]
+        name: getattr(model, name)
+        for kind, sizes in SIZES_OF.items()
+        if kind in pattern
+        for name in sizes.FIELDS
     }

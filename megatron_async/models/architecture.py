@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_async.models.sizes import (
-    CONV_KERNEL,
     LARGEST_EXPERT_WEIGHTS,
+    SIZES_OF,
     DeltaSizes,
     MambaSizes,
     size_problem,
@@ -27,7 +27,7 @@ KINDS = {
 }
 """Characters of a layer pattern that are served, as Megatron-Core's `HybridModel` has them."""
 ATTENTION, MLP, EXPERTS, MAMBA, DELTA = KINDS
-RECURRENT = MAMBA + DELTA
+RECURRENT = "".join(SIZES_OF)
 """Kinds with a state of fixed size for each request."""
 MTP_KINDS = ATTENTION + MLP + EXPERTS
 """Kinds that are served in a depth of multi-token prediction."""
@@ -235,22 +235,12 @@ class ModelArchitecture:
     @property
     def mamba(self) -> MambaSizes:
         """Sizes of its Mamba-2 layers, on all ranks together."""
-        return MambaSizes(
-            self.mamba_num_heads,
-            self.mamba_head_dim,
-            self.mamba_state_dim,
-            self.mamba_num_groups,
-        )
+        return MambaSizes.of(self)
 
     @property
     def delta(self) -> DeltaSizes:
         """Sizes of its Gated DeltaNet layers, on all ranks together."""
-        return DeltaSizes(
-            self.linear_num_key_heads,
-            self.linear_key_head_dim,
-            self.linear_num_value_heads,
-            self.linear_value_head_dim,
-        )
+        return DeltaSizes.of(self)
 
     @property
     def num_parameters(self) -> int:
@@ -293,6 +283,10 @@ class ModelArchitecture:
     def layer_parameters(self, kind: str, experts: int) -> int:
         """Number of weights of a layer of a kind, its norm included, counting `experts` experts of
         a mixture."""
+        if kind in RECURRENT:
+            sizes = SIZES_OF[kind].of(self)
+            own = sizes.own_parameters
+            return self.hidden_size * (1 + sizes.in_proj + sizes.channels) + own
         return self.hidden_size + _PARAMETERS[kind](self, experts)
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
@@ -355,19 +349,6 @@ def _experts(a: ModelArchitecture, experts: int) -> int:
     return router + gate + _matrices(a) * a.hidden_size * units
 
 
-def _mamba(a: ModelArchitecture, _experts: int) -> int:
-    sizes = a.mamba
-    conv = sizes.conv * (CONV_KERNEL + 1)
-    of_heads = 3 * sizes.heads  # A_log, D, dt_bias
-    return a.hidden_size * (sizes.in_proj + sizes.inner) + conv + of_heads + sizes.inner
-
-
-def _delta(a: ModelArchitecture, _experts: int) -> int:
-    sizes = a.delta
-    of_heads = 2 * sizes.value_heads + sizes.value_dim  # A_log, dt_bias; out_norm
-    return a.hidden_size * (sizes.in_proj + sizes.values) + sizes.conv * CONV_KERNEL + of_heads
-
-
 def _matrices(a: ModelArchitecture) -> int:
     """Matrices of an MLP: gate, up and down, or up and down."""
     return 3 if a.activation == "silu" else 2
@@ -377,6 +358,4 @@ _PARAMETERS: dict[str, Callable[[ModelArchitecture, int], int]] = {
     "*": _attention,
     "-": _mlp,
     "E": _experts,
-    "M": _mamba,
-    "G": _delta,
 }

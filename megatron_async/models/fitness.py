@@ -6,7 +6,7 @@ is refused here by name: if it were ignored, tokens would be wrong without an er
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,22 +16,16 @@ from torch import nn
 
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import KINDS
 from megatron_async.models.attention import PagedSelfAttention
-from megatron_async.models.gated_delta import GatedDeltaMixer
 from megatron_async.models.hybrid_stack import PagedHybridStack
-from megatron_async.models.mamba import Mamba2Mixer
 from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.norm import InferenceRMSNorm
-from megatron_async.models.partition import (
-    delta_sizes,
-    local_heads,
-    mamba_sizes,
-    recurrent_layers,
-)
+from megatron_async.models.partition import local_heads, recurrent_layers
 from megatron_async.models.positions import LEARNED, rotary_of
 from megatron_async.models.recurrent_layers import RecurrentMixer
-from megatron_async.models.sizes import CONV_KERNEL, DeltaSizes, MambaSizes
+from megatron_async.models.sizes import SIZES_OF
 
 ATTENTION = {
     "softmax_type": "vanilla",
@@ -47,8 +41,6 @@ STACK = {"fp32_residual_connection": False, "apply_residual_connection_post_laye
 NORMS = {"normalization": "RMSNorm"}
 """Fields and the one value of each that `make_norm` serves: the norms of `PagedHybridStack` itself,
 not of its subclasses."""
-CONVOLUTION = {"linear_conv_kernel_dim": CONV_KERNEL}
-"""The one value of it that `GatedDeltaMixer` serves."""
 GATED = {True: F.silu, False: UNGATED}
 """`gated_linear_unit` and the `activation_func` that is served with it."""
 MLP = {
@@ -135,11 +127,9 @@ def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterat
             yield from _unserved(mine, STACK)
             if type(module) is PagedHybridStack:
                 yield from _unserved(mine, NORMS)
-        elif isinstance(module, Mamba2Mixer):
-            yield from _mixer(module, "Mamba-2", mamba_sizes(config))
-        elif isinstance(module, GatedDeltaMixer):
-            yield from _mixer(module, "Gated DeltaNet", delta_sizes(config))
-            yield from _unserved(mine, CONVOLUTION)
+        elif isinstance(module, RecurrentMixer):
+            yield from _mixer(module, config)
+            yield from _unserved(mine, module.served)
         elif isinstance(module, InferenceMLP):
             yield from _unserved(mine, MLP)
             yield from strange_activation(mine)
@@ -153,7 +143,7 @@ def _modules(model: nn.Module, config: Any, settings: InferenceConfig) -> Iterat
         yield "sequence_parallel=True with other layers than those of models.hybrid"
 
 
-def _unserved(config: Any, served: dict[str, Any]) -> Iterator[str]:
+def _unserved(config: Any, served: Mapping[str, Any]) -> Iterator[str]:
     for name, value in served.items():
         mine = getattr(config, name)
         if mine != value and not (value is None and not mine):
@@ -182,12 +172,13 @@ def _router(module: MoELayer) -> Iterator[str]:
         yield "an expert bias or a shared expert that its configuration tells otherwise"
 
 
-def _mixer(
-    module: Mamba2Mixer | GatedDeltaMixer, kind: str, whole: MambaSizes | DeltaSizes
-) -> Iterator[str]:
-    room = whole.of_rank(module.tp_group.size())
+def _mixer(module: RecurrentMixer[Any], config: Any) -> Iterator[str]:
+    room = SIZES_OF[module.kind].of(config).of_rank(module.tp_group.size())
     if module.sizes != room:
-        yield f"a layer's {kind} sizes {module.sizes}, where the context has room for {room}"
+        yield (
+            f"a layer's {KINDS[module.kind]} sizes {module.sizes!r}, where the context has room "
+            f"for {room!r}"
+        )
     if module.config.context_parallel_size != 1:
         yield f"context_parallel_size={module.config.context_parallel_size}"
 

@@ -22,13 +22,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_async.models.architecture import DELTA
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
 from megatron_async.models.norm import InferenceRMSNorm
-from megatron_async.models.partition import delta_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
 from megatron_async.models.sizes import CONV_KERNEL, DeltaSizes
 from megatron_async.ops.recurrent.delta_pools import DeltaParams
@@ -70,11 +70,12 @@ class GatedDeltaMixer(RecurrentMixer[DeltaSizes]):
         A_log: float32 `[sizes.value_heads]`; a token's decay is
             `exp(-exp(A_log) * softplus(alpha + dt_bias))`.
         out_norm.weight: float32 `[sizes.value_dim]`, on every rank.
-        out_proj.weight: `[hidden, sizes.values]`.
+        out_proj.weight: `[hidden, sizes.channels]`.
     """
 
     float32_parameters = ("A_log",)
-    megatrons = "GatedDeltaNet"
+    kind, megatrons = DELTA, "GatedDeltaNet"
+    served = MappingProxyType({"linear_conv_kernel_dim": CONV_KERNEL})
     per_head = ("dt_bias", "A_log")
     norm_name, norm_axis = "out_norm", None
     convolution = MappingProxyType({"conv1d.weight": "conv1d.weight"})
@@ -87,7 +88,7 @@ class GatedDeltaMixer(RecurrentMixer[DeltaSizes]):
         out_proj: Callable[..., Any] = InferenceRowParallelLinear,
         **_: Any,
     ) -> None:
-        whole, hidden = delta_sizes(config), config.hidden_size
+        whole, hidden = DeltaSizes.of(config), config.hidden_size
         super().__init__(config, whole, hidden, pg_collection.tp, in_proj)
         sizes = self.sizes
         dtype = config.params_dtype
@@ -100,7 +101,7 @@ class GatedDeltaMixer(RecurrentMixer[DeltaSizes]):
         self.out_norm = GatedHeadNorm(
             sizes.value_dim, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         )
-        self.out_proj = self._output(out_proj, whole.values, hidden)
+        self.out_proj = self._output(out_proj, whole.channels, hidden)
         self._first_z = sizes.conv
 
     @property
@@ -112,5 +113,5 @@ class GatedDeltaMixer(RecurrentMixer[DeltaSizes]):
         # With sequence parallelism rows of padding stand behind the step's tokens.
         qkvzba = projected[: view.dims.tokens]
         o = view.recurrent(self.state_layer_index, qkvzba, self.recurrence)
-        z = qkvzba[:, self._first_z : self._first_z + self.sizes.values]
+        z = qkvzba[:, self._first_z : self._first_z + self.sizes.channels]
         return self.out_norm.gated(o, z)

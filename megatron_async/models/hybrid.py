@@ -1,138 +1,35 @@
 """Build a Megatron-Core model for the engine from a `ModelArchitecture`.
 
-All models are Megatron's `HybridModel` with a layer pattern. The layer spec below uses Megatron's
-parallel linear layers, torch norms, and the engine's paged attention. Parameter names are
+All models are Megatron's `HybridModel` with a layer pattern (`layer_spec.py`). Parameter names are
 Megatron's, so checkpoints of Megatron and of this engine load in both.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from zlib import crc32
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.embedding import shard_vocabulary
-from megatron_async.models.gated_delta import GatedDeltaMixer
-from megatron_async.models.hybrid_stack import PagedHybridStack
-from megatron_async.models.linear import (
-    InferenceColumnParallelLinear,
-    InferenceRowParallelLinear,
-)
-from megatron_async.models.mamba import Mamba2Mixer
-from megatron_async.models.mlp import InferenceMLP
-from megatron_async.models.model_config import transformer_config
-from megatron_async.models.moe import MoELayer
+from megatron_async.models.layer_spec import hybrid_stack_spec
+from megatron_async.models.model_config import ModelConfig, transformer_config
 from megatron_async.models.mtp import MultiTokenPrediction, check_mtp
-from megatron_async.models.norm import make_norm
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
-from megatron_async.models.pipeline import (
-    EMBEDDING,
-    OUTPUT,
-    stage_of,
-)
+from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
 
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
 PART = 2**24
 """Random numbers that are drawn at once: 64 MiB beside the weights."""
-
-
-def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`), MLP (`-`), expert (`E`), Mamba-2 (`M`) and Gated DeltaNet
-    (`G`) layers without any package beyond torch.
-
-    The key maps give norms the names that Megatron's TransformerEngine spec uses inside a
-    checkpoint (there the norm is fused into the linear layer), so checkpoints are interchangeable.
-    """
-    norm = make_norm if config.qk_layernorm else None
-    attention_layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=make_norm,
-            self_attention=ModuleSpec(
-                module=PagedSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=InferenceColumnParallelLinear,
-                    core_attention=PagedCoreAttention,
-                    linear_proj=InferenceRowParallelLinear,
-                    q_layernorm=norm,
-                    k_layernorm=norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
-            },
-        ),
-    )
-    mlp_layer = ModuleSpec(
-        module=MLPLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=make_norm,
-            mlp=partial(
-                InferenceMLP.as_mlp_submodule,
-                submodules=MLPSubmodules(
-                    linear_fc1=InferenceColumnParallelLinear,
-                    linear_fc2=InferenceRowParallelLinear,
-                ),
-            ),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-        ),
-    )
-    moe_layer = ModuleSpec(
-        module=MLPLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=make_norm, mlp=MoELayer, mlp_bda=get_bias_dropout_add
-        ),
-    )
-    mamba_layer = ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(
-            norm=make_norm,
-            mixer=Mamba2Mixer,
-            mamba_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-        ),
-    )
-    delta_layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=make_norm,
-            self_attention=ModuleSpec(module=GatedDeltaMixer),
-            self_attn_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
-        ),
-    )
-    return ModuleSpec(
-        module=PagedHybridStack,
-        submodules=HybridStackSubmodules(
-            attention_layer=attention_layer,
-            mlp_layer=mlp_layer,
-            moe_layer=moe_layer,
-            mamba_layer=mamba_layer,
-            gdn_layer=delta_layer,
-        ),
-    )
 
 
 def stack_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
@@ -188,37 +85,48 @@ def build_model(
     config = transformer_config(architecture, dtype, sizes, with_mtp)
     config.transformer_impl = transformer_impl
     config.pipeline_stage = groups.pp.rank()
+    spec, tied = stack_spec(config, device), architecture.tie_word_embeddings
+    longest = architecture.max_position_embeddings
+    model = lay_out(config, spec, groups, architecture.vocab_size, longest, tied, with_mtp)
+    config.vocab_size = model.vocab_size
+    return model.to_empty(device=device).eval().requires_grad_(False)
+
+
+def lay_out(
+    config: ModelConfig,
+    spec: ModuleSpec,
+    groups: ProcessGroupCollection,
+    vocab_size: int,
+    max_sequence_length: int,
+    is_tied: bool,
+    with_mtp: bool = False,
+) -> HybridModel:
+    """A `HybridModel` on the meta device, in the dtype of its configuration."""
     stage = stage_of(config)
     with torch.device("meta"):
-        spec = stack_spec(config, device)
         model = HybridModel(
             config=config,
             hybrid_stack_spec=spec,
-            vocab_size=padded_vocab_size(
-                architecture.vocab_size, config.tensor_model_parallel_size
-            ),
-            max_sequence_length=architecture.max_position_embeddings,
+            vocab_size=padded_vocab_size(vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=max_sequence_length,
             hybrid_layer_pattern=config.hybrid_layer_pattern,
             pre_process=stage.is_first,
             post_process=stage.is_last,
             parallel_output=False,
-            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            share_embeddings_and_output_weights=is_tied,
             # Rotary is applied by position inside PagedSelfAttention.
             position_embedding_type="none",
             pg_collection=groups,
         )
         # Behind all else: its KV layers are numbered in this order.
         model.mtp = MultiTokenPrediction(config, spec, groups) if with_mtp else None
-    shard_vocabulary(model, architecture.vocab_size)
-    config.vocab_size = model.vocab_size
-    model = model.to(dtype=dtype)
+    shard_vocabulary(model, vocab_size)
+    model.to(dtype=config.params_dtype)
     for module in model.modules():
         for name in getattr(module, "float32_parameters", ()):
-            kept = module.get_parameter(name) if getattr(module, name) is not None else None
-            if kept is not None:
-                kept.data = kept.data.to(torch.float32)
-    model = model.to_empty(device=device)
-    return model.eval().requires_grad_(False)
+            if (kept := getattr(module, name)) is not None:
+                kept.data = kept.data.float()
+    return model
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:

@@ -202,7 +202,7 @@ def layer_program(model: Any, dims: BatchDimensions, major: int) -> list[str]:
     for number, kind in enumerate(stack.layer_type_list):
         layer, ops.notes = stack.layers[number], []
         sizes = getattr(LAYER_KINDS[kind].block(layer), "sizes", None)
-        view.channels = getattr(sizes, "inner", 0) or getattr(sizes, "values", 0)
+        view.channels = getattr(sizes, "channels", 0)
         stream = LAYER_KINDS[kind](layer, stream, view, True)
         lines.append(f"layer {number}: {', '.join(ops.notes)}")
     ops.notes = []

@@ -21,12 +21,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_async.models.architecture import MAMBA
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import (
     InferenceColumnParallelLinear,
     InferenceRowParallelLinear,
 )
-from megatron_async.models.partition import mamba_sizes
 from megatron_async.models.recurrent_layers import RecurrentMixer
 from megatron_async.models.sizes import CONV_KERNEL, MambaSizes
 from megatron_async.ops.linear.stream import Stream
@@ -94,12 +94,12 @@ class Mamba2Mixer(RecurrentMixer[MambaSizes]):
         conv1d_weight, conv1d_bias: `[sizes.conv, 1, 4]` and `[sizes.conv]`, of x, B and C.
         dt_bias: `[sizes.heads]`.
         A_log, D: float32 `[sizes.heads]`; the decay is `-exp(A_log)`.
-        norm.weight: `[sizes.inner]`.
-        out_proj.weight: `[hidden, sizes.inner]`.
+        norm.weight: `[sizes.channels]`.
+        out_proj.weight: `[hidden, sizes.channels]`.
     """
 
     float32_parameters = ("A_log", "D")
-    megatrons = "MambaMixer"
+    kind, megatrons = MAMBA, "MambaMixer"
     per_head = ("dt_bias", "A_log", "D")
     norm_name, norm_axis = "norm", 0
     convolution = MappingProxyType({"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"})
@@ -113,7 +113,7 @@ class Mamba2Mixer(RecurrentMixer[MambaSizes]):
         out_proj: Callable[..., Any] = InferenceRowParallelLinear,
         **_: Any,
     ) -> None:
-        whole, group = mamba_sizes(config), pg_collection.tp
+        whole, group = MambaSizes.of(config), pg_collection.tp
         super().__init__(config, whole, d_model, group, in_proj)
         sizes = self.sizes
         dtype = config.params_dtype
@@ -125,8 +125,9 @@ class Mamba2Mixer(RecurrentMixer[MambaSizes]):
         self.D = nn.Parameter(torch.empty(sizes.heads, dtype=torch.float32))
         spread = group.size() > 1 and whole.groups == 1
         eps = getattr(config, "mamba_norm_epsilon", 1e-5)
-        self.norm = GatedRMSNorm(sizes.inner, sizes.groups, eps, group if spread else None, dtype)
-        self.out_proj = self._output(out_proj, whole.inner, d_model)
+        shared = group if spread else None
+        self.norm = GatedRMSNorm(sizes.channels, sizes.groups, eps, shared, dtype)
+        self.out_proj = self._output(out_proj, whole.channels, d_model)
 
     @property
     def recurrence(self) -> MambaParams:
@@ -141,14 +142,14 @@ class Mamba2Mixer(RecurrentMixer[MambaSizes]):
         # With sequence parallelism rows of padding stand behind the step's tokens.
         zxbcdt = projected[: view.dims.tokens]
         y = view.recurrent(self.state_layer_index, zxbcdt, self.recurrence)
-        return self.norm(y, zxbcdt[:, : self.sizes.inner])
+        return self.norm(y, zxbcdt[:, : self.sizes.channels])
 
     def run(self, stream: Stream, view: RecurrentStepView, may_split: bool) -> Stream:
         """The stream behind this layer and the norm before it: `models/decoder_layer.py`."""
         projected = self.in_proj.product(stream, self.in_proj.choose(stream))
         # With sequence parallelism rows of padding stand behind the step's tokens.
         zxbcdt = projected[: view.dims.tokens]
-        gate, layer, norm = zxbcdt[:, : self.sizes.inner], self.state_layer_index, self.norm
+        gate, layer, norm = zxbcdt[:, : self.sizes.channels], self.state_layer_index, self.norm
         groups = norm.groups if norm.tp_group is None else 0
         choice = self.out_proj.choose(gate, stream, may_split, groups)
         x: Tensor | Stream

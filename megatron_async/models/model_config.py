@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_async.models.architecture import (
-    DELTA,
-    MAMBA,
-    RECURRENT,
-    ModelArchitecture,
-    RopeScaling,
-)
+from megatron_async.models.architecture import DELTA, RECURRENT, ModelArchitecture, RopeScaling
 from megatron_async.models.mlp import UNGATED
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.pipeline import layer_costs, output_cost, split_pattern
-from megatron_async.models.sizes import CONV_KERNEL
+from megatron_async.models.sizes import CONV_KERNEL, SIZES_OF
 
 
 @dataclass
@@ -66,24 +61,9 @@ SAME = (
     "rope_scaling",
     "position_embedding_type",
     "rotary_percent",
+    "mamba_norm_epsilon",
 )
 """Fields of `ModelArchitecture` that are fields of `ModelConfig`, with the same values."""
-SAME_OF = {
-    MAMBA: (
-        "mamba_num_heads",
-        "mamba_head_dim",
-        "mamba_state_dim",
-        "mamba_num_groups",
-        "mamba_norm_epsilon",
-    ),
-    DELTA: (
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-    ),
-}
-"""Further ones where the pattern has layers of a kind."""
 SAME_OF_EXPERTS = (
     "num_moe_experts",
     "moe_ffn_hidden_size",
@@ -113,7 +93,8 @@ def transformer_config(
     a, sizes = architecture, sizes or ParallelSizes()
     stages = sizes.pipeline_model_parallel
     gated = a.activation == "silu"
-    names = [*SAME, *(name for kind, own in SAME_OF.items() if kind in a.pattern for name in own)]
+    recurrent = [SIZES_OF[kind].FIELDS for kind in RECURRENT if kind in a.pattern]
+    names = [*SAME, *chain.from_iterable(recurrent)]
     same: dict[str, Any] = {name: getattr(a, name) for name in names}
     if DELTA in a.pattern:
         same["linear_conv_kernel_dim"] = CONV_KERNEL

@@ -10,16 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import (
-    ATTENTION,
-    DELTA,
-    MAMBA,
-    MLP,
-    RECURRENT,
-    ModelArchitecture,
-)
+from megatron_async.models.architecture import ATTENTION, MLP, RECURRENT, ModelArchitecture
 from megatron_async.models.pipeline import stage_of
-from megatron_async.models.sizes import DeltaSizes, MambaSizes
+from megatron_async.models.sizes import SIZES_OF, RecurrentSizes
 
 if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes
@@ -40,53 +33,17 @@ def local_heads(model: Any) -> tuple[int, int]:
     return model.num_attention_heads // ranks, model.num_query_groups // ranks
 
 
-def mamba_sizes(model: Any) -> MambaSizes:
-    """Sizes of the Mamba-2 layers of a model, on all ranks together; `.of_rank` has one rank's.
-
-    Args:
-        model: Megatron's `TransformerConfig` of a model with such layers.
-    """
-    return MambaSizes(
-        model.mamba_num_heads,
-        model.mamba_head_dim,
-        model.mamba_state_dim,
-        model.mamba_num_groups,
-    )
-
-
-def delta_sizes(model: Any) -> DeltaSizes:
-    """Sizes of the Gated DeltaNet layers of a model, on all ranks together; `.of_rank` has one
-    rank's.
-
-    Args:
-        model: Megatron's `TransformerConfig` of a model with such layers.
-    """
-    return DeltaSizes(
-        model.linear_num_key_heads,
-        model.linear_key_head_dim,
-        model.linear_num_value_heads,
-        model.linear_value_head_dim,
-    )
-
-
 def recurrent_layers(model: Any) -> str:
     """Layers with a state for each request on this pipeline stage, in order: those marked `M` or
     `G` in a hybrid pattern."""
     return "".join(kind for kind in stage_of(model).pattern if kind in RECURRENT)
 
 
-def recurrent_sizes(model: Any, kinds: str) -> list[MambaSizes | DeltaSizes]:
-    """Sizes of recurrent layers on one tensor-parallel rank.
-
-    Args:
-        model: Megatron's `TransformerConfig`, or a `ModelArchitecture`, which is on one rank.
-        kinds: of the layers, such as "MMG".
-    """
+def recurrent_sizes(model: Any, kinds: str) -> list[RecurrentSizes]:
+    """Sizes of recurrent layers (such as "MMG") on one tensor-parallel rank, by Megatron's
+    `TransformerConfig`, or by a `ModelArchitecture`, which is on one rank."""
     ranks = getattr(model, "tensor_model_parallel_size", 1)
-    return [
-        (mamba_sizes(model) if kind == MAMBA else delta_sizes(model)).of_rank(ranks)
-        for kind in kinds
-    ]
+    return [SIZES_OF[kind].of(model).of_rank(ranks) for kind in kinds]
 
 
 def mtp_kv_layers(model: Any) -> int:
@@ -125,12 +82,9 @@ def check_partition(
     if ATTENTION in a.pattern:
         counts["key/value heads (num_query_groups)"] = a.num_query_groups
         counts["attention heads"] = a.num_attention_heads
-    if MAMBA in a.pattern:
-        counts["Mamba-2 heads (mamba_num_heads)"] = a.mamba_num_heads
-        if a.mamba_num_groups > 1:  # B and C of a single group are on every rank
-            counts["groups of Mamba-2 heads (mamba_num_groups)"] = a.mamba_num_groups
-    if DELTA in a.pattern:
-        counts["Gated DeltaNet key heads (linear_num_key_heads)"] = a.linear_num_key_heads
+    for kind in RECURRENT:
+        if kind in a.pattern:
+            counts |= SIZES_OF[kind].of(a).shared
     if MLP in a.pattern:
         counts["MLP units (ffn_hidden_size)"] = a.ffn_hidden_size
     if a.num_moe_experts:

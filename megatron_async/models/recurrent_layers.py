@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -17,12 +18,12 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron_async.models.sizes import DeltaSizes, MambaSizes
+from megatron_async.models.sizes import RecurrentSizes
 from megatron_async.models.step_view import RecurrentStepView
 from megatron_async.ops.linear.stream import Stream
 
 
-class RecurrentMixer[Sizes: (MambaSizes, DeltaSizes)](MegatronModule):
+class RecurrentMixer[Sizes: RecurrentSizes](MegatronModule):
     """A module whose convolution and recurrence `RecurrentStepView.recurrent` computes, between two
     products.
 
@@ -42,6 +43,8 @@ class RecurrentMixer[Sizes: (MambaSizes, DeltaSizes)](MegatronModule):
     Attributes:
         whole_sizes, sizes: of all ranks together, and of this one.
         state_layer_index: this module's layer in the state pool; see `stamp_state_layers`.
+        kind: the character of the layer pattern.
+        served: fields of the configuration, and the one value of each that is served.
         megatrons: name of Megatron-Core's class.
         per_head: parameters of one number a head.
         norm_name: of the norm behind the recurrence.
@@ -50,7 +53,9 @@ class RecurrentMixer[Sizes: (MambaSizes, DeltaSizes)](MegatronModule):
     """
 
     state_layer_index: int = -1
+    kind: ClassVar[str]
     megatrons: ClassVar[str]
+    served: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     per_head: ClassVar[tuple[str, ...]]
     norm_name: ClassVar[str]
     norm_axis: ClassVar[int | None]

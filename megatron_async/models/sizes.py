@@ -7,8 +7,11 @@ published models have. No torch here, as in `models/architecture.py`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Self, override
 
 LARGEST_LAYERS = 4096
 LARGEST_EXPERTS = 1 << 14
@@ -77,9 +80,66 @@ CONV_KERNEL = 4
 """Inputs of one output of a recurrent layer's convolution, in all families."""
 
 
+class RecurrentSizes(ABC):
+    """Sizes of a kind of recurrent layers, whole or on one tensor-parallel rank."""
+
+    FIELDS: ClassVar[tuple[str, ...]]
+    """Names of the sizes in `ModelArchitecture` and in Megatron's `TransformerConfig`."""
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """On all ranks together, of an architecture or a `TransformerConfig` with such layers."""
+        return cls(*(getattr(model, name) for name in cls.FIELDS))
+
+    @property
+    @abstractmethod
+    def strips(self) -> dict[str, int]:
+        """Rows of `in_proj`, in order, by Megatron-Core's names."""
+
+    @property
+    @abstractmethod
+    def conv_strips(self) -> dict[str, int]:
+        """Channels of the convolution, in order."""
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of one request's state, float32; the first two are those of the output."""
+
+    @property
+    @abstractmethod
+    def own_parameters(self) -> int:
+        """Weights beside the two products."""
+
+    @property
+    @abstractmethod
+    def shared(self) -> dict[str, int]:
+        """What tensor-parallel ranks must divide, for messages."""
+
+    @abstractmethod
+    def of_rank(self, ranks: int) -> Self:
+        """Sizes of one of `ranks` tensor-parallel ranks."""
+
+    @cached_property
+    def channels(self) -> int:
+        """Elements of the output, and of z, its gate: all heads'."""
+        heads, size, _columns = self.state_shape
+        return heads * size
+
+    @property
+    def in_proj(self) -> int:
+        """Rows of `in_proj`."""
+        return sum(self.strips.values())
+
+    @property
+    def conv(self) -> int:
+        """Channels of the convolution."""
+        return sum(self.conv_strips.values())
+
+
 @dataclass(frozen=True)
-class MambaSizes:
-    """Sizes of a Mamba-2 layer (Dao and Gu 2024), whole or on one tensor-parallel rank."""
+class MambaSizes(RecurrentSizes):
+    """Mamba-2 (Dao and Gu 2024)."""
 
     heads: int
     head_dim: int
@@ -87,98 +147,105 @@ class MambaSizes:
     groups: int
     """Groups of heads, with a B and a C each."""
 
-    @property
-    def inner(self) -> int:
-        """Elements of x, of z and of the output: all heads'."""
-        return self.heads * self.head_dim
+    FIELDS = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} heads of {self.head_dim}, state {self.state_dim}"
+        return f"{heads}, {self.groups} groups"
 
     @property
+    @override
     def strips(self) -> dict[str, int]:
-        """Rows of `in_proj`, in order: z (the gate), x, B, C and dt, Megatron-Core's names."""
         shared = self.groups * self.state_dim
-        return {"z": self.inner, "x": self.inner, "B": shared, "C": shared, "dt": self.heads}
+        return {"z": self.channels, "x": self.channels, "B": shared, "C": shared, "dt": self.heads}
 
     @property
+    @override
     def conv_strips(self) -> dict[str, int]:
-        """Channels of the convolution, in order."""
         return {name: self.strips[name] for name in ("x", "B", "C")}
 
     @property
-    def in_proj(self) -> int:
-        """Rows of `in_proj`."""
-        return sum(self.strips.values())
-
-    @property
-    def conv(self) -> int:
-        """Channels of the convolution."""
-        return sum(self.conv_strips.values())
-
-    @property
+    @override
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of one request's state: `(heads, head_dim, state_dim)`, float32."""
         return self.heads, self.head_dim, self.state_dim
 
+    @property
+    @override
+    def own_parameters(self) -> int:
+        # The convolution with its biases; A_log, D, dt_bias; the norm.
+        return self.conv * (CONV_KERNEL + 1) + 3 * self.heads + self.channels
+
+    @property
+    @override
+    def shared(self) -> dict[str, int]:
+        found = {"Mamba-2 heads (mamba_num_heads)": self.heads}
+        if self.groups > 1:  # B and C of a single group are on every rank
+            found["groups of Mamba-2 heads (mamba_num_groups)"] = self.groups
+        return found
+
+    @override
     def of_rank(self, ranks: int) -> MambaSizes:
-        """Sizes of one of `ranks` tensor-parallel ranks: a share of the heads with their groups; or
-        of a single group's heads, and then every rank has the group's B and C."""
         groups = self.groups if self.groups == 1 else self.groups // ranks
         return MambaSizes(self.heads // ranks, self.head_dim, self.state_dim, groups)
 
 
 @dataclass(frozen=True)
-class DeltaSizes:
-    """Sizes of a Gated DeltaNet layer (Yang, Kautz and Hatamizadeh 2024), whole or on one
-    tensor-parallel rank."""
+class DeltaSizes(RecurrentSizes):
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024)."""
 
     key_heads: int
     """Heads of queries, and of keys."""
     key_dim: int
     """Elements of a query head, and of a key head."""
     value_heads: int
-    """Heads of values; neighbouring heads share a key head."""
+    """Neighbouring heads share a key head."""
     value_dim: int
-    """Elements of a value head."""
+
+    FIELDS = (
+        "linear_num_key_heads",
+        "linear_key_head_dim",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    )
+
+    def __str__(self) -> str:
+        keys = f"{self.key_heads} key heads of {self.key_dim}"
+        return f"{keys}, {self.value_heads} value heads of {self.value_dim}"
 
     @property
-    def keys(self) -> int:
-        """Elements of all keys of a token, and of all queries."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Elements of v, of z and of the output: all heads'."""
-        return self.value_heads * self.value_dim
-
-    @property
+    @override
     def strips(self) -> dict[str, int]:
-        """Rows of `in_proj`, in order, by Megatron-Core's names: query, key, value, z (the gate),
-        beta (how much is written) and alpha (the decay)."""
+        # z is the gate, beta how much is written, alpha the decay.
         beta = self.value_heads
-        return self.conv_strips | {"z": self.values, "beta": beta, "alpha": beta}
+        return self.conv_strips | {"z": self.channels, "beta": beta, "alpha": beta}
 
     @property
+    @override
     def conv_strips(self) -> dict[str, int]:
-        """Channels of the convolution, in order."""
-        return {"query": self.keys, "key": self.keys, "value": self.values}
+        keys = self.key_heads * self.key_dim
+        return {"query": keys, "key": keys, "value": self.channels}
 
     @property
-    def in_proj(self) -> int:
-        """Rows of `in_proj`."""
-        return sum(self.strips.values())
-
-    @property
-    def conv(self) -> int:
-        """Channels of the convolution."""
-        return sum(self.conv_strips.values())
-
-    @property
+    @override
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of one request's state: `(value heads, value_dim, key_dim)`, float32."""
         return self.value_heads, self.value_dim, self.key_dim
 
+    @property
+    @override
+    def own_parameters(self) -> int:
+        # The convolution; A_log, dt_bias; the norm.
+        return self.conv * CONV_KERNEL + 2 * self.value_heads + self.value_dim
+
+    @property
+    @override
+    def shared(self) -> dict[str, int]:
+        return {"Gated DeltaNet key heads (linear_num_key_heads)": self.key_heads}
+
+    @override
     def of_rank(self, ranks: int) -> DeltaSizes:
-        """Sizes of one of `ranks` tensor-parallel ranks: a share of the key heads, with the value
-        heads that share them."""
-        return DeltaSizes(
-            self.key_heads // ranks, self.key_dim, self.value_heads // ranks, self.value_dim
-        )
+        keys, values = self.key_heads // ranks, self.value_heads // ranks
+        return DeltaSizes(keys, self.key_dim, values, self.value_dim)
+
+
+SIZES_OF: dict[str, type[RecurrentSizes]] = {"M": MambaSizes, "G": DeltaSizes}
+"""Sizes of the recurrent kinds of layers, by the character of Megatron's layer pattern."""

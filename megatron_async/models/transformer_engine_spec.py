@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any, override
 
 import torch
@@ -21,28 +20,15 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
     TERowParallelLinear,
 )
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import EXPERTS
-from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.decoder_layer import LAYER_KINDS
-from megatron_async.models.gated_delta import GatedDeltaMixer
 from megatron_async.models.hybrid_stack import PagedHybridStack
-from megatron_async.models.mamba import Mamba2Mixer
-from megatron_async.models.mlp import InferenceMLP
-from megatron_async.models.moe import MoELayer
-from megatron_async.models.norm import make_norm
+from megatron_async.models.layer_spec import hybrid_stack_spec
 from megatron_async.ops.linear.stream import Stream
 
 
@@ -94,72 +80,15 @@ class TransformerEngineHybridStack(PagedHybridStack):
 
 
 def transformer_engine_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Layer spec of attention (`*`), MLP (`-`), Mamba-2 (`M`) and Gated DeltaNet (`G`) layers of
-    TransformerEngine's modules, and of expert layers (`E`), which are ours behind its norm.
+    """Layer spec of TransformerEngine's modules; expert layers are ours behind its norm.
 
     Parameters bear the names that Megatron's checkpoints have: a norm's weight is
     `linear_qkv.layer_norm_weight`, `linear_fc1.layer_norm_weight` or `in_proj.layer_norm_weight`.
     """
-    column = _on_meta_device(TELayerNormColumnParallelLinear, config)
-    row = _on_meta_device(TERowParallelLinear, config)
-    any_norm = _on_meta_device(TENorm, config)
-    norm = make_norm if config.qk_layernorm else None  # inside our kernel of rotary and keys
-    attention_layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(
-                module=PagedSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
-                    core_attention=PagedCoreAttention,
-                    linear_proj=row,
-                    q_layernorm=norm,
-                    k_layernorm=norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-        ),
-    )
-    mlp_layer = ModuleSpec(
-        module=MLPLayer,
-        submodules=TransformerLayerSubmodules(
-            mlp=partial(
-                InferenceMLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-    moe_layer = ModuleSpec(
-        module=MLPLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=any_norm, mlp=MoELayer, mlp_bda=get_bias_dropout_add
-        ),
-    )
-    products = {"in_proj": column, "out_proj": row}
-    mamba_layer = ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(
-            mixer=ModuleSpec(module=Mamba2Mixer, params=products), mamba_bda=get_bias_dropout_add
-        ),
-    )
-    delta_layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(module=GatedDeltaMixer, params=products),
-            self_attn_bda=get_bias_dropout_add,
-        ),
-    )
-    return ModuleSpec(
-        module=TransformerEngineHybridStack,
-        submodules=HybridStackSubmodules(
-            attention_layer=attention_layer,
-            mlp_layer=mlp_layer,
-            moe_layer=moe_layer,
-            mamba_layer=mamba_layer,
-            gdn_layer=delta_layer,
-        ),
+    kinds = (TELayerNormColumnParallelLinear, TERowParallelLinear, TENorm)
+    column, row, norm = (_on_meta_device(kind, config) for kind in kinds)
+    return hybrid_stack_spec(
+        config, TransformerEngineHybridStack, column, row, norm, norms_inside=True
     )
 
 

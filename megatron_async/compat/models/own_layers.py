@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
 from megatron_async.compat.models.refusals import Part
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MAMBA, MLP
-from megatron_async.models.embedding import shard_vocabulary
-from megatron_async.models.hybrid import hybrid_stack_spec
+from megatron_async.models.hybrid import lay_out
+from megatron_async.models.layer_spec import hybrid_stack_spec
 from megatron_async.models.model_config import ModelConfig
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.positions import AppliedInAttention, rotary_of
@@ -287,28 +286,14 @@ def own_layers(
             f"(pipeline stage {stage.index} of {stage.count}): moe_layer_freq, "
             "linear_attention_freq or the layer pattern is another than the model was built with."
         )
-    with torch.device("meta"):
-        served = HybridModel(
-            config=config,
-            hybrid_stack_spec=hybrid_stack_spec(config),
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.max_sequence_length,
-            hybrid_layer_pattern=config.hybrid_layer_pattern,
-            pre_process=stage.is_first,
-            post_process=stage.is_last,
-            parallel_output=False,
-            share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
-            position_embedding_type="none",
-            pg_collection=model.pg_collection,
-        )
-    shard_vocabulary(served, model.vocab_size)
-    served.mtp = None
-    served.to(dtype=config.params_dtype)
-    for module in served.modules():
-        for name in getattr(module, "float32_parameters", ()):
-            kept = getattr(module, name)
-            if kept is not None:
-                kept.data = kept.data.float()
+    served = lay_out(
+        config,
+        hybrid_stack_spec(config),
+        model.pg_collection,
+        model.vocab_size,
+        model.max_sequence_length,
+        model.share_embeddings_and_output_weights,
+    )
     weights = SharedWeights(model, parts, served)
     # What `take_over_positions` asks: the angles are the user's, whichever layer applies them.
     served.position_embedding_type = model.position_embedding_type

@@ -22,7 +22,8 @@ from megatron_async.models.fitness import check_model
 from megatron_async.models.gated_delta import GatedDeltaMixer
 from megatron_async.models.hybrid import build_model, init_dummy_weights, transformer_config
 from megatron_async.models.parallel_state import ParallelSizes
-from megatron_async.models.partition import check_partition, mamba_sizes, recurrent_layers
+from megatron_async.models.partition import check_partition, recurrent_layers
+from megatron_async.models.sizes import MambaSizes
 from megatron_async.ops.recurrent.gated_norms import gated_rms_norm
 from tests.support.ranks import run_ranks
 from tests.support.whole_sequence import whole_logits
@@ -150,12 +151,12 @@ def _both_descriptions(kind: str) -> tuple[list[Any], list[Any]]:
     mixer = mixer_of(model)
     ours, local = described(mixer.sharded_state_dict("mixer.")), mixer.sizes
     if kind == "mamba":
-        mixer.d_inner_local_tp, mixer.nheads_local_tp = local.inner, local.heads
+        mixer.d_inner_local_tp, mixer.nheads_local_tp = local.channels, local.heads
         mixer.ngroups_local_tp, mixer.d_state = local.groups, local.state_dim
         return ours, described(MambaMixer.sharded_state_dict(mixer, "mixer."))
     mixer.pg_collection, mixer.conv_bias, mixer.tp_size = model.pg_collection, False, 2
     mixer.in_proj_dim, mixer.conv_dim_local_tp = mixer.whole_sizes.in_proj, local.conv
-    mixer.qk_dim_local_tp, mixer.v_dim_local_tp = local.keys, local.values
+    mixer.qk_dim_local_tp, mixer.v_dim_local_tp = local.key_heads * local.key_dim, local.channels
     mixer.cp_size, mixer.num_value_heads = 1, mixer.whole_sizes.value_heads
     mixer.num_v_heads_local_tp = local.value_heads
     GatedDeltaNet._setup_variant_attrs(mixer)
@@ -294,7 +295,7 @@ def test_what_a_stage_needs_room_for() -> None:
     for config.pipeline_stage in (0, 1):
         found.append(recurrent_layers(config))
     assert found == ["MM", ""]
-    rank = mamba_sizes(config).of_rank(2)
+    rank = MambaSizes.of(config).of_rank(2)
     assert (rank.state_shape, rank.conv) == ((4, 16, 16), 96)
     assert recurrent_layers(transformer_config(DUMMY_SHAPES["tiny"], torch.bfloat16)) == ""
 

@@ -137,7 +137,7 @@ def test_prefill_floor_counts_every_product(shape):
         "*": 2 * width + 2 * kv,
         "-": matrices * a.ffn_hidden_size,
         "E": matrices * units + a.num_moe_experts,
-        "M": a.mamba.in_proj + a.mamba.inner if "M" in a.pattern else 0,
+        "M": a.mamba.in_proj + a.mamba.channels if "M" in a.pattern else 0,
     }
     products = a.hidden_size * sum(inputs[kind] for kind in a.pattern)
     attention = a.pattern.count("*") * 4 * width * (1 + 2 + 3)
