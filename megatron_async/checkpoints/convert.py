@@ -32,19 +32,18 @@ def convert(
     overwrite: bool = False,
     with_mtp: bool | None = None,
 ) -> None:
-    """Write a model, with its configuration and tokenizer, in another format.
-
-    The target appears whole or not at all: it is written beside its place and then renamed.
+    """Write a model, with its configuration and tokenizer, in another format. The target appears
+    whole or not at all: it is written beside its place and then renamed.
 
     Args:
         source: what `open_model` takes, or what it gave.
-        target_folder: must not exist, or be empty, unless `overwrite`.
+        target_folder: must not exist, or be empty, unless `overwrite`: a model is replaced, and
+            nothing else.
         to: "torch_dist" or "huggingface".
         dtype: convert the weights; None keeps them bit for bit in the stored dtype, but for those
             that a residual multiplier (Granite's) becomes part of: they are rounded once more. So
             is the norm after Gated DeltaNet, which Megatron stores less 1, where it is float32.
         progress: show progress bars on stderr.
-        overwrite: replace a model that is there; anything else there is refused all the same.
         with_mtp: write the layers of multi-token prediction too; None: where the source has them.
 
     Raises:

@@ -13,9 +13,6 @@ class CheckpointError(ConfigurationError):
 
     The message names the file or value and says what to do. A value of a file may be of any length,
     so the middle of a long message is left out.
-
-    Args:
-        message: for a person.
     """
 
     def __init__(self, message: str) -> None:

@@ -180,13 +180,8 @@ MODULES = {
 
 
 def names_of(model_type: str, modules: bool, gated: bool) -> FamilyNames:
-    """The names of a family: of published files, or of transformers' modules.
-
-    Args:
-        model_type: `ModelArchitecture.model_type`.
-        modules: those of modules.
-        gated: MLPs and experts have a gate.
-    """
+    """The names of a family: of published files, or of transformers' modules; `gated`: MLPs and
+    experts have a gate."""
     if gated and model_type == "nemotron_h":
         return NEMOTRON_H_GATED
     if not gated and model_type == "megatron":

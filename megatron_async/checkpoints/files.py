@@ -19,25 +19,14 @@ from megatron_async.models.sizes import size_problem
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: missing, too large, not JSON, or not an object.
-    """
+    """The object in a JSON file; CheckpointError if it is missing, too large, not JSON, or not an
+    object."""
     return read_object(path, CheckpointError)
 
 
 def check_size(value: Any, key: str, where: str) -> int:
-    """A size that was read from a file.
-
-    Args:
-        value: as it was read.
-        key: its name in the file.
-        where: file name for error messages.
-
-    Raises:
-        CheckpointError: no positive integer, or larger than any model's.
-    """
+    """A size that was read from a file, `where`; CheckpointError if it is no positive integer, or
+    larger than any model's."""
     problem = size_problem(key, value)
     if problem:
         raise CheckpointError(f"{where}: {key} = {value!r:.200} {problem}")
@@ -45,11 +34,8 @@ def check_size(value: Any, key: str, where: str) -> int:
 
 
 def check_number(value: Any, key: str, where: str) -> float:
-    """A positive finite number that was read from a file; the arguments are those of `check_size`.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
+    """A positive finite number that was read from a file, `where`; CheckpointError if it is
+    something else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
         raise CheckpointError(f"{where}: {key} = {value!r:.200} must be a positive number")
@@ -70,12 +56,8 @@ OF_MODELS = ("config.json", "metadata.json")
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Check that a model may be written to a folder.
-
-    Raises:
-        CheckpointError: a file; a folder that is not empty, without `overwrite`; or one that holds
-            something other than a model.
-    """
+    """Check that a model may be written to a folder: CheckpointError for a file, a folder that is
+    not empty (without `overwrite`), or one that holds something other than a model."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; name a folder to write to")
     if not target.exists() or not any(target.iterdir()):
@@ -116,14 +98,9 @@ def is_megatron(folder: Path) -> bool:
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """The folder with the `torch_dist` checkpoint: the given one, or that which its tracker names.
-
-    Args:
-        folder: of one iteration, or of the training run.
-
-    Raises:
-        CheckpointError: there is none, or it is in another format; the message says which.
-    """
+    """The folder with the `torch_dist` checkpoint: the given one, of an iteration, or that which a
+    training folder's tracker names. CheckpointError if there is none, or in another format; it says
+    which."""
     if not (folder / METADATA).is_file():
         folder = _tracked(folder)
     if (folder / METADATA).is_file():

@@ -31,19 +31,13 @@ from megatron_async.text.tokenizer import Tokenizer
 
 
 def dequantise(rows: np.ndarray, kind: Kind, device: torch.device) -> Tensor:
-    """Values of quantised rows.
+    """Values of quantised rows, float32 `[..., row]` on `device`, where they are computed.
 
     Args:
         rows: as `gguf.GGUFReader` gives them: `[..., bytes of a row]`, or `[..., row]` of a float
-            type; they go to `device` in this form.
-        kind: the quantisation.
-        device: where the values are computed.
-
-    Returns:
-        float32 `[..., row]` on `device`; on a CPU what is stored as float32 is not copied.
-
-    Raises:
-        NotImplementedError: neither torch code nor the gguf package knows the format.
+            type. On a CPU what is stored as float32 is not copied.
+        kind: the quantisation; NotImplementedError where nobody knows it.
+        device: where the values go.
     """
     if kind in _PLAIN:
         data = torch.from_numpy(rows.view(np.uint8)).to(device)

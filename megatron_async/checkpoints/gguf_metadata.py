@@ -95,12 +95,7 @@ REFUSED = {
 
 
 class Metadata:
-    """What a GGUF file says of its model.
-
-    Args:
-        fields: of `gguf.GGUFReader`.
-        where: the file's name, for messages.
-    """
+    """What a GGUF file (`where`) says of its model, by the fields of `gguf.GGUFReader`."""
 
     def __init__(self, fields: Mapping[str, Any], where: str) -> None:
         self.fields = fields
@@ -108,11 +103,7 @@ class Metadata:
         self._taken: set[str] = set()
 
     def get(self, key: str, *default: Any) -> Any:
-        """A value; the default, if one is given, where it is missing.
-
-        Raises:
-            CheckpointError: it is missing, and there is no default.
-        """
+        """A value; the default, if one is given, where it is missing; else CheckpointError."""
         self._taken.add(key)
         field = self.fields.get(key)
         if field is not None:
@@ -122,27 +113,16 @@ class Metadata:
         raise CheckpointError(f"{self.where}: metadata {key!r} is missing; the file is incomplete")
 
     def size(self, key: str, *default: int) -> int:
-        """A positive integer; the arguments are those of `get`.
-
-        Raises:
-            CheckpointError: it is missing, or something else.
-        """
+        """A positive integer; CheckpointError if it is missing, or something else."""
         return check_size(self.get(key, *default), key, self.where)
 
     def number(self, key: str, *default: float) -> float:
-        """A positive finite number, `as_written`; the arguments are those of `get`.
-
-        Raises:
-            CheckpointError: it is missing, or something else.
-        """
+        """A positive finite number, `as_written`; CheckpointError if it is missing, or something
+        else."""
         return as_written(check_number(self.get(key, *default), key, self.where))
 
     def token_id(self, key: str) -> int | None:
-        """A token's id; None where it is missing.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """A token's id; None where it is missing; CheckpointError if it is something else."""
         value = self.get(key, None)
         if value is not None and (type(value) is not int or value < 0):
             raise self.error(key, "must be a token's id")
@@ -153,11 +133,8 @@ class Metadata:
         return CheckpointError(f"{self.where}: {key} = {self.get(key, None)!r} {problem}")
 
     def check_file(self) -> None:
-        """Check that the file is a whole model.
-
-        Raises:
-            CheckpointError: it is not; the message names the key.
-        """
+        """Check that the file is a whole model; CheckpointError names the key that says
+        otherwise."""
         for beginning, why in REFUSED.items():
             key = next((key for key in self.fields if key.startswith(beginning)), None)
             if key is not None:
@@ -175,11 +152,7 @@ class Metadata:
 
     def linear_scaling(self, kind: str) -> RopeScaling | None:
         """Scaling of rope by one factor for all frequencies, which is what a factor without a type
-        means; None where there is none.
-
-        Raises:
-            CheckpointError: another type.
-        """
+        means; None where there is none; CheckpointError for another type."""
         key = f"{kind}.rope.scaling.type"
         scaling = self.get(key, LINEAR)
         if scaling not in ("none", LINEAR):
@@ -197,17 +170,8 @@ class Metadata:
         return None if scaling == "none" or factor == 1 else RopeScaling(factor, kind=LINEAR)
 
     def finish(self, kind: str, vocabulary: int, head_dim: int, epsilon: float) -> None:
-        """Account for the keys that no reader has asked for.
-
-        Args:
-            kind: `general.architecture`.
-            vocabulary: rows of the embedding.
-            head_dim: size of a head.
-            epsilon: of the norms.
-
-        Raises:
-            CheckpointError: a key that changes the computation has a value that is not served.
-        """
+        """Account for the keys that no reader has asked for: CheckpointError if one that changes
+        the computation has a value that is not served."""
         same = {
             "vocab_size": vocabulary,
             "embedding_length_out": self.get(f"{kind}.embedding_length"),
@@ -262,12 +226,8 @@ SAMPLING_OFF = {"mirostat": 0, "xtc_probability": 0.0}
 
 
 def generation_config(metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Fields of a `generation_config.json` from a file's metadata.
-
-    Args:
-        metadata: key -> value, those that begin with `SAMPLING_PREFIX`.
-        source: the file's name, for a warning about what is not served.
-    """
+    """Fields of a `generation_config.json` from a file's metadata that begin with
+    `SAMPLING_PREFIX`; a warning names what is not served."""
     found: dict[str, Any] = {}
     for key, value in metadata.items():
         name = key.removeprefix(SAMPLING_PREFIX)

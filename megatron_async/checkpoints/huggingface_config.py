@@ -50,16 +50,8 @@ ORIGINAL = "original_max_position_embeddings"
 def read_rope(
     config: Settings, head_dim: int, percent: float | None = None
 ) -> tuple[float, RopeScaling | None, float]:
-    """Base, scaling and the share of a head that rope turns.
-
-    Args:
-        config: of a family with rope.
-        head_dim: size of a head.
-        percent: the share of a family that knows one alone; None: the file tells it.
-
-    Raises:
-        CheckpointError: another kind of rope or share, an unknown key, two values for one.
-    """
+    """Base, scaling and the share of a head that rope turns (`percent`: of a family that knows one
+    alone). CheckpointError: another kind of rope or share, an unknown key, two values for one."""
     new, old = _set(config, "rope_parameters"), _set(config, "rope_scaling")
     place, rope = ("rope_scaling", old) if old else ("rope_parameters", new)
     kind = _kind(config, place, rope)
@@ -251,16 +243,14 @@ def read_architecture(
     eos_token_ids: tuple[int, ...] = (),
     names: Iterable[str] = (),
 ) -> ModelArchitecture:
-    """The architecture that a `config.json` describes.
+    """The architecture that a `config.json` describes; CheckpointError: an unsupported architecture
+    or setting, a missing or malformed value.
 
     Args:
         config: its content.
         where: file name for error messages.
         bos_token_id, eos_token_ids: as the caller found them (they may be in other files).
         names: of the stored tensors, as far as they are known; see `read_mtp`.
-
-    Raises:
-        CheckpointError: unsupported architecture or setting, missing or malformed value.
     """
     family = _family(config, where)
     settings = Settings(config, where, family.model_type)
@@ -314,10 +304,7 @@ def _transformer(config: Settings, family: Family) -> dict[str, Any]:
 
 def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     """The `config.json` of an architecture; `dtype` is the weights', for example "bfloat16".
-
-    Raises:
-        CheckpointError: no Hugging Face family has this combination of features.
-    """
+    CheckpointError: no Hugging Face family has this combination of features."""
     a = architecture
     family = family_of(a.model_type)
     common: dict[str, Any] = {
@@ -367,11 +354,7 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
 
 
 def _check_transformer(a: ModelArchitecture) -> None:
-    """Check that a transformer has nothing of hybrid models, which its family cannot say.
-
-    Raises:
-        CheckpointError: it has; names what.
-    """
+    """Check that a transformer has nothing of hybrid models, which its family cannot say."""
     if not re.fullmatch(r"(\*[-E])+", a.pattern):
         raise CheckpointError(
             f"a {a.model_type} model with pattern = {a.pattern!r} has no Hugging Face form; "
@@ -389,11 +372,8 @@ def token_id_field(ids: tuple[int, ...]) -> int | list[int] | None:
 
 
 def check_family(config: dict[str, Any], where: str) -> None:
-    """Check that a `config.json` is of a family that is served, before its weights are looked at.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Check that a `config.json` is of a family that is served, before its weights are looked
+    at."""
     _family(language_model_config(config, where), where)
 
 

@@ -61,16 +61,8 @@ INSIDE, ALONE = "model.language_model.", "model."
 
 
 def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The configuration of the language model that a model with a vision tower has; every other
-    configuration as it is.
-
-    Args:
-        config: content of a `config.json`.
-        where: file name for error messages.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """The configuration of the language model that a model with a vision tower has (CheckpointError
+    if it has none); every other configuration as it is."""
     names = config.get("architectures") or []
     inside = COMPOSITES.get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
     if not names and "text_config" in config:
@@ -106,16 +98,8 @@ def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
 def language_model_tensors(
     names: Iterable[str], model_type: str
 ) -> tuple[dict[str, str], Counter[str]]:
-    """Tensors of a language model in a folder.
-
-    Args:
-        names: of all tensors that are stored.
-        model_type: `ModelArchitecture.model_type`.
-
-    Returns:
-        the name in a folder of the language model alone -> the name that is stored; and of how
-        many tensors each thing is made that is left out.
-    """
+    """Tensors of a language model in a folder: the name in a folder of the language model alone ->
+    the name that is stored; and of how many tensors each thing is made that is left out."""
     if model_type not in MODEL_TYPES:
         return {name: name for name in names}, Counter()
     found, left_out = {}, Counter[str]()
@@ -132,14 +116,7 @@ def language_model_tensors(
 
 def read_delta(config: Settings) -> dict[str, Any]:
     """The fields of `ModelArchitecture` that these families have their own words for, as
-    `huggingface_hybrid.read_hybrid` gives them.
-
-    Args:
-        config: of a language model, of one of `DELTA_FIXED`.
-
-    Raises:
-        CheckpointError: a setting that is not supported, a missing or malformed value.
-    """
+    `huggingface_hybrid.read_hybrid` gives them."""
     layers = config.size("num_hidden_layers")
     mixers = _mixers(config, layers)
     dense = tuple(range(layers)) if config.family == "qwen3_5" else ()

@@ -105,15 +105,9 @@ def refuse_family(config: dict[str, Any], where: str) -> None:
 
 
 def read_hybrid(config: Settings) -> dict[str, Any]:
-    """The fields of `ModelArchitecture` that a hybrid family has its own words for; positions,
-    vocabulary and tokens are the caller's.
-
-    Args:
-        config: of one of the families in `FIXED`.
-
-    Raises:
-        CheckpointError: a setting that is not supported, a missing or malformed value.
-    """
+    """The fields of `ModelArchitecture` that a hybrid family of `FIXED` has its own words for;
+    positions, vocabulary and tokens are the caller's. CheckpointError: a setting that is not
+    supported, a missing or malformed value."""
     for key, supported in FIXED[config.family].items():
         config.only(key, *supported)
     if config.family in DELTA_FIXED:
@@ -308,11 +302,8 @@ def write_hybrid(a: ModelArchitecture) -> dict[str, Any]:
 
 
 def check_written(a: ModelArchitecture, read_back: ModelArchitecture) -> None:
-    """Check that a written configuration says all that there is to say.
-
-    Raises:
-        CheckpointError: it does not; names what is lost.
-    """
+    """Check that a written configuration says all that there is to say; CheckpointError names what
+    is lost."""
     lost = [f.name for f in fields(a) if getattr(a, f.name) != getattr(read_back, f.name)]
     if lost:
         values = ", ".join(f"{name} = {getattr(a, name)!r}" for name in lost)

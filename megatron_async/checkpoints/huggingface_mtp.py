@@ -32,17 +32,9 @@ REPEATED = "mtp_use_repeated_layer"
 def read_mtp(
     architecture: ModelArchitecture, config: Settings, names: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The fields of `ModelArchitecture` that describe MTP; none where a model has no MTP.
-
-    Args:
-        architecture: what the rest of the configuration says.
-        config: of the same file.
-        names: of the stored tensors, as far as they are known: they tell the number of depths where
-            the configuration does not.
-
-    Raises:
-        CheckpointError: a missing or malformed value.
-    """
+    """The fields of `ModelArchitecture` that describe MTP; none where a model has no MTP. Names of
+    the stored tensors tell the number of depths where the configuration does not. CheckpointError:
+    a missing or malformed value."""
     a = architecture
     if a.model_type not in MTP_NAMES:
         return {}
@@ -79,11 +71,8 @@ def read_mtp(
 
 
 def write_mtp(a: ModelArchitecture) -> dict[str, Any]:
-    """Entries of a `config.json` that describe MTP.
-
-    Raises:
-        CheckpointError: the family has none, or not of this form.
-    """
+    """Entries of a `config.json` that describe MTP; CheckpointError: the family has none, or not of
+    this form."""
     if not a.mtp_pattern:
         return {}
     kind = f"multi-token prediction of a {a.model_type} model with mtp_pattern = {a.mtp_pattern!r}"

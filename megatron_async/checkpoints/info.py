@@ -297,7 +297,6 @@ def model_program(
         major: compute capability of the GPU whose rules count; None: of the device.
 
     Raises:
-        CheckpointError: see `open_model`.
         ConfigurationError: fewer tokens than rows, or none; a device that is unknown or not there.
     """
     from megatron_async.models.hybrid import build_model
@@ -348,18 +347,9 @@ def _size(count: float) -> str:
 def check_weights_fit(
     architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes, free: int
 ) -> None:
-    """Check that a rank's share of the weights fits.
-
-    Args:
-        architecture: of the model.
-        dtype: of the weights.
-        sizes: ranks that share them; experts count as if all ranks of a job shared all weights
-            evenly, so a model that passes may still be too large.
-        free: bytes, on the rank's device.
-
-    Raises:
-        OutOfMemoryError: they do not fit; the message has the figures and what helps.
-    """
+    """Check that a rank's share of the weights fits into `free` bytes; OutOfMemoryError has the
+    figures and what helps. Experts count as if all ranks of a job shared all weights evenly, so a
+    model that passes may still be too large."""
     ranks = (
         sizes.tensor_model_parallel * sizes.pipeline_model_parallel * sizes.expert_model_parallel
     )

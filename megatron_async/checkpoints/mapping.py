@@ -273,9 +273,8 @@ def weights(
     Args:
         architecture: of the whole model.
         shard: what this rank holds; None: all.
-        stacked_experts: Hugging Face's names are those of transformers' modules, where a tensor
-            holds all experts, instead of those of published files, where it often holds one's.
-        stacked_mtp: the same of the layers of multi-token prediction.
+        stacked_experts, stacked_mtp: Hugging Face's names (of MTP) are those of transformers'
+            modules, where a tensor holds all experts, not those of published files.
     """
     shard = shard or Shard()
     for weight in _whole_weights(architecture, stacked_experts):
@@ -309,12 +308,8 @@ def _whole_weights(a: ModelArchitecture, stacked: bool) -> Iterator[Weight]:
 
 
 def mtp_weights(a: ModelArchitecture, stacked: bool = False) -> Iterator[Weight]:
-    """Every parameter of all depths of multi-token prediction, for one rank.
-
-    Args:
-        a: of the model.
-        stacked: Hugging Face's names are those where a tensor holds all experts.
-    """
+    """Every parameter of all depths of multi-token prediction, for one rank; `stacked` as for
+    `weights`."""
     names, mtp = names_of(a.model_type, stacked, a.activation == "silu"), mtp_names_of(a.model_type)
     hidden, layers = a.hidden_size, len(a.mtp_pattern)
     for depth in range(a.mtp_num_depths):

@@ -48,11 +48,8 @@ NAMES_OF_PYTHON_2 = {"__builtin__": "builtins"}
 
 
 class UnreadObject:
-    """Stands for an object whose class is not known, and takes whatever a pickle gives it.
-
-    Attributes:
-        class_name: of the object that was pickled, with its module.
-    """
+    """Stands for an object of an unknown class (`class_name`, with its module), and takes whatever
+    a pickle gives it."""
 
     class_name = ""
 
@@ -87,15 +84,9 @@ class UnreadObject:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """A pickle in which only the given classes are made.
-
-    Names are looked up in a table and never imported, so nothing that a pickle names can run.
-
-    Args:
-        file: read from its position.
-        known: classes to make, and functions to call, by the name that Python gives them. torch's
-            dtypes and sizes are known too.
-    """
+    """A pickle in which only the given classes (and functions) are made, and torch's dtypes and
+    sizes. Names are looked up in a table and never imported, so nothing that a pickle names can
+    run."""
 
     def __init__(self, file: BinaryIO | io.BytesIO, known: tuple[Callable[..., Any], ...]) -> None:
         super().__init__(file)
@@ -118,24 +109,13 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class TrainingArguments(Mapping[str, Any]):
-    """Arguments of a training run by name, as a checkpoint holds them.
-
-    Args:
-        values: name -> value.
-        where: for error messages.
-        remedy: what to do where a value is needed and was not read.
-    """
+    """Arguments of a training run by name, as a checkpoint holds them. A value of an unknown class
+    is a CheckpointError, which says the remedy, only where the value is needed."""
 
     def __init__(self, values: Mapping[str, Any], where: str, remedy: str) -> None:
         self._values, self._where, self._remedy = values, where, remedy
 
     def __getitem__(self, name: str) -> Any:
-        """The value.
-
-        Raises:
-            KeyError: there is none.
-            CheckpointError: it is an object of an unknown class.
-        """
         value = self._values[name]
         items = value if isinstance(value, list | tuple) else (value,)
         if any(isinstance(item, UnreadObject) for item in items):
@@ -153,15 +133,9 @@ class TrainingArguments(Mapping[str, Any]):
 
 
 def load_common_state(data: bytes) -> Any:
-    """What `torch.save` wrote, without its tensors and without objects of unknown classes.
-
-    Args:
-        data: the whole file.
-
-    Raises:
-        Exception: of any class, where the file is damaged; a pickle reads damaged bytes as
-            anything.
-    """
+    """What `torch.save` wrote into a file, without its tensors and without objects of unknown
+    classes. Where the file is damaged, an exception of any class: a pickle reads damaged bytes as
+    anything."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
         if archive.getinfo(name).file_size > LARGEST_PICKLE:

@@ -61,17 +61,9 @@ may be shared by tokens. A power of two, so that no number is rounded."""
 
 
 class DummySource(ModelSource):
-    """A shape of `DUMMY_SHAPES`, or one by hand (`models/dummy_shapes.py`); it has no tokenizer,
-    so it takes prompts of token ids.
-
-    Args:
-        name: "dummy:SHAPE" or "dummy:FAMILY:SIZES", either with ":uniform" behind. (With tied
-            embeddings, "uniform" makes the logits larger too: for greedy tokens alone.)
-
-    Raises:
-        CheckpointError: no such shape, or sizes that are no model's; or there are no experts over
-            which to spread tokens.
-    """
+    """A shape of `DUMMY_SHAPES`, or one by hand (`models/dummy_shapes.py`); it has no tokenizer, so
+    it takes prompts of token ids. (With tied embeddings, ":uniform" makes the logits larger too:
+    for greedy tokens alone.)"""
 
     format = "dummy"
 
@@ -136,18 +128,13 @@ LEFT_OUT = ["*/*.json", "*/*.safetensors", "*/*.model", "consolidated*"]
 
 
 def hub_folder(name: str) -> Path:
-    """The folder with a model's files: from Hugging Face's cache where they are all there, else
-    fetched into the cache.
+    """The folder with the files of a model (`organisation/model`, or with `@revision`): from
+    Hugging Face's cache where they are all there, else fetched into the cache. A model in the cache
+    is not asked for again.
 
-    A model in the cache is not asked for again. `HF_HUB_OFFLINE`, `HF_HUB_CACHE`, `HF_ENDPOINT` and
-    `HF_TOKEN` mean what they mean to `huggingface_hub`, the library that does it.
-
-    Args:
-        name: an id, `organisation/model` or `organisation/model@revision`.
-
-    Raises:
-        CheckpointError: the model is not in the cache and cannot be fetched; the message has the
-            reason and the command that fetches it.
+    `HF_HUB_OFFLINE`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` mean what they mean to
+    `huggingface_hub`, the library that does it. CheckpointError has the reason and the command that
+    fetches the model.
     """
     # Imported here because it takes a third of a second, and other models do not need it.
     import httpx

@@ -37,15 +37,13 @@ POSITIONS = re.compile(r"rope|rotary|yarn|alibi")
 
 
 class Settings:
-    """One family's view of a `config.json`.
+    """One family's view of a `config.json`; CheckpointError if two names of the same key have
+    different values.
 
     Args:
         config: the file's content.
         where: its name, for error messages.
         family: `ModelArchitecture.model_type`.
-
-    Raises:
-        CheckpointError: two names of the same key have different values.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str, family: str) -> None:
@@ -85,10 +83,7 @@ class Settings:
 
     def get(self, key: str) -> Any:
         """A key's value as it stands there; where it is missing, the family's default, or None.
-
-        Raises:
-            CheckpointError: it is null, which this family cannot compute with.
-        """
+        CheckpointError if it is null, which this family cannot compute with."""
         self._taken.add(key)
         value = self._values.get(key, self._defaults.get(key))
         is_null = value is None and key in self._values and key in self._defaults
@@ -97,31 +92,16 @@ class Settings:
         return value
 
     def size(self, key: str, otherwise: int | None = None) -> int:
-        """A positive integer.
-
-        Args:
-            key: its name.
-            otherwise: what it is where neither the file nor the family has a number.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """A positive integer, `otherwise` where neither the file nor the family has a number;
+        CheckpointError for anything else, as in the methods below."""
         return check_size(self._number(key, otherwise), self.name(key), self.where)
 
     def number(self, key: str, otherwise: float | None = None) -> float:
-        """A positive finite number; the arguments are those of `size`.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """A positive finite number."""
         return check_number(self._number(key, otherwise), self.name(key), self.where)
 
     def flag(self, key: str) -> bool:
-        """True or false.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """True or false."""
         value = self.get(key)
         if not isinstance(value, bool):
             raise self.error(key, "must be true or false", value)
@@ -129,32 +109,20 @@ class Settings:
 
     def only(self, key: str, *supported: Any) -> None:
         """Check a setting that is served with some values alone; a missing one, where the family
-        has no default, is always served, and so is null.
-
-        Raises:
-            CheckpointError: it has another value.
-        """
+        has no default, is always served, and so is null."""
         value = self.get(key)
         if value is not None and not is_one_of(value, supported):
             raise self.error(key, f"is not supported (only {listed(supported)})", value)
 
     def whole(self, key: str) -> int:
-        """An integer, 0 or more.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """An integer, 0 or more."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.error(key, "must be an integer, 0 or more", value)
         return value
 
     def integers(self, key: str) -> list[int]:
-        """A list of integers; null and a missing one are empty.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """A list of integers; null and a missing one are empty."""
         value = self.get(key)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(type(entry) is int for entry in value):
@@ -177,14 +145,9 @@ class Settings:
             raise self.error("num_hidden_layers", problem, layers)
 
     def finish(self, epsilon: float) -> None:
-        """Account for the keys that no reader has asked for.
-
-        Args:
-            epsilon: of the model's norms, which some families have under two names.
-
-        Raises:
-            CheckpointError: a key that changes the computation has a value that is not served.
-        """
+        """Account for the keys that no reader has asked for: CheckpointError if one that changes
+        the computation has a value that is not served. `epsilon` is the norms', which some families
+        have under two names."""
         for key in ("dtype", "torch_dtype"):
             if key in self._values:
                 self.only(key, *DTYPES, *(f"torch.{name}" for name in DTYPES))
@@ -253,15 +216,7 @@ def read_heads(config: Settings) -> dict[str, Any]:
 
 
 def read_experts(config: Settings, layers: int) -> dict[str, Any]:
-    """The fields of `ModelArchitecture` that describe experts.
-
-    Args:
-        config: of a family with experts.
-        layers: of the model.
-
-    Raises:
-        CheckpointError: a missing or malformed value.
-    """
+    """The fields of `ModelArchitecture` that describe experts, of so many layers."""
     qwen = config.family == "qwen3_moe"
     size = "moe_intermediate_size" if qwen else "intermediate_size"
     return read_choice(config, "num_experts" if qwen else "num_local_experts") | {
@@ -272,16 +227,7 @@ def read_experts(config: Settings, layers: int) -> dict[str, Any]:
 
 
 def read_choice(config: Settings, name: str, least: int = 1) -> dict[str, Any]:
-    """How many experts there are, and how many a token goes to.
-
-    Args:
-        config: of a family with experts.
-        name: key of the number of experts.
-        least: experts that a token goes to, at least.
-
-    Raises:
-        CheckpointError: a missing or malformed value, more chosen ones than there are.
-    """
+    """How many experts there are (key `name`), and how many a token goes to, `least` or more."""
     experts, chosen = config.size(name), config.size("num_experts_per_tok")
     if not least <= chosen <= experts:
         has = f"{config.name(name)} = {experts}"
@@ -292,10 +238,7 @@ def read_choice(config: Settings, name: str, least: int = 1) -> dict[str, Any]:
 
 def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
     """Entries of a `config.json` that describe the experts; none for a dense model.
-
-    Raises:
-        CheckpointError: the family has no way to say it.
-    """
+    CheckpointError: the family has no way to say it."""
     a = architecture
     if not a.num_moe_experts:
         return {}
@@ -323,14 +266,6 @@ def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
 
 
 def dense_layers(config: Settings, layers: int) -> tuple[int, ...]:
-    """Layers without experts, of so many: those that are listed, and all but every n-th.
-
-    Args:
-        config: of a family with such keys.
-        layers: of the model.
-
-    Raises:
-        CheckpointError: a malformed value.
-    """
+    """Layers without experts, of so many: those that are listed, and all but every n-th."""
     step, listed = config.size("decoder_sparse_step"), set(config.integers("mlp_only_layers"))
     return tuple(n for n in range(layers) if n in listed or (n + 1) % step)

@@ -128,14 +128,8 @@ class NamedTensorSource(ModelSource):
         return _are_modules(self.tensor_shapes)
 
     def check_stored(self, with_mtp: bool) -> None:
-        """Check what else is stored, before weights are read, and tell what is left out.
-
-        Args:
-            with_mtp: multi-token prediction is read too.
-
-        Raises:
-            CheckpointError: something that cannot be left out.
-        """
+        """Check what else is stored, before weights are read, and tell what is left out;
+        CheckpointError for something that cannot be left out."""
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
@@ -209,12 +203,7 @@ def _are_modules(names: Iterable[str]) -> bool:
 
 
 def embedding_name(model_type: str, names: Iterable[str]) -> str:
-    """Hugging Face name of the embedding.
-
-    Args:
-        model_type: `ModelArchitecture.model_type`.
-        names: of the stored tensors.
-    """
+    """Hugging Face name of the embedding, by the names of the stored tensors."""
     return names_of(model_type, _are_modules(names), gated=False).embedding
 
 
@@ -226,13 +215,7 @@ def clear_padding(weight: Weight, parameter: Tensor) -> None:
 
 
 def check_mtp_names(source: str, expected: Collection[str], found: Collection[str]) -> None:
-    """Raise `CheckpointError` if a weight of multi-token prediction is not stored.
-
-    Args:
-        source: what the user calls the model.
-        expected: names of the weights.
-        found: names of all stored tensors.
-    """
+    """Raise `CheckpointError` if a weight of multi-token prediction is not stored."""
     missing = [name for name in expected if name not in found]
     if missing:
         raise CheckpointError(
@@ -300,11 +283,7 @@ DTYPES = {
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name.
-
-    Raises:
-        CheckpointError: not one that weights may have.
-    """
+    """The dtype of that name; CheckpointError if it is not one that weights may have."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         raise CheckpointError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")

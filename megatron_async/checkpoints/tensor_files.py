@@ -37,14 +37,8 @@ def has_weights(folder: Path) -> bool:
 
 
 class TensorFiles:
-    """The safetensors files of a folder. They are opened when needed.
-
-    Args:
-        folder: with `config.json`.
-
-    Raises:
-        CheckpointError: the folder holds an adapter.
-    """
+    """The safetensors files of a folder, which are opened when needed; CheckpointError if the
+    folder holds an adapter."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,12 +51,9 @@ class TensorFiles:
 
     @cached_property
     def file_of(self) -> dict[str, Path]:
-        """The file that holds each tensor, by the name that is stored.
-
-        Raises:
-            CheckpointError: a file is missing or unreadable; the index names a file elsewhere, or
-                two files hold different tensors of one name.
-        """
+        """The file that holds each tensor, by the name that is stored. CheckpointError: a file is
+        missing or unreadable; the index names a file elsewhere, or two files hold different tensors
+        of one name."""
         index = self._index
         if index is None:
             path = self.folder / SINGLE
@@ -118,11 +109,7 @@ class TensorFiles:
         return found + (["a Megatron checkpoint"] if is_megatron(self.folder) else [])
 
     def open(self, path: Path) -> Any:
-        """A file of the folder, opened.
-
-        Raises:
-            CheckpointError: it is missing or unreadable.
-        """
+        """A file of the folder, opened; CheckpointError if it is missing or unreadable."""
         if path not in self._open:
             if not path.is_file():
                 raise CheckpointError(

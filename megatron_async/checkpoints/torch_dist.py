@@ -68,15 +68,8 @@ REMEDY = (
 
 
 class TorchDistSource(ModelSource):
-    """A Megatron `torch_dist` folder, or the training folder above it.
-
-    Args:
-        folder: the folder.
-        name: what the user calls it.
-
-    Raises:
-        CheckpointError: see `checkpoint_folder`.
-    """
+    """A Megatron `torch_dist` folder, or the training folder above it; errors: see
+    `checkpoint_folder`."""
 
     format = "torch_dist"
 
@@ -212,11 +205,8 @@ class TorchDistSource(ModelSource):
         return not self._reader.shapes.keys().isdisjoint(_tensors(self._mtp_expected))
 
     def _training_arguments(self, where: str) -> TrainingArguments:
-        """Arguments of the run that wrote the checkpoint.
-
-        Raises:
-            CheckpointError: there are none, or the file is damaged.
-        """
+        """Arguments of the run that wrote the checkpoint; CheckpointError: there are none, or the
+        file is damaged."""
         file = self.folder / COMMON_FILE
         if self._reader.has_object(COMMON_KEY):
             data = self._reader.read_object(COMMON_KEY)

@@ -87,15 +87,9 @@ class StoredWeight:
         return dict.fromkeys(keys, shape)
 
     def pieces(self, offset: list[int], target: Tensor) -> Iterator[tuple[str, list[int], Tensor]]:
-        """Where a region of the weight is stored.
-
-        Args:
-            offset: where in the weight the region begins.
-            target: of the region's shape.
-
-        Yields:
-            The key of a tensor; where in it a region begins; the view of `target` that it fills.
-        """
+        """Where a region of the weight is stored, which begins at `offset` and has the shape of
+        `target`: the key of a tensor; where in it a region begins; the view of `target` that the
+        region fills."""
         if not self.is_each_expert:
             yield from self._halves(self.key, offset, target)
             return
@@ -125,15 +119,9 @@ class StoredWeight:
 def stored_weights(
     wanted: Iterable[Weight], num_layers: int, found: Mapping[str, Shape]
 ) -> dict[str, StoredWeight]:
-    """How a checkpoint holds weights: `Weight.stored` with one of its suffixes -> that.
-
-    What is not there is given as a `HybridModel`, or a `GPTModel` if it is one, would have it.
-
-    Args:
-        wanted: of a whole model.
-        num_layers: characters of the model's pattern.
-        found: shape of each stored tensor.
-    """
+    """How a checkpoint holds weights of a whole model: `Weight.stored` with one of its suffixes ->
+    that. What is not there is given as a `HybridModel`, or a `GPTModel` if it is one, would have
+    it. `num_layers`: characters of the pattern; `found`: the shape of each stored tensor."""
     wanted = list(wanted)
     is_stacked = any(w.gpt_layer is not None and w.stored_stacked in found for w in wanted)
     is_gpt = is_stacked or FINAL_NORM in found
@@ -167,22 +155,15 @@ def _split(whole: StoredWeight, found: Mapping[str, Shape]) -> StoredWeight:
 
 
 class TorchDistReader:
-    """The content of a folder in torch's distributed checkpoint format.
-
-    Args:
-        folder: with `.metadata` and `.distcp` files.
-    """
+    """The content of a folder in torch's distributed checkpoint format (`.metadata`, `.distcp`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
-        """Every stored tensor by its key, those of the optimizer too.
-
-        Raises:
-            CheckpointError: the index is missing or damaged.
-        """
+        """Every stored tensor by its key, those of the optimizer too; CheckpointError: the index is
+        missing or damaged."""
         stored = self._metadata.state_dict_metadata
         return {key: v for key, v in stored.items() if isinstance(v, TensorStorageMetadata)}
 
@@ -196,22 +177,14 @@ class TorchDistReader:
         return isinstance(self._metadata.state_dict_metadata.get(key), BytesStorageMetadata)
 
     def read_object(self, key: str) -> bytes:
-        """The file that `torch.save` wrote of an object.
-
-        Raises:
-            CheckpointError: see `read`.
-        """
+        """The file that `torch.save` wrote of an object."""
         planner = DirectPlanner()
         planner.add_bytes(key)
         self.read(planner)
         return planner.bytes[key]
 
     def read(self, planner: DirectPlanner) -> None:
-        """Read what was added to a planner.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Read what was added to a planner; CheckpointError: a file is missing or damaged."""
         reader = FileSystemReader(self.folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         try:
@@ -258,11 +231,8 @@ class DirectPlanner(DefaultLoadPlanner):
         stored: TensorStorageMetadata,
         where: str,
     ) -> None:
-        """Read the region of `key` that begins at `offset` and has the shape of `target`.
-
-        Raises:
-            CheckpointError: not all of the region was saved.
-        """
+        """Read the region of `key` that begins at `offset` and has the shape of `target`;
+        CheckpointError if not all of it was saved."""
         if not target.numel():
             return
         region = ChunkStorageMetadata(torch.Size(offset), target.size())
