@@ -46,20 +46,10 @@ class PagedSelfAttention(SelfAttention):
         inference_context: StepView | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of one step, called by Megatron's own layers; ours are called as
-        `attention_layer` of `models/decoder_layer.py`.
-
-        Args:
-            hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
-            attention_mask: ignored; causality follows from the view's positions.
-            inference_context: the device view of the step.
-
-        Returns:
-            output `[tokens, 1, hidden]` and the projection's bias or None.
-
-        Raises:
-            RuntimeError: called without a view (training and static batching are not served).
-        """
+        """Attention of one step, called by Megatron's own layers (ours call `attention_layer`):
+        `[tokens, 1, hidden]` -> the same and the projection's bias or None. The mask is ignored:
+        causality follows from the positions of the view. RuntimeError without a view: training and
+        static batching are not served."""
         if inference_context is None:
             raise RuntimeError(
                 "PagedSelfAttention runs only inside the engine: it was called without an "
@@ -71,8 +61,7 @@ class PagedSelfAttention(SelfAttention):
 
 
 def stamp_kv_layers(model: nn.Module) -> int:
-    """Number the paged attention modules of `model` in execution order; return how many there
-    are."""
+    """Number the paged attention modules of `model` in execution order; return their number."""
     modules = [m for m in model.modules() if isinstance(m, PagedSelfAttention)]
     for index, module in enumerate(modules):
         module.kv_layer_index = index

@@ -17,12 +17,8 @@ import torch
 
 
 def compile_later(model: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`torch.compile`, done when the function is called for the first time.
-
-    Args:
-        model: as `torch.compile` takes it; what is no function is compiled at once.
-        options: of `torch.compile`.
-    """
+    """`torch.compile`, done when the function is called for the first time; what is no function is
+    compiled at once."""
     if model is None:
         return partial(compile_later, **options)
     if not inspect.isfunction(model):

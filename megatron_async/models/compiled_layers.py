@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 class CompiledLayers:
-    """Layers of a stack, by the addresses of their weights.
-
-    Args:
-        stack: a `PagedHybridStack` that `can_compile`.
-    """
+    """Layers of a `PagedHybridStack` that `can_compile`, by the addresses of their weights."""
 
     def __init__(self, stack: Any) -> None:
         from megatron_async.ops.cpu import layer_kernels
@@ -81,12 +77,7 @@ class CompiledLayers:
         )
 
     def run(self, hidden_states: Tensor, view: StepView) -> Stream:
-        """The layers: see `PagedHybridStack.run`.
-
-        Args:
-            hidden_states: float32 `[tokens, hidden]`.
-            view: of the pass.
-        """
+        """The layers, of float32 `[tokens, hidden]`: see `PagedHybridStack.run`."""
         from megatron_async.ops.linear.cpu.integer_products import scratch_bytes, whole_tiles
 
         backend = view.backend

@@ -75,8 +75,7 @@ def activation_of(gated: bool) -> Activation:
 
 
 def own_layer(block: Any, stream: Stream, view: StepView, may_split: bool) -> Stream:
-    """A block that has its forward in its own file: `MoELayer`, `Mamba2Mixer`,
-    `GatedDeltaMixer`."""
+    """A block that has its forward in its own file: `MoELayer`, a `RecurrentMixer`."""
     return block.run(stream, view, may_split)
 
 
@@ -85,8 +84,7 @@ class LayerKind:
     """How a layer runs, and names of modules inside it.
 
     Attributes:
-        norm_name: of the layer's norm.
-        block_name: of the module between norm and residual add.
+        norm_name, block_name: of the layer's norm, and of the module behind it.
         run: the block, of (block, stream, view, may_split): the stream behind it. Its output may be
             partial sums if `may_split`, for the next norm.
     """

@@ -33,16 +33,8 @@ class InferenceEmbedding(LanguageModelEmbedding):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Any = None
     ) -> Tensor:
-        """Embeddings of a step's tokens.
-
-        Args:
-            input_ids: int64 `[1, tokens]`.
-            position_ids: not used: attention applies positions.
-            tokentype_ids: None.
-
-        Returns:
-            `[tokens, 1, hidden]`; with sequence parallelism this rank's rows of it.
-        """
+        """Embeddings of a step's tokens, int64 `[1, tokens]`: `[tokens, 1, hidden]`; with sequence
+        parallelism this rank's rows of them. Attention applies positions."""
         words, collectives = self.word_embeddings, self.collectives
         lookup = self.ops.vocab_embedding
         scale = self.config.mup_embedding_mult if self.config.use_mup else 1.0
@@ -56,13 +48,11 @@ class InferenceEmbedding(LanguageModelEmbedding):
 
 
 class InferenceOutputLayer(InferenceColumnParallelLinear):
-    """The output layer: logits of this rank's rows of the vocabulary, padding included.
+    """The output layer: logits of this rank's rows of the vocabulary (`vocab_size` tokens of all
+    ranks), padding included.
 
     Whether ranks need the logits of others depends on the step's sampling. So the caller of the
     model gathers them (`VocabularyShard.gather`).
-
-    Attributes:
-        vocab_size: tokens of all ranks.
     """
 
     vocab_size: int
@@ -90,15 +80,13 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
         return super().forward(input_, weight, runtime_gather_output=False)
 
     def scaled(self, rows: Tensor, weight: Tensor | None, scale: float) -> Tensor | None:
-        """The logits times `scale`, where the product's own kernel can do that; else None.
+        """The logits, `[rows, columns of this rank]`, times `scale` before they are rounded, where
+        the product's own kernel can do that; else None.
 
         Args:
             rows: hidden states `[rows, hidden]`.
             weight: `[columns of this rank, hidden]`; None: the layer's.
-            scale: by which logits are multiplied, before they are rounded.
-
-        Returns:
-            `[rows, columns of this rank]`.
+            scale: by which logits are multiplied.
         """
         weight = self.weight if weight is None else weight
         is_cublas = rows.is_cuda and choose_for(rows, weight).kernel is CUBLAS
@@ -109,12 +97,8 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
 
 
 def shard_vocabulary(model: HybridModel, vocab_size: int) -> None:
-    """Give a model's embedding and output layer the classes of this file.
-
-    Args:
-        model: with as many rows of embedding as the padded vocabulary has.
-        vocab_size: of the tokenizer; the model's `vocab_size` from now on.
-    """
+    """Give a model, with as many rows of embedding as the padded vocabulary has, the classes of
+    this file; its `vocab_size` is the tokenizer's from now on."""
     model.vocab_size = vocab_size
     if hasattr(model, "embedding"):
         model.embedding.__class__ = InferenceEmbedding

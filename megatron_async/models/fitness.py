@@ -58,25 +58,19 @@ EXPERTS = MLP | {
 
 
 def check_model(model: nn.Module, config: Any, settings: InferenceConfig) -> None:
-    """Check that no option of a model would be ignored.
+    """Check that no option of a model would be ignored; ConfigurationError names all that are not
+    served.
 
     Args:
         model: with `PagedSelfAttention` layers.
         config: the `TransformerConfig` that its context was made from.
         settings: of the engine.
-
-    Raises:
-        ConfigurationError: names all options that are not served.
     """
     refuse([*_positions(model, settings), *_modules(model, config, settings)])
 
 
 def refuse(reasons: list[str]) -> None:
-    """Raise if there are reasons not to serve a model.
-
-    Raises:
-        ConfigurationError: with all of them.
-    """
+    """Raise ConfigurationError with the reasons not to serve a model, if there are any."""
     if reasons:
         raise ConfigurationError(
             f"this model is not served, because of {'; '.join(dict.fromkeys(reasons))}. Change "

@@ -58,11 +58,6 @@ class GatedDeltaMixer(RecurrentMixer[DeltaSizes]):
 
     Tensor-parallel ranks share the key heads, and with them the value heads of each.
 
-    Args:
-        config: of the model, with Megatron's `linear_*` fields.
-        pg_collection: process groups; `tp` is used.
-        in_proj, out_proj: make the products; `in_proj` may have the norm before it inside.
-
     Attributes:
         in_proj.weight: `[sizes.in_proj, hidden]`: the rows of query, key, value, z, beta and alpha.
         conv1d.weight: `[sizes.conv, 1, 4]`, of query, key and value.

@@ -36,8 +36,7 @@ class PagedHybridStack(HybridStack):
 
     Attributes:
         gives_mtp_hidden: whether `forward` leaves the input of the first depth of multi-token
-            prediction, if any is built, with its `inference_context`: `StepView.mtp_hidden`, taken
-            after the final norm, or before it with `mtp_hidden_before_norm`.
+            prediction, if any is built, with the view (`StepView.mtp_hidden`).
         compiled: the layers as one call for some steps, given by the stack's owner; or None.
     """
 
@@ -89,19 +88,12 @@ class PagedHybridStack(HybridStack):
         return normed[:, None]
 
     def run(self, stream: Stream, view: Any) -> Stream:
-        """The layers, without the norm at the end.
+        """The stream behind the layers, without the norm at the end. On a stage with the final norm
+        its value may be parts of a sum.
 
         The residual stream is kept separate from the blocks' outputs, so that each addition is
         fused with the next norm, and both, where this is faster, with the next product. A block
         whose last product adds its output to the stream (of one row) leaves the stream whole.
-
-        Args:
-            stream: what the layers begin with, whole.
-            view: the device view of the step.
-
-        Returns:
-            the stream behind the last layer. On a stage with the final norm its value may be parts
-            of a sum.
         """
         if self.compiled is not None and self.compiled.serves(stream.value, view):
             return self.compiled.run(stream.value, view)

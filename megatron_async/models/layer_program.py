@@ -27,14 +27,11 @@ ACTIVATIONS = {"": "", "swiglu": "SwiGLU", "squared_relu": "squared ReLU"}
 
 
 class NotedOps:
-    """The ops of layers, of which each notes its name and gives empty results.
+    """The ops of layers, of which each adds its name to `notes` and gives empty results.
 
     Args:
         major: compute capability of the GPU whose rules count; 0: a CPU.
         names: of products, by the id of their weight.
-
-    Attributes:
-        notes: of the calls so far, in words.
     """
 
     def __init__(self, major: int, names: dict[int, str]) -> None:
@@ -114,16 +111,8 @@ class NotedOps:
 
 
 class NotedView:
-    """The view of a step that notes what layers ask of it.
-
-    Args:
-        config: of the model.
-        dims: shape of the step.
-        ops: where notes go.
-
-    Attributes:
-        channels: of the outputs of the recurrent layer that runs.
-    """
+    """The view of a step of shape `dims` that notes what layers ask of it; `channels` are those of
+    the recurrent layer that runs."""
 
     dummy_place = 0
     channels = 0
@@ -177,13 +166,9 @@ class NotedView:
 
 @torch.no_grad()
 def layer_program(model: Any, dims: BatchDimensions, major: int) -> list[str]:
-    """What each layer of a model launches in a step, and the end of the step: a line each.
-
-    Args:
-        model: from `build_model` on the meta device, of one rank.
-        dims: shape of the step.
-        major: compute capability of the GPU whose rules count; 0: a CPU.
-    """
+    """What each layer of a model launches in a step of shape `dims`, and the end of the step: a
+    line each. `model`: from `build_model` on the meta device, of one rank; `major`: compute
+    capability of the GPU whose rules count; 0: a CPU."""
     names = {
         id(module.weight): name.rpartition(".")[2].removeprefix("linear_")
         for name, module in model.named_modules()

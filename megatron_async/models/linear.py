@@ -45,18 +45,8 @@ PACKING_MEMORY_SHARE = 0.5
 def linear(
     ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, packed: KeptWeight | None
 ) -> Tensor:
-    """`x @ weight.T + bias`.
-
-    Args:
-        ops: of the layer.
-        x: `[..., in]`.
-        weight: `[out, in]`.
-        bias: `[out]` or None.
-        packed: the weight from `pack_weights`, or None.
-
-    Returns:
-        `[..., out]`.
-    """
+    """`x @ weight.T + bias`, of `[..., in]` and `[out, in]`; `packed` is the weight from
+    `pack_weights`."""
     if packed is not None:
         return packed.product(x, bias)
     if x.is_cuda:
@@ -102,13 +92,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         return not self.sequence_parallel and not self.skip_bias_add
 
     def choose(self, stream: Stream, rotate: int = 0, activation: Activation = "") -> Choice:
-        """How the product of a stream is computed, with the norm before it.
-
-        Args:
-            stream: of this rank's rows.
-            rotate: elements of a head, if outputs may be rotated and appended; else 0.
-            activation: wanted after the product.
-        """
+        """How the product of a stream of this rank's rows is computed, with the norm before it:
+        `rotate` has elements of a head, if outputs may be rotated and appended; else 0."""
         return choose_for(
             stream.rows,
             self.weight,
@@ -122,13 +107,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
     def product(self, stream: Stream, choice: Choice, places: QkvPlaces | None = None) -> Tensor:
         """The product of a stream, `[rows, out of this rank]`, with the wants that the choice
         meets. The stream's norm is done before, where it is not among them, and its `total` is set.
-
-        Args:
-            stream: of this rank's rows.
-            choice: of `choose`.
-            places: where keys and values go, if the choice meets `rotate`: then the result is
-                rotated queries, `[rows, heads, dim]`.
-        """
+        With `places` for keys and values, which go with a choice that meets `rotate`, the result is
+        rotated queries, `[rows, heads, dim]`."""
         if not choice.met.norm:
             normalise(self.ops, stream)
         rows: Tensor | Stream = stream if choice.met.norm else stream.value
@@ -195,15 +175,9 @@ class InferenceRowParallelLinear(RowParallelLinear):
         may_split: bool,
         choice: Choice | None = None,
     ) -> Stream:
-        """The stream behind a block that ends with this layer.
-
-        Args:
-            x: `[rows, in of this rank]`; or rows that this layer has to divide, if the choice meets
-                `squares`.
-            stream: before the block, its total known.
-            may_split: as for `choose`.
-            choice: of `choose`, if the caller has asked.
-        """
+        """The stream behind a block that ends with this layer: `x`, `[rows, in of this rank]` (or
+        rows that this layer has to divide, if the choice meets `squares`), and the stream before
+        the block, its total known."""
         rows = x.value if isinstance(x, Stream) else x
         if choice is None:
             choice = self.choose(rows, stream, may_split)
@@ -239,7 +213,8 @@ class InferenceRowParallelLinear(RowParallelLinear):
 
 
 def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = None) -> int:
-    """Keep a blocked or an 8-bit copy of every linear weight, where this is possible and faster.
+    """Keep a blocked or an 8-bit copy of every linear weight, where this is possible and faster;
+    the bytes of the copies, 0 if nothing was packed.
 
     Call it again when the weights have changed. Layers on a GPU or in another dtype than float32
     use their plain weights. So do all layers if blocked copies would take more than
@@ -250,9 +225,6 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
         free_memory: bytes.
         quantization: "int8", or None for blocked copies; "auto": int8 where this CPU has loops for
             it and the copies fit.
-
-    Returns:
-        bytes of the copies, 0 if nothing was packed.
 
     Raises:
         OutOfMemoryError: 8-bit copies that were asked for do not fit.

@@ -37,18 +37,8 @@ if TYPE_CHECKING:
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm of `y * silu(z)` over each group of heads; a single group may be spread over ranks.
-
-    Args:
-        elements: of y on this rank.
-        groups: on this rank.
-        eps: added to the mean square.
-        tp_group: ranks that hold the one group together; None: groups are whole here.
-        dtype: of the weight.
-
-    Attributes:
-        weight: `[elements]`.
-    """
+    """RMSNorm of `y * silu(z)` over each group of heads, of `elements` on this rank; a single group
+    may be spread over the ranks of `tp_group`."""
 
     ops = LayerOps()
 
@@ -82,12 +72,6 @@ class Mamba2Mixer(RecurrentMixer[MambaSizes]):
 
     Tensor-parallel ranks share the heads, and with them the groups; a single group's B and C are on
     every rank.
-
-    Args:
-        config: of the model, with Megatron's `mamba_*` fields.
-        d_model: hidden size.
-        pg_collection: process groups; `tp` is used.
-        in_proj, out_proj: make the products; `in_proj` may have the norm before it inside.
 
     Attributes:
         in_proj.weight: `[sizes.in_proj, hidden]`: the rows of z, x, B, C and dt.

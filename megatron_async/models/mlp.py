@@ -42,17 +42,11 @@ class InferenceMLP(MLP):
 
 class SharedExpertMLP(InferenceMLP):
     """The shared expert, which processes every token (DeepSeekMoE, arXiv 2401.06066); Megatron's
-    `SharedExpertMLP`. If its output has a gate, `MoELayer` applies the gate.
+    `SharedExpertMLP`, of inner dimension `moe_shared_expert_intermediate_size`.
 
     It takes whole rows and computes this rank's summand of the sum over the tensor-parallel ranks.
-    `MoELayer` adds the other experts' output before the sum over ranks.
-
-    Args:
-        config: of the model; the inner dimension is `moe_shared_expert_intermediate_size`.
-        tp_group: ranks that share it.
-
-    Attributes:
-        gate_weight: `[1, hidden]`, on every rank; None: there is no gate.
+    `MoELayer` adds the other experts' output before the sum over ranks, and applies the gate, if
+    there is one: `gate_weight`, `[1, hidden]`, on every rank.
     """
 
     gate_weight: nn.Parameter | None

@@ -82,14 +82,8 @@ def transformer_config(
     sizes: ParallelSizes | None = None,
     with_mtp: bool = False,
 ) -> ModelConfig:
-    """Megatron configuration of an architecture, every fusion that needs a GPU package off.
-
-    Args:
-        architecture: of the whole model.
-        dtype: of weights and activations.
-        sizes: over how many ranks it is split; None: one.
-        with_mtp: with its layers of multi-token prediction.
-    """
+    """Megatron configuration of an architecture, every fusion that needs a GPU package off; of one
+    rank, unless `sizes` say otherwise."""
     a, sizes = architecture, sizes or ParallelSizes()
     stages = sizes.pipeline_model_parallel
     gated = a.activation == "silu"

@@ -93,13 +93,8 @@ class MoELayer(MegatronModule):
     If there are few tokens and all experts are on this rank, one op does routing, experts, the
     shared expert and the norm before them (`ops/experts/few_tokens.py`).
 
-    Args:
-        config: of the model.
-        pg_collection: process groups; `ep` and `tp` are used.
-
-    Attributes:
-        on_routing: called with the routing of this rank's tokens after the kernels that write it
-            have been launched; or None.
+    `on_routing`, if it is set, is called with the routing of this rank's tokens after the kernels
+    that write it have been launched.
     """
 
     on_routing: Callable[[Routing], None] | None = None

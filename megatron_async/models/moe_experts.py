@@ -35,11 +35,7 @@ from megatron_async.ops.experts.symmetric_exchange import SymmetricExchange, exc
 
 
 class StackedLinear(nn.Module):
-    """One weight for all experts of this rank.
-
-    Attributes:
-        weight: `[local experts, out, in]`.
-    """
+    """One weight for all experts of this rank, `[local experts, out, in]`."""
 
     def __init__(self, experts: int, rows: int, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,12 +44,8 @@ class StackedLinear(nn.Module):
 
 class Experts(MegatronModule):
     """MLPs with SwiGLU (Shazeer 2020) or, without a gate, squared ReLU, computed as grouped matrix
-    products.
-
-    Args:
-        config: of the model.
-        pg_collection: process groups: experts are spread over `ep`, each split over `tp`, evenly
-            (`check_partition`).
+    products. Experts are spread over the group `ep`, each split over `tp`, evenly
+    (`check_partition`).
 
     Attributes:
         first_expert: number of the first expert of this rank.
@@ -126,12 +118,7 @@ def _place(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 class TokenDispatcher:
-    """Gathers tokens over the ranks of a group and reduces sums back to them.
-
-    Args:
-        group: the expert-parallel group.
-        topk: experts of a token.
-    """
+    """Gathers tokens over the ranks of an expert-parallel group and reduces sums back to them."""
 
     def __init__(self, group: dist.ProcessGroup, topk: int) -> None:
         self._group = group
@@ -145,19 +132,14 @@ class TokenDispatcher:
         return self._size == 1
 
     def dispatch(self, x: Tensor, routing: Routing, tokens: int) -> tuple[Tensor, Routing]:
-        """The tokens of all ranks, in the order of ranks.
+        """The tokens of all ranks, in the order of ranks, and their routing; in a group of one
+        rank, the arguments.
 
         Args:
             x: `[own tokens, hidden]`, contiguous.
-            routing: of these tokens.
+            routing: of these tokens; padding has no experts.
             tokens: of each rank, padding included, the same on all; 0: as many as here.
-
-        Returns:
-            `[ranks * tokens, hidden]` and their routing; padding has no experts. In a group of one
-            rank, the arguments.
-
-        Raises:
-            ValueError: this rank has more than `tokens` tokens.
+                ValueError if this rank has more.
         """
         if self._size == 1:
             return x, routing
@@ -173,15 +155,8 @@ class TokenDispatcher:
         return all_x, Routing(experts, weights)
 
     def combine(self, sums: Tensor, own_tokens: int) -> Tensor:
-        """Sums over all ranks' experts of this rank's tokens.
-
-        Args:
-            sums: `[ranks * tokens, hidden]` of this rank's experts, contiguous.
-            own_tokens: how many were dispatched here, without padding.
-
-        Returns:
-            `[own tokens, hidden]`.
-        """
+        """Sums over all ranks' experts of this rank's own tokens, without padding, of `[ranks *
+        tokens, hidden]` of this rank's experts, contiguous."""
         if self._size == 1:
             return sums
         symmetric = self._combines(sums)
@@ -200,17 +175,8 @@ class TokenDispatcher:
     def combine_add_rms_norm(
         self, sums: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`combine`, residual add and RMSNorm in one kernel, where `combines_with_norm`.
-
-        Args:
-            sums: as for `combine`.
-            residual: `[own tokens, hidden]`.
-            weight: `[hidden]`, the norm's weight.
-            eps: added to the mean square.
-
-        Returns:
-            normed `[own tokens, hidden]`, and the new residual.
-        """
+        """`combine`, residual add and RMSNorm in one kernel, where `combines_with_norm`: normed
+        `[own tokens, hidden]`, and the new residual."""
         symmetric = self._combines(sums)
         assert symmetric is not None, "see combines_with_norm"
         self._exchange.calls["combine with norm"] += 1

@@ -35,18 +35,14 @@ REMEDY = "use speculative_method='ngram', which needs no weights, or none"
 
 
 class MultiTokenPredictionLayer(MegatronModule):
-    """One depth, with the parameter names of Megatron-Core's class of this name.
-
-    Args:
-        config: of the model; `mtp_pattern` lists the layers.
-        spec: of the model's stack; this one is made of the same.
-        groups: process groups.
+    """One depth, with the parameter names of Megatron-Core's class of this name, of the same spec
+    as the model's stack.
 
     Attributes:
         enorm, hnorm: norms of the embedding and of the hidden state.
         eh_proj: `[hidden, 2 hidden]`, of the normed embedding and the normed hidden state, in this
             order; ranks share its rows.
-        mtp_model_layer: the stack, without a final norm of its own.
+        mtp_model_layer: the stack of `mtp_pattern`, without a final norm of its own.
         final_layernorm: the norm after the stack.
     """
 
@@ -83,7 +79,8 @@ class MultiTokenPredictionLayer(MegatronModule):
         self.final_layernorm = make_norm(config, hidden, eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, view: StepView) -> Tensor:
-        """Hidden states of the next depth.
+        """Hidden states of the next depth, `[tokens, 1, hidden]`, after its final norm, for the
+        output layer.
 
         Args:
             embedded: `[tokens, 1, hidden]`, embeddings of the tokens after those of `hidden`.
@@ -91,9 +88,6 @@ class MultiTokenPredictionLayer(MegatronModule):
                 depth's, after its final norm.
             view: of a step with so many tokens: the places of their keys, and the keys that each
                 token sees.
-
-        Returns:
-            `[tokens, 1, hidden]`, after this depth's final norm, for the output layer.
         """
         # The residual stream begins here.
         projected, _ = self.eh_proj(self.join(embedded, hidden)[:, None])
@@ -101,31 +95,15 @@ class MultiTokenPredictionLayer(MegatronModule):
         return normalised(self.ops, stream, self.final_layernorm)[0][:, None]
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """The input of `eh_proj`.
-
-        Args:
-            embedded: `[tokens, 1, hidden]`.
-            hidden: `[tokens, hidden]`.
-
-        Returns:
-            `[tokens, 2 hidden]`: each normed, the embedding first.
-        """
+        """The input of `eh_proj`, `[tokens, 2 hidden]`: each of the two normed, the embedding
+        first."""
         parts = ((embedded.flatten(0, 1), self.enorm), (hidden, self.hnorm))
         normed = [normalised(self.ops, Stream(rows), norm)[0] for rows, norm in parts]
         return torch.cat(normed, dim=-1)
 
 
 class MultiTokenPrediction(MegatronModule):
-    """All depths of a model.
-
-    Args:
-        config: of the model; its `mtp_pattern` and `mtp_num_depths` say what is built.
-        spec: of the trunk's stack.
-        groups: process groups.
-
-    Attributes:
-        layers: a `MultiTokenPredictionLayer` for each depth that has weights of its own.
-    """
+    """All depths of a model: in `layers` one for each that has weights of its own."""
 
     def __init__(
         self,
@@ -150,16 +128,8 @@ class MultiTokenPrediction(MegatronModule):
 
 
 def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes) -> None:
-    """Check that a model's layers of multi-token prediction can be built.
-
-    Args:
-        architecture: of the whole model.
-        sizes: over how many ranks it is split.
-
-    Raises:
-        ConfigurationError: the model has no MTP layers, or layers that are not served, or another
-            setting is not served together with MTP.
-    """
+    """Check that a model's layers of multi-token prediction can be built; ConfigurationError: it
+    has none, or layers that are not served, or another setting is not served together with MTP."""
     a = architecture
     if not a.mtp_pattern:
         raise ConfigurationError(

@@ -16,16 +16,8 @@ from megatron_async.ops.linear.stream import Stream
 
 
 class InferenceRMSNorm(nn.RMSNorm):
-    """torch's RMSNorm (Zhang and Sennrich 2019), whose factors may be 1 + weight.
-
-    Args:
-        size: elements that are normalised together.
-        eps: added to the mean square.
-        is_zero_centered: whether it multiplies by 1 + weight.
-
-    Attributes:
-        weight: `[size]`, as checkpoints hold it.
-    """
+    """torch's RMSNorm (Zhang and Sennrich 2019) of `size` elements, whose factors may be 1 +
+    weight."""
 
     def __init__(self, size: int, eps: float, is_zero_centered: bool) -> None:
         super().__init__(size, eps=eps)
@@ -35,11 +27,7 @@ class InferenceRMSNorm(nn.RMSNorm):
     @property
     def factors(self) -> Tensor:
         """`[size]`: what normed elements are multiplied by; float32 or wider where it is 1 +
-        weight.
-
-        Raises:
-            RuntimeError: `fold_norms` has not been called.
-        """
+        weight, and then RuntimeError before `fold_norms` has been called."""
         if not self.is_zero_centered:
             return self.weight
         if self._folded is None:

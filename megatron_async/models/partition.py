@@ -24,11 +24,7 @@ def padded_vocab_size(vocab_size: int, ranks: int) -> int:
 
 
 def local_heads(model: Any) -> tuple[int, int]:
-    """Query heads and KV heads of one rank.
-
-    Args:
-        model: Megatron's `TransformerConfig`.
-    """
+    """Query heads and KV heads of one rank, by Megatron's `TransformerConfig`."""
     ranks = model.tensor_model_parallel_size
     return model.num_attention_heads // ranks, model.num_query_groups // ranks
 
@@ -47,11 +43,7 @@ def recurrent_sizes(model: Any, kinds: str) -> list[RecurrentSizes]:
 
 
 def mtp_kv_layers(model: Any) -> int:
-    """KV layers of multi-token prediction, after those of the model; 0 if it is not built.
-
-    Args:
-        model: Megatron's `TransformerConfig`, or a `ModelConfig`.
-    """
+    """KV layers of multi-token prediction, after those of the model; 0 if it is not built."""
     depths: int = getattr(model, "mtp_num_depths", 0)
     return depths * str(getattr(model, "mtp_pattern", "")).count(ATTENTION)
 
@@ -66,11 +58,8 @@ def is_recurrent(model: Any) -> bool:
 def check_partition(
     architecture: ModelArchitecture, sizes: ParallelSizes, transformer_impl: str
 ) -> None:
-    """Check that a model can be split over so many ranks.
-
-    Raises:
-        ConfigurationError: a size is no multiple of the ranks; names it, and the sizes that fit.
-    """
+    """Check that a model can be split over so many ranks; ConfigurationError names a size that is
+    no multiple of the ranks, and the sizes that fit."""
     ranks = sizes.tensor_model_parallel
     if sizes.sequence_parallel and transformer_impl != "local":
         raise ConfigurationError(

@@ -74,14 +74,9 @@ def split_pattern(
 
 
 def _even_ends(costs: Sequence[float], stages: int, last_cost: float) -> tuple[int, ...]:
-    """Where stages end: of all ways to cut, that with the smallest largest stage, then the smallest
-    sum of squares, then the latest ends.
-
-    Args:
-        costs: of units, more than `stages`, in order.
-        stages: to cut them into.
-        last_cost: of the last stage besides.
-    """
+    """Where stages end: of all ways to cut the units' costs, that with the smallest largest stage
+    (the last one's cost is larger by `last_cost`), then the smallest sum of squares, then the
+    latest ends."""
     sums = [0.0, *accumulate(costs)]
     total = len(costs)
     # Best way to cut all from a unit on into so many stages: (largest, squares, minus the ends).

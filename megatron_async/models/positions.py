@@ -20,11 +20,8 @@ LEARNED = "learned_absolute"
 
 
 class AppliedInAttention(nn.Module):
-    """Replaces a model's `RotaryEmbedding` and returns no angles.
-
-    Args:
-        rotary: the model's own module, which has the frequencies.
-    """
+    """Replaces a model's `RotaryEmbedding`, which is kept for its frequencies, and returns no
+    angles."""
 
     def __init__(self, rotary: RotaryEmbedding) -> None:
         super().__init__()
@@ -47,17 +44,10 @@ def rotary_of(model: nn.Module) -> Any:
 def take_over_positions(
     model: nn.Module, max_length: int, device: torch.device
 ) -> RotaryTable | None:
-    """The table of the frequencies of `model`, which computes no angles from then on.
-
-    Args:
-        model: one that `check_model` has passed.
-        max_length: of a sequence.
-        device: of the table.
-
-    Returns:
-        None for a model without a rotary embedding of its own: it keeps what its configuration
-        describes, which is nothing for Megatron's `TransformerConfig`.
-    """
+    """The table of the frequencies of `model`, one that `check_model` has passed, for sequences of
+    `max_length`; the model computes no angles from then on. None for a model without a rotary
+    embedding of its own: it keeps what its configuration describes, which is nothing for Megatron's
+    `TransformerConfig`."""
     rotary = rotary_of(model)
     frequencies, interpolation = torch.empty(0), None
     if rotary is not None:

@@ -30,22 +30,14 @@ class RecurrentMixer[Sizes: RecurrentSizes](MegatronModule):
     `in_proj` and the convolution consist of strips. Tensor-parallel ranks split each strip
     separately, so each is a tensor of its own in Megatron's distributed checkpoints, as
     Megatron-Core 0.19's `MambaMixer` and `GatedDeltaNet` write them: `in_proj.weight.z`, `.x`,
-    `.B`, `.C`, `.dt` and `conv1d.weight.x` of Mamba-2, `in_proj.weight.query`, `.key`, `.value`,
-    `.z`, `.beta`, `.alpha` and `conv1d.weight.query` of Gated DeltaNet, and so on.
-
-    Args:
-        config: of the model.
-        whole: sizes of all ranks together.
-        hidden: size of the layer's input.
-        tp_group: ranks that share the layer.
-        in_proj: makes the first product; it may have the norm before it inside.
+    `.B`, `.C`, `.dt` and `conv1d.weight.x` of Mamba-2, and so on.
 
     Attributes:
         whole_sizes, sizes: of all ranks together, and of this one.
         state_layer_index: this module's layer in the state pool; see `stamp_state_layers`.
         kind: the character of the layer pattern.
-        served: fields of the configuration, and the one value of each that is served.
         megatrons: name of Megatron-Core's class.
+        served: fields of the configuration, and the one value of each that is served.
         per_head: parameters of one number a head.
         norm_name: of the norm behind the recurrence.
         norm_axis: along which ranks share the norm's weight; None: each has it whole.
@@ -112,18 +104,9 @@ class RecurrentMixer[Sizes: RecurrentSizes](MegatronModule):
         inference_context: RecurrentStepView | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output for one step, called by TransformerEngine's stack.
-
-        Args:
-            hidden_states: `[tokens, 1, hidden]`, compute dtype, on the model's device.
-            inference_context: the device view of the step.
-
-        Returns:
-            `[tokens, 1, hidden]`, and None.
-
-        Raises:
-            RuntimeError: called without a view (training and static batching are not served).
-        """
+        """The layer's output for one step, called by TransformerEngine's stack: `[tokens, 1,
+        hidden]` -> the same, and None. RuntimeError without a view: training and static batching
+        are not served."""
         if inference_context is None:
             raise RuntimeError(
                 f"{type(self).__name__} runs only inside the engine: it was called without an "
@@ -199,7 +182,7 @@ class RecurrentMixer[Sizes: RecurrentSizes](MegatronModule):
 
 
 def stamp_state_layers(model: nn.Module) -> int:
-    """Number the recurrent mixers of `model` in execution order; return how many there are."""
+    """Number the recurrent mixers of `model` in execution order; return their number."""
     mixers = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
     for index, mixer in enumerate(mixers):
         mixer.state_layer_index = index

@@ -38,12 +38,8 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = Non
 
 
 def described_frequencies(config: Any) -> Tensor:
-    """Inverse frequencies of the rope that a model's configuration describes. Empty for
-    Megatron's own configuration, which has no rope fields (`models/positions.py` reads the model).
-
-    Args:
-        config: `models.hybrid.ModelConfig`, or Megatron's `TransformerConfig`.
-    """
+    """Inverse frequencies of the rope that a model's configuration describes. Empty for Megatron's
+    own configuration, which has no rope fields (`models/positions.py` reads the model)."""
     kind = getattr(config, "position_embedding_type", "rope")
     if kind == "none" or not hasattr(config, "rotary_base"):
         return torch.empty(0, device="cpu")

@@ -63,13 +63,9 @@ _LARGEST = {name: limit for limit, names in _EACH.items() for name in names}
 
 
 def size_problem(name: str, value: object) -> str:
-    """What is wrong with a size: what it must be, or "" where nothing is.
-
-    Args:
-        name: of the setting, in `config.json`, GGUF metadata (with the architecture's prefix),
-            Megatron's arguments or `ModelArchitecture`.
-        value: as it was read.
-    """
+    """What is wrong with a size: what it must be, or "" where nothing is. Its name is that in
+    `config.json`, GGUF metadata (with the architecture's prefix), Megatron's arguments or
+    `ModelArchitecture`."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         return "must be a positive integer"
     limit = _LARGEST.get(name.rpartition(".")[2], LARGEST_OTHER)

@@ -96,32 +96,15 @@ class RecurrentStepView(StepView, Protocol):
     """A pass over the tokens of a step, which may have recurrent layers."""
 
     def recurrent(self, layer: int, projected: Tensor, params: Any) -> Tensor:
-        """Convolution and recurrence of one recurrent layer.
-
-        Args:
-            layer: index among the recurrent layers.
-            projected: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer: `MambaParams` or `DeltaParams`.
-
-        Returns:
-            `[tokens, channels]`, before the gated norm.
-        """
+        """Convolution and recurrence of one recurrent layer (by its index among these): `[tokens,
+        ...]`, the output of the layer's first product, -> `[tokens, channels]`, before the gated
+        norm. `params` are `MambaParams` or `DeltaParams`."""
 
     def recurrent_gated(
         self, layer: int, projected: Tensor, params: MambaParams, norm_weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`recurrent` of a Mamba-2 layer, gated and multiplied by the norm's weight; only where
-        `may_gate`.
-
-        Args:
-            layer: index among the recurrent layers.
-            projected: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer.
-            norm_weight: `[channels]`.
-
-        Returns:
-            `[tokens, channels]`, and `Stream.squares`.
-        """
+        """`recurrent` of a Mamba-2 layer, gated and multiplied by the norm's weight, `[channels]`:
+        also `Stream.squares`. Only where `may_gate`."""
 
     @property
     def may_gate(self) -> bool:
