@@ -31,13 +31,10 @@ ROOT, CORE = "megatron", "megatron.core"
 
 
 class ModuleView(ModuleType):
-    """A module, seen with one attribute exchanged.
+    """A module (`megatron` or `megatron.core`), seen with one attribute exchanged.
 
     Reading and writing go to the module itself, so that a script that sets an attribute of
     `megatron.core` sets Megatron's.
-
-    Args:
-        name: of the module: `megatron` or `megatron.core`.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,10 +85,6 @@ class OwnModules:
     These are `__main__`, modules whose file lies in `folder` or below, and modules of `packages`.
     Never its own, unless named in `packages`, are `megatron` and `megatron_async` (a script in the
     root of a checkout has both below it) and what is installed in an environment below the folder.
-
-    Args:
-        folder: of the script; None: only `__main__` and the packages.
-        packages: names of packages and modules, each with all below it.
     """
 
     def __init__(self, folder: Path | None, packages: Iterable[str]) -> None:
@@ -100,22 +93,14 @@ class OwnModules:
         self._known: dict[tuple[str, Any], bool] = {}
 
     def add(self, folder: Path | None, packages: Iterable[str]) -> None:
-        """Count more modules as own.
-
-        Args:
-            folder: takes the place of an earlier one, if it is not None.
-            packages: more of them.
-        """
+        """Count more modules as own; a folder takes the place of an earlier one."""
         self._folder = self._folder if folder is None else folder.resolve()
         self._packages |= frozenset(packages)
         self._known.clear()
 
     def has(self, namespace: Mapping[str, Any] | None) -> bool:
-        """Whether the module with these globals is the script's own.
-
-        Args:
-            namespace: globals of the module that imports; None, of C code, is not.
-        """
+        """Whether the module with these globals is the script's own; C code, which has none, is
+        not."""
         if namespace is None:
             return False
         name = namespace.get("__name__")
@@ -144,11 +129,8 @@ class OwnModules:
 
 
 class ImportHook:
-    """Stands in front of `builtins.__import__` and `importlib.import_module` until `stop`.
-
-    Args:
-        own: whose imports are answered.
-    """
+    """Stands in front of `builtins.__import__` and `importlib.import_module` until `stop`, and
+    answers the imports of a script's own modules."""
 
     def __init__(self, own: OwnModules) -> None:
         self.own = own

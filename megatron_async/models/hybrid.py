@@ -1,7 +1,7 @@
 """Build a Megatron-Core model for the engine from a `ModelArchitecture`.
 
-All models are Megatron's `HybridModel` with a layer pattern (`layer_spec.py`). Parameter names are
-Megatron's, so checkpoints of Megatron and of this engine load in both.
+All models are Megatron's `HybridModel` with a layer pattern (`hybrid_stack.py` has the spec).
+Parameter names are Megatron's, so checkpoints of Megatron and of this engine load in both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.embedding import shard_vocabulary
-from megatron_async.models.layer_spec import hybrid_stack_spec
+from megatron_async.models.hybrid_stack import hybrid_stack_spec
 from megatron_async.models.model_config import ModelConfig, transformer_config
 from megatron_async.models.mtp import MultiTokenPrediction, check_mtp
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import EXPERTS
 from megatron_async.models.decoder_layer import LAYER_KINDS
-from megatron_async.models.hybrid_stack import PagedHybridStack
-from megatron_async.models.layer_spec import hybrid_stack_spec
+from megatron_async.models.hybrid_stack import PagedHybridStack, hybrid_stack_spec
 from megatron_async.ops.linear.stream import Stream
 
 

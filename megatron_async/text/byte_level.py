@@ -61,12 +61,8 @@ def byte_runs(backend: BackendTokenizer) -> ByteRuns | None:
 
 
 class BytePieces(dict[int, bytes]):
-    """Bytes of each token, by token id. A token is read when it is first asked for: reading a large
-    vocabulary takes a second.
-
-    Args:
-        backend: a tokenizer that `is_byte_level`.
-    """
+    """Bytes of each token, by token id, of a backend that `is_byte_level`. A token is read when it
+    is first asked for: reading a large vocabulary takes a second."""
 
     def __init__(self, backend: BackendTokenizer) -> None:
         super().__init__()

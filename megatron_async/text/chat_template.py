@@ -31,19 +31,9 @@ LARGEST_TEMPLATE = 4 * MIB
 def folder_template(
     folder: Path, config: Mapping[str, Any], error: type[ConfigurationError]
 ) -> str | None:
-    """The template of a folder: of its files, else of its `tokenizer_config.json`.
-
-    Args:
-        folder: a Hugging Face folder.
-        config: the fields of its `tokenizer_config.json`.
-        error: what is raised.
-
-    Returns:
-        jinja2 source; None if there is no template.
-
-    Raises:
-        ConfigurationError: of the class `error`: a template or a file is malformed.
-    """
+    """The template (jinja2 source) of a Hugging Face folder: of its files, else of its
+    `tokenizer_config.json`; None if there is none. `error` is raised for a malformed template or
+    file."""
     value = config.get("chat_template")
     if isinstance(value, list):  # of objects, in older files
         value = {e.get("name"): e.get("template") for e in value if isinstance(e, Mapping)}
@@ -62,12 +52,8 @@ def folder_template(
 
 
 def join_templates(templates: Mapping[str, str]) -> str | None:
-    """One template of several: with tools that which is made for tools, else the default one.
-
-    Args:
-        templates: jinja2 source by name; the names of others say when a person may choose them, so
-            no chat gets them by itself.
-    """
+    """One template of several, by name: with tools that which is made for tools, else the default
+    one. The names of others say when a person may choose them, so no chat gets them by itself."""
     if WITH_TOOLS not in templates:
         default = templates.get(DEFAULT)
         return _no_default(templates) if default is None and templates else default
@@ -90,11 +76,8 @@ def _no_default(templates: Mapping[str, str]) -> str:
 
 
 def compile_chat_template(source: str) -> jinja2.Template:
-    """A template in a sandbox: it is code that came with a download.
-
-    Raises:
-        jinja2.TemplateSyntaxError: it is none.
-    """
+    """A template in a sandbox: it is code that came with a download. jinja2.TemplateSyntaxError: it
+    is none."""
     # Block trimming and loop controls are what templates are written for.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,

@@ -26,11 +26,8 @@ LONGEST_WINDOW = 64
 
 
 class IncrementalDetokenizer:
-    """The text of one request's generated tokens, piece by piece.
-
-    Args:
-        detokenize: text of token ids.
-    """
+    """The text of one request's generated tokens, piece by piece, by a function from token ids to
+    text."""
 
     def __init__(self, detokenize: Callable[[list[int]], str | None]) -> None:
         self._detokenize = detokenize
@@ -79,11 +76,8 @@ class IncrementalDetokenizer:
 
 
 class ByteDetokenizer:
-    """The text of one request's generated tokens, where texts are the bytes of their tokens.
-
-    Args:
-        pieces: bytes by token id.
-    """
+    """The text of one request's generated tokens, where texts are the bytes of their tokens, by
+    id."""
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
         self._pieces = pieces

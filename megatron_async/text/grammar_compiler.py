@@ -29,12 +29,8 @@ COMMAND = [sys.executable, "-P", str(Path(grammar_worker.__file__))]
 
 
 class GrammarChecker:
-    """Owns one worker process; it is started when there is a first grammar, and again after one
-    that was too much for it.
-
-    Args:
-        tokenizer: arguments of `grammar_worker.make_tokenizer`.
-    """
+    """Owns one worker process, for a tokenizer as `grammar_worker.make_tokenizer` takes it; it is
+    started when there is a first grammar, and again after one that was too much for it."""
 
     def __init__(self, tokenizer: tuple[str, int, list[int]]) -> None:
         self._tokenizer = tokenizer
@@ -42,19 +38,9 @@ class GrammarChecker:
         self._stop: weakref.finalize[Any, Any] | None = None
 
     def check(self, source: str, limit_s: float) -> int:
-        """Compile a grammar there.
-
-        Args:
-            source: the grammar.
-            limit_s: seconds of CPU time that it may take.
-
-        Returns:
-            bytes that its compiled form takes; 0 where that is unknown.
-
-        Raises:
-            RequestError: it does not compile.
-            RuntimeError: the process cannot be started.
-        """
+        """Compile a grammar there, in at most so many seconds of CPU time: the bytes that its
+        compiled form takes; 0 where that is unknown. RequestError: it does not compile.
+        RuntimeError: the process cannot be started."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         answer = self._ask([source, limit_s])
@@ -152,12 +138,8 @@ STACK_BYTES = 16 << 20
 
 
 class CompiledGrammar(NamedTuple):
-    """A grammar at its beginning.
-
-    Attributes:
-        matcher: of llguidance; is copied.
-        size: bytes; 0 where that is unknown.
-    """
+    """A grammar at its beginning: llguidance's matcher, which is copied, and its bytes; 0 where
+    these are unknown."""
 
     matcher: Any
     size: int
@@ -167,16 +149,8 @@ class GrammarCompiler:
     """Compiles each grammar twice, both times beside the engine's thread: in a process that it may
     crash or never end, and, once that has shown that it does neither, here (the compiled form
     cannot be sent). The library lets go of Python's lock meanwhile. It does not while it reads the
-    tokenizer, once for an engine, and no other process or thread can do that instead: a
-    server calls `prepare` before the first request.
-
-    Args:
-        tokenizer: of the engine, or None.
-        vocab_size: columns of the logits.
-
-    Attributes:
-        limit_s: CPU time that a grammar may take.
-    """
+    tokenizer, once for an engine, and no other process or thread can do that instead: a server
+    calls `prepare` before the first request. `limit_s`: CPU time that a grammar may take."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -196,16 +170,10 @@ class GrammarCompiler:
             self._read_tokenizer()
 
     def begin(self, wanted: Any) -> Future[Any]:
-        """Compile a grammar, unless that has been done. The first one takes a moment, unless
-        `prepare` was called.
-
-        Returns:
-            a future for `start`; its exception says what is wrong with the grammar.
-
-        Raises:
-            RequestError: it is no `StructuredOutput`, or of a wrong type, or too large, or there is
-                no tokenizer that llguidance can read.
-        """
+        """Compile a grammar, unless that has been done: a future for `start`, whose exception says
+        what is wrong with the grammar. The first one takes a moment, unless `prepare` was called.
+        RequestError: it is no `StructuredOutput`, or of a wrong type, or too large, or there is no
+        tokenizer that llguidance can read."""
         if not isinstance(wanted, StructuredOutput):
             raise RequestError(
                 f"structured_output={reprlib.repr(wanted)} is not allowed: it must be a "

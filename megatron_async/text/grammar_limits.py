@@ -39,14 +39,8 @@ MOST_COUNT = 2**31
 
 
 def exact_numbers(schema: Any) -> Any:
-    """A copy of a schema whose numbers the grammar library takes exactly.
-
-    Args:
-        schema: JSON values.
-
-    Raises:
-        RequestError: it would take one for another number; the message names it.
-    """
+    """A copy of a schema of JSON values whose numbers the grammar library takes exactly;
+    RequestError names one that it would take for another."""
     if isinstance(schema, list):
         return [exact_numbers(part) for part in schema]
     if not isinstance(schema, dict):

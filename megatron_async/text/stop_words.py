@@ -15,34 +15,20 @@ MOST_TOKENS = 4096
 
 
 class StopWords(Protocol):
-    """The stop words of one request.
-
-    Attributes:
-        counts_from: characters of the text that were there when words began to count; a word that
-            is complete within them does not.
-    """
+    """The stop words of one request. `counts_from`: characters of the text that were there when
+    words began to count; a word that is complete within them does not."""
 
     counts_from: int
 
     def end_with(self, generated: NDArray[np.integer[Any]], min_tokens: int) -> bool:
-        """Whether the newest token completes a stop word.
-
-        Args:
-            generated: int32 `[generated tokens]`, the newest last.
-            min_tokens: words that are complete before this many tokens do not count.
-        """
+        """Whether the newest of the generated tokens, int32 `[tokens]`, completes a stop word;
+        words that are complete before `min_tokens` tokens do not count."""
         ...
 
 
 class ByteMatcher(StopWords):
-    """Stop words in a text that is the bytes of its tokens in a row; it remembers nothing, so it
-    need not be asked for tokens that cannot complete a word.
-
-    Args:
-        words: UTF-8 of the stop words, none empty.
-        pieces: bytes by token id.
-        detokenize: text of token ids.
-    """
+    """Stop words (UTF-8, none empty) in a text that is the bytes of its tokens in a row; it
+    remembers nothing, so it need not be asked for tokens that cannot complete a word."""
 
     @override
     def __init__(
@@ -78,13 +64,8 @@ class ByteMatcher(StopWords):
 
 
 class StopWordMatcher(StopWords):
-    """Watches the text of one request's generated tokens, for any tokenizer: it must be asked at
-    every token.
-
-    Args:
-        words: not empty, none of them empty.
-        detokenize: text of token ids.
-    """
+    """Watches the text of one request's generated tokens for words, none empty, for any tokenizer:
+    it must be asked at every token."""
 
     def __init__(self, words: Sequence[str], detokenize: Callable[[list[int]], str]) -> None:
         self._words = tuple(words)
@@ -99,12 +80,7 @@ class StopWordMatcher(StopWords):
         return self.push(int(generated[-1]), len(generated) >= min_tokens)
 
     def push(self, token: int, counts: bool = True) -> bool:
-        """Take the next token; whether it completes a stop word.
-
-        Args:
-            token: its id.
-            counts: False while words do not count yet (min_tokens).
-        """
+        """Take the next token; whether it completes a stop word that counts."""
         new = self._text.push(token)
         text = self._tail + new
         known = len(self._tail)
@@ -122,14 +98,8 @@ def held_back(words: Sequence[str]) -> int:
 
 
 def cut_at_stop_word(text: str, words: Sequence[str], keep: bool, counts_from: int = 0) -> str:
-    """`text` up to the stop word that is complete first.
-
-    Args:
-        text: of a request that a stop word ended.
-        words: its stop words.
-        keep: leave the stop word itself at the end.
-        counts_from: see `StopWordMatcher`.
-    """
+    """The text of a request up to the stop word that is complete first (with that word: `keep`), of
+    those that count."""
     start, end = first_stop_word(text, words, counts_from)
     return text[: end if keep else start]
 

@@ -104,14 +104,8 @@ class StructuredOutput:
 
 
 class TokenGrammar:
-    """The state of one request's grammar.
-
-    Args:
-        matcher: llguidance's, at its beginning; taken over.
-
-    Attributes:
-        behind_s: CPU seconds by which it has exceeded its allowance.
-    """
+    """The state of one request's grammar; llguidance's matcher, at its beginning, is taken over.
+    `behind_s`: CPU seconds by which it has exceeded its allowance."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -119,11 +113,8 @@ class TokenGrammar:
         self.behind_s = 0.0
 
     def accept(self, token: int) -> None:
-        """Take the token that was sampled.
-
-        Raises:
-            RequestError: the grammar does not allow it (nothing was left to sample), or gave up.
-        """
+        """Take the token that was sampled; RequestError: the grammar does not allow it (nothing was
+        left to sample), or gave up."""
         start = time.thread_time()
         is_accepted = self._failure is None and self._matcher.consume_token(token)
         self.behind_s += time.thread_time() - start
@@ -145,11 +136,8 @@ class TokenGrammar:
         return self._matcher.is_stopped()
 
     def mask(self, out: NDArray[np.int32]) -> None:
-        """Write which tokens may come next.
-
-        Args:
-            out: int32 `[words]`, C-contiguous; bit i % 32 of word i // 32 is token i.
-        """
+        """Write which tokens may come next into int32 `[words]`, C-contiguous; bit i % 32 of word i
+        // 32 is token i."""
         start = time.thread_time()
         try:
             self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
@@ -168,13 +156,9 @@ class TokenGrammar:
 
 @lru_cache(KEPT)
 def _source_of(name: str, text: str) -> str:
-    """The grammar of a field's text as llguidance takes it.
-
-    Kept, because a request with many answers asks for each of them, on the engine's thread.
-
-    Raises:
-        RequestError: the text is too large or too deep.
-    """
+    """The grammar of a field's text as llguidance takes it; RequestError: it is too large or too
+    deep. Kept, because a request with many answers asks for each of them, on the engine's
+    thread."""
     from llguidance import LLMatcher
 
     if name == "json_schema":

@@ -104,12 +104,8 @@ class TokenText:
         return self._return(max(end, 0))
 
     def end(self, finish_reason: str | None, stop_words_from: int = 0) -> str:
-        """The rest of the text; `push` must not be called afterwards.
-
-        Args:
-            finish_reason: of the request.
-            stop_words_from: likewise; characters of the text after which stop words count.
-        """
+        """The rest of the text; `push` must not be called afterwards. Stop words count after so
+        many characters of the text."""
         if self._keeps_stop or finish_reason not in ENDED_BY_TOKEN:
             self._settle(self._held)
         if isinstance(self._decoder, ByteDetokenizer):

@@ -25,12 +25,8 @@ MOST_SETS = 64
 
 
 class TokenWatch:
-    """Finds the rows of a step whose newest token can complete a stop word.
-
-    Args:
-        tokenizer: of the engine, or None. Stop words are cheap if it tells `token_bytes`.
-        vocab_size: columns of the logits.
-    """
+    """Finds the rows of a step whose newest token can complete a stop word. Stop words are cheap if
+    the engine's tokenizer tells `token_bytes`."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -49,28 +45,16 @@ class TokenWatch:
     def is_watched(
         self, rows: NDArray[np.integer[Any]], tokens: NDArray[np.integer[Any]]
     ) -> NDArray[np.bool_]:
-        """Which tokens are to be looked at.
-
-        Args:
-            rows: int32 `[n]`, of the table.
-            tokens: int32 `[n]`.
-
-        Returns:
-            bool `[n]`.
-        """
+        """Which tokens are to be looked at, bool `[n]`, by rows of the table and tokens, int32
+        `[n]` each."""
         found: NDArray[np.bool_] = self._flat.take(rows * self._vocab_size + tokens, mode="clip")
         return found
 
     def stop_words(
         self, words: Sequence[str], detokenize: Callable[[list[int]], str]
     ) -> tuple[StopWords, int]:
-        """A matcher for one request, and the row of the table that says when to ask it. The first
-        call takes a moment: all tokens are read.
-
-        Args:
-            words: not empty, none of them empty.
-            detokenize: the tokenizer's.
-        """
+        """A matcher for one request's words, none of them empty, and the row of the table that says
+        when to ask it. The first call takes a moment: all tokens are read."""
         vocabulary = self._read()
         encoded = _encoded(words)
         if vocabulary is None or encoded is None:
@@ -115,11 +99,7 @@ class TokenWatch:
 
 
 class Vocabulary:
-    """The bytes of all tokens, ready to be searched.
-
-    Args:
-        pieces: bytes by token id.
-    """
+    """The bytes of all tokens, by id, ready to be searched."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces

@@ -43,13 +43,9 @@ INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledErr
 
 
 def error_of(raised: BaseException, what: str) -> BaseException:
-    """The error to raise for what a library has raised: a `RequestError` for a panic (such as
-    of a tokenizer's regular expression that tried too often) or a bare `Exception`, else itself.
-
-    Args:
-        raised: by the library.
-        what: could not be done.
-    """
+    """The error to raise for what a library has raised when something (`what`) could not be done: a
+    `RequestError` for a panic (such as of a tokenizer's regular expression that tried too often) or
+    a bare `Exception`, else itself."""
     is_own = isinstance(raised, Exception) and type(raised) is not Exception
     if is_own or isinstance(raised, INTERRUPTS):
         return raised
@@ -213,11 +209,7 @@ class Tokenizer:
         return byte_runs(self.backend) if self._detokenizes_itself else None
 
     def drop_ends_from(self, rows: int) -> None:
-        """Forget end tokens that a model cannot make: its embedding has no rows for them.
-
-        Args:
-            rows: of the embedding.
-        """
+        """Forget end tokens that a model cannot make: its embedding has no rows for them."""
         beyond = [number for number in self.eos_ids if not 0 <= number < rows]
         if beyond:
             logger.warning(
@@ -318,15 +310,8 @@ class Tokenizer:
 
 
 def read_eos_ids(folder: Path, own: int | None = None) -> tuple[int, ...]:
-    """Tokens that end a generation: the tokenizer's EOS, then those of the model's configuration.
-
-    Args:
-        folder: a Hugging Face folder; files may be missing.
-        own: the tokenizer's EOS, if it is known.
-
-    Raises:
-        TokenizerError: a file is corrupt.
-    """
+    """Tokens that end a generation: the tokenizer's own EOS, if it is known, then those of a
+    folder's files, which may be missing. TokenizerError: a file is corrupt."""
     ids: list[int] = [] if own is None else [own]
     for name in (GENERATION_CONFIG, "config.json"):
         content = read_object(folder / name, TokenizerError) if (folder / name).is_file() else {}
@@ -358,12 +343,8 @@ RAW_CHAT = (
 
 
 def is_raw_chat(tokenizer: Tokenizer | None, prompts: Sequence[Any]) -> bool:
-    """Whether a prompt is a text without any mark of the model's chat template: poor answers.
-
-    Args:
-        tokenizer: of the model.
-        prompts: texts, or token ids, which are nobody's mistake.
-    """
+    """Whether a prompt is a text without any mark of the model's chat template: poor answers. Token
+    ids are nobody's mistake."""
     if getattr(tokenizer, "chat_template", None) is None or tokenizer is None:
         return False
     # A prompt of a template that was rendered before has its special tokens in the text.
@@ -373,11 +354,7 @@ def is_raw_chat(tokenizer: Tokenizer | None, prompts: Sequence[Any]) -> bool:
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation, or several, as a list of conversations.
-
-    Raises:
-        TokenizerError: `messages` is neither.
-    """
+    """One conversation, or several, as a list of conversations; TokenizerError if it is neither."""
     if isinstance(messages, str | Mapping):
         raise TokenizerError(
             f"messages={messages!r} is no conversation: give a list of messages such as "

@@ -62,11 +62,8 @@ MOST_PAST = 64
 
 
 class CoordinatedStates:
-    """The state of one engine, and what it becomes.
-
-    Attributes:
-        state: Megatron's `EngineState`; never RESUMED, as in Megatron.
-    """
+    """The state of one engine (Megatron's `EngineState`; never RESUMED, as in Megatron), and what
+    it becomes."""
 
     def __init__(self) -> None:
         self.state = EngineState.RUNNING
@@ -81,14 +78,8 @@ class CoordinatedStates:
         self._tell()
 
     def begin(self, signal: Signal) -> bool:
-        """A signal has come.
-
-        Returns:
-            whether the engine must do something: not for a PAUSE of one that stands still.
-
-        Raises:
-            ValueError: the signal cannot be followed in this state.
-        """
+        """A signal has come: whether the engine must do something (not for a PAUSE of one that
+        stands still). ValueError: the signal cannot be followed in this state."""
         if signal is Signal.PAUSE and self.state in STANDING - {EngineState.STOPPED}:
             return False
         allowed, transient, lasting = STEPS[signal]
@@ -114,21 +105,14 @@ class CoordinatedStates:
         self._tell()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """The engine has left its coordinator, told or not.
-
-        Args:
-            error: why it could not stay; waiters for a state get it.
-        """
+        """The engine has left its coordinator, told or not; waiters for a state get the error, if
+        there is one."""
         self.state, self._next, self._error = EngineState.STOPPED, None, error
         self._tell()
 
     async def wait_until(self, state: EngineState) -> None:
-        """Wait for a lasting state.
-
-        Raises:
-            EngineStopped: the engine has left its coordinator, so that the state cannot come.
-            Exception: what ended the engine before its time, such as RankLost.
-        """
+        """Wait for a lasting state. EngineStopped: the engine has left its coordinator, so that the
+        state cannot come; or what ended the engine before its time, such as RankLost."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[state].append(waiting)
         self._tell_waiting(state)
@@ -139,9 +123,6 @@ class CoordinatedStates:
 
         For a rank that waits for the same states in the same order as the rank that sends the
         signals: it may be late, and find the engine in a later state.
-
-        Raises:
-            Exception: as by `wait_until`.
         """
         if not any(state in moment for moment in self._past):
             await self.wait_until(state)

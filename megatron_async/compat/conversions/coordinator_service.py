@@ -43,12 +43,9 @@ from megatron_async.text.tokenizer import Tokenizer
 
 
 class MegatronParamsMessage(msgspec.Struct):
-    """Parameters of a request as `InferenceClient` sends them.
-
-    Attributes:
-        megatron: of Megatron's `SamplingParams.serialize`; None: another client's request.
-        num_tokens_to_generate: for the coordinator's estimates.
-    """
+    """Parameters of a request as `InferenceClient` sends them: what `SamplingParams.serialize`
+    gives (None: another client's request), and the number of tokens for the coordinator's
+    estimates."""
 
     megatron: dict[str, Any] | None = None
     num_tokens_to_generate: int | None = None
@@ -58,19 +55,10 @@ _read = msgspec.msgpack.Decoder(MegatronParamsMessage).decode
 
 
 class MegatronReplica(Replica):
-    """Serves a coordinator's requests with an engine of `compat`.
+    """Serves a coordinator's requests with an engine of `compat`, whose `add_for` queues them.
 
     Requests of `InferenceClient` come with Megatron's parameters, and their ends carry Megatron's
     whole request; those of other clients (HTTP) are served as by any replica.
-
-    Args:
-        engine: idle.
-        add_for: the engine's, which queues a request of Megatron's.
-        address: of the coordinator.
-        model: what is served.
-        name: unique among the replicas.
-        states: of the engine.
-        finish_together: as of `Replica`.
     """
 
     def __init__(
@@ -181,15 +169,7 @@ logger = logging.getLogger("megatron_async")
 
 class CoordinatorService:
     """One rank's part. The first rank of each model is a replica; the others follow it, and never
-    see the coordinator. On the first rank of all there is the coordinator, too, in a thread.
-
-    Args:
-        engine: idle.
-        add_for: the engine's, which queues a request of Megatron's.
-        address: of the coordinator.
-        states: of the engine.
-        ranks: of the job.
-    """
+    see the coordinator. On the first rank of all there is the coordinator, too, in a thread."""
 
     def __init__(
         self,
@@ -216,11 +196,7 @@ class CoordinatorService:
 
     async def joined(self, task: asyncio.Task[None]) -> None:
         """Wait until the coordinator has taken all replicas of the job, where a model is spread
-        over ranks; else this one.
-
-        Args:
-            task: of `run`; what ends it early is raised.
-        """
+        over ranks; else this one. What ends the task of `run` early is raised."""
         failure = None
         try:
             await self._joined(task)
@@ -273,16 +249,10 @@ def share_seed(rng: SamplingSeed) -> None:
 
 
 def find_address(port: int | None, launches: bool, hostname: str | None) -> str:
-    """The coordinator's address, on all ranks; collective. The first rank starts the coordinator.
-
-    Args:
-        port: wanted; None: any that is free.
-        launches: False: one is there already, at `port`.
-        hostname: name or address of this host; None: this host alone can reach it.
-
-    Raises:
-        ConfigurationError: the address cannot be bound, or no port was given for one that is there.
-    """
+    """The coordinator's address, on all ranks; collective. The first rank starts the coordinator,
+    unless one is there already, at `port` (None: any that is free). Without `hostname` this host
+    alone can reach it. ConfigurationError: the address cannot be bound, or no port was given for
+    one that is there."""
     host = hostname or "127.0.0.1"
     if not launches:
         if port is None:

@@ -27,12 +27,8 @@ class RefreshesWeights(Protocol):
 
 
 class EngineControl(DynamicInferenceEngine):
-    """Our engine with Megatron's states; the part of `compat`'s engine that stops it.
-
-    Attributes:
-        book: Megatron's requests beside ours.
-        coordinated: its states behind a coordinator; None without one.
-    """
+    """Our engine with Megatron's states; the part of `compat`'s engine that stops it. `book` has
+    Megatron's requests beside ours, `coordinated` the states behind a coordinator."""
 
     suspend_resume_ctx = staticmethod(suspension_log)
     coordinated: CoordinatedStates | None = None
@@ -50,12 +46,8 @@ class EngineControl(DynamicInferenceEngine):
         return EngineState[self.pausing.state.name]
 
     async def wait_until(self, state: EngineState) -> None:
-        """Wait until the engine is in a state that lasts.
-
-        Raises:
-            ValueError: the state is one that passes by.
-            EngineStopped: the engine has stopped, so that the state cannot come.
-        """
+        """Wait until the engine is in a state that lasts. ValueError: the state is one that passes
+        by. EngineStopped: the engine has stopped, so that the state cannot come."""
         if state not in LASTING:
             names = ", ".join(lasting.name for lasting in LASTING)
             raise ValueError(f"{state} passes by: wait for one of {names}.")
@@ -82,14 +74,11 @@ class EngineControl(DynamicInferenceEngine):
         self.requests.news.notify()
 
     def suspend(self, free_kv_cache: bool | None = None) -> int:
-        """Launch no further step, until `resume`; suspended already: nothing happens.
+        """Launch no further step, until `resume`; the bytes given back. Suspended already: nothing
+        happens.
 
-        Args:
-            free_kv_cache: give the memory of KV cache and graphs back, and prefill running requests
-                again later. None: if `kv_cache_management_mode` is RECOMPUTE.
-
-        Returns:
-            bytes given back.
+        With `free_kv_cache` the memory of KV cache and graphs is given back, and running requests
+        are prefilled again later. None: if `kv_cache_management_mode` is RECOMPUTE.
         """
         if self._is_suspended and free_kv_cache is None:
             return 0
@@ -124,13 +113,8 @@ class EngineControl(DynamicInferenceEngine):
         self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False
     ) -> None:
         """Remove all requests without reporting them (their futures get failed records), and run if
-        stopped.
-
-        Args:
-            preserve_prefix_cache: do not forget what blocks hold; a suspended engine does, as its
-                weights may be others.
-            preserve_counters: do not count from 0.
-        """
+        stopped. With `preserve_prefix_cache` what blocks hold is not forgotten (a suspended engine
+        does, as its weights may be others), with `preserve_counters` nothing is counted from 0."""
         self.thread.check()
         for request_id in self.book.ids():
             self.abort_request(request_id)

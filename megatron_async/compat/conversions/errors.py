@@ -16,12 +16,7 @@ from megatron_async.errors import ConfigurationError
 
 
 class ContextOverflowError(megatron_contexts.ContextOverflowError, errors.RequestError):
-    """A request that cannot be served, for a reason that Megatron has no class for.
-
-    Args:
-        request_id: of the request; None where there is none.
-        message: why.
-    """
+    """A request that cannot be served, for a reason that Megatron has no class for."""
 
     def __init__(self, request_id: int | None, message: str) -> None:
         super().__init__(request_id, message, is_transient=False)  # type: ignore[call-arg]

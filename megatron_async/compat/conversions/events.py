@@ -58,25 +58,15 @@ class TokenTimes:
         """Number of the next report."""
 
     def add(self, output: StepOutput, facts: Payload) -> None:
-        """Note a step's tokens.
-
-        Args:
-            output: of the step.
-            facts: what the payload says of each of them beside its id.
-        """
+        """Note a step's tokens; `facts` are what the payload says of each of them beside its id."""
         counts = np.bincount(output.rows, minlength=len(output.request_ids))
         report = _Report(self.number, time.time(), output.request_ids, counts, facts)
         self._reports.append(report)
         self.number += 1
 
     def events_of(self, request_id: int, tokens: list[int], since: int) -> list[TokenEvent]:
-        """The events of a request's tokens; what no report has told yet is told now.
-
-        Args:
-            request_id: of the request.
-            tokens: all of its generated tokens.
-            since: `number` when the request was added.
-        """
+        """The events of all generated tokens of a request, which came when `number` was `since`;
+        what no report has told yet is told now."""
         events: list[TokenEvent] = []
         for report in self._reports:
             if report.number >= since:
@@ -102,14 +92,9 @@ def to_events(
     *,
     with_pauses: bool,
 ) -> list[DynamicInferenceEvent]:
-    """A request's life in Megatron's events, in the order of their times.
-
-    Args:
-        events: of our request.
-        tokens: of its generated tokens, where they are tracked.
-        error: why it failed; goes before the FAIL.
-        with_pauses: keep the pauses (`track_paused_request_events`).
-    """
+    """A request's life in Megatron's events, in the order of their times: of our request, of its
+    generated tokens where these are tracked, and the error before its FAIL; pauses where they are
+    kept (`track_paused_request_events`)."""
     found = [
         DynamicInferenceEvent(
             type=DynamicInferenceEventType.GENERATED_TOKEN,
@@ -148,13 +133,8 @@ class EpochStamps:
     _stamps: list[_Stamp] = field(default_factory=list)
 
     def stamp(self, timestamp: float, num_tokens: int, epoch: int) -> None:
-        """The epoch changes, or the request comes.
-
-        Args:
-            timestamp: `time.time()`.
-            num_tokens: of prompt and generation that are known.
-            epoch: from now on.
-        """
+        """The epoch changes, or the request comes, at `time.time()`, with so many known tokens of
+        prompt and generation."""
         first = num_tokens - 1 if self._stamps else 0
         self._stamps.append(_Stamp(timestamp, first, epoch))
 

@@ -29,14 +29,10 @@ class MetricsLog(EngineListener):
     since the line before.
 
     Args:
-        writer: wandb's module or a run of it: anything with `log(metrics, commit=True)`.
+        writer: wandb's module or a run of it: anything with `log(metrics, commit=True)`, else
+            ConfigurationError.
         interval: steps between two lines, at least 1.
-        context: of the engine; its occupancy is written.
-        statistics: of the engine.
-        requests: the unfinished ones.
-
-    Raises:
-        ConfigurationError: the writer has no `log`.
+        context, statistics, requests: of the engine.
     """
 
     def __init__(
@@ -105,12 +101,7 @@ logger = logging.getLogger("megatron_async")
 
 @contextmanager
 def suspension_log(key: str, *, unified_memory_level: int = 0) -> Iterator[None]:
-    """Log what the body of a `with` changes; Megatron's `suspend_resume_ctx`.
-
-    Args:
-        key: what happens, such as "suspended".
-        unified_memory_level: is logged.
-    """
+    """Log what the body of a `with` changes; Megatron's `suspend_resume_ctx`."""
     has_gpu = torch.cuda.is_available()
     start, before = time.perf_counter(), torch.cuda.memory_allocated() if has_gpu else 0
     try:

@@ -34,16 +34,8 @@ def with_memory_limits(
     model_config: Any, config: MegatronConfig, settings: InferenceConfig
 ) -> dict[str, Any]:
     """`max_requests`, the same on all ranks of the model, and `buffer_size_gb` of the KV cache
-    alone.
-
-    Args:
-        model_config: the model's `TransformerConfig`.
-        config: Megatron's.
-        settings: ours, complete but for these.
-
-    Raises:
-        ConfigurationError: the buffer does not hold the recurrent states of `max_requests`.
-    """
+    alone, for settings that are complete but for these. ConfigurationError: the buffer does not
+    hold the recurrent states of `max_requests`."""
     most = settings.max_tokens // settings.decode_width
     asked = config.max_requests
     if settings.num_kv_blocks is not None:
@@ -92,16 +84,9 @@ def _state_bytes(model_config: Any, settings: InferenceConfig) -> int:
 
 
 class KVBlockCounts:
-    """Numbers of blocks; their owners are not Megatron's affair here.
-
-    In Megatron the dummy block is one of `total_count`; so it is here.
-
-    Args:
-        blocks: ownership of blocks.
-        slots: the requests that hold them.
-        max_paused: blocks that paused requests may hold; all of them without a limit.
-        enable_prefix_caching: whether blocks without an owner are remembered.
-    """
+    """Numbers of blocks; their owners are not Megatron's affair here. In Megatron the dummy block
+    is one of `total_count`; so it is here. `max_paused`: blocks that paused requests may hold; all
+    without a limit."""
 
     def __init__(
         self,

@@ -26,13 +26,11 @@ from megatron_async.text.stop_words import cut_at_stop_word
 
 
 def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
-    """Token ids of a prompt, with the beginning-of-sequence token or without.
+    """Token ids of a prompt, with the beginning-of-sequence token or without. ValueError: no
+    tokenizer, or `add_BOS` and it has no such token.
 
     Megatron asks the caller, not the tokenizer: those that a tokenizer puts in front by itself are
     taken away, unless `add_BOS`, and then there is one.
-
-    Raises:
-        ValueError: no tokenizer, or `add_BOS` and it has no such token.
     """
     if tokenizer is None:
         raise ValueError(
@@ -58,14 +56,8 @@ def detokenize(
     remove_EOD: bool = True,  # noqa: N803
     skip_special_tokens: bool = True,
 ) -> str:
-    """Text of token ids.
-
-    Args:
-        tokenizer: with `detokenize`.
-        tokens: ids.
-        remove_EOD: without the end-of-document tokens at their end.
-        skip_special_tokens: told to tokenizers that take it.
-    """
+    """Text of token ids; `remove_EOD`: without the end-of-document tokens at their end. Tokenizers
+    that take `skip_special_tokens` are told."""
     ids, end = list(tokens), getattr(tokenizer, "eod", None)
     while remove_EOD and end is not None and ids and ids[-1] == end:
         ids.pop()
@@ -80,14 +72,8 @@ def detokenize(
 def tokens_before_stop_word(
     tokenizer: Any, tokens: Sequence[int], words: Sequence[str], counts_from: int
 ) -> int:
-    """How many of the tokens lie wholly before the stop word that ended a request.
-
-    Args:
-        tokenizer: with `detokenize`.
-        tokens: generated, the last of which completes the word.
-        words: stop words of the request.
-        counts_from: `DynamicInferenceRequest.stop_words_from`.
-    """
+    """How many of the generated tokens, the last of which completes a stop word, lie wholly before
+    it."""
     text = tokenizer.detokenize(list(tokens))
     length = len(cut_at_stop_word(text, words, False, counts_from))
     kept = len(tokens) - 1
@@ -99,14 +85,7 @@ def tokens_before_stop_word(
 def describe(
     answer: DynamicInferenceRequest, own: OwnRequest, tokens: list[int], *, with_pauses: bool
 ) -> None:
-    """Put into `answer` what is known of a request that goes on.
-
-    Args:
-        answer: Megatron's request.
-        own: ours.
-        tokens: generated so far.
-        with_pauses: keep PAUSE events.
-    """
+    """Put into Megatron's request what is known of ours, which goes on, with the tokens so far."""
     set_prompt(answer, own)
     answer.status = Status[own.status.name]
     answer.generated_tokens = tokens
@@ -133,12 +112,8 @@ def complete(
     *,
     with_pauses: bool,
 ) -> None:
-    """Put into `answer` all that is known of a request that has ended. Python runs for each token
-    where alternatives or segments were asked for, once.
-
-    Raises:
-        Exception: what the tokenizer raises.
-    """
+    """Put into `answer` all that is known of a request that has ended, and raise what the tokenizer
+    raises. Python runs for each token where alternatives or segments were asked for, once."""
     describe(answer, own, list(own.generated_tokens), with_pauses=with_pauses)
     error = to_overflow(own.request_id, own.error) if own.failed() else None
     answer.events = to_events(own.events, token_events, error, with_pauses=with_pauses)
@@ -152,11 +127,8 @@ def complete(
 
 
 def _set_texts(answer: DynamicInferenceRequest, own: OwnRequest, tokenizer: Any) -> int:
-    """Texts as Megatron makes them; its generated tokens end before a stop word.
-
-    Returns:
-        how many generated tokens are kept.
-    """
+    """Texts as Megatron makes them; how many generated tokens are kept, since they end before a
+    stop word."""
     tokens, params = own.generated_tokens, own.sampling_params
     keeps_stop = params.detokenize_stop_sequence
     if answer.prompt is None:
@@ -194,14 +166,11 @@ def _set_log_probs(answer: DynamicInferenceRequest, own: OwnRequest, kept: int) 
 
 @dataclass
 class RequestEntry:
-    """One request in both forms.
+    """One request in both forms; until it is added, it has neither a future nor our form.
 
     Attributes:
         record: Megatron's record, of one request: an eviction splits nothing here.
-        future: of the record; None while the request is being added.
-        own: our request; None likewise.
-        own_future: of our request at its end; None likewise.
-        stamps: epochs.
+        future, own_future: of the record, and of our request at its end.
         since: `TokenTimes.number` at its arrival.
         has_ended: whether the record is complete.
     """

@@ -19,11 +19,7 @@ BY_ENGINE = frozenset({"return_segments", "return_prompt_tokens", "return_prompt
 
 
 class RefusedParams(SamplingParams):
-    """Parameters whose request fails alone, as soon as it is prepared.
-
-    Args:
-        error: what it fails with.
-    """
+    """Parameters whose request fails alone, with this error, as soon as it is prepared."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -35,16 +31,10 @@ class RefusedParams(SamplingParams):
 
 
 def to_own_params(params: MegatronParams, logprobs_mode: str) -> SamplingParams:
-    """The parameters that Megatron's mean here.
+    """The parameters that Megatron's mean here; RequestError: an attribute that neither knows.
 
     Attributes that were set beside Megatron's fields (`add_attributes`) are ours, by their names.
-
-    Args:
-        params: of one request.
-        logprobs_mode: `InferenceConfig.logprobs_mode`, Megatron's name.
-
-    Raises:
-        RequestError: an attribute that neither knows.
+    `logprobs_mode` is from `InferenceConfig`, by Megatron's name.
     """
     given = vars(params)
     unknown = sorted(given.keys() - MEGATRON_FIELDS - OWN_FIELDS)
@@ -76,14 +66,8 @@ def to_megatron_params(params: SamplingParams) -> MegatronParams:
 
 
 def resolve_limits(params: MegatronParams, own: SamplingParams, prompt: int, longest: int) -> None:
-    """Write into a request's parameters what they meant, as Megatron's engine does.
-
-    Args:
-        params: Megatron's; changed.
-        own: ours of the same request, once it is admitted.
-        prompt: its tokens.
-        longest: `max_sequence_length`.
-    """
+    """Write into Megatron's parameters what they meant, as Megatron's engine does, once the request
+    of so many prompt tokens is admitted with ours; `longest` is `max_sequence_length`."""
     wanted = params.num_tokens_to_generate
     if params.num_tokens_total is not None:
         wanted = params.num_tokens_total - prompt
@@ -98,20 +82,13 @@ class SamplingSeed:
 
     Random numbers here follow from each request's seed and the place of the token, and no generator
     has a state. A request without a seed of its own takes the engine's, mixed with its id.
-
-    Args:
-        settings: of the engine.
     """
 
     def __init__(self, settings: InferenceConfig) -> None:
         self._settings = settings
 
     def manual_seed(self, seed: int) -> SamplingSeed:
-        """Seed requests that are added from now on.
-
-        Returns:
-            itself, as torch's generators do.
-        """
+        """Seed requests that are added from now on; itself, as torch's generators do."""
         self._settings.inference_sampling_seed = int(seed)
         return self
 

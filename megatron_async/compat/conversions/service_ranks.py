@@ -36,13 +36,9 @@ CONFIRM = "CONFIRM"
 
 @dataclass(frozen=True)
 class ServiceRanks:
-    """This rank's place, and its connection to the other ranks of its model.
-
-    Attributes:
-        group: a `Leader`, a `Follower`, or a lone rank's.
-        place: of this rank.
-        is_spread: whether a model is spread over ranks; then all of the job are connected.
-    """
+    """This rank's place, and its connection to the other ranks of its model: a `Leader`, a
+    `Follower`, or a lone rank's. Where a model is spread over ranks, all of the job are
+    connected."""
 
     group: RankGroup
     place: RankPlace
@@ -56,12 +52,8 @@ class ServiceRanks:
 
 def join_ranks(engine: EngineControl) -> ServiceRanks:
     """Connect the ranks of the job; collective. Whole models on each rank need no connection.
-
-    Raises:
-        ConfigurationError: the model is spread over groups that this job's `parallel_state` does
-            not know, or ranks have other settings.
-        CommunicationTimeout, RankLost: a rank did not come.
-    """
+    ConfigurationError: the model is spread over groups that this job's `parallel_state` does not
+    know, or ranks have other settings. CommunicationTimeout, RankLost: a rank did not come."""
     sizes = dict.fromkeys(SIZES, 1)
     if parallel_state.model_parallel_is_initialized():
         sizes = {name: size() for name, size in SIZES.items()}
@@ -104,16 +96,9 @@ def _check_groups(model: Any, sizes: dict[str, int]) -> None:
 
 async def all_there(ranks: ServiceRanks, failure: Exception | None) -> None:
     """Wait until every rank of the job has come behind the coordinator; collective, where a model
-    is spread over ranks.
-
-    Args:
-        ranks: of this job.
-        failure: why this rank could not; it is raised here, after the others have been told.
-
-    Raises:
-        ConfigurationError: another rank could not.
-        RankLost, CommunicationTimeout: it died, or did not come.
-    """
+    is spread over ranks. Why this rank could not (`failure`) is raised after the others have been
+    told. ConfigurationError: another rank could not. RankLost, CommunicationTimeout: it died, or
+    did not come."""
     said = "" if failure is None else f"{type(failure).__name__}: {failure}"
     found = {}
     if ranks.is_spread:
@@ -129,24 +114,15 @@ async def all_there(ranks: ServiceRanks, failure: Exception | None) -> None:
 
 class FollowerTask:
     """A rank that does what its leader does, in a thread, while the rank's event loop waits for
-    states.
-
-    Args:
-        engine: of this rank; its group is a `Follower`.
-        states: of the engine; changed on the event loop alone.
-    """
+    states, which are changed there alone."""
 
     def __init__(self, engine: EngineControl, states: CoordinatedStates) -> None:
         self._engine = engine
         self._states = states
 
     async def run(self) -> None:
-        """Follow until the leader ends its service or closes its engine.
-
-        Raises:
-            RankLost: a rank died that steps need.
-            RanksDisagree: the leader gave up, or did what this rank cannot.
-        """
+        """Follow until the leader ends its service or closes its engine. RankLost: a rank died that
+        steps need. RanksDisagree: the leader gave up, or did what this rank cannot."""
         loop = asyncio.get_running_loop()
         group = self._engine.group
         assert isinstance(group, Follower)

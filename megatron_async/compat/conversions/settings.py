@@ -38,14 +38,9 @@ class Treatment(Enum):
 
 @dataclass(frozen=True)
 class FieldRule:
-    """One field.
-
-    Attributes:
-        treatment: what it does.
-        note: how it is honoured, why it is harmless, or what to do instead of it.
-        serves: whether a value of an honoured field is served; None: all that our own
-            configuration takes are.
-    """
+    """One field: what it does, and how it is honoured, why it is harmless, or what to do instead of
+    it. `serves`: whether a value of an honoured field is served; None: all that our own
+    configuration takes are."""
 
     treatment: Treatment
     note: str
@@ -113,12 +108,8 @@ FIELDS: dict[str, FieldRule] = {
 
 
 def check_fields(config: MegatronConfig) -> None:
-    """Refuse what is not served.
-
-    Raises:
-        ConfigurationError: a field has a value that is not served; its message names both, and
-            what to do instead.
-    """
+    """Refuse what is not served: ConfigurationError names a field, its value, and what to do
+    instead."""
     for field in fields(MegatronConfig):
         value, rule = getattr(config, field.name), FIELDS.get(field.name)
         if rule is None:
@@ -159,12 +150,9 @@ LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 
 
 class ServedConfig(InferenceConfig):
-    """Our settings, made from Megatron's. Names that ours lack are read from Megatron's instance,
-    so `context.config` has all names of both.
-
-    Attributes:
-        given: Megatron's instance; None in copies that the engine makes for itself.
-    """
+    """Our settings, made from Megatron's instance (`given`; None in copies that the engine makes
+    for itself). Names that ours lack are read from it, so `context.config` has all names of
+    both."""
 
     given: MegatronConfig | None = None
 
@@ -175,18 +163,9 @@ class ServedConfig(InferenceConfig):
 
 
 def to_settings(model_config: Any, config: MegatronConfig | InferenceConfig) -> ServedConfig:
-    """The settings that Megatron's configuration means.
-
-    Args:
-        model_config: the model's `TransformerConfig`, with its layer pattern if it is hybrid.
-        config: Megatron's, or the subclass of it with our fields; or our own, which stays as it is.
-
-    Returns:
-        settings; `given` is Megatron's configuration, with its defaults where `config` is ours.
-
-    Raises:
-        ConfigurationError: a value that is not served, by the name of its field.
-    """
+    """The settings that Megatron's configuration means; our own stays as it is, and `given` then
+    has Megatron's defaults. ConfigurationError: a value that is not served, by the name of its
+    field."""
     if isinstance(config, InferenceConfig):
         own = {name: getattr(config, name) for name in config.__dataclass_fields__}
         own["async_sched_mode"] = None  # lookahead says it

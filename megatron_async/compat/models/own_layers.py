@@ -25,7 +25,7 @@ from megatron_async.compat.models.refusals import Part
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, DELTA, EXPERTS, MAMBA, MLP
 from megatron_async.models.hybrid import lay_out
-from megatron_async.models.layer_spec import hybrid_stack_spec
+from megatron_async.models.hybrid_stack import hybrid_stack_spec
 from megatron_async.models.model_config import ModelConfig
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.positions import AppliedInAttention, rotary_of
@@ -57,16 +57,8 @@ def tensor_of(model: nn.Module, name: str) -> Tensor | None:
 
 
 def source_names(model: nn.Module, parts: Sequence[Part], name: str) -> tuple[str, ...]:
-    """Names in `model` of what `name` is in the engine's model: one, or one an expert.
-
-    Args:
-        model: Megatron's.
-        parts: its layers, as `parts_of` reads them.
-        name: of a parameter of the engine's model, whose layers are these parts.
-
-    Raises:
-        ConfigurationError: it is nowhere; names both.
-    """
+    """Names in Megatron's model, of these layers, of what `name` is in the engine's model: one, or
+    one an expert. ConfigurationError names both where it is nowhere."""
     candidates: list[tuple[str, ...]]
     steps = name.split(".", 3)
     if steps[:2] != ["decoder", "layers"]:
@@ -137,17 +129,9 @@ class _Weight:
 
 
 class SharedWeights:
-    """Binds the parameters of a served model to those of the user's.
-
-    Args:
-        model: the user's.
-        parts: its layers.
-        served: laid out on the meta device; its parameters get memory when `bind` is called.
-
-    Raises:
-        ConfigurationError: a weight is missing in `model`, has another shape, or is one that the
-            served model has no place for.
-    """
+    """Binds the parameters of a served model, laid out on the meta device, to those of the user's;
+    they get memory when `bind` is called. ConfigurationError: a weight is missing in `model`, has
+    another shape, or is one that the served model has no place for."""
 
     def __init__(self, model: nn.Module, parts: Sequence[Part], served: nn.Module) -> None:
         self._model, self._served = model, served
@@ -181,12 +165,8 @@ class SharedWeights:
             self._bind(weight)
 
     def refresh(self) -> bool:
-        """Make the served weights the user's present ones.
-
-        Returns:
-            whether any of them lies elsewhere now, so that steps that were captured before read
-            memory that is the model's no more.
-        """
+        """Make the served weights the user's present ones: whether any of them lies elsewhere now,
+        so that steps that were captured before read memory that is the model's no more."""
         moved = False
         for weight in self._weights:
             moved |= self._rebind(weight)
@@ -268,17 +248,9 @@ def _check_dtypes(weight: _Weight, sources: Sequence[Tensor], dtype: torch.dtype
 def own_layers(
     model: Any, parts: Sequence[Part], config: ModelConfig
 ) -> tuple[nn.Module, SharedWeights]:
-    """The served model, on the meta device, and what binds its weights to the user's.
-
-    Args:
-        model: the user's, which is not changed.
-        parts: its layers.
-        config: from `serving_config`.
-
-    Raises:
-        ConfigurationError: the layers are not those that the configuration tells, or their weights
-            are not.
-    """
+    """The served model, on the meta device, and what binds its weights to the user's, which is not
+    changed. ConfigurationError: the layers are not those that the configuration tells, or their
+    weights are not."""
     stage, found = stage_of(config), "".join(part.kind for part in parts)
     if found != stage.pattern:
         raise ConfigurationError(

@@ -108,10 +108,7 @@ class Part:
 
 def unwrapped(model: Any) -> nn.Module:
     """A model without what training wraps around it (`DistributedDataParallel`, `Float16Module`).
-
-    Raises:
-        ConfigurationError: it is no module, or a list of virtual pipeline stages.
-    """
+    ConfigurationError: it is no module, or a list of virtual pipeline stages."""
     if isinstance(model, list | tuple):
         if len(model) != 1:
             raise ConfigurationError(
@@ -137,11 +134,8 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """The layers of a `GPTModel` or `HybridModel` in the order in which they run.
-
-    Raises:
-        ConfigurationError: names each module that is not known.
-    """
+    """The layers of a `GPTModel` or `HybridModel` in the order in which they run;
+    ConfigurationError names each module that is not known."""
     decoder: Any = model.decoder
     parts: list[Part] = []
     unknown = list(_strange_ends(model))
@@ -273,11 +267,8 @@ Megatron's modules."""
 
 
 def check_config(config: Any) -> None:
-    """Check that a configuration asks for nothing that would be ignored.
-
-    Raises:
-        ConfigurationError: with all that is not served.
-    """
+    """Check that a configuration asks for nothing that would be ignored; ConfigurationError has all
+    that is not served."""
     found = list(_other_values(config, NOWHERE))
     ranks = config.tensor_model_parallel_size
     if config.num_moe_experts and config.expert_tensor_parallel_size not in (None, ranks):
@@ -289,12 +280,8 @@ def check_config(config: Any) -> None:
 
 
 def gaps(config: Any, position_embedding_type: str) -> list[str]:
-    """Why a model cannot run in the engine's own layers; empty where it can.
-
-    Args:
-        config: of the model.
-        position_embedding_type: of the model.
-    """
+    """Why a model of this configuration cannot run in the engine's own layers; empty where it
+    can."""
     found = [*_other_values(config, NATIVE), *strange_activation(config)]
     if position_embedding_type == "learned_absolute":
         found.append(f"position_embedding_type={position_embedding_type!r}")
@@ -318,13 +305,8 @@ MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 def strange_facts(model: Any, parts: Sequence[Part], config: ModelConfig) -> list[str]:
-    """What modules say otherwise than the configuration; empty where all agree.
-
-    Args:
-        model: the user's.
-        parts: its layers.
-        config: that it is served with.
-    """
+    """What modules of the user's model say otherwise than the configuration that it is served with;
+    empty where all agree."""
     found: list[str] = []
     for name, module in model.named_modules():
         if name.startswith(("decoder.", "output_layer")) and name.endswith(NORMS):

@@ -95,12 +95,8 @@ FREE_SHARE = 0.5
 
 
 def has_room(context: DynamicInferenceContext, config: ModelConfig) -> bool:
-    """Whether a context was made for just the layers of a model.
-
-    Args:
-        context: from any configuration.
-        config: that the model is served with.
-    """
+    """Whether a context was made for just the layers of a model that is served with this
+    configuration."""
     wanted, known = config.hybrid_layer_pattern, context.model_config
     told = getattr(known, "hybrid_layer_pattern", None)
     if told is not None or wanted is None:
@@ -117,15 +113,8 @@ def fit_context(
     that it has, where it was made for other layers or has left too little memory for copies.
 
     What others hold of the context (its slots, its view) is of the old one then.
-
-    Args:
-        context: unused as yet, if it is to be made again.
-        config: that the model is served with.
-        weights: of the model; None: all are the user's own objects.
-
-    Raises:
-        ConfigurationError: the context is to be made again, and has had requests or steps.
-        OutOfMemoryError: what the model needs does not fit.
+    ConfigurationError: the context is to be made again, and has had requests or steps.
+    OutOfMemoryError: what the model needs does not fit.
     """
     device = context.device
     copies = 0 if weights is None else weights.copied_bytes

@@ -102,11 +102,8 @@ def serving_config(
 
 def gpt_pattern(config: TransformerConfig) -> str:
     """The layers of a `GPTModel` in a hybrid pattern, two characters a layer, "|" between pipeline
-    stages: attention or Gated DeltaNet, then an MLP or experts.
-
-    Raises:
-        ConfigurationError: a field that says which layer is what, or where, is not served.
-    """
+    stages: attention or Gated DeltaNet, then an MLP or experts. ConfigurationError: a field that
+    says which layer is what, or where, is not served."""
     count = config.num_layers
     mixers, experts = _mixers(config, count), _experts(config, count)
     layers = [
@@ -146,14 +143,8 @@ def _experts(config: TransformerConfig, count: int) -> list[int]:
 
 
 def _by_frequency(name: str, value: Any, count: int, first: int) -> list[int]:
-    """Megatron's two ways to say which layers are of another kind: a list, or every n-th.
-
-    Args:
-        name: of the field.
-        value: of it.
-        count: layers.
-        first: 0: of every n layers the first is; 1: all but the last are.
-    """
+    """Megatron's two ways to say which layers are of another kind: a list, or every n-th; `first`
+    is 0 where of every n layers the first is, 1 where all but the last are."""
     if isinstance(value, int) and value > 0:
         if first:
             return [int((layer + 1) % value != 0) for layer in range(count)]

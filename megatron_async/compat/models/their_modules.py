@@ -36,16 +36,8 @@ class PositionedEmbedding(InferenceEmbedding):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Any = None
     ) -> Tensor:
-        """Embeddings of a step's tokens.
-
-        Args:
-            input_ids: int64 `[1, tokens]`.
-            position_ids: int64 `[1, tokens]`; not read without learned positions.
-            tokentype_ids: None.
-
-        Returns:
-            `[tokens, 1, hidden]`.
-        """
+        """Embeddings of a step's tokens, `[tokens, 1, hidden]`; ids and positions are int64 `[1,
+        tokens]`, and positions are not read unless they are learned."""
         rows = super().forward(input_ids)
         if not self.add_position_embedding:
             return rows
@@ -55,12 +47,8 @@ class PositionedEmbedding(InferenceEmbedding):
 
 
 def their_modules(model: GPTModel, config: ModelConfig) -> nn.Module:
-    """The served model, which shares all parameters and buffers with the user's.
-
-    Args:
-        model: the user's, which is not changed.
-        config: from `serving_config`, for every module whose configuration is the model's.
-    """
+    """The served model, which shares all parameters and buffers with the user's, which is not
+    changed; `config` is for every module whose configuration is the model's."""
     served = _copied(model, model.config, config, {})
     served.mtp_process = False
     served.embedding.__class__ = PositionedEmbedding
@@ -70,13 +58,9 @@ def their_modules(model: GPTModel, config: ModelConfig) -> nn.Module:
 
 
 def _copied(module: Any, theirs: Any, ours: ModelConfig, done: dict[int, Any]) -> Any:
-    """`module` and all modules in it anew, with the same parameters and buffers.
-
-    Args:
-        module: of the user's model.
-        theirs, ours: the configuration that is exchanged, and for which.
-        done: modules that were copied before, by `id`: a module may be in several places.
-    """
+    """`module` and all modules in it anew, with the same parameters and buffers, and our
+    configuration for theirs; `done` has modules that were copied before, by `id`: a module may be
+    in several places."""
     if id(module) in done:
         return done[id(module)]
     made = copy.copy(module)

@@ -16,7 +16,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron_async import DynamicInferenceContext, GPTInferenceWrapper, InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.models.layer_spec import hybrid_stack_spec
+from megatron_async.models.hybrid_stack import hybrid_stack_spec
 from megatron_async.models.model_config import transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
 from tests.support.compat_models import VOCABULARY, gpt_config, logits_of, make_gpt

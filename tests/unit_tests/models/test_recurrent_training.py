@@ -18,7 +18,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.fitness import check_model
 from megatron_async.models.hybrid import build_model, init_dummy_weights
-from megatron_async.models.layer_spec import hybrid_stack_spec
+from megatron_async.models.hybrid_stack import hybrid_stack_spec
 from megatron_async.models.model_config import transformer_config
 from megatron_async.models.norm import make_norm
 from megatron_async.models.parallel_state import ensure_process_groups

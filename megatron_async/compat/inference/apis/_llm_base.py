@@ -34,22 +34,8 @@ from megatron_async.names_of_megatron import NamesOfMegatron
 
 
 class CoordinatedEngine:
-    """The engine, in a thread with an event loop, and on the first rank a client of it.
-
-    The thread is Megatron's own `_EventLoopManager`.
-
-    Args:
-        engine: idle; only this object's thread uses it from now on.
-        host: name or address of this host, for the coordinator; None: this host alone reaches it.
-        port: of the coordinator; None: any.
-
-    Attributes:
-        address: of the coordinator.
-        is_primary: whether requests and signals are given here: on the first rank.
-
-    Raises:
-        ConfigurationError: the engine cannot come behind a coordinator.
-    """
+    """The engine, in a thread with an event loop (Megatron's own `_EventLoopManager`), and on the
+    first rank (`is_primary`), where requests and signals are given, a client of it."""
 
     def __init__(self, engine: DynamicInferenceEngine, host: str | None, port: int | None) -> None:
         self._engine = engine
@@ -90,13 +76,8 @@ class CoordinatedEngine:
         return list(await asyncio.gather(*[add(prompt, params) for prompt in prompts]))
 
     async def tell(self, call: str, state: EngineState) -> None:
-        """Let all engines follow a call of `InferenceClient`, and wait until they have. All ranks
-        make the same calls in the same order.
-
-        Args:
-            call: its name; the first rank makes it.
-            state: what this rank's engine is then.
-        """
+        """Let all engines follow a call of `InferenceClient`, which the first rank makes, and wait
+        until this rank's engine is in a state. All ranks make the same calls in the same order."""
         if self._client is not None:
             getattr(self._client, call)()
             await self._engine.wait_until(state)
@@ -217,12 +198,9 @@ class _MegatronLLMBase(NamesOfMegatron):
             raise RuntimeError("generate is for the primary rank alone: call it there")
 
     def _normalize_prompts(self, prompts: Any) -> tuple[list[str] | list[list[int]], bool]:
-        """A list of prompts, and whether several were given.
-
-        Raises:
-            TypeError: `prompts` is of another form than `Prompts`. Only its first element is
-                looked at; the engine refuses a wrong prompt among others by itself.
-        """
+        """A list of prompts, and whether several were given; TypeError for another form than
+        `Prompts`. Only its first element is looked at; the engine refuses a wrong prompt among
+        others by itself."""
         if isinstance(prompts, str):
             return [prompts], False
         if isinstance(prompts, list):

@@ -302,12 +302,7 @@ class DynamicInferenceContext(OwnContext):
         self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False
     ) -> None:
         """Remove all requests, forget what blocks hold, and count from 0: what
-        `DynamicInferenceEngine.reset` does, where there is an engine.
-
-        Args:
-            preserve_prefix_cache: do not forget what blocks hold.
-            preserve_counters: do not count from 0.
-        """
+        `DynamicInferenceEngine.reset` does, where there is an engine."""
         engine = None if self._engine is None else self._engine()
         if engine is not None:
             engine.reset(preserve_prefix_cache, preserve_counters=preserve_counters)

@@ -16,15 +16,8 @@ logger = logging.getLogger("megatron_async")
 class DataParallelInferenceCoordinator(Coordinator):
     """A `Coordinator` that a client may end (`InferenceClient.shutdown_coordinator`).
 
-    Routing is this project's: by load and shared prefixes (docs/serving.md). Messages are too, so
-    a client or an engine of Megatron's own cannot speak with it.
-
-    Args:
-        address: as of `Coordinator`.
-        config: as of `Coordinator`.
-
-    Raises:
-        ConfigurationError: the address is in use or cannot be bound.
+    Routing is this project's: by load and shared prefixes (docs/serving.md). Messages are too, so a
+    client or an engine of Megatron's own cannot speak with it.
     """
 
     def __init__(self, address: str, config: CoordinatorConfig | None = None) -> None:
@@ -33,15 +26,9 @@ class DataParallelInferenceCoordinator(Coordinator):
 
     @classmethod
     def bound(cls, host: str, port: int | None) -> Self:
-        """One at a port of this host, or where that is taken, at another; a warning says so.
-
-        Args:
-            host: name or IP address.
-            port: wanted; None: any.
-
-        Raises:
-            ConfigurationError: no port of the host can be bound.
-        """
+        """One at a port of this host (its name or IP address), any without `port`; where that is
+        taken, at another, and a warning says so. ConfigurationError: no port of the host can be
+        bound."""
         try:
             address = socket.gethostbyname(host)
         except OSError as error:

@@ -254,11 +254,7 @@ class DynamicInferenceEngine(EngineControl):
             return super().step_modern()
 
     async def async_step(self) -> dict[str, Any]:
-        """`step_modern` for an event loop.
-
-        Raises:
-            EngineSuspendedError: likewise.
-        """
+        """`step_modern` for an event loop."""
         with _megatron_errors():
             if not self._loops:
                 self.pausing.check_can_step()
@@ -330,14 +326,8 @@ class DynamicInferenceEngine(EngineControl):
 
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Step whenever there is work, until the task is cancelled (it then returns, as in
-        Megatron) or the engine closed. While the engine is suspended, it waits.
-
-        Args:
-            loop: the running event loop, or None.
-
-        Raises:
-            ConfigurationError: another event loop.
-        """
+        Megatron) or the engine closed. While the engine is suspended, it waits. ConfigurationError:
+        `loop` is another than the running one."""
         if loop is not None and loop is not asyncio.get_running_loop():
             refuse("run_engine(loop=) with another loop than the running one", "leave it out")
         self._loops = True
@@ -410,10 +400,7 @@ class DynamicInferenceEngine(EngineControl):
         self, *, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         """What `engine_loop_task` does: serve until the engines are told to stop.
-
-        Raises:
-            ConfigurationError: there is no coordinator yet.
-        """
+        ConfigurationError: there is no coordinator yet."""
         if self._service is None:
             refuse(
                 "run_engine_with_coordinator before start_listening_to_data_parallel_coordinator",

@@ -29,11 +29,6 @@ class TextGenerationController(OwnController):
             serves token ids only.
         drafter: of our controller.
 
-    Attributes:
-        model_config: the model's `TransformerConfig`.
-        num_speculative_tokens: of the context's settings.
-        sampling_rng: takes a seed.
-
     Raises:
         ConfigurationError: the configuration's process groups are not the model's.
     """
