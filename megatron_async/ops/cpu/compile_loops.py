@@ -4,7 +4,11 @@ so the list of all loops is here."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,11 +55,36 @@ def compile_all(has_float64: bool = False, progress: bool = False) -> None:
 
     parts = _parts(has_float64)
     form = "{desc}: {percentage:3.0f} %|{bar}| {elapsed}, {remaining} left"
-    with tqdm(total=sum(parts.values()), desc="compiling loops", bar_format=form, leave=False,
-              disable=None if progress else True) as bar:  # fmt: skip
+    with _second_process(has_float64), tqdm(
+        total=sum(parts.values()), desc="compiling loops", bar_format=form, leave=False,
+        disable=None if progress else True,
+    ) as bar:  # fmt: skip
         for part, share in parts.items():
             part()
             bar.update(share)
+
+
+def compile_from_the_end(has_float64: bool) -> None:
+    """Compile the loops, last part first: what another process has kept takes a moment."""
+    for part in reversed(_parts(has_float64)):
+        part()
+
+
+@contextmanager
+def _second_process(has_float64: bool) -> Iterator[None]:
+    """While it lasts, another process compiles from the end, where there is a second core. What it
+    does not bring to the disk in time is compiled here."""
+    if (os.cpu_count() or 1) < 2:
+        yield
+        return
+    code = f"import {__name__} as loops; loops.compile_from_the_end({has_float64})"
+    silent = subprocess.DEVNULL
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=silent, stdout=silent, stderr=silent) as other:
+        try:
+            yield
+        finally:
+            other.kill()
 
 
 def _parts(has_float64: bool) -> dict[Callable[[], None], float]:

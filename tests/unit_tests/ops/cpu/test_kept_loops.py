@@ -2,7 +2,11 @@
 time alone."""
 
 import errno
+import os
 import pickle
+import signal
+import subprocess
+import threading
 
 import pytest
 
@@ -112,3 +116,36 @@ def test_sources_without_a_cache_folder(tmp_path):
 
 def test_a_folder_that_nobody_may_write_to(tmp_path):
     forget_stale_loops(tmp_path / "nowhere" / "at all")
+
+
+def test_another_process_compiles_from_the_end_and_ends_with_this_one(monkeypatch):
+    """Break it: forget to kill the other process."""
+    began, made, others = threading.Event(), [], []
+    parts = {lambda: made.append("first"): 1.0, lambda: began.wait(60): 1.0}
+    run = subprocess.Popen
+
+    def popen(command, **options):
+        code = command[-1].replace("loops.compile_from_the_end(True)", "print(); input()")
+        others.append(run([*command[:-1], code], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        threading.Thread(target=lambda: others[0].stdout.readline() and began.set()).start()
+        return others[0]
+
+    monkeypatch.setattr(compile_loops, "compiles", lambda: True)
+    monkeypatch.setattr(compile_loops, "_parts", lambda has_float64: parts)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    compile_loops.compile_all(has_float64=True)
+    assert began.is_set()
+    assert made == ["first"]
+    assert others[0].returncode == -signal.SIGKILL
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    compile_loops.compile_all(has_float64=True)
+    assert len(others) == 1
+
+
+def test_the_other_process_begins_with_the_last_part(monkeypatch):
+    made = []
+    parts = {lambda: made.append("first"): 1.0, lambda: made.append("last"): 1.0}
+    monkeypatch.setattr(compile_loops, "_parts", lambda has_float64: parts)
+    compile_loops.compile_from_the_end(has_float64=True)
+    assert made == ["last", "first"]
