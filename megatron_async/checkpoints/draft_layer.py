@@ -30,8 +30,12 @@ REMEDY = "make one for this model with scripts/train_draft_layer.py"
 
 class WithDraftLayer(NamedTensorSource):
     """A model, and a trained layer for multi-token prediction: safetensors, of one depth that is
-    used for all drafts. CheckpointError if the file is not such a layer, or the model has layers of
-    its own, or is of a format that names its tensors otherwise."""
+    used for all drafts.
+
+    Raises:
+        CheckpointError: the file is not such a layer, or the model has layers of its own, or is of
+            a format that names its tensors otherwise.
+    """
 
     def __init__(self, base: ModelSource, file: str | Path) -> None:
         super().__init__(base.name)

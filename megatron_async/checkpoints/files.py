@@ -19,14 +19,13 @@ from megatron_async.models.sizes import size_problem
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; CheckpointError if it is missing, too large, not JSON, or not an
-    object."""
+    """The object in a JSON file."""
     return read_object(path, CheckpointError)
 
 
 def check_size(value: Any, key: str, where: str) -> int:
-    """A size that was read from a file, `where`; CheckpointError if it is no positive integer, or
-    larger than any model's."""
+    """A size that was read from a file (`where`): a positive integer, no larger than any
+    model's."""
     problem = size_problem(key, value)
     if problem:
         raise CheckpointError(f"{where}: {key} = {value!r:.200} {problem}")
@@ -34,8 +33,7 @@ def check_size(value: Any, key: str, where: str) -> int:
 
 
 def check_number(value: Any, key: str, where: str) -> float:
-    """A positive finite number that was read from a file, `where`; CheckpointError if it is
-    something else."""
+    """A positive finite number that was read from a file (`where`)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
         raise CheckpointError(f"{where}: {key} = {value!r:.200} must be a positive number")
@@ -56,8 +54,12 @@ OF_MODELS = ("config.json", "metadata.json")
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Check that a model may be written to a folder: CheckpointError for a file, a folder that is
-    not empty (without `overwrite`), or one that holds something other than a model."""
+    """Check that a model may be written to a folder.
+
+    Raises:
+        CheckpointError: a file; a folder that is not empty, without `overwrite`; or one that holds
+            something other than a model.
+    """
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is a file; name a folder to write to")
     if not target.exists() or not any(target.iterdir()):
@@ -99,8 +101,11 @@ def is_megatron(folder: Path) -> bool:
 
 def checkpoint_folder(folder: Path) -> Path:
     """The folder with the `torch_dist` checkpoint: the given one, of an iteration, or that which a
-    training folder's tracker names. CheckpointError if there is none, or in another format; it says
-    which."""
+    training folder's tracker names.
+
+    Raises:
+        CheckpointError: there is none, or it is in another format; the message says which.
+    """
     if not (folder / METADATA).is_file():
         folder = _tracked(folder)
     if (folder / METADATA).is_file():

@@ -95,7 +95,8 @@ REFUSED = {
 
 
 class Metadata:
-    """What a GGUF file (`where`) says of its model, by the fields of `gguf.GGUFReader`."""
+    """What a GGUF file (`where`) says of its model, by the fields of `gguf.GGUFReader`. What is
+    missing, malformed or not served is a `CheckpointError` that names file and key."""
 
     def __init__(self, fields: Mapping[str, Any], where: str) -> None:
         self.fields = fields
@@ -103,7 +104,7 @@ class Metadata:
         self._taken: set[str] = set()
 
     def get(self, key: str, *default: Any) -> Any:
-        """A value; the default, if one is given, where it is missing; else CheckpointError."""
+        """A value; the default, if one is given, where it is missing."""
         self._taken.add(key)
         field = self.fields.get(key)
         if field is not None:
@@ -113,16 +114,15 @@ class Metadata:
         raise CheckpointError(f"{self.where}: metadata {key!r} is missing; the file is incomplete")
 
     def size(self, key: str, *default: int) -> int:
-        """A positive integer; CheckpointError if it is missing, or something else."""
+        """A positive integer."""
         return check_size(self.get(key, *default), key, self.where)
 
     def number(self, key: str, *default: float) -> float:
-        """A positive finite number, `as_written`; CheckpointError if it is missing, or something
-        else."""
+        """A positive finite number, `as_written`."""
         return as_written(check_number(self.get(key, *default), key, self.where))
 
     def token_id(self, key: str) -> int | None:
-        """A token's id; None where it is missing; CheckpointError if it is something else."""
+        """A token's id; None where it is missing."""
         value = self.get(key, None)
         if value is not None and (type(value) is not int or value < 0):
             raise self.error(key, "must be a token's id")
@@ -133,8 +133,7 @@ class Metadata:
         return CheckpointError(f"{self.where}: {key} = {self.get(key, None)!r} {problem}")
 
     def check_file(self) -> None:
-        """Check that the file is a whole model; CheckpointError names the key that says
-        otherwise."""
+        """Check that the file is a whole model."""
         for beginning, why in REFUSED.items():
             key = next((key for key in self.fields if key.startswith(beginning)), None)
             if key is not None:
@@ -152,7 +151,7 @@ class Metadata:
 
     def linear_scaling(self, kind: str) -> RopeScaling | None:
         """Scaling of rope by one factor for all frequencies, which is what a factor without a type
-        means; None where there is none; CheckpointError for another type."""
+        means; None where there is none."""
         key = f"{kind}.rope.scaling.type"
         scaling = self.get(key, LINEAR)
         if scaling not in ("none", LINEAR):
@@ -170,8 +169,8 @@ class Metadata:
         return None if scaling == "none" or factor == 1 else RopeScaling(factor, kind=LINEAR)
 
     def finish(self, kind: str, vocabulary: int, head_dim: int, epsilon: float) -> None:
-        """Account for the keys that no reader has asked for: CheckpointError if one that changes
-        the computation has a value that is not served."""
+        """Account for the keys that no reader has asked for: those that change the computation are
+        refused."""
         same = {
             "vocab_size": vocabulary,
             "embedding_length_out": self.get(f"{kind}.embedding_length"),

@@ -254,8 +254,8 @@ class HuggingFaceSource(NamedTensorSource):
         return found
 
     def _stored(self, kind: str) -> _StoredTensors:
-        """What the folder of a family holds; CheckpointError if two stored names mean the same
-        tensor."""
+        """What the folder of a family holds. No two stored names mean the same tensor of the
+        language model."""
         names, mtp = split_mtp(self._files.file_of, kind)
         model, left_out = language_model_tensors(names, kind)
         if len(names) != len(model) + sum(left_out.values()):

@@ -51,7 +51,11 @@ def read_rope(
     config: Settings, head_dim: int, percent: float | None = None
 ) -> tuple[float, RopeScaling | None, float]:
     """Base, scaling and the share of a head that rope turns (`percent`: of a family that knows one
-    alone). CheckpointError: another kind of rope or share, an unknown key, two values for one."""
+    alone).
+
+    Raises:
+        CheckpointError: another kind of rope or share, an unknown key, two values for one.
+    """
     new, old = _set(config, "rope_parameters"), _set(config, "rope_scaling")
     place, rope = ("rope_scaling", old) if old else ("rope_parameters", new)
     kind = _kind(config, place, rope)
@@ -243,14 +247,16 @@ def read_architecture(
     eos_token_ids: tuple[int, ...] = (),
     names: Iterable[str] = (),
 ) -> ModelArchitecture:
-    """The architecture that a `config.json` describes; CheckpointError: an unsupported architecture
-    or setting, a missing or malformed value.
+    """The architecture that a `config.json` describes.
 
     Args:
         config: its content.
         where: file name for error messages.
         bos_token_id, eos_token_ids: as the caller found them (they may be in other files).
         names: of the stored tensors, as far as they are known; see `read_mtp`.
+
+    Raises:
+        CheckpointError: unsupported architecture or setting, missing or malformed value.
     """
     family = _family(config, where)
     settings = Settings(config, where, family.model_type)
@@ -304,7 +310,10 @@ def _transformer(config: Settings, family: Family) -> dict[str, Any]:
 
 def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
     """The `config.json` of an architecture; `dtype` is the weights', for example "bfloat16".
-    CheckpointError: no Hugging Face family has this combination of features."""
+
+    Raises:
+        CheckpointError: no Hugging Face family has this combination of features.
+    """
     a = architecture
     family = family_of(a.model_type)
     common: dict[str, Any] = {

@@ -61,8 +61,8 @@ INSIDE, ALONE = "model.language_model.", "model."
 
 
 def language_model_config(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The configuration of the language model that a model with a vision tower has (CheckpointError
-    if it has none); every other configuration as it is."""
+    """The configuration of the language model that a model with a vision tower has; every other
+    configuration as it is."""
     names = config.get("architectures") or []
     inside = COMPOSITES.get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
     if not names and "text_config" in config:

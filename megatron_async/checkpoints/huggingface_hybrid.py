@@ -106,8 +106,7 @@ def refuse_family(config: dict[str, Any], where: str) -> None:
 
 def read_hybrid(config: Settings) -> dict[str, Any]:
     """The fields of `ModelArchitecture` that a hybrid family of `FIXED` has its own words for;
-    positions, vocabulary and tokens are the caller's. CheckpointError: a setting that is not
-    supported, a missing or malformed value."""
+    positions, vocabulary and tokens are the caller's."""
     for key, supported in FIXED[config.family].items():
         config.only(key, *supported)
     if config.family in DELTA_FIXED:
@@ -302,8 +301,7 @@ def write_hybrid(a: ModelArchitecture) -> dict[str, Any]:
 
 
 def check_written(a: ModelArchitecture, read_back: ModelArchitecture) -> None:
-    """Check that a written configuration says all that there is to say; CheckpointError names what
-    is lost."""
+    """Refuse an architecture of which a written configuration does not say all."""
     lost = [f.name for f in fields(a) if getattr(a, f.name) != getattr(read_back, f.name)]
     if lost:
         values = ", ".join(f"{name} = {getattr(a, name)!r}" for name in lost)

@@ -33,8 +33,7 @@ def read_mtp(
     architecture: ModelArchitecture, config: Settings, names: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The fields of `ModelArchitecture` that describe MTP; none where a model has no MTP. Names of
-    the stored tensors tell the number of depths where the configuration does not. CheckpointError:
-    a missing or malformed value."""
+    the stored tensors tell the number of depths where the configuration does not."""
     a = architecture
     if a.model_type not in MTP_NAMES:
         return {}
@@ -71,8 +70,11 @@ def read_mtp(
 
 
 def write_mtp(a: ModelArchitecture) -> dict[str, Any]:
-    """Entries of a `config.json` that describe MTP; CheckpointError: the family has none, or not of
-    this form."""
+    """Entries of a `config.json` that describe MTP.
+
+    Raises:
+        CheckpointError: the family has none, or not of this form.
+    """
     if not a.mtp_pattern:
         return {}
     kind = f"multi-token prediction of a {a.model_type} model with mtp_pattern = {a.mtp_pattern!r}"

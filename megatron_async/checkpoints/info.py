@@ -347,9 +347,12 @@ def _size(count: float) -> str:
 def check_weights_fit(
     architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes, free: int
 ) -> None:
-    """Check that a rank's share of the weights fits into `free` bytes; OutOfMemoryError has the
-    figures and what helps. Experts count as if all ranks of a job shared all weights evenly, so a
-    model that passes may still be too large."""
+    """Check that a rank's share of the weights fits into `free` bytes. Experts count as if all
+    ranks of a job shared all weights evenly, so a model that passes may still be too large.
+
+    Raises:
+        OutOfMemoryError: they do not fit; the message has the figures and what helps.
+    """
     ranks = (
         sizes.tensor_model_parallel * sizes.pipeline_model_parallel * sizes.expert_model_parallel
     )

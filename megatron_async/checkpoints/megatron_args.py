@@ -45,14 +45,16 @@ LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 def architecture_from_args(
     args: Mapping[str, Any], vocab_size: int, eos_token_ids: tuple[int, ...], where: str
 ) -> ModelArchitecture:
-    """The architecture that a training run's arguments describe; CheckpointError: one is missing,
-    or its value is not supported.
+    """The architecture that a training run's arguments describe.
 
     Args:
         args: name -> value, as Megatron-LM's argument parser leaves them.
         vocab_size: rows of the stored embedding (Megatron pads it).
         eos_token_ids: from the tokenizer, if there is one.
         where: for error messages.
+
+    Raises:
+        CheckpointError: an argument is missing, or its value is not supported.
     """
     args = _Taken(args)
     for name, supported in SUPPORTED.items():
@@ -149,8 +151,8 @@ class _Taken(Mapping[str, Any]):
         return len(self._args)
 
     def account_for_others(self, family: str, where: str) -> None:
-        """Tell once of the arguments that nobody knows. CheckpointError for one that may change
-        positions, or changes the computation in configurations of other programs."""
+        """Refuse arguments that may change positions, or that change the computation in
+        configurations of other programs, and tell once of those that nobody knows."""
         unknown = []
         for name in sorted(self._args.keys() - self._names):
             if IS_HARMLESS(name) or not self._is_set(name):

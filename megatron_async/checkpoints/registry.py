@@ -133,8 +133,11 @@ def hub_folder(name: str) -> Path:
     is not asked for again.
 
     `HF_HUB_OFFLINE`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` mean what they mean to
-    `huggingface_hub`, the library that does it. CheckpointError has the reason and the command that
-    fetches the model.
+    `huggingface_hub`, the library that does it.
+
+    Raises:
+        CheckpointError: the model is not in the cache and cannot be fetched; the message has the
+            reason and the command that fetches it.
     """
     # Imported here because it takes a third of a second, and other models do not need it.
     import httpx

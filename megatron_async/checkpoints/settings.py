@@ -37,8 +37,8 @@ POSITIONS = re.compile(r"rope|rotary|yarn|alibi")
 
 
 class Settings:
-    """One family's view of a `config.json`; CheckpointError if two names of the same key have
-    different values.
+    """One family's view of a `config.json`. What is missing, malformed or not served is a
+    `CheckpointError` that names file and key.
 
     Args:
         config: the file's content.
@@ -82,8 +82,7 @@ class Settings:
         self._taken.update(keys)
 
     def get(self, key: str) -> Any:
-        """A key's value as it stands there; where it is missing, the family's default, or None.
-        CheckpointError if it is null, which this family cannot compute with."""
+        """A key's value as it stands there; where it is missing, the family's default, or None."""
         self._taken.add(key)
         value = self._values.get(key, self._defaults.get(key))
         is_null = value is None and key in self._values and key in self._defaults
@@ -92,12 +91,11 @@ class Settings:
         return value
 
     def size(self, key: str, otherwise: int | None = None) -> int:
-        """A positive integer, `otherwise` where neither the file nor the family has a number;
-        CheckpointError for anything else, as in the methods below."""
+        """A positive integer, `otherwise` where neither the file nor the family has a number."""
         return check_size(self._number(key, otherwise), self.name(key), self.where)
 
     def number(self, key: str, otherwise: float | None = None) -> float:
-        """A positive finite number."""
+        """A positive finite number; as `size`."""
         return check_number(self._number(key, otherwise), self.name(key), self.where)
 
     def flag(self, key: str) -> bool:
@@ -139,15 +137,14 @@ class Settings:
         return CheckpointError(f"{self.where}: {self.name(key)} = {value!r:.200}{space}{problem}")
 
     def check_listed(self, count: int, layers: int) -> None:
-        """Check that so many layers are listed as there are; CheckpointError otherwise."""
+        """Check that as many layers are listed as there are."""
         if count != layers:
             problem = f", but {count} layers are listed in layer_types"
             raise self.error("num_hidden_layers", problem, layers)
 
     def finish(self, epsilon: float) -> None:
-        """Account for the keys that no reader has asked for: CheckpointError if one that changes
-        the computation has a value that is not served. `epsilon` is the norms', which some families
-        have under two names."""
+        """Account for the keys that no reader has asked for: those that change the computation are
+        refused. `epsilon` is the norms', which some families have under two names."""
         for key in ("dtype", "torch_dtype"):
             if key in self._values:
                 self.only(key, *DTYPES, *(f"torch.{name}" for name in DTYPES))
@@ -237,8 +234,7 @@ def read_choice(config: Settings, name: str, least: int = 1) -> dict[str, Any]:
 
 
 def write_experts(architecture: ModelArchitecture) -> dict[str, Any]:
-    """Entries of a `config.json` that describe the experts; none for a dense model.
-    CheckpointError: the family has no way to say it."""
+    """Entries of a `config.json` that describe the experts; none for a dense model."""
     a = architecture
     if not a.num_moe_experts:
         return {}

@@ -128,8 +128,11 @@ class NamedTensorSource(ModelSource):
         return _are_modules(self.tensor_shapes)
 
     def check_stored(self, with_mtp: bool) -> None:
-        """Check what else is stored, before weights are read, and tell what is left out;
-        CheckpointError for something that cannot be left out."""
+        """Check what else is stored, before weights are read, and tell what is left out.
+
+        Raises:
+            CheckpointError: something that cannot be left out.
+        """
 
     @cached_property
     def checked_weights(self) -> list[Weight]:
@@ -283,7 +286,7 @@ DTYPES = {
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name; CheckpointError if it is not one that weights may have."""
+    """The dtype of that name, if it is one that weights may have."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         raise CheckpointError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")

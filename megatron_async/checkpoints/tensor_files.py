@@ -37,8 +37,8 @@ def has_weights(folder: Path) -> bool:
 
 
 class TensorFiles:
-    """The safetensors files of a folder, which are opened when needed; CheckpointError if the
-    folder holds an adapter."""
+    """The safetensors files of a folder, which are opened when needed. An adapter in it is
+    refused."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,9 +51,12 @@ class TensorFiles:
 
     @cached_property
     def file_of(self) -> dict[str, Path]:
-        """The file that holds each tensor, by the name that is stored. CheckpointError: a file is
-        missing or unreadable; the index names a file elsewhere, or two files hold different tensors
-        of one name."""
+        """The file that holds each tensor, by the name that is stored.
+
+        Raises:
+            CheckpointError: a file is missing or unreadable; the index names a file elsewhere, or
+                two files hold different tensors of one name.
+        """
         index = self._index
         if index is None:
             path = self.folder / SINGLE
@@ -109,7 +112,7 @@ class TensorFiles:
         return found + (["a Megatron checkpoint"] if is_megatron(self.folder) else [])
 
     def open(self, path: Path) -> Any:
-        """A file of the folder, opened; CheckpointError if it is missing or unreadable."""
+        """A file of the folder, opened."""
         if path not in self._open:
             if not path.is_file():
                 raise CheckpointError(

@@ -68,8 +68,7 @@ REMEDY = (
 
 
 class TorchDistSource(ModelSource):
-    """A Megatron `torch_dist` folder, or the training folder above it; errors: see
-    `checkpoint_folder`."""
+    """A Megatron `torch_dist` folder, or the training folder above it (`checkpoint_folder`)."""
 
     format = "torch_dist"
 
@@ -205,8 +204,7 @@ class TorchDistSource(ModelSource):
         return not self._reader.shapes.keys().isdisjoint(_tensors(self._mtp_expected))
 
     def _training_arguments(self, where: str) -> TrainingArguments:
-        """Arguments of the run that wrote the checkpoint; CheckpointError: there are none, or the
-        file is damaged."""
+        """Arguments of the run that wrote the checkpoint."""
         file = self.folder / COMMON_FILE
         if self._reader.has_object(COMMON_KEY):
             data = self._reader.read_object(COMMON_KEY)

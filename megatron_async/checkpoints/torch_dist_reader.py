@@ -162,8 +162,7 @@ class TorchDistReader:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorStorageMetadata]:
-        """Every stored tensor by its key, those of the optimizer too; CheckpointError: the index is
-        missing or damaged."""
+        """Every stored tensor by its key, those of the optimizer too."""
         stored = self._metadata.state_dict_metadata
         return {key: v for key, v in stored.items() if isinstance(v, TensorStorageMetadata)}
 
@@ -184,7 +183,7 @@ class TorchDistReader:
         return planner.bytes[key]
 
     def read(self, planner: DirectPlanner) -> None:
-        """Read what was added to a planner; CheckpointError: a file is missing or damaged."""
+        """Read what was added to a planner."""
         reader = FileSystemReader(self.folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         try:
@@ -231,8 +230,8 @@ class DirectPlanner(DefaultLoadPlanner):
         stored: TensorStorageMetadata,
         where: str,
     ) -> None:
-        """Read the region of `key` that begins at `offset` and has the shape of `target`;
-        CheckpointError if not all of it was saved."""
+        """Read the region of `key` that begins at `offset` and has the shape of `target`, if all of
+        it was saved."""
         if not target.numel():
             return
         region = ChunkStorageMetadata(torch.Size(offset), target.size())

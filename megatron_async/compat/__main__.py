@@ -29,9 +29,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Path, list[str]]:
-    """Split a command line behind `megatron_async.compat` at the script's name: our options, the
-    script, and its arguments, which are not looked at. SystemExit: --help was asked for, or no
-    script can be found; a line on stderr says so."""
+    """Split a command line behind `megatron_async.compat` at the script's name.
+
+    Returns:
+        our options, the script, and its arguments, which are not looked at.
+
+    Raises:
+        SystemExit: --help was asked for, or no script can be found; a line on stderr says so.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_async.compat",
         usage=USAGE,

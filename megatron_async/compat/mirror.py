@@ -31,9 +31,8 @@ def original_of(name: str) -> str | None:
 
 
 def names_of_megatron(module_name: str) -> Callable[[str], Any]:
-    """A module's `__getattr__`: the names that a mirrored module lacks, from Megatron's.
-    AttributeError for names that neither module has, and for names with two underscores at each
-    end, which say what a module is and are never another's."""
+    """A module's `__getattr__`: the names that a mirrored module lacks, from Megatron's. Names with
+    two underscores at each end say what a module is, and are never another's."""
 
     def from_megatron(name: str) -> Any:
         if not (name.startswith("__") and name.endswith("__")):

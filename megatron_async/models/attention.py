@@ -48,8 +48,11 @@ class PagedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of one step, called by Megatron's own layers (ours call `attention_layer`):
         `[tokens, 1, hidden]` -> the same and the projection's bias or None. The mask is ignored:
-        causality follows from the positions of the view. RuntimeError without a view: training and
-        static batching are not served."""
+        causality follows from the positions of the view.
+
+        Raises:
+            RuntimeError: called without a view (training and static batching are not served).
+        """
         if inference_context is None:
             raise RuntimeError(
                 "PagedSelfAttention runs only inside the engine: it was called without an "

@@ -186,12 +186,15 @@ EXAMPLE = "layers=40,hidden=5120,heads=32,groups=8,head=128,ffn=14336,vocab=1310
 
 def shape_by_hand(family: str, text: str) -> ModelArchitecture:
     """The architecture of one of `FAMILIES` with the sizes of a text, `KEY=SIZE,KEY=SIZE,...`, each
-    key once. ValueError, a sentence: no such family or key, one that is missing or there twice, no
-    number, a size that no model has, or sizes that do not fit each other.
+    key once.
 
     `groups` (KV heads) are as many as `heads` where the text does not say, `head` (elements of one)
     is hidden / heads, `positions` (tokens of the longest sequence) is `POSITIONS`. With experts
     `ffn` is the inner size of one.
+
+    Raises:
+        ValueError: no such family or key, one that is missing or there twice, no number, a size
+            that no model has, or sizes that do not fit each other; a sentence.
     """
     if family not in FAMILIES:
         raise ValueError(

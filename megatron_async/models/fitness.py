@@ -58,13 +58,15 @@ EXPERTS = MLP | {
 
 
 def check_model(model: nn.Module, config: Any, settings: InferenceConfig) -> None:
-    """Check that no option of a model would be ignored; ConfigurationError names all that are not
-    served.
+    """Check that no option of a model would be ignored.
 
     Args:
         model: with `PagedSelfAttention` layers.
         config: the `TransformerConfig` that its context was made from.
         settings: of the engine.
+
+    Raises:
+        ConfigurationError: names all options that are not served.
     """
     refuse([*_positions(model, settings), *_modules(model, config, settings)])
 

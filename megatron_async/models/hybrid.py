@@ -33,8 +33,11 @@ PART = 2**24
 
 
 def stack_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
-    """The layer spec that `config.transformer_impl` names, for a model on `device`;
-    ConfigurationError: no such spec, or it cannot run here."""
+    """The layer spec that `config.transformer_impl` names, for a model on `device`.
+
+    Raises:
+        ConfigurationError: no such spec, or it cannot run here.
+    """
     if config.transformer_impl == "local":
         return hybrid_stack_spec(config)
     if config.transformer_impl == "transformer_engine":

@@ -213,8 +213,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
 
 
 def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = None) -> int:
-    """Keep a blocked or an 8-bit copy of every linear weight, where this is possible and faster;
-    the bytes of the copies, 0 if nothing was packed.
+    """Keep a blocked or an 8-bit copy of every linear weight, where this is possible and faster.
 
     Call it again when the weights have changed. Layers on a GPU or in another dtype than float32
     use their plain weights. So do all layers if blocked copies would take more than
@@ -225,6 +224,9 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
         free_memory: bytes.
         quantization: "int8", or None for blocked copies; "auto": int8 where this CPU has loops for
             it and the copies fit.
+
+    Returns:
+        bytes of the copies, 0 if nothing was packed.
 
     Raises:
         OutOfMemoryError: 8-bit copies that were asked for do not fit.

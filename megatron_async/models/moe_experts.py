@@ -139,7 +139,9 @@ class TokenDispatcher:
             x: `[own tokens, hidden]`, contiguous.
             routing: of these tokens; padding has no experts.
             tokens: of each rank, padding included, the same on all; 0: as many as here.
-                ValueError if this rank has more.
+
+        Raises:
+            ValueError: this rank has more than `tokens` tokens.
         """
         if self._size == 1:
             return x, routing

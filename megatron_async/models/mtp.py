@@ -128,8 +128,12 @@ class MultiTokenPrediction(MegatronModule):
 
 
 def check_mtp(architecture: ModelArchitecture, sizes: ParallelSizes) -> None:
-    """Check that a model's layers of multi-token prediction can be built; ConfigurationError: it
-    has none, or layers that are not served, or another setting is not served together with MTP."""
+    """Check that a model's layers of multi-token prediction can be built.
+
+    Raises:
+        ConfigurationError: the model has no MTP layers, or layers that are not served, or another
+            setting is not served together with MTP.
+    """
     a = architecture
     if not a.mtp_pattern:
         raise ConfigurationError(

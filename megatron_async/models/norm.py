@@ -27,7 +27,11 @@ class InferenceRMSNorm(nn.RMSNorm):
     @property
     def factors(self) -> Tensor:
         """`[size]`: what normed elements are multiplied by; float32 or wider where it is 1 +
-        weight, and then RuntimeError before `fold_norms` has been called."""
+        weight.
+
+        Raises:
+            RuntimeError: `fold_norms` has not been called.
+        """
         if not self.is_zero_centered:
             return self.weight
         if self._folded is None:

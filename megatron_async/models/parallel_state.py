@@ -106,7 +106,7 @@ class LonelyGroup(dist.ProcessGroup):
     _allgather_base = _reduce_scatter_base = alltoall_base
 
     def send(self, *_: Any) -> Work:
-        """There is nobody to send to: RuntimeError."""
+        """Always raises: there is nobody to send to."""
         raise RuntimeError("this process is the only rank of its group: it has no peer.")
 
     recv = recv_anysource = send
@@ -142,8 +142,12 @@ WORD_BYTES = 16
 def check_peers(job: Job, groups: Iterable[dist.ProcessGroup]) -> None:
     """Let every two ranks of each group tell each other words that follow from a secret in the
     job's store. All ranks of the job call this, with the groups that they have, in the order in
-    which they were made. ConfigurationError: a connection leads to another process. RankLost: a
-    rank is gone."""
+    which they were made.
+
+    Raises:
+        ConfigurationError: a connection leads to another process.
+        RankLost: a rank is gone.
+    """
     secret = job.exchange("the secret of peers", secrets.token_hex(32))[0].encode()
     for group in groups:
         if group.size() == 1 or "gloo" not in dist.get_backend_config(group):
@@ -210,7 +214,7 @@ class ParallelSizes:
         return self.tensor_model_parallel * self.pipeline_model_parallel
 
     def data_parallel(self, world_size: int) -> int:
-        """Replicas in a world of this size; ConfigurationError if the sizes do not divide it."""
+        """Replicas in a world of this size, which the sizes must divide."""
         tp, pp = self.tensor_model_parallel, self.pipeline_model_parallel
         replicas, rest = divmod(world_size, self.replica)
         if rest or not replicas:

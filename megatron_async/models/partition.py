@@ -58,8 +58,11 @@ def is_recurrent(model: Any) -> bool:
 def check_partition(
     architecture: ModelArchitecture, sizes: ParallelSizes, transformer_impl: str
 ) -> None:
-    """Check that a model can be split over so many ranks; ConfigurationError names a size that is
-    no multiple of the ranks, and the sizes that fit."""
+    """Check that a model can be split over so many ranks.
+
+    Raises:
+        ConfigurationError: a size is no multiple of the ranks; names it, and the sizes that fit.
+    """
     ranks = sizes.tensor_model_parallel
     if sizes.sequence_parallel and transformer_impl != "local":
         raise ConfigurationError(

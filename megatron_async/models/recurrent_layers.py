@@ -105,8 +105,11 @@ class RecurrentMixer[Sizes: RecurrentSizes](MegatronModule):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output for one step, called by TransformerEngine's stack: `[tokens, 1,
-        hidden]` -> the same, and None. RuntimeError without a view: training and static batching
-        are not served."""
+        hidden]` -> the same, and None.
+
+        Raises:
+            RuntimeError: called without a view (training and static batching are not served).
+        """
         if inference_context is None:
             raise RuntimeError(
                 f"{type(self).__name__} runs only inside the engine: it was called without an "

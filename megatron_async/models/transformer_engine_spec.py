@@ -32,8 +32,11 @@ from megatron_async.ops.linear.stream import Stream
 
 
 def require_transformer_engine(device: torch.device) -> None:
-    """Check that TransformerEngine can run; ConfigurationError: `device` is no GPU, or the package
-    is not installed."""
+    """Check that TransformerEngine can run.
+
+    Raises:
+        ConfigurationError: `device` is no GPU, or the package is not installed.
+    """
     if device.type != "cuda":
         raise ConfigurationError(
             f"transformer_impl='transformer_engine' needs a GPU, but the device is {device}: "

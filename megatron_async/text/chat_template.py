@@ -32,8 +32,7 @@ def folder_template(
     folder: Path, config: Mapping[str, Any], error: type[ConfigurationError]
 ) -> str | None:
     """The template (jinja2 source) of a Hugging Face folder: of its files, else of its
-    `tokenizer_config.json`; None if there is none. `error` is raised for a malformed template or
-    file."""
+    `tokenizer_config.json`; None if there is none. `error` is the class of what is raised."""
     value = config.get("chat_template")
     if isinstance(value, list):  # of objects, in older files
         value = {e.get("name"): e.get("template") for e in value if isinstance(e, Mapping)}
@@ -76,8 +75,11 @@ def _no_default(templates: Mapping[str, str]) -> str:
 
 
 def compile_chat_template(source: str) -> jinja2.Template:
-    """A template in a sandbox: it is code that came with a download. jinja2.TemplateSyntaxError: it
-    is none."""
+    """A template in a sandbox: it is code that came with a download.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is none.
+    """
     # Block trimming and loop controls are what templates are written for.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,

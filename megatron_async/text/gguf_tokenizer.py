@@ -66,10 +66,17 @@ HARMLESS = {
 def read_gguf(
     metadata: Mapping[str, Any], source: str, error: type[ConfigurationError]
 ) -> tuple[BackendTokenizer, dict[str, Any], list[int], str | None]:
-    """The tokenizer in the `tokenizer.*` metadata of a GGUF file; the fields of a
-    `tokenizer_config.json`; tokens that end a generation; the chat template. `error` is raised for
-    a kind of tokenizer or pre-tokenizer that cannot be rebuilt exactly, or metadata that do not fit
-    together."""
+    """The tokenizer in the metadata of a GGUF file.
+
+    Args:
+        metadata: key -> value of the file's `tokenizer.*` fields.
+        source: the file's name, for messages.
+        error: what is raised.
+
+    Returns:
+        the tokenizer proper; the fields of a `tokenizer_config.json`; tokens that end a generation;
+        the chat template.
+    """
     try:
         return _read(metadata, source, error)
     except error:

@@ -38,9 +38,15 @@ class GrammarChecker:
         self._stop: weakref.finalize[Any, Any] | None = None
 
     def check(self, source: str, limit_s: float) -> int:
-        """Compile a grammar there, in at most so many seconds of CPU time: the bytes that its
-        compiled form takes; 0 where that is unknown. RequestError: it does not compile.
-        RuntimeError: the process cannot be started."""
+        """Compile a grammar there, in at most so many seconds of CPU time.
+
+        Returns:
+            bytes that its compiled form takes; 0 where that is unknown.
+
+        Raises:
+            RequestError: it does not compile.
+            RuntimeError: the process cannot be started.
+        """
         if self._process is None or self._process.poll() is not None:
             self._start()
         answer = self._ask([source, limit_s])
@@ -170,10 +176,16 @@ class GrammarCompiler:
             self._read_tokenizer()
 
     def begin(self, wanted: Any) -> Future[Any]:
-        """Compile a grammar, unless that has been done: a future for `start`, whose exception says
-        what is wrong with the grammar. The first one takes a moment, unless `prepare` was called.
-        RequestError: it is no `StructuredOutput`, or of a wrong type, or too large, or there is no
-        tokenizer that llguidance can read."""
+        """Compile a grammar, unless that has been done. The first one takes a moment, unless
+        `prepare` was called.
+
+        Returns:
+            a future for `start`; its exception says what is wrong with the grammar.
+
+        Raises:
+            RequestError: it is no `StructuredOutput`, or of a wrong type, or too large, or there is
+                no tokenizer that llguidance can read.
+        """
         if not isinstance(wanted, StructuredOutput):
             raise RequestError(
                 f"structured_output={reprlib.repr(wanted)} is not allowed: it must be a "

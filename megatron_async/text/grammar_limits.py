@@ -39,8 +39,11 @@ MOST_COUNT = 2**31
 
 
 def exact_numbers(schema: Any) -> Any:
-    """A copy of a schema of JSON values whose numbers the grammar library takes exactly;
-    RequestError names one that it would take for another."""
+    """A copy of a schema of JSON values whose numbers the grammar library takes exactly.
+
+    Raises:
+        RequestError: it would take one for another number; the message names it.
+    """
     if isinstance(schema, list):
         return [exact_numbers(part) for part in schema]
     if not isinstance(schema, dict):

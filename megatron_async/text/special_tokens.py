@@ -92,7 +92,7 @@ CLEAN_UP_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt
 
 def read_config(folder: Path, error: type[ConfigurationError]) -> dict[str, Any]:
     """The fields of a folder's `tokenizer_config.json`, with the special tokens that other files
-    name; files may be missing. `error` is raised for a corrupt one."""
+    name; files may be missing. `error` is the class of what is raised."""
 
     def content(name: str) -> dict[str, Any]:
         return read_object(folder / name, error) if (folder / name).is_file() else {}
@@ -131,8 +131,7 @@ def read_config(folder: Path, error: type[ConfigurationError]) -> dict[str, Any]
 
 
 def class_name(folder: Path, config: Mapping[str, Any], error: type[ConfigurationError]) -> str:
-    """The class that transformers takes for a folder's tokenizer, "" for one of no family; `error`
-    is raised for a corrupt `config.json`."""
+    """The class that transformers takes for a folder's tokenizer, "" for one of no family."""
     file = folder / "config.json"
     model = read_object(file, error) if file.is_file() else {}
     family = str(model.get("model_type"))
@@ -148,9 +147,19 @@ def add_special_tokens(
     where: str,
     error: type[ConfigurationError],
 ) -> dict[str, Any]:
-    """Add the tokens that a configuration (of `read_config`) names to a tokenizer. The
-    configuration with the special tokens that its class (`kind`) has by itself, and without those
-    that have no name: the tokenizer has them now. `error` is raised for a malformed token."""
+    """Add the tokens that a configuration names to a tokenizer.
+
+    Args:
+        backend: of the folder's `tokenizer.json`.
+        config: what `read_config` gives.
+        kind: `class_name`.
+        where: the folder, for messages.
+        error: what is raised for a malformed token.
+
+    Returns:
+        the configuration with the special tokens that its class has by itself, and without those
+        that have no name: the tokenizer has them now.
+    """
     try:
         own = {
             name: text

@@ -113,8 +113,11 @@ class TokenGrammar:
         self.behind_s = 0.0
 
     def accept(self, token: int) -> None:
-        """Take the token that was sampled; RequestError: the grammar does not allow it (nothing was
-        left to sample), or gave up."""
+        """Take the token that was sampled.
+
+        Raises:
+            RequestError: the grammar does not allow it (nothing was left to sample), or gave up.
+        """
         start = time.thread_time()
         is_accepted = self._failure is None and self._matcher.consume_token(token)
         self.behind_s += time.thread_time() - start
@@ -156,9 +159,8 @@ class TokenGrammar:
 
 @lru_cache(KEPT)
 def _source_of(name: str, text: str) -> str:
-    """The grammar of a field's text as llguidance takes it; RequestError: it is too large or too
-    deep. Kept, because a request with many answers asks for each of them, on the engine's
-    thread."""
+    """The grammar of a field's text as llguidance takes it. Kept, because a request with many
+    answers asks for each of them, on the engine's thread."""
     from llguidance import LLMatcher
 
     if name == "json_schema":

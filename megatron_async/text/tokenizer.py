@@ -311,7 +311,7 @@ class Tokenizer:
 
 def read_eos_ids(folder: Path, own: int | None = None) -> tuple[int, ...]:
     """Tokens that end a generation: the tokenizer's own EOS, if it is known, then those of a
-    folder's files, which may be missing. TokenizerError: a file is corrupt."""
+    folder's files, which may be missing."""
     ids: list[int] = [] if own is None else [own]
     for name in (GENERATION_CONFIG, "config.json"):
         content = read_object(folder / name, TokenizerError) if (folder / name).is_file() else {}
@@ -354,7 +354,11 @@ def is_raw_chat(tokenizer: Tokenizer | None, prompts: Sequence[Any]) -> bool:
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """One conversation, or several, as a list of conversations; TokenizerError if it is neither."""
+    """One conversation, or several, as a list of conversations.
+
+    Raises:
+        TokenizerError: `messages` is neither.
+    """
     if isinstance(messages, str | Mapping):
         raise TokenizerError(
             f"messages={messages!r} is no conversation: give a list of messages such as "

@@ -78,8 +78,14 @@ class CoordinatedStates:
         self._tell()
 
     def begin(self, signal: Signal) -> bool:
-        """A signal has come: whether the engine must do something (not for a PAUSE of one that
-        stands still). ValueError: the signal cannot be followed in this state."""
+        """A signal has come.
+
+        Returns:
+            whether the engine must do something: not for a PAUSE of one that stands still.
+
+        Raises:
+            ValueError: the signal cannot be followed in this state.
+        """
         if signal is Signal.PAUSE and self.state in STANDING - {EngineState.STOPPED}:
             return False
         allowed, transient, lasting = STEPS[signal]
@@ -111,8 +117,12 @@ class CoordinatedStates:
         self._tell()
 
     async def wait_until(self, state: EngineState) -> None:
-        """Wait for a lasting state. EngineStopped: the engine has left its coordinator, so that the
-        state cannot come; or what ended the engine before its time, such as RankLost."""
+        """Wait for a lasting state.
+
+        Raises:
+            EngineStopped: the engine has left its coordinator, so that the state cannot come.
+            Exception: what ended the engine before its time, such as RankLost.
+        """
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[state].append(waiting)
         self._tell_waiting(state)

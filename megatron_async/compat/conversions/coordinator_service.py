@@ -251,8 +251,11 @@ def share_seed(rng: SamplingSeed) -> None:
 def find_address(port: int | None, launches: bool, hostname: str | None) -> str:
     """The coordinator's address, on all ranks; collective. The first rank starts the coordinator,
     unless one is there already, at `port` (None: any that is free). Without `hostname` this host
-    alone can reach it. ConfigurationError: the address cannot be bound, or no port was given for
-    one that is there."""
+    alone can reach it.
+
+    Raises:
+        ConfigurationError: the address cannot be bound, or no port was given for one that is there.
+    """
     host = hostname or "127.0.0.1"
     if not launches:
         if port is None:

@@ -46,8 +46,12 @@ class EngineControl(DynamicInferenceEngine):
         return EngineState[self.pausing.state.name]
 
     async def wait_until(self, state: EngineState) -> None:
-        """Wait until the engine is in a state that lasts. ValueError: the state is one that passes
-        by. EngineStopped: the engine has stopped, so that the state cannot come."""
+        """Wait until the engine is in a state that lasts.
+
+        Raises:
+            ValueError: the state is one that passes by.
+            EngineStopped: the engine has stopped, so that the state cannot come.
+        """
         if state not in LASTING:
             names = ", ".join(lasting.name for lasting in LASTING)
             raise ValueError(f"{state} passes by: wait for one of {names}.")
@@ -74,11 +78,14 @@ class EngineControl(DynamicInferenceEngine):
         self.requests.news.notify()
 
     def suspend(self, free_kv_cache: bool | None = None) -> int:
-        """Launch no further step, until `resume`; the bytes given back. Suspended already: nothing
-        happens.
+        """Launch no further step, until `resume`; suspended already: nothing happens.
 
-        With `free_kv_cache` the memory of KV cache and graphs is given back, and running requests
-        are prefilled again later. None: if `kv_cache_management_mode` is RECOMPUTE.
+        Args:
+            free_kv_cache: give the memory of KV cache and graphs back, and prefill running requests
+                again later. None: if `kv_cache_management_mode` is RECOMPUTE.
+
+        Returns:
+            bytes given back.
         """
         if self._is_suspended and free_kv_cache is None:
             return 0

@@ -34,8 +34,11 @@ def with_memory_limits(
     model_config: Any, config: MegatronConfig, settings: InferenceConfig
 ) -> dict[str, Any]:
     """`max_requests`, the same on all ranks of the model, and `buffer_size_gb` of the KV cache
-    alone, for settings that are complete but for these. ConfigurationError: the buffer does not
-    hold the recurrent states of `max_requests`."""
+    alone, for settings that are complete but for these.
+
+    Raises:
+        ConfigurationError: the buffer does not hold the recurrent states of `max_requests`.
+    """
     most = settings.max_tokens // settings.decode_width
     asked = config.max_requests
     if settings.num_kv_blocks is not None:

@@ -26,11 +26,13 @@ from megatron_async.text.stop_words import cut_at_stop_word
 
 
 def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:  # noqa: N803
-    """Token ids of a prompt, with the beginning-of-sequence token or without. ValueError: no
-    tokenizer, or `add_BOS` and it has no such token.
+    """Token ids of a prompt, with the beginning-of-sequence token or without.
 
     Megatron asks the caller, not the tokenizer: those that a tokenizer puts in front by itself are
     taken away, unless `add_BOS`, and then there is one.
+
+    Raises:
+        ValueError: no tokenizer, or `add_BOS` and it has no such token.
     """
     if tokenizer is None:
         raise ValueError(
@@ -127,8 +129,7 @@ def complete(
 
 
 def _set_texts(answer: DynamicInferenceRequest, own: OwnRequest, tokenizer: Any) -> int:
-    """Texts as Megatron makes them; how many generated tokens are kept, since they end before a
-    stop word."""
+    """Texts as Megatron makes them. Its generated tokens end before a stop word: their number."""
     tokens, params = own.generated_tokens, own.sampling_params
     keeps_stop = params.detokenize_stop_sequence
     if answer.prompt is None:

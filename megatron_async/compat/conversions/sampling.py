@@ -31,10 +31,13 @@ class RefusedParams(SamplingParams):
 
 
 def to_own_params(params: MegatronParams, logprobs_mode: str) -> SamplingParams:
-    """The parameters that Megatron's mean here; RequestError: an attribute that neither knows.
+    """The parameters that Megatron's mean here.
 
     Attributes that were set beside Megatron's fields (`add_attributes`) are ours, by their names.
     `logprobs_mode` is from `InferenceConfig`, by Megatron's name.
+
+    Raises:
+        RequestError: an attribute that neither knows.
     """
     given = vars(params)
     unknown = sorted(given.keys() - MEGATRON_FIELDS - OWN_FIELDS)
@@ -88,7 +91,7 @@ class SamplingSeed:
         self._settings = settings
 
     def manual_seed(self, seed: int) -> SamplingSeed:
-        """Seed requests that are added from now on; itself, as torch's generators do."""
+        """Seed requests that are added from now on; returns itself, as torch's generators do."""
         self._settings.inference_sampling_seed = int(seed)
         return self
 

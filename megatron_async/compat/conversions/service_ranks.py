@@ -52,8 +52,12 @@ class ServiceRanks:
 
 def join_ranks(engine: EngineControl) -> ServiceRanks:
     """Connect the ranks of the job; collective. Whole models on each rank need no connection.
-    ConfigurationError: the model is spread over groups that this job's `parallel_state` does not
-    know, or ranks have other settings. CommunicationTimeout, RankLost: a rank did not come."""
+
+    Raises:
+        ConfigurationError: the model is spread over groups that this job's `parallel_state` does
+            not know, or ranks have other settings.
+        CommunicationTimeout, RankLost: a rank did not come.
+    """
     sizes = dict.fromkeys(SIZES, 1)
     if parallel_state.model_parallel_is_initialized():
         sizes = {name: size() for name, size in SIZES.items()}
@@ -97,8 +101,12 @@ def _check_groups(model: Any, sizes: dict[str, int]) -> None:
 async def all_there(ranks: ServiceRanks, failure: Exception | None) -> None:
     """Wait until every rank of the job has come behind the coordinator; collective, where a model
     is spread over ranks. Why this rank could not (`failure`) is raised after the others have been
-    told. ConfigurationError: another rank could not. RankLost, CommunicationTimeout: it died, or
-    did not come."""
+    told.
+
+    Raises:
+        ConfigurationError: another rank could not.
+        RankLost, CommunicationTimeout: it died, or did not come.
+    """
     said = "" if failure is None else f"{type(failure).__name__}: {failure}"
     found = {}
     if ranks.is_spread:
@@ -121,8 +129,12 @@ class FollowerTask:
         self._states = states
 
     async def run(self) -> None:
-        """Follow until the leader ends its service or closes its engine. RankLost: a rank died that
-        steps need. RanksDisagree: the leader gave up, or did what this rank cannot."""
+        """Follow until the leader ends its service or closes its engine.
+
+        Raises:
+            RankLost: a rank died that steps need.
+            RanksDisagree: the leader gave up, or did what this rank cannot.
+        """
         loop = asyncio.get_running_loop()
         group = self._engine.group
         assert isinstance(group, Follower)

@@ -108,8 +108,7 @@ FIELDS: dict[str, FieldRule] = {
 
 
 def check_fields(config: MegatronConfig) -> None:
-    """Refuse what is not served: ConfigurationError names a field, its value, and what to do
-    instead."""
+    """Refuse fields with values that are not served, by name, with what to do instead."""
     for field in fields(MegatronConfig):
         value, rule = getattr(config, field.name), FIELDS.get(field.name)
         if rule is None:
@@ -164,8 +163,11 @@ class ServedConfig(InferenceConfig):
 
 def to_settings(model_config: Any, config: MegatronConfig | InferenceConfig) -> ServedConfig:
     """The settings that Megatron's configuration means; our own stays as it is, and `given` then
-    has Megatron's defaults. ConfigurationError: a value that is not served, by the name of its
-    field."""
+    has Megatron's defaults.
+
+    Raises:
+        ConfigurationError: a value that is not served, by the name of its field.
+    """
     if isinstance(config, InferenceConfig):
         own = {name: getattr(config, name) for name in config.__dataclass_fields__}
         own["async_sched_mode"] = None  # lookahead says it

@@ -107,8 +107,11 @@ class InferenceClient:
         self.listener_task: asyncio.Task[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Begin to send, on `loop` or the running one (RuntimeError if none runs); a coordinator
-        may still be starting."""
+        """Begin to send, on `loop` or the running one; a coordinator may still be starting.
+
+        Raises:
+            RuntimeError: no event loop runs, and none was given.
+        """
         self._loop = loop or asyncio.get_running_loop()
         self._wire = _Wire(self._address)
         self.listener_task = self._loop.create_task(self._send_all(self._wire))

@@ -58,7 +58,11 @@ def tensor_of(model: nn.Module, name: str) -> Tensor | None:
 
 def source_names(model: nn.Module, parts: Sequence[Part], name: str) -> tuple[str, ...]:
     """Names in Megatron's model, of these layers, of what `name` is in the engine's model: one, or
-    one an expert. ConfigurationError names both where it is nowhere."""
+    one an expert.
+
+    Raises:
+        ConfigurationError: it is nowhere; names both.
+    """
     candidates: list[tuple[str, ...]]
     steps = name.split(".", 3)
     if steps[:2] != ["decoder", "layers"]:
@@ -130,8 +134,12 @@ class _Weight:
 
 class SharedWeights:
     """Binds the parameters of a served model, laid out on the meta device, to those of the user's;
-    they get memory when `bind` is called. ConfigurationError: a weight is missing in `model`, has
-    another shape, or is one that the served model has no place for."""
+    they get memory when `bind` is called.
+
+    Raises:
+        ConfigurationError: a weight is missing in `model`, has another shape, or is one that the
+            served model has no place for.
+    """
 
     def __init__(self, model: nn.Module, parts: Sequence[Part], served: nn.Module) -> None:
         self._model, self._served = model, served
@@ -165,8 +173,12 @@ class SharedWeights:
             self._bind(weight)
 
     def refresh(self) -> bool:
-        """Make the served weights the user's present ones: whether any of them lies elsewhere now,
-        so that steps that were captured before read memory that is the model's no more."""
+        """Make the served weights the user's present ones.
+
+        Returns:
+            whether any of them lies elsewhere now, so that steps that were captured before read
+            memory that is the model's no more.
+        """
         moved = False
         for weight in self._weights:
             moved |= self._rebind(weight)
@@ -249,8 +261,12 @@ def own_layers(
     model: Any, parts: Sequence[Part], config: ModelConfig
 ) -> tuple[nn.Module, SharedWeights]:
     """The served model, on the meta device, and what binds its weights to the user's, which is not
-    changed. ConfigurationError: the layers are not those that the configuration tells, or their
-    weights are not."""
+    changed.
+
+    Raises:
+        ConfigurationError: the layers are not those that the configuration tells, or their weights
+            are not.
+    """
     stage, found = stage_of(config), "".join(part.kind for part in parts)
     if found != stage.pattern:
         raise ConfigurationError(

@@ -108,7 +108,10 @@ class Part:
 
 def unwrapped(model: Any) -> nn.Module:
     """A model without what training wraps around it (`DistributedDataParallel`, `Float16Module`).
-    ConfigurationError: it is no module, or a list of virtual pipeline stages."""
+
+    Raises:
+        ConfigurationError: it is no module, or a list of virtual pipeline stages.
+    """
     if isinstance(model, list | tuple):
         if len(model) != 1:
             raise ConfigurationError(
@@ -134,8 +137,11 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """The layers of a `GPTModel` or `HybridModel` in the order in which they run;
-    ConfigurationError names each module that is not known."""
+    """The layers of a `GPTModel` or `HybridModel` in the order in which they run.
+
+    Raises:
+        ConfigurationError: names each module that is not known.
+    """
     decoder: Any = model.decoder
     parts: list[Part] = []
     unknown = list(_strange_ends(model))
@@ -267,8 +273,7 @@ Megatron's modules."""
 
 
 def check_config(config: Any) -> None:
-    """Check that a configuration asks for nothing that would be ignored; ConfigurationError has all
-    that is not served."""
+    """Refuse a configuration that asks for what would be ignored."""
     found = list(_other_values(config, NOWHERE))
     ranks = config.tensor_model_parallel_size
     if config.num_moe_experts and config.expert_tensor_parallel_size not in (None, ranks):

@@ -113,8 +113,10 @@ def fit_context(
     that it has, where it was made for other layers or has left too little memory for copies.
 
     What others hold of the context (its slots, its view) is of the old one then.
-    ConfigurationError: the context is to be made again, and has had requests or steps.
-    OutOfMemoryError: what the model needs does not fit.
+
+    Raises:
+        ConfigurationError: the context is to be made again, and has had requests or steps.
+        OutOfMemoryError: what the model needs does not fit.
     """
     device = context.device
     copies = 0 if weights is None else weights.copied_bytes

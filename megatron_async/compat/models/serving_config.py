@@ -102,8 +102,7 @@ def serving_config(
 
 def gpt_pattern(config: TransformerConfig) -> str:
     """The layers of a `GPTModel` in a hybrid pattern, two characters a layer, "|" between pipeline
-    stages: attention or Gated DeltaNet, then an MLP or experts. ConfigurationError: a field that
-    says which layer is what, or where, is not served."""
+    stages: attention or Gated DeltaNet, then an MLP or experts."""
     count = config.num_layers
     mixers, experts = _mixers(config, count), _experts(config, count)
     layers = [

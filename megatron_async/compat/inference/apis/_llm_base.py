@@ -198,9 +198,8 @@ class _MegatronLLMBase(NamesOfMegatron):
             raise RuntimeError("generate is for the primary rank alone: call it there")
 
     def _normalize_prompts(self, prompts: Any) -> tuple[list[str] | list[list[int]], bool]:
-        """A list of prompts, and whether several were given; TypeError for another form than
-        `Prompts`. Only its first element is looked at; the engine refuses a wrong prompt among
-        others by itself."""
+        """A list of prompts, and whether several were given. Only its first element is looked at;
+        the engine refuses a wrong prompt among others by itself."""
         if isinstance(prompts, str):
             return [prompts], False
         if isinstance(prompts, list):

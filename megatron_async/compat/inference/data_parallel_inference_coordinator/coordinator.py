@@ -27,8 +27,11 @@ class DataParallelInferenceCoordinator(Coordinator):
     @classmethod
     def bound(cls, host: str, port: int | None) -> Self:
         """One at a port of this host (its name or IP address), any without `port`; where that is
-        taken, at another, and a warning says so. ConfigurationError: no port of the host can be
-        bound."""
+        taken, at another, and a warning says so.
+
+        Raises:
+            ConfigurationError: no port of the host can be bound.
+        """
         try:
             address = socket.gethostbyname(host)
         except OSError as error:

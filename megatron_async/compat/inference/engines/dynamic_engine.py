@@ -326,8 +326,11 @@ class DynamicInferenceEngine(EngineControl):
 
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Step whenever there is work, until the task is cancelled (it then returns, as in
-        Megatron) or the engine closed. While the engine is suspended, it waits. ConfigurationError:
-        `loop` is another than the running one."""
+        Megatron) or the engine closed. While the engine is suspended, it waits.
+
+        Raises:
+            ConfigurationError: `loop` is another than the running one.
+        """
         if loop is not None and loop is not asyncio.get_running_loop():
             refuse("run_engine(loop=) with another loop than the running one", "leave it out")
         self._loops = True
@@ -400,7 +403,10 @@ class DynamicInferenceEngine(EngineControl):
         self, *, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         """What `engine_loop_task` does: serve until the engines are told to stop.
-        ConfigurationError: there is no coordinator yet."""
+
+        Raises:
+            ConfigurationError: there is no coordinator yet.
+        """
         if self._service is None:
             refuse(
                 "run_engine_with_coordinator before start_listening_to_data_parallel_coordinator",
