@@ -116,13 +116,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 class Terminal:
-    """Reads turns and prints answers. Without a terminal at its ends it prints answers alone.
-
-    Args:
-        session: the conversation.
-        name: of the model.
-        bits: of its quantized weights; empty: it has none.
-    """
+    """Reads turns and prints answers. Without a terminal at its ends it prints answers alone."""
 
     def __init__(self, session: ChatSession, name: str, bits: Sequence[int] = ()) -> None:
         self._session = session

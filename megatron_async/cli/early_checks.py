@@ -64,10 +64,6 @@ def _check_safetensors(option: str, file: str) -> None:
 def check_structure(option: str, structure: StructuredOutput) -> None:
     """Check what answers are to be held to: each prompt would fail, after the model is loaded.
 
-    Args:
-        option: it was given by.
-        structure: a schema, an expression, a grammar or a choice.
-
     Raises:
         ValueError: llguidance cannot compile it; its own words say why.
     """

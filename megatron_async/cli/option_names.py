@@ -165,12 +165,7 @@ ELSEWHERE = {
 
 
 def option_meant(option: str, known: Collection[str]) -> str:
-    """What to say of an option that a command does not have: words behind a full stop, or none.
-
-    Args:
-        option: as it was written, without a value.
-        known: the command's options.
-    """
+    """What to say of an option that a command does not have: words behind a full stop, or none."""
     name = SHORT.get(option, option.lstrip("-").replace("-", "_"))
     if name == "max_tokens":
         return _max_tokens(known)

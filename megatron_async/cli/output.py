@@ -233,11 +233,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def print_answer(result: Mapping[str, Any]) -> None:
-    """Print one prompt and its answer, or its error.
-
-    Args:
-        result: from `as_record`.
-    """
+    """Print one prompt and its answer, or its error."""
     print(f">>> {result['prompt']}")
     if result["error"] is None:
         text, tokens = result["generated_text"], result["generated_tokens"]
@@ -246,12 +242,7 @@ def print_answer(result: Mapping[str, Any]) -> None:
 
 
 def print_end(result: Mapping[str, Any], has_begun: bool) -> None:
-    """Print the line after an answer's text: how the answer ended, or its error.
-
-    Args:
-        result: from `as_record`.
-        has_begun: whether text of it stands on the line.
-    """
+    """Print the line after an answer's text: how the answer ended, or its error."""
     if result["error"] is not None:
         newline = "\n" if has_begun else ""
         print(f"{newline}FAILED: {result['error']}\n")

@@ -21,12 +21,7 @@ SWITCH_WITH_VALUE = re.compile(r"argument (--[\w-]+)/(--no-[\w-]+): ignored expl
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with errors of one line, as all our errors are.
-
-    Args:
-        run: what does the command, with the arguments; None: there are commands below it.
-        named: as argparse takes them.
-    """
+    """argparse's parser with errors of one line, as all our errors are."""
 
     def __init__(
         self, run: Callable[[argparse.Namespace], int] | None = None, **named: Any

@@ -62,12 +62,7 @@ STRUCTURES = {
 
 
 def add_sampling_options(generate: argparse.ArgumentParser, most: int = NUM_TOKENS) -> None:
-    """The groups "choosing tokens" and "structured output".
-
-    Args:
-        generate: the command's parser.
-        most: tokens of an answer, where neither the options nor the model say.
-    """
+    """The groups "choosing tokens" and "structured output"."""
     sampling = generate.add_argument_group("choosing tokens")
     sampling.add_argument(
         "-n", "--max-new-tokens", "--num-tokens-to-generate", dest="num_tokens_to_generate",

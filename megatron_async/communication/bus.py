@@ -86,11 +86,7 @@ class Bus:
             self._connect(job, hears, timeout_s)
 
     def publish(self, payload: bytes) -> None:
-        """Send to all ranks that hear this one, in order; never blocks.
-
-        Args:
-            payload: not empty.
-        """
+        """Send to all ranks that hear this one, in order; never blocks."""
         if self._publisher is not None:
             self._sent += 1
             self._publisher.send(_HEADER.pack(self.rank, self._sent) + payload, zmq.NOBLOCK)

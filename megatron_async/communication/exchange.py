@@ -122,12 +122,7 @@ class StoreExchange:
         return {rank: value.decode() for rank, value in zip(ranks, values)}
 
     def require_same(self, what: str, values: Mapping[int, Mapping[str, str]]) -> str:
-        """The first difference between what ranks say, as a message; "" where there is none.
-
-        Args:
-            what: the thing compared.
-            values: rank -> field -> value.
-        """
+        """The first difference between what ranks say, as a message; "" where there is none."""
         names = list(dict.fromkeys(name for fields in values.values() for name in fields))
         for name in names:
             ranks_by_value: dict[str, list[int]] = {}

@@ -62,11 +62,7 @@ class OwnFolder:
 
 
 def remove_left_folders(parent: Path) -> None:
-    """Remove this user's folders whose owners were killed: those whose lock nobody holds.
-
-    Args:
-        parent: where they lie.
-    """
+    """Remove this user's folders whose owners were killed: those whose lock nobody holds."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # in use, another user's, a link, or none of ours
             if folder.lstat().st_uid != os.getuid():

@@ -199,12 +199,7 @@ def block_shape(model: Any, config: InferenceConfig) -> BlockShape:
 
 
 def draft_depths(model: Any, config: InferenceConfig) -> int:
-    """Depths of multi-token prediction that draft: no more than there are drafts; 0: none does.
-
-    Args:
-        model: Megatron's `TransformerConfig`, or a `ModelConfig`; without `mtp_num_depths` one.
-        config: settings of the engine.
-    """
+    """Depths of multi-token prediction that draft: no more than there are drafts; 0: none does."""
     if config.speculative_method != "mtp":
         return 0
     built = getattr(model, "mtp_num_depths", 1)

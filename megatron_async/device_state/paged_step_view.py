@@ -16,12 +16,6 @@ from megatron_async.ops.linear.qkv_places import QkvPlaces
 class PagedStepView(StepView):
     """`StepView` over a paged cache.
 
-    Args:
-        kv_cache: the paged cache.
-        norm_eps: epsilon of the model's q/k norms.
-        attention: the attention backend.
-        ops: of the engine.
-
     Attributes:
         kv_cache, norm_eps, ops: as given.
         rotary: set by a subclass.

@@ -154,12 +154,6 @@ class RecurrentState(PerSlotState):
     def run(self, view: StateStep, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.
 
-        Args:
-            view: the step.
-            layer: index among the recurrent layers.
-            projected: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer, as the ops of its kind take them.
-
         Returns:
             `[tokens, channels]`, before the gated norm.
         """
@@ -194,13 +188,6 @@ class RecurrentState(PerSlotState):
     ) -> tuple[Tensor, Tensor]:
         """`run` of a Mamba-2 layer in a step of decode rows of one query token, with the gate and
         the weight of the norm after it; the product after that norm divides.
-
-        Args:
-            view: the step.
-            layer: index among the recurrent layers.
-            projected: `[tokens, ...]`, the output of the layer's first product.
-            params: of the layer.
-            norm_weight: `[channels]`.
 
         Returns:
             `[tokens, channels]`, and `Stream.squares` of it.

@@ -21,11 +21,6 @@ class SamplingState(PerSlotState):
     """Per-slot memory for steps with processed logits. Steps update it on the compute stream, so
     all earlier tokens are counted when a step reads it. Without arrays until `allocate`.
 
-    Args:
-        capacity: slots.
-        vocab_size: tokens.
-        device: where the arrays live.
-
     Attributes:
         memory: counts and recent tokens.
     """

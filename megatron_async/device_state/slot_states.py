@@ -70,12 +70,7 @@ class PerSlotState:
     def begin_chunks(self, view: StateStep, mode: SamplingMode) -> None:
         """Runs after the unpacking of a step with prefill chunks, as a part of captured work. A row
         with the feature STARTS has a request's first chunk since it got its slot, wherever in its
-        prompt the chunk begins: data of the slot's previous owner must be reset.
-
-        Args:
-            view: the step.
-            mode: of its sampling.
-        """
+        prompt the chunk begins: data of the slot's previous owner must be reset."""
 
 
 class SlotStates(list[PerSlotState]):

@@ -91,15 +91,7 @@ class StepStates:
 class StateTable:
     """Each slot's row, and the rows of a step from its bookkeeping.
 
-    Writer and reader: steps, on the compute stream.
-
-    Args:
-        slots: of the engine; one more is for rows without a request.
-        dummy_row: the pool row of rows without a request.
-        max_rows: rows of the largest step.
-        max_tokens: prefill tokens of the largest step.
-        device: where the table is.
-    """
+    Writer and reader: steps, on the compute stream."""
 
     def __init__(
         self, slots: int, dummy_row: int, max_rows: int, max_tokens: int, device: torch.device
@@ -114,14 +106,7 @@ class StateTable:
     def unpack(
         self, words: Tensor, entry: Tensor, dims: BatchDimensions, row_slots: Tensor
     ) -> StepStates:
-        """Read a step's section of its bookkeeping.
-
-        Args:
-            words: int32 `[ring, words]`: packed bookkeeping of the steps in flight.
-            entry: int32 `[1]`: entry of this step.
-            dims: shape of the step.
-            row_slots: int64 `[rows]`.
-        """
+        """Read a step's section of its bookkeeping."""
         out = self._largest.head(dims)
         take = unpack_states if words.is_cuda else unpack_states_reference
         take(words, entry, dims, row_slots, self._row_of_slot, self._dummy_row, out)
@@ -163,14 +148,7 @@ def unpack_states(
     dummy_row: int,
     out: StepStates,
 ) -> None:
-    """Store the rows of requests that prefill by slot, and fill `out`; see `StateTable.unpack`.
-
-    Args:
-        words, entry, dims, row_slots: of the step.
-        row_of_slot: int32 `[slots + 1]`, changed in place.
-        dummy_row: of chunks without a request.
-        out: of the step's size, written.
-    """
+    """Store the rows of requests that prefill by slot, and fill `out`; see `StateTable.unpack`."""
     _unpack_states_kernel[(dims.rows,)](
         words,
         words.stride(0),

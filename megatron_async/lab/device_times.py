@@ -56,11 +56,7 @@ class Reach(NamedTuple):
         return ", ".join(f"{most:,} {name}" for most, name in zip(self.most, NAMES)) + " in a step"
 
     def exceeded_by(self, most: Work) -> list[str]:
-        """What a simulation did that no recorded step did.
-
-        Args:
-            most: work of its steps.
-        """
+        """What a simulation did that no recorded step did."""
         return [
             f"{more:,} {name} (recorded: {seen:,}"
             + (")" if varies else ", always, so more of them are taken to cost nothing)")

@@ -178,13 +178,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def make_jobs(arguments: argparse.Namespace, source: Any, longest: int) -> list[Any]:
-    """A `FleetJob` for every combination.
-
-    Args:
-        arguments: of the command.
-        source: of the trace.
-        longest: tokens of its longest sequence.
-    """
+    """A `FleetJob` for every combination."""
     from megatron_async.config import InferenceConfig
     from megatron_async.lab.fleets.fleet_jobs import FleetJob
 

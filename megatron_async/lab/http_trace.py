@@ -210,11 +210,7 @@ class AnswerError(RuntimeError):
 
 
 class HttpReaders:
-    """Processes that send requests and read answers; use it with `with`.
-
-    Args:
-        processes: request i of a trace is the business of process i modulo their number.
-    """
+    """Processes that send requests and read answers; use it with `with`."""
 
     def __init__(self, processes: int = 1) -> None:
         self._processes = processes

@@ -70,12 +70,6 @@ class ModelLessController(TextGenerationController):
 
     Launching, events and buffers are the real controller's; only the work inside is replaced.
 
-    Args:
-        context: on a `VirtualDevice`.
-        vocab_size: of the model that is not there.
-        tokens: what steps sample.
-        machine: how long they take; None: no time at all.
-
     Attributes:
         idle_us: time in which the device had nothing to do although the engine had work.
         most_work: of one step, each kind of work by itself.

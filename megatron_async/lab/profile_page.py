@@ -40,11 +40,7 @@ MARKS = {"median": "p50", "99 %": "p99"}
 
 def gap_histogram(gaps: Sequence[StepGap]) -> str:
     """An SVG element `WIDTH` wide. Steps that were launched ahead are told apart from those for
-    which the CPU was late.
-
-    Args:
-        gaps: at least one.
-    """
+    which the CPU was late."""
     return "\n".join(_Histogram(gaps).elements())
 
 
@@ -156,13 +152,7 @@ STEPS_AROUND = 2
 
 
 def profile_page(timeline: Timeline, report: GapReport, facts: Mapping[str, Any]) -> str:
-    """The page as HTML.
-
-    Args:
-        timeline: of the run.
-        report: its gaps.
-        facts: what was run; "model" and "workload" among them.
-    """
+    """The page as HTML."""
     package = files("megatron_async")
     template = package.joinpath("lab/profile_page.html").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined)

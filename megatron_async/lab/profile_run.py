@@ -95,12 +95,7 @@ def _prepare(engine: DynamicInferenceEngine, workload: ProfileWorkload) -> Calla
 
 class _Estimate:
     """Moves a bar on, and says after the first steps how long the others will take, once and
-    whether stderr is a terminal or not.
-
-    Args:
-        bar: of steps, or of requests.
-        workload: what is run.
-    """
+    whether stderr is a terminal or not."""
 
     def __init__(self, bar: Any, workload: ProfileWorkload) -> None:
         self._bar = bar
@@ -129,11 +124,6 @@ def _bar(total: int, unit: str, progress: bool) -> AbstractContextManager[Any]:
 
 def write_profile(folder: Path, timeline: Timeline, facts: Mapping[str, Any]) -> GapReport:
     """Write `timeline.json` (for Perfetto), `gaps.txt`, `gaps.json` and `index.html`.
-
-    Args:
-        folder: exists.
-        timeline: of a run.
-        facts: what was run; "model" and "workload" among them.
 
     Returns:
         the gap report.

@@ -76,13 +76,7 @@ class EngineReference(Reference):
 
 
 class TransformersReference(Reference):
-    """`transformers`, in float32: a plain loop with a KV cache.
-
-    Args:
-        model_name: anything that `LLM` loads.
-        device: "cpu" or "cuda".
-        weight_dtype: weights are rounded to it.
-    """
+    """`transformers`, in float32: a plain loop with a KV cache."""
 
     @override
     def __init__(self, model_name: str, device: str, weight_dtype: torch.dtype) -> None:

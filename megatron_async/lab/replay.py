@@ -175,11 +175,7 @@ class _RecordedTokens:
 
 
 class _PlanComparer(EngineListener):
-    """Compares each plan with the recorded one.
-
-    Args:
-        blocks: of the replaying engine.
-    """
+    """Compares each plan with the recorded one."""
 
     def __init__(self, blocks: KVBlockAllocator) -> None:
         self._blocks = blocks

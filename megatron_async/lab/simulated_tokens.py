@@ -52,13 +52,7 @@ RIGHT, WRONG = 0, 1
 
 class ForcedDrafts(AnyToken):
     """Every row drafts behind every step; the device's part of the books (lengths, the drafts that
-    the next step verifies) is kept here, by slot.
-
-    Args:
-        chances: that a draft is right, given those before it in its row were.
-        slots: of the engine.
-        seed: of the chances.
-    """
+    the next step verifies) is kept here, by slot."""
 
     def __init__(self, chances: Sequence[float], slots: int, seed: int = 0) -> None:
         super().__init__()

@@ -123,9 +123,6 @@ class GapReport:
 def step_gaps(timeline: Timeline) -> GapReport:
     """The gaps of a timeline's steps.
 
-    Args:
-        timeline: of an engine; steps whose `device_step` it lacks are left out.
-
     Raises:
         ValueError: no two steps are found, the second of which followed the first.
     """
@@ -227,12 +224,7 @@ def did_in_gap(gap: StepGap, micro: str = "us") -> str:
 
 
 def gap_text(report: GapReport, facts: Mapping[str, Any]) -> str:
-    """The report as text.
-
-    Args:
-        report: of the run.
-        facts: what was run; printed first.
-    """
+    """The report as text."""
     width = max(map(len, facts))
     lines = [f"{name:<{width}}  {value}" for name, value in facts.items()]
     lines += ["", f"{'a step':<22}" + "".join(f"{name:>12}" for name in PERCENTILES)]
@@ -275,12 +267,7 @@ def device_text(facts: Mapping[str, Any]) -> list[str]:
 
 
 def gap_record(report: GapReport, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The report for JSON; times are microseconds, each step's as in `StepGap`.
-
-    Args:
-        report: of the run.
-        facts: what was run.
-    """
+    """The report for JSON; times are microseconds, each step's as in `StepGap`."""
     return {
         "facts": dict(facts),
         "gap_us": {**report.gap_us(), "max": report.worst[0].gap_us},

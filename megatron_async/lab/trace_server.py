@@ -213,11 +213,7 @@ def summarize(served: ServedTrace) -> dict[str, Any]:
 
 
 def latency_lines(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """A table of all latencies, a line for each setting, so that settings compare at a glance.
-
-    Args:
-        figures: what `summarize` returns, with the settings; see `setting_cells`.
-    """
+    """A table of all latencies, a line for each setting, so that settings compare at a glance."""
     shown = [(key, name) for key in METRICS for name in STATISTICS]
     head, *labels = setting_cells(figures)
     titles = "".join(f"{title:>{WIDTH * len(STATISTICS)}}" for title in METRICS.values())

@@ -159,13 +159,7 @@ class VirtualTracer(Tracer):
     """A tracer whose ranges take the time of their stage from a virtual clock.
 
     The engine marks each stage with a named range, so it needs no hook of the simulator's.
-    A stage's time is spent when its range begins: what is launched in it comes after it.
-
-    Args:
-        device: the engine's device.
-        clock: moved on by each stage.
-        times: of the stages.
-    """
+    A stage's time is spent when its range begins: what is launched in it comes after it."""
 
     def __init__(self, device: Device, clock: VirtualClock, times: CpuTimes) -> None:
         super().__init__(device)

@@ -19,11 +19,7 @@ class _Counts(NamedTuple):
 
 
 class DraftStatistics:
-    """Counts since the engine was made, for live decode rows, with tokens after an end included.
-
-    Args:
-        count: most drafts of a row.
-    """
+    """Counts since the engine was made, for live decode rows, with tokens after an end included."""
 
     def __init__(self, count: int = 0) -> None:
         self._count = count

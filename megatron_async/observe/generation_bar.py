@@ -55,12 +55,7 @@ class GenerationBar:
 
 
 def line(stats: Mapping[str, Any], rows: int) -> str:
-    """The part of the line after the tokens.
-
-    Args:
-        stats: from `engine.stats()`.
-        rows: of the step that was booked last.
-    """
+    """The part of the line after the tokens."""
     parts = [f"{rows} rows", f"overlap {stats['overlap_ratio']:.2f}"]
     parts += [
         f"{stats[key]} {key.removesuffix('_requests')}"

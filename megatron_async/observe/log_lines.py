@@ -15,11 +15,7 @@ INDENT = "    "
 
 class LineFormatter(logging.Formatter):
     """Writes "DATE TIME LEVEL PROCESS: TEXT". Whatever a text quotes, it is one line: control
-    characters are escaped, and lines of a traceback are indented.
-
-    Args:
-        process: which one of the service it is.
-    """
+    characters are escaped, and lines of a traceback are indented."""
 
     def __init__(self, process: str) -> None:
         super().__init__("%(asctime)s %(levelname)s %(process_name)s: %(message)s")
@@ -42,11 +38,7 @@ class LineFormatter(logging.Formatter):
 
 
 def log_to_stderr(process: str) -> None:
-    """From now on the package's lines, warnings of Python and of libraries go to stderr.
-
-    Args:
-        process: what they are from, as "replica-0".
-    """
+    """From now on the package's lines, warnings of Python and of libraries go to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(process))
     logging.getLogger().addHandler(handler)

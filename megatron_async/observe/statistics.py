@@ -186,14 +186,7 @@ class EngineStatistics:
     def count_launch(
         self, rows: int, prefill_tokens: int, is_captured: bool, overlapped: bool, lookahead: int
     ) -> None:
-        """Count a launched step.
-
-        Args:
-            rows, prefill_tokens: of the step.
-            is_captured: whether it replays a graph.
-            overlapped: whether another was in flight.
-            lookahead: of the engine.
-        """
+        """Count a launched step."""
         self.steps += 1
         self.dummy_steps += rows == 0
         self.captured_steps += is_captured

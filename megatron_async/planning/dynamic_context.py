@@ -148,12 +148,7 @@ class DynamicInferenceContext(NamesOfMegatron):
     # ---- Requests in and out -----------------------------------------------------------------
 
     def add_request(self, request: DynamicInferenceRequest, max_length: int) -> None:
-        """Queue a request that the engine has found servable.
-
-        Args:
-            request: with its prompt tokens and its record.
-            max_length: sequence length, tokens, at which it ends.
-        """
+        """Queue a request that the engine has found servable."""
         if self.prefix_cache is not None:
             self.prefix_cache.prepare(request)
         request.rank, request.max_length = rank_of(self._arrivals, request.priority), max_length

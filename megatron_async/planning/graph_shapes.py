@@ -150,11 +150,7 @@ class GraphShapes:
     def limit_mixed_steps(self, times: Sequence[float]) -> None:
         """Set `mixed_step_tokens` to the tokens of the short step (`STRETCH`) that takes least for
         a token, if there is a longer step among those measured. The largest short step is often a
-        little beyond what cuBLAS's tiles hold: 288 tokens take 1 ms more than 256 on an H200.
-
-        Args:
-            times: of `timed_shapes`, in any unit.
-        """
+        little beyond what cuBLAS's tiles hold: 288 tokens take 1 ms more than 256 on an H200."""
         shapes = self.timed_shapes()
         short = {time / dims.tokens: dims.tokens for dims, time in zip(shapes, times)
                  if time <= STRETCH * times[0]}  # fmt: skip
@@ -162,11 +158,7 @@ class GraphShapes:
             self.mixed_step_tokens = short[min(short)]
 
     def slow_sizes(self, times: Sequence[float]) -> list[int]:
-        """The keys of `mixed_sizes` that take longer than larger ones (`SLOWER`), ascending.
-
-        Args:
-            times: of `timed_shapes`, in any unit.
-        """
+        """The keys of `mixed_sizes` that take longer than larger ones (`SLOWER`), ascending."""
         sizes, best, slow = list(self.mixed_sizes)[: len(times)], float("inf"), []
         for size, time in zip(reversed(sizes), reversed(times)):
             if time > SLOWER * best:
@@ -192,14 +184,7 @@ def make_graph_shapes(
     captures_prefill: bool,
     is_recurrent: bool = False,
 ) -> GraphShapes:
-    """The shapes that a configuration asks for.
-
-    Args:
-        config: of the engine.
-        captures_graphs: whether the device does.
-        captures_prefill: whether its attention can.
-        is_recurrent: whether the model has recurrent layers.
-    """
+    """The shapes that a configuration asks for."""
     shapes = GraphShapes(
         is_packed=not is_recurrent and config.decode_width == 1,
         longest_sequence=config.max_sequence_length,
@@ -232,12 +217,7 @@ def graph_sizes(max_requests: int, count: int | None) -> tuple[int, ...]:
 
 def packed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int, ...]]:
     """Token counts of packed graphs and, for each, decode row counts: 0, `PACKED_DECODE_ROWS`,
-    twice as many, and so on, and the most that there may be.
-
-    Args:
-        max_requests: most decode rows.
-        max_tokens: most tokens of a step.
-    """
+    twice as many, and so on, and the most that there may be."""
     sizes = list(range(LEAST_PREFILL_TOKENS, min(max_tokens, PACKED_FINE), PACKED_STRIDE))
     tokens = PACKED_FINE
     while tokens < max_tokens:
@@ -260,12 +240,7 @@ def mixed_graph_sizes(max_requests: int, max_tokens: int) -> dict[int, tuple[int
     Token counts grow by turns by a half and a third up to `FINE_TOKENS` (64, 96, 128, 192, 256),
     so that at most a third of them is padding, and by a quarter of the power of two below them up
     to twice as many, by an eighth from there on. Decode rows: 0, and multiples of `DECODE_STRIDE`
-    or of an eighth of the token count up to `max_requests`.
-
-    Args:
-        max_requests: most decode rows.
-        max_tokens: most tokens of a step.
-    """
+    or of an eighth of the token count up to `max_requests`."""
     sizes = []
     tokens = LEAST_PREFILL_TOKENS
     while tokens < max_tokens:

@@ -21,10 +21,6 @@ class MicroBatches:
 
     All follows from per-request state, so ranks with the same state agree without messages.
 
-    Args:
-        slots: per-request state; has the number of micro-batches.
-        lookahead: of the engine.
-
     Attributes:
         bubble: stage times that went by between the beginnings of two steps beyond the one that a
             full pipeline needs, if all stages took equally long; a sum over all steps.
@@ -67,12 +63,7 @@ class MicroBatches:
         return wanted_elsewhere < waiting
 
     def took(self, micro_batch: int, feeds_back: bool) -> None:
-        """A step of this micro-batch is planned.
-
-        Args:
-            micro_batch: which.
-            feeds_back: whether its first stage needs samples of the micro-batch's last step.
-        """
+        """A step of this micro-batch is planned."""
         count = self._slots.num_micro_batches
         self._next = (micro_batch + 1) % count
         self.steps += 1

@@ -100,13 +100,7 @@ class PlanBuilder:
     def build(
         self, decode: DecodeRows, chunks: list[PrefillChunk], shape: StepShape | None = None
     ) -> StepPlan:
-        """The plan of a step with these decode rows and prefill chunks.
-
-        Args:
-            decode: the rows, as their slots are now.
-            chunks: of further slots.
-            shape: a shape that holds them; None: their own.
-        """
+        """The plan of a step with these decode rows and prefill chunks."""
         shape = shape or self.shape_of(decode, chunks)
         slots, (rows, width, kv_at_most, short_of_blocks) = self._slots, decode
         num_decode = len(rows)
@@ -209,15 +203,7 @@ def _features_of(
     chunks: list[PrefillChunk],
     mode: SamplingMode,
 ) -> PlanFeatures:
-    """What the requests of a step's rows ask for.
-
-    Args:
-        slots: per-request state.
-        rows: `[rows]` slots, the chunks' last.
-        produces: bool `[rows]`: whether the row's sample is a token of its request.
-        chunks: prefill chunks.
-        mode: the highest among the rows.
-    """
+    """What the requests of a step's rows ask for."""
     if mode != SamplingMode.PROCESSED:
         return NO_FEATURES
     features = slots.features[rows]

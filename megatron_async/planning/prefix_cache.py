@@ -62,12 +62,6 @@ NOTHING = Found(NO_SLOTS)
 class PrefixCache:
     """Finds blocks for requests, and enters those that steps fill.
 
-    Args:
-        slots: per-request state.
-        blocks: their allocator.
-        block_size: tokens of a block.
-        states: rows of the states, with recurrent layers; else None.
-
     Attributes:
         states: as given.
         queries: tokens of admitted requests.
@@ -125,13 +119,7 @@ class PrefixCache:
     # ---- Requests begin ----------------------------------------------------------------------
 
     def look_up(self, request: DynamicInferenceRequest, num_known: int, step: int) -> Found:
-        """The cached blocks and state of a request's beginning.
-
-        Args:
-            request: a waiting request.
-            num_known: number of its tokens.
-            step: number of the plan that is being made.
-        """
+        """The cached blocks and state of a request's beginning."""
         # Asked several times for one admission; between two of them blocks may be handed out.
         now = step, request.request_id, self._all_losses + len(self._blocks.forgotten)
         if self._last is None or self._last[0] != now:
@@ -219,13 +207,7 @@ class PrefixCache:
     def plan_states(
         self, decode: DecodeRows, chunks: Sequence[tuple[int, int, int]], step: int
     ) -> StatePlan | None:
-        """State rows that a plan's rows read and write; None: the rows of their slots.
-
-        Args:
-            decode: the rows that decode, not yet counted as launched.
-            chunks: slot, start and end of each prefill chunk.
-            step: number of the plan.
-        """
+        """State rows that a plan's rows read and write; None: the rows of their slots."""
         if self.states is None:
             return None
         saves = []

@@ -39,12 +39,7 @@ class Communicator(Protocol):
 
 class SharedExperts(RankGroup):
     """A leader, and the leaders of other models with which it shares experts: one round of them
-    before each step.
-
-    Args:
-        leader: of this rank's model; what this class does not override is the leader's.
-        communicator: between the leaders.
-    """
+    before each step."""
 
     agrees = True
 

@@ -92,12 +92,7 @@ class FleetJob:
 
 
 def run_jobs(jobs: Sequence[FleetJob], processes: int = 1) -> Iterator[dict[str, Any]]:
-    """Figures of each job, in order, as they are there.
-
-    Args:
-        jobs: independent of one another.
-        processes: that work at the same time, at least 1; 1: this one alone.
-    """
+    """Figures of each job, in order, as they are there."""
     if processes == 1:
         yield from (job.run() for job in jobs)
         return

@@ -119,12 +119,7 @@ class HitCeiling:
 
 def hit_ceiling(trace: Trace, block_size_tokens: int) -> HitCeiling:
     """Count what one cache without limits would find if each request came after the end of all
-    before it; where requests overlap, answers are found less often.
-
-    Args:
-        trace: read once.
-        block_size_tokens: of the engine.
-    """
+    before it; where requests overlap, answers are found less often."""
     seen = _Seen()
     requests = prompts = shared = found = longest = 0
     for request in trace:
