@@ -17,7 +17,7 @@ import ray
 from ray import serve
 
 from megatron_async.ray.app import FleetSettings, build
-from megatron_async.ray.environment import set_for_cluster
+from megatron_async.ray.fleet_settings import set_for_cluster
 
 
 def main() -> None:

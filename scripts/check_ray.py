@@ -30,7 +30,7 @@ import ray
 from ray import serve
 
 from megatron_async.ray.app import FleetSettings, build
-from megatron_async.ray.environment import set_for_cluster
+from megatron_async.ray.fleet_settings import set_for_cluster
 
 MODEL = "smollm2"
 ENGINE = {"device": "cpu", "dtype": "float32", "max_sequence_length": 256, "max_requests": 50}

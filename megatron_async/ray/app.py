@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.ray.environment import process_environment
-from megatron_async.ray.fleet_settings import FleetSettings
+from megatron_async.ray.fleet_settings import FleetSettings, process_environment
 from megatron_async.serving.records import MOST_SILENCE_S, CoordinatorConfig
 from megatron_async.serving.routing import make_policy
 
@@ -111,9 +110,8 @@ class _Ingress:
     def _make(self) -> Any:
         from megatron_async.ray.client import FleetClient
         from megatron_async.ray.fleet import RayFleet
-        from megatron_async.ray.own_port import OwnPort
-        from megatron_async.server.http.asgi_app import AsgiApp, make_app
-        from megatron_async.server.stream_hub import StreamHub
+        from megatron_async.server.answer_stream import StreamHub
+        from megatron_async.server.http.asgi_app import AsgiApp, OwnPort, make_app
 
         settings = self._settings
         handle: DeploymentHandle[Any] = serve.get_deployment_handle("engine", settings.name)

@@ -13,11 +13,11 @@ import socket
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.observe.log_lines import log_to_stderr
+from megatron_async.server.answer_stream import StreamHub
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.http.asgi_app import make_app
 from megatron_async.server.http.page_routes import LiveRoutes, page_routes
 from megatron_async.server.http.server import HttpServer
-from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import make_tracer
 from megatron_async.serving.secret import read_secret
 from megatron_async.serving.token_client import TokenClient

@@ -23,7 +23,7 @@ from megatron_async.serving.messages import Ended, LogProbRows, StepTokens
 
 EVERY_S = 0.004
 """Seconds between messages, for steps that have many tokens and no request's first token.
-API processes write such tokens at most every 5 ms (`server/stream_hub.py`)."""
+API processes write such tokens at most every 5 ms (`server/answer_stream.py`)."""
 SLACK_S = 0.001
 """Seconds that a message which is due waits for the next step to send it."""
 TRUE = b"\x01"

@@ -50,7 +50,7 @@ from server_peers import (
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.lab.benchmark_record import write_record
-from megatron_async.server.stream_hub import EVERY_S
+from megatron_async.server.answer_stream import EVERY_S
 
 SETTLE_S = 0.3
 """What is under way when a window begins or ends is waited for so long."""

@@ -67,7 +67,7 @@ class Answer:
 
 
 class AnswerChoice:
-    """One choice of an `Answer`; a `ChoiceFormatter`.
+    """One choice of an `Answer`.
 
     Attributes:
         failure: why it has failed, or None.

@@ -11,7 +11,7 @@ import copy
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -53,7 +53,6 @@ QUICK_BYTES = 8 << 10
 ID_BYTES = 12
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 """What a request may call itself (vLLM's `request_id`): its answer's id ends with it."""
-NOBODY = Caller()
 
 
 def is_quick(body: bytes) -> bool:
@@ -84,10 +83,16 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
 
 
 def ask_chat(
-    request: ChatRequest, served: ServedModel, caller: Caller, limit_name: str = ""
+    request: ChatRequest,
+    served: ServedModel,
+    caller: Caller,
+    prefix: str = "chatcmpl-",
+    limit_name: str = "",
+    field_names: Mapping[str, str] | None = None,
 ) -> Asked:
-    """What the engine is asked for a chat; as `ask_completion`. `limit_name`: what another
-    endpoint, whose request was translated, calls `max_completion_tokens`."""
+    """What the engine is asked for a chat; as `ask_completion`. An endpoint whose requests are
+    translated has a `prefix` of its answers' ids, a name for `max_completion_tokens`, and names of
+    other fields (`AnswerStyle.field_names`)."""
     model, prompt_top_n = _check_style(request, served)
     if set(request.modalities or ()) - {"text"}:
         raise Refusal("modalities: only text is served.", param="modalities")
@@ -130,7 +135,10 @@ def ask_chat(
     field = format_field(request)
     if plan.grammar is not None:
         field = "tools" if wanted is None else f"{field} or tools"
-    style = _style(request, "chatcmpl-", model, prompt_top_n, top_n, chat=chat, format_field=field)
+    style = _style(
+        request, prefix, model, prompt_top_n, top_n, chat=chat, format_field=field,
+        field_names=field_names,
+    )  # fmt: skip
     return _asked(request, served, caller, params, [ids_cut], style)
 
 
@@ -178,6 +186,7 @@ def _style(
     is_scoring: bool = False,
     chat: ChatStyle = PLAIN,
     format_field: str = "",
+    field_names: Mapping[str, str] | None = None,
 ) -> AnswerStyle:
     own = request.request_id or os.urandom(ID_BYTES).hex()
     if request.request_id is not None and not REQUEST_ID.fullmatch(own):
@@ -199,6 +208,7 @@ def _style(
         keeps_special_tokens=request.skip_special_tokens is False,
         chat=chat,
         format_field=format_field,
+        field_names=field_names or {},
     )
 
 

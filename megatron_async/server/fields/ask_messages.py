@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgspec
 
 from megatron_async.server.chat.messages import text_of
 from megatron_async.server.chat.tool_choice import tool_plan
-from megatron_async.server.fields.ask import ID_BYTES, ask_chat
+from megatron_async.server.fields.ask import ask_chat
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.not_served import refuse_what_is_not_served
 from megatron_async.server.fields.prompts import checked_limit
@@ -237,22 +236,15 @@ def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) 
     """What the engine is asked for a message. Raises Refusal: naming the field, its value and what
     is allowed."""
     refuse_what_is_not_served(request)
-    fields = _prompt_fields(request, served)
+    fields = _prompt_fields(request, served, "stream", "temperature", "top_p", "top_k")
     fields |= {
-        "stream": request.stream,
         "stop": request.stop_sequences,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
         "max_completion_tokens": checked_limit("max_tokens", request.max_tokens),
         "response_format": _format(request),
     }
     with told_at(FIELD_NAMES):
-        asked = ask_chat(ChatRequest(**fields), served, caller, "max_tokens")
-    style = msgspec.structs.replace(
-        asked.style, field_names=FIELD_NAMES, id="msg_" + secrets.token_hex(ID_BYTES)
-    )
-    return msgspec.structs.replace(asked, style=style)
+        chat = ChatRequest(**fields)
+        return ask_chat(chat, served, caller, "msg_", "max_tokens", FIELD_NAMES)
 
 
 def count_tokens(request: CountTokensRequest, served: ServedModel) -> int:
@@ -266,17 +258,18 @@ def count_tokens(request: CountTokensRequest, served: ServedModel) -> int:
         return len(served.tokenize(served.chat.render(chat, plan.tools), False, "messages"))
 
 
-def _prompt_fields(request: CountTokensRequest, served: ServedModel) -> dict[str, Any]:
-    """Fields of the `ChatRequest` that the prompt is made of."""
+def _prompt_fields(
+    request: CountTokensRequest, served: ServedModel, *further: str
+) -> dict[str, Any]:
+    """Fields of the `ChatRequest` that the prompt is made of, and `further` ones of equal names."""
     messages = chat_messages(request.messages, request.system)
     is_prefilled = bool(messages) and messages[-1].role == "assistant"
     choice = request.tool_choice
     one_call = choice is not None and choice.disable_parallel_tool_use
     config = request.output_config
-    extra = extra_fields(request)
+    extra = extra_fields(request, "model", *further)
     kwargs = _thinking(request.thinking, served) | (extra["chat_template_kwargs"] or {})
     return extra | {
-        "model": request.model,
         "messages": messages,
         # The answer goes on with a last message of the assistant.
         "continue_final_message": True if is_prefilled else None,

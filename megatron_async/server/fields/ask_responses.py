@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from megatron_async.server.chat.messages import ROLE, arguments_of, text_of
-from megatron_async.server.fields.ask import ID_BYTES, ask_chat
+from megatron_async.server.fields.ask import ask_chat
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.not_served import REMEDIES, refuse_what_is_not_served
 from megatron_async.server.fields.prompts import checked_limit
@@ -231,35 +230,24 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
     if request.truncation not in (None, "disabled"):
         allowed = '"disabled": what does not fit is refused, never cut'
         raise not_allowed("truncation", request.truncation, allowed)
-    top_n = request.top_logprobs
-    wants_log_probs = top_n is not None or LOG_PROBS in (request.include or ())
+    wants_log_probs = request.top_logprobs is not None or LOG_PROBS in (request.include or ())
     tools = _all_tools(request)
     chat = ChatRequest(
-        model=request.model,
         messages=input_messages(request.input, request.instructions),
-        stream=request.stream,
-        stop=request.stop,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
         max_completion_tokens=checked_limit("max_output_tokens", request.max_output_tokens),
         logprobs=wants_log_probs,
-        top_logprobs=top_n,
         tools=_functions_of(tools),
         tool_choice=_choice(request),
-        parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request.text),
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
-        **extra_fields(request),
-    )
+        **extra_fields(
+            request, "model", "stream", "stop", "temperature", "top_p", "top_k", "top_logprobs",
+            "parallel_tool_calls",
+        ),
+    )  # fmt: skip
     with told_at(FIELD_NAMES, [place for place, _, _ in _functions(tools)]):
-        asked = ask_chat(chat, served, caller, "max_output_tokens")
-    style = msgspec.structs.replace(
-        asked.style,
-        field_names=FIELD_NAMES,
-        id="resp_" + secrets.token_hex(ID_BYTES),
-        repeated=_repeated(request, tools, asked),
-    )
+        asked = ask_chat(chat, served, caller, "resp_", "max_output_tokens", FIELD_NAMES)
+    style = msgspec.structs.replace(asked.style, repeated=_repeated(request, tools, asked))
     return msgspec.structs.replace(asked, style=style)
 
 

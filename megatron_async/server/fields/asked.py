@@ -27,6 +27,9 @@ class Caller(msgspec.Struct, frozen=True):
     is_admin: bool = False
 
 
+NOBODY = Caller()
+
+
 class ChatStyle(msgspec.Struct, frozen=True):
     """How the text of a chat's answer is split into parts.
 

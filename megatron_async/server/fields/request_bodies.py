@@ -57,9 +57,29 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     disable_additional_properties: bool | None = None
 
 
-class SharedFields(KnownFields, kw_only=True):
-    """Fields of both endpoints; None is the default, as null is in JSON. Other fields that would
-    change the answer are refused by name (`not_served.py`)."""
+class CommonFields(KnownFields, kw_only=True):
+    """Fields that every protocol takes by these names; None is the default, as null is in JSON.
+    Other fields that would change the answer are refused by name (`not_served.py`)."""
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class SharedFields(CommonFields, kw_only=True):
+    """Fields of completions and chats."""
 
     model: str | None = None
     n: int | None = None
@@ -68,27 +88,12 @@ class SharedFields(KnownFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
@@ -97,31 +102,17 @@ class SharedFields(KnownFields, kw_only=True):
     request_id: str | None = None
 
 
-class ExtraFields(KnownFields, kw_only=True):
-    """Fields of `ChatRequest` that protocols without a name for them take by ours; None is the
-    default."""
+class ExtraFields(CommonFields, kw_only=True):
+    """Fields of `ChatRequest` that protocols without a name for them take by ours."""
 
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    skip_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def extra_fields(request: ExtraFields) -> dict[str, Any]:
-    """The values of these fields, by name, as keyword arguments of `ChatRequest`."""
-    return {name: getattr(request, name) for name in ExtraFields.__annotations__}
+def extra_fields(request: ExtraFields, *further: str) -> dict[str, Any]:
+    """The values of these fields and of `further` ones of the same names, as keyword arguments of
+    `ChatRequest`."""
+    names = (*CommonFields.__annotations__, "chat_template_kwargs", *further)
+    return {name: getattr(request, name) for name in names}
 
 
 class CompletionRequest(SharedFields, kw_only=True):

@@ -9,11 +9,10 @@ import re
 from collections.abc import Mapping
 
 from megatron_async.server.api_config import ApiConfig
-from megatron_async.server.fields.asked import Caller
+from megatron_async.server.fields.asked import NOBODY, Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.request_log import RequestNote
 
-NOBODY = Caller()
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 REQUEST_ID = b"x-request-id"
 ID_BYTES = 12

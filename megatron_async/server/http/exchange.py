@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.requests.traces import read_traceparent
-from megatron_async.server.fields.asked import Caller
+from megatron_async.server.fields.asked import NOBODY, Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.answer_connection import AnswerConnection
 from megatron_async.server.http.replies import EVENTS, JSON, ClientGone, Headers, Send
@@ -14,8 +14,6 @@ from megatron_async.server.http.replies import EVENTS, JSON, ClientGone, Headers
 if TYPE_CHECKING:
     from megatron_async.server.http.request_log import RequestNote
     from megatron_async.server.tracing import RequestTrace
-
-NOBODY = Caller()
 
 
 class Exchange:
@@ -39,7 +37,7 @@ class Exchange:
         self.scope, self.headers = scope, headers
         self._receive, self._send, self._told = receive, send, told
         self._has_begun = False
-        self.caller = NOBODY
+        self.caller: Caller = NOBODY
         self.trace: RequestTrace | None = None
         self.note: RequestNote | None = None
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost, ReplicaLost, RequestError
-from megatron_async.server.answer_stream import AnswerStream
+from megatron_async.server.answer_stream import AnswerStream, StreamHub
 from megatron_async.server.answers.answer import Answer
 from megatron_async.server.answers.message_writer import message_error_body
 from megatron_async.server.api_config import ApiConfig
@@ -29,7 +29,6 @@ from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.openapi import openapi
 from megatron_async.server.http.replies import ClientGone, reply, reply_json
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
-from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.tracing import RequestTracer
 from megatron_async.serving.token_client import RequestClient
 

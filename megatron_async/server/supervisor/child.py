@@ -4,23 +4,53 @@
 
     WHAT: api LISTENER | replica ARGUMENT ... | ranks NUMBER FOLDER ARGUMENT ...
 
-Each binds itself to the life of its parent first. `api` is an API process, its configuration comes
-in as JSON by standard input (keys are in it, and must not be seen in a list of processes).
-`replica` is the command of that name, and `ranks` the same as a job of several ranks on this host,
-which meet in a folder that is made in FOLDER.
+Each binds itself to the life of its parent first, however that ends (PIPE -1: there is none). `api`
+is an API process, its configuration comes in as JSON by standard input (keys are in it, and must
+not be seen in a list of processes). `replica` is the command of that name, and `ranks` the same as
+a job of several ranks on this host, which meet in a folder that is made in FOLDER; each of them is
+a child `replica` of this process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_async.communication.local_ranks import LocalRanks
-from megatron_async.server.supervisor.parent import end_with_parent
-from megatron_async.server.supervisor.rank import PARENT_VARIABLE
+from megatron_async.server.supervisor.processes import MODULE
+
+PR_SET_PDEATHSIG = 1
+"""Option of Linux' prctl(2): the signal that a process gets when its parent thread ends."""
+
+
+def end_with_parent(parent: int, pipe: int, number: int = signal.SIGKILL) -> None:
+    """Let this process get a signal when its parent is gone.
+
+    On Linux the kernel sends it, even to a process that hangs. Elsewhere, and behind a wrapper that
+    is not the parent itself, a thread waits for the end of a pipe that only the parent holds.
+    `pipe` is the end that is read, nobody writes to the other; `number` is SIGKILL, or SIGTERM for
+    a process that has children of its own to end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it was gone before the kernel was asked
+        os.kill(os.getpid(), number)
+    if pipe >= 0:
+        os.set_inheritable(pipe, False)  # it is no business of this process' own children
+        threading.Thread(
+            target=_watch, args=(pipe, number), name="parent-watch", daemon=True
+        ).start()
+
+
+def _watch(pipe: int, number: int) -> None:
+    while os.read(pipe, 1):
+        pass
+    os.kill(os.getpid(), number)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,8 +79,8 @@ def _run_api(listener: int) -> int:
 
 def _run_ranks(number: int, parent: Path, rest: Sequence[str]) -> int:
     """The ranks of a replica, which end with this process."""
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    command = [sys.executable, "-m", "megatron_async.server.supervisor.rank", "replica", *rest]
+    bound = [str(os.getpid()), "-1", str(int(signal.SIGKILL))]
+    command = [sys.executable, "-m", MODULE, *bound, "replica", *rest]
     with TemporaryDirectory(prefix="ranks-", dir=parent) as folder:  # mode 0700
         failed = LocalRanks(command, number, Path(folder)).run()
     if failed is None:

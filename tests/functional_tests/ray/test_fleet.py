@@ -16,12 +16,11 @@ import uvicorn
 from megatron_async.errors import ReplicaLost
 from megatron_async.ray.client import FleetClient
 from megatron_async.ray.messages import decode_batch
-from megatron_async.ray.own_port import OwnPort
 from megatron_async.ray.replica import FleetReplica
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.server.answer_stream import StreamHub
 from megatron_async.server.api_config import ApiConfig
-from megatron_async.server.http.asgi_app import AsgiApp, make_app
-from megatron_async.server.stream_hub import StreamHub
+from megatron_async.server.http.asgi_app import AsgiApp, OwnPort, make_app
 from megatron_async.serving.messages import Ended
 from megatron_async.serving.records import CoordinatorConfig
 from tests.support.harness import greedy, make_engine, make_model

@@ -21,7 +21,7 @@ def test_a_replica_of_two_ranks_and_an_ingress() -> None:
     from ray import serve
 
     from megatron_async.ray.app import FleetSettings, build
-    from megatron_async.ray.environment import set_for_cluster
+    from megatron_async.ray.fleet_settings import set_for_cluster
 
     port = free_port()
     engine = {"device": "cpu", "num_kv_blocks": 64, "tensor_model_parallel_size": 2}

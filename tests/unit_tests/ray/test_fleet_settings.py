@@ -10,8 +10,13 @@ import pytest
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.ray.channel import FleetChannel
-from megatron_async.ray.environment import CLUSTER, PROCESSES, process_environment, set_for_cluster
-from megatron_async.ray.fleet_settings import FleetSettings
+from megatron_async.ray.fleet_settings import (
+    CLUSTER,
+    PROCESSES,
+    FleetSettings,
+    process_environment,
+    set_for_cluster,
+)
 from megatron_async.ray.messages import FleetBatch, InOrder, decode_batch, first_number, ingress_of
 from megatron_async.server.api_config import ApiConfig, KeyDigest
 from megatron_async.serving.messages import Ended, StepTokens

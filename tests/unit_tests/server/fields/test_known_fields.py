@@ -9,9 +9,8 @@ import pytest
 
 from megatron_async.errors import EngineStopped, SequenceTooLong
 from megatron_async.server.endpoints import ENDPOINTS
-from megatron_async.server.fields.ask import NOBODY
 from megatron_async.server.fields.ask_messages import CountTokensRequest
-from megatron_async.server.fields.asked import Asked
+from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.not_served import NEUTRAL, REMEDIES, not_served_by
 from megatron_async.server.fields.refusal import OF_ENGINE, Refusal, refusal_of
@@ -51,7 +50,7 @@ web_search_options functions function_call
 def asked(path: str, served: ServedModel | None = None, **body: Any) -> Any:
     endpoint = ENDPOINTS[path]
     text = json.dumps(SMALLEST[path] | body).encode()
-    return endpoint.ask(decode_body(text, endpoint.kind, Limits()), served or demo(), NOBODY)
+    return endpoint.ask(decode_body(text, endpoint.kind, Limits()), served or demo(), Caller())
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -380,7 +379,7 @@ CODEX: dict[str, Any] = {
 def asked_by_agent(path: str, body: dict[str, Any], template: str | None = THINKING) -> Asked:
     endpoint, served = ENDPOINTS[path], demo(template)
     found = endpoint.ask(
-        decode_body(json.dumps(body).encode(), endpoint.kind, Limits()), served, NOBODY
+        decode_body(json.dumps(body).encode(), endpoint.kind, Limits()), served, Caller()
     )
     assert isinstance(found, Asked)
     return found

@@ -5,9 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from megatron_async.server.answer_stream import AnswerStream
+from megatron_async.server.answer_stream import AnswerStream, StreamHub
 from megatron_async.server.http.answer_connection import AsgiConnection
-from megatron_async.server.stream_hub import StreamHub
 from megatron_async.serving.messages import Ended
 from tests.support.patience import PATIENCE_S
 

@@ -16,6 +16,7 @@ from megatron_async.cli.serve import read_settings
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.observe.statistics import NoOverlapReason
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.server.answer_stream import StreamHub
 from megatron_async.server.api_config import ApiConfig, KeyDigest
 from megatron_async.server.chat.template_renderer import TakesLong
 from megatron_async.server.choice_feed import ChoiceFeed
@@ -32,7 +33,6 @@ from megatron_async.server.http.request_log import RequestNote
 from megatron_async.server.http.service_routes import ServiceRoutes
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
 from megatron_async.server.service_metrics import STATES
-from megatron_async.server.stream_hub import StreamHub
 from megatron_async.server.supervisor.serve_settings import api_config
 from megatron_async.serving.model_card import ModelCard
 from tests.support.served_demo import demo, demo_card

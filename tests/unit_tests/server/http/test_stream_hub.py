@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from megatron_async.server import stream_hub
-from megatron_async.server.stream_hub import AT_ONCE, EVERY_S, StreamHub
+from megatron_async.server import answer_stream
+from megatron_async.server.answer_stream import AT_ONCE, EVERY_S, StreamHub
 from tests.support.virtual_loop import TIME, Clock, run_virtually
 
 
@@ -30,7 +30,7 @@ class Stream:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream_hub, "time", TIME)
+    monkeypatch.setattr(answer_stream, "time", TIME)
 
 
 def played(play):
@@ -118,7 +118,7 @@ def test_a_reader_that_stalls_holds_nobody_up():
 
 
 def test_silent_streams_are_looked_at(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stream_hub, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(answer_stream, "LOOK_EVERY_S", 0.005)
 
     async def play(hub):
         streams = [Stream(), Stream()]

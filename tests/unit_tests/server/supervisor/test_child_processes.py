@@ -40,9 +40,9 @@ time.sleep(60)
 """
 IN_FRONT = """
 import os, sys, time
-from megatron_async.server.supervisor import parent
-parent.PR_SET_PDEATHSIG = 0  # not understood by the kernel: the pipe alone is left
-parent.end_with_parent(os.getppid(), int(sys.argv[1]))
+from megatron_async.server.supervisor import child
+child.PR_SET_PDEATHSIG = 0  # not understood by the kernel: the pipe alone is left
+child.end_with_parent(os.getppid(), int(sys.argv[1]))
 print("bound", flush=True)
 time.sleep(60)
 """
