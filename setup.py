@@ -79,6 +79,7 @@ setup(
     package_data={
         "megatron_async": [
             "py.typed",
+            "choices.json",
             "lab/*.html",
             "checkpoints/layers/*",
             "server/page/*",

@@ -31,6 +31,7 @@ query tokens, one tile of the kernels for few rows. On edited text the third dra
 7 of 10 cases; on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("int8", "auto", "none")
+CHOICES = ("measure", "cached", "shipped")
 ATTENTION_BACKENDS = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3", "torch")
 
 
@@ -107,7 +108,7 @@ class InferenceConfig:
     """Tokens of a step that has running requests, while few prompt tokens wait. A step may always
     have half of those that wait. Running requests wait for a step's prompts, so long prompts are
     prefilled in several (`engine/prompt_share.py`). With `target_tpot_ms` the target decides.
-    None: with captured steps a number that is measured at start, else as many as `max_tokens`."""
+    None: with captured steps a number of `choices`, else as many as `max_tokens`."""
 
     target_tpot_ms: float | None = None
     """Target for the milliseconds between two tokens of a running request. A step with running
@@ -160,12 +161,19 @@ class InferenceConfig:
 
     use_cuda_graphs_for_non_decode_steps: bool = True
     """Capture steps with prefill chunks too, where launching their kernels takes longer than
-    running them. (Measured at the start, by number of prefill tokens.) Off: such steps always run
+    running them. (By number of prefill tokens, see `choices`.) Off: such steps always run
     eagerly."""
 
     cuda_graph_mixed_prefill_count: int = 16
     """Prefill chunks that a captured mixed step has room for, at least: one of many prefill tokens
     has room for a chunk for every 32 of them. A step with more chunks runs eagerly."""
+
+    choices: str = "cached"
+    """How kernels and sizes are chosen that depend on times on a GPU: measure, cached or shipped.
+    "cached" takes the row for this GPU and shape that comes with this package, or the one that an
+    earlier start has kept in the user's cache, or measures and keeps one (docs/gpus.md). "shipped"
+    measures nothing: where no row comes with this package, a rule chooses. "measure" always
+    measures, and replaces the row kept. Without effect on a CPU."""
 
     # ---- Sampling ----------------------------------------------------------------------------
     inference_sampling_seed: int = 42
@@ -199,7 +207,7 @@ class InferenceConfig:
     """Attention of prefill chunks on a GPU: triton (our kernel), warpgroup (ours for Hopper GPUs
     and 16-bit dtypes), flash_attn_4, flash_attn_3 (packages, 16-bit dtypes) or torch (the
     reference; steps with prefill are not captured). Decode rows always use our kernel. None: the
-    fastest of those there are, timed at the start."""
+    fastest of those there are, by `choices`."""
 
     check_integrity: bool = False
     """Check after every step that each KV block and slot has exactly one owner; for tests."""
@@ -252,9 +260,10 @@ class InferenceConfig:
         for name, known in (
             ("quantization", QUANTIZATIONS), ("attention_backend", ATTENTION_BACKENDS),
             ("invalidation", INVALIDATION_POLICIES), ("mamba_ssm_states_dtype", STATE_DTYPES),
+            ("choices", CHOICES),
         ):  # fmt: skip
             value = getattr(self, name)
-            if value not in known and (value is not None or name == "invalidation"):
+            if value not in known and (value is not None or name in ("invalidation", "choices")):
                 raise ConfigurationError(
                     f"{name}={value!r} is unknown: use one of {', '.join(known)}, or leave it out."
                 )

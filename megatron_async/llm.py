@@ -156,7 +156,9 @@ class LLM:
         source.load_weights(weights, progress=progress)
         job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)
         self.timeline = Timeline() if timeline else None
-        context = DynamicInferenceContext(weights.config, config, self._device, self.timeline)
+        context = DynamicInferenceContext(
+            weights.config, config, self._device, self.timeline, progress
+        )
         wrapper = GPTInferenceWrapper(weights, context)
         controller = TextGenerationController(wrapper, self.tokenizer)
         reports = [

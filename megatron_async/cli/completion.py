@@ -17,6 +17,7 @@ from typing import Any
 from megatron_async.cli.options import PROGRAM
 from megatron_async.config import (
     ATTENTION_BACKENDS,
+    CHOICES,
     INVALIDATION_POLICIES,
     LOOKAHEAD_OF_MODE,
     QUANTIZATIONS,
@@ -30,6 +31,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda"),
     "async_sched_mode": tuple(LOOKAHEAD_OF_MODE),
     "attention_backend": ATTENTION_BACKENDS,
+    "choices": CHOICES,
     "invalidation": INVALIDATION_POLICIES,
     "logprobs_mode": LOGPROBS_MODES,
     "mamba_ssm_states_dtype": STATE_DTYPES,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.choices import Choices
 from megatron_async.config import InferenceConfig
 from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout, ring_words
 from megatron_async.device_state.device_slots import DeviceSlots
@@ -47,7 +48,11 @@ from megatron_async.ops.triton_folder import choose_triton_folder
 
 
 def make_gpu_view(
-    model: Any, config: InferenceConfig, device: Device, sharing: StateSharing | None = None
+    model: Any,
+    config: InferenceConfig,
+    device: Device,
+    sharing: StateSharing | None = None,
+    choices: Choices | None = None,
 ) -> ContextGPUView:
     """Allocate KV cache, per-slot state and bookkeeping buffer, and the view that spans them.
 
@@ -56,12 +61,14 @@ def make_gpu_view(
         config: settings of the engine.
         device: the device of all allocations.
         sharing: of recurrent states; None: each request has its slot's row.
+        choices: of the engine; None: made here.
 
     Raises:
         OutOfMemoryError: the states of the slots do not fit, or the KV pool beside them.
         ConfigurationError: a shape that the device's kernels do not serve.
     """
     max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
+    choices = choices or Choices(config.choices, device)
     states = SlotStates()
     vocab_size = getattr(model, "vocab_size", None)
     if vocab_size is not None and stage_of(model).is_last:
@@ -98,13 +105,13 @@ def make_gpu_view(
         kv_cache,
         RotaryTable(described_frequencies(model), config.max_sequence_length, device.torch_device),
         model.layernorm_epsilon,
-        _make_attention(model, config, device, max_blocks),
+        _make_attention(model, config, device, max_blocks, choices),
         states,
         device.host_buffer(math.prod(samples), torch.int32).view(samples),
         Ops(device.torch_device),
         # Of each depth of an MTP drafter, whose first entry is at the place of the depth's number.
         tuple(
-            _make_attention(model, config, device, max_blocks, first_key=1 + depth)
+            _make_attention(model, config, device, max_blocks, choices, first_key=1 + depth)
             for depth in range(draft_depths(model, config))
         ),
     )
@@ -220,7 +227,12 @@ def blocks_for_all(config: InferenceConfig) -> int:
 
 
 def _make_attention(
-    model: Any, config: InferenceConfig, device: Device, max_blocks: int, first_key: int = 0
+    model: Any,
+    config: InferenceConfig,
+    device: Device,
+    max_blocks: int,
+    choices: Choices,
+    first_key: int = 0,
 ) -> TorchPagedAttention:
     if device.torch_device.type in ("cpu", "meta"):  # meta: no memory, no model; nothing runs
         if config.attention_backend not in (None, "torch"):
@@ -235,9 +247,6 @@ def _make_attention(
         takes_chunks = config.quantization is not None
         return HostPagedAttention(size, max_blocks, device.torch_device, first_key, takes_chunks)
     choose_triton_folder()
-    # Megatron's imports take seconds, and simulations do without them.
-    from megatron_async.models import parallel_state
-
     dim = model.kv_channels
     if not HEAD_TILE <= dim <= MAX_DIM or dim % 2:
         raise ConfigurationError(
@@ -258,8 +267,7 @@ def _make_attention(
         # The other backends have no such mask.
         prefill = PrefillChoice.of_one(TritonPrefill(shape, first_key))
     else:
-        agree = parallel_state.agree_on_least
-        prefill = choose_prefill(config.attention_backend, shape, device, agree)
+        prefill = choose_prefill(config.attention_backend, shape, device, choices)
     return GpuPagedAttention(
         config.block_size_tokens,
         max_blocks,

@@ -110,6 +110,11 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
         return self._attention.captures_prefill
 
     @property
+    def prefill_backends(self) -> tuple[str, ...]:
+        """Names of the attention backends of prefill chunks, by class of steps; () on a CPU."""
+        return self._attention.prefill_backends
+
+    @property
     def attention_report(self) -> str | None:
         """Which attention backends were chosen, and why; None where there was no choice."""
         return self._attention.report

@@ -100,6 +100,11 @@ class Device(ABC):
     captures_graphs = False
     shares_cores = False
 
+    @property
+    def name(self) -> str:
+        """What it is: a GPU's exact name, else the type of its memory."""
+        return self.torch_device.type
+
     @abstractmethod
     def event(self, timing: bool = False) -> Event:
         """A new event, not yet recorded."""

@@ -95,6 +95,10 @@ class CudaDevice(Device):
         self._pool_graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self.fence()
 
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
     def event(self, timing: bool = False) -> Event:
         if timing and self._origin is None:
             self._origin = _ClockOrigin(self.compute.stream)

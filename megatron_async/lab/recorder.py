@@ -241,5 +241,6 @@ def _header(engine: DynamicInferenceEngine) -> dict[str, Any]:
         "commit": commit(),
         "device": str(context.device.torch_device),
         "config": config,
+        "choices": context.choices.records(),
         "shape": ModelShape.of_context(context, engine.controller.vocab_size).to_dict(),
     }

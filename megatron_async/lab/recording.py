@@ -4,8 +4,9 @@ A recording is a gzip file of JSON lines: `zcat run.rec | head` shows it, the st
 it anywhere, and a run that crashes leaves all that it wrote before. JSON rather than a binary
 format because gzip makes the two equally small (token ids are the bulk of it) and a line can be
 looked at. Line 1 is the header, an object: "format", "version", "commit", "device", "config" (all
-of `InferenceConfig`, the KV pool as a number of blocks) and "shape" (`ModelShape`). Every other
-line is an array, in the order in which things happened; times are microseconds:
+of `InferenceConfig`, the KV pool as a number of blocks), "choices" (the rows of `Choices` that were
+used; older recordings have none) and "shape" (`ModelShape`). Every other line is an array, in the
+order in which things happened; times are microseconds:
 
     ["add", request id, priority, [prompt], {sampling parameters that are not the default}]
     ["abort", request id]

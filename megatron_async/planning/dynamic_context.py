@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron_async.choices import Choices
 from megatron_async.config import InferenceConfig
 from megatron_async.device_state.device_memory import make_gpu_view, max_paused_blocks, share_states
 from megatron_async.devices import Device, make_device, makes_ordinary_tensors
@@ -56,6 +57,7 @@ class DynamicInferenceContext(NamesOfMegatron):
         device: the device to run on; made from `inference_config.device` when None.
         timeline: where the named ranges of this context, its controller and its engine are kept,
             or None.
+        progress: show bars of what is measured at the start.
 
     Attributes:
         gpu_view: the device's snapshot of the running step.
@@ -66,6 +68,7 @@ class DynamicInferenceContext(NamesOfMegatron):
         prefix_cache: finds blocks by their content; None without `enable_prefix_caching`.
         sharing: of recurrent states, with a prefix cache; else None.
         drafts: reports of drafts from booked steps; None without speculation.
+        choices: what times on the device have decided.
     """
 
     @makes_ordinary_tensors
@@ -75,6 +78,7 @@ class DynamicInferenceContext(NamesOfMegatron):
         inference_config: InferenceConfig,
         device: Device | None = None,
         timeline: Timeline | None = None,
+        progress: bool = False,
     ) -> None:
         self.config = inference_config
         self.model_config = model_config
@@ -86,7 +90,10 @@ class DynamicInferenceContext(NamesOfMegatron):
         self.max_sequence_length = inference_config.max_sequence_length
 
         self.sharing = sharing = share_states(model_config, inference_config, self.device)
-        self.gpu_view = make_gpu_view(model_config, inference_config, self.device, sharing)
+        self.choices = Choices(inference_config.choices, self.device, progress)
+        self.gpu_view = make_gpu_view(
+            model_config, inference_config, self.device, sharing, self.choices
+        )
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)

@@ -15,6 +15,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from megatron_async.config import SHORT_PROMPT, InferenceConfig
 from megatron_async.ops.batch_dimensions import BatchDimensions
 
@@ -35,6 +37,16 @@ PACKED_STRIDE = 32
 below. With 48 arrivals a second, the 8B shape has 0.3 ms less between two tokens than with padding
 in both (`simulate`, docs/records/whole_steps.md); with 16 tokens 0.03 ms less again."""
 PACKED_FINE = 512
+
+
+class MixedRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The value of a choice of mixed shapes."""
+
+    sizes: list[int]
+    """Token counts for which mixed steps are captured (`GraphShapes.mixed_sizes`), ascending."""
+    step_tokens: int | None
+    """`GraphShapes.mixed_step_tokens`."""
+
 
 STRETCH = 1.8
 """A step is short if it takes at most so many times what one of few tokens takes. On an H200 the 8B
@@ -169,6 +181,21 @@ class GraphShapes:
     def drop_mixed(self, size: int) -> None:
         """Serve steps of so many tokens by the next larger shape."""
         del self.mixed_sizes[size]
+
+    @property
+    def row(self) -> MixedRow:
+        """What has been chosen of the mixed shapes."""
+        return MixedRow([*self.mixed_sizes], self.mixed_step_tokens)
+
+    def apply(self, row: MixedRow, asked: dict[int, tuple[int, ...]]) -> None:
+        """Have the mixed shapes of a row.
+
+        Args:
+            row: which of them.
+            asked: `mixed_sizes` before any was dropped.
+        """
+        self.mixed_sizes = {size: asked[size] for size in row.sizes}
+        self.mixed_step_tokens = row.step_tokens
 
     def all_shapes(self) -> list[BatchDimensions]:
         """Every shape to capture, largest first, so that smaller graphs reuse its memory."""

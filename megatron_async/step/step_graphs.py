@@ -8,14 +8,14 @@ and because shapes depend only on the padded size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from tqdm import tqdm
 
+from megatron_async.choices import leaders
 from megatron_async.devices import Device, Graph
-from megatron_async.models.parallel_state import agree_on_least
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.planning.graph_shapes import FINE_TOKENS, GraphShapes
@@ -75,6 +75,8 @@ class CaptureReport:
     mixed_step_tokens: int | None = None
     """Tokens of the short mixed step whose tokens are cheapest (`GraphShapes.limit_mixed_steps`);
     None: all that were timed are short."""
+    source: str = ""
+    """Where the row of mixed shapes is from (`Choices.used`); "": there is none."""
     eager_steps: tuple[EagerStep, ...] = ()
     """The measurements: launching a larger mixed step takes the CPU little of the time
     for which it keeps the GPU busy (`LAUNCH_SHARE`), so it runs eagerly."""
@@ -85,6 +87,7 @@ class CaptureReport:
             mixed = f"mixed steps of up to {self.mixed_sizes[-1]} tokens"
         if self.mixed_step_tokens:
             mixed += f", {self.mixed_step_tokens} if few tokens wait"
+        mixed += f" ({self.source})" if self.source else ""
         gib = self.bytes / 2**30
         text = f"{self.graphs} graphs in {self.seconds:.1f} s, {gib:.2f} GiB; {mixed}"
         if not self.eager_steps:
@@ -120,21 +123,21 @@ class StepGraphs:
         return len(self._graphs)
 
     def measure_mixed_shapes(
-        self, shapes: GraphShapes, prepare: Prepare, step: Step
+        self, shapes: GraphShapes, prepare: Prepare, step: Step, progress: bool = False
     ) -> tuple[EagerStep, ...]:
         """Run mixed shapes with the fewest decode rows eagerly, smallest first, until launching one
-        takes the CPU no more than `LAUNCH_MS` or `LAUNCH_SHARE`; those with as many prefill tokens
-        or more are dropped.
+        takes the leader's CPU no more than `LAUNCH_MS` or `LAUNCH_SHARE`; those with as many
+        prefill tokens or more are dropped.
 
         Returns:
             the measurements.
         """
         measured: list[EagerStep] = []
-        for tokens, rows in shapes.mixed_sizes.items():
+        for tokens, rows in _bar(shapes.mixed_sizes.items(), "time launches", progress):
             dims = shapes.shape(rows[0], tokens)
             measured.append(self._measure(dims, prepare, step))
-            # Ranks of one model pad their steps alike, and measure as many.
-            if agree_on_least(int(measured[-1].is_cheap)):
+            # All ranks pad their steps alike, and measure as many.
+            if leaders(f"launches of {tokens} tokens", measured[-1].is_cheap):
                 shapes.keep_mixed_up_to(tokens - 1)
                 break
         return tuple(measured)
@@ -179,22 +182,26 @@ class StepGraphs:
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
         self.bytes += self._device.memory_in_use() - before
 
-    def time_mixed_shapes(self, shapes: GraphShapes, prepare: Prepare) -> None:
-        """Replay graphs of mixed steps, of as many on each rank of a model, limit such steps by
-        their times (`GraphShapes.limit_mixed_steps`), and drop those that are slow on every rank
+    def time_mixed_shapes(
+        self, shapes: GraphShapes, prepare: Prepare, progress: bool = False
+    ) -> None:
+        """Replay graphs of mixed steps, of as many on each rank, limit such steps by the leader's
+        times (`GraphShapes.limit_mixed_steps`), and drop those that are slow
         (`GraphShapes.slow_sizes`)."""
         times = []
-        for dims in shapes.timed_shapes():
+        for dims in _bar(shapes.timed_shapes(), "time graphs", progress):
             graph = self._graphs[dims.graph_key, MOST_GENERAL]
             times.append(min(self._replay_ms(graph, dims, prepare) for _ in range(TIMED_REPLAYS)))
+        times = leaders("times of mixed steps", times)
         shapes.limit_mixed_steps(times)
-        slow = shapes.slow_sizes(times)
-        # Ranks of one model pad their steps alike.
-        for size in list(shapes.mixed_sizes)[: len(times)]:
-            if agree_on_least(int(size in slow)):
-                shapes.drop_mixed(size)
-        kept = {dims.graph_key for dims in shapes.all_shapes()}
+        for size in shapes.slow_sizes(times):
+            shapes.drop_mixed(size)
+
+    def missing(self, shapes: Sequence[BatchDimensions]) -> list[BatchDimensions]:
+        """The shapes that have no graph yet; graphs of shapes that are not given are dropped."""
+        kept = {dims.graph_key for dims in shapes}
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in kept}
+        return [dims for dims in shapes if (dims.graph_key, MOST_GENERAL) not in self._graphs]
 
     def _replay_ms(self, graph: Graph, dims: BatchDimensions, prepare: Prepare) -> float:
         compute = self._device.compute
@@ -223,3 +230,7 @@ class StepGraphs:
         elif mode not in self._modes:
             mode = SamplingMode.FILTERED
         return self._graphs.get((dims.graph_key, mode))
+
+
+def _bar[T](items: Collection[T], what: str, progress: bool) -> Iterable[T]:
+    return tqdm(items, desc=what, unit="size", leave=False, disable=None if progress else True)

@@ -23,10 +23,11 @@ from megatron_async.step.constrained_sampling import (
 )
 from megatron_async.step.drafting import Drafter, Drafting, make_drafting
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.step.mixed_choice import mixed_question
 from megatron_async.step.pipeline_stage import PipelineStage, make_stage
 from megatron_async.step.prompt_log_probs import PromptLogProbs
 from megatron_async.step.sample_buffers import SampleBuffers
-from megatron_async.step.step_graphs import CaptureReport, StepGraphs
+from megatron_async.step.step_graphs import CaptureReport, EagerStep, StepGraphs
 from megatron_async.step.token_sampler import TokenSampler
 
 
@@ -331,9 +332,21 @@ class TextGenerationController(NamesOfMegatron):
             return self.capture_report
         prepare, step = context.transfer_dummy_rows_to_gpu, self._compute_step
         start = time.perf_counter()
-        eager = self.graphs.measure_mixed_shapes(shapes, prepare, step)
+        asked, eager = dict(shapes.mixed_sizes), tuple[EagerStep, ...]()
+        model, choices = self.inference_wrapped_model.model, context.choices
+        question = mixed_question(context, model, self.vocab_size)
+        row = choices.find(question) if asked else question.rule
+        if row is None:
+            eager = self.graphs.measure_mixed_shapes(shapes, prepare, step, progress)
+        else:
+            shapes.apply(row, asked)
         self.graphs.capture(shapes.all_shapes(), prepare, step, progress)
-        self.graphs.time_mixed_shapes(shapes, prepare)
+        if row is None:
+            self.graphs.time_mixed_shapes(shapes, prepare, progress)
+            shapes.apply(choices.keep(question, shapes.row), asked)
+            # Another process may have kept other sizes meanwhile.
+            if missing := self.graphs.missing(shapes.all_shapes()):
+                self.graphs.capture(missing, prepare, step, progress)
         context.expect_step()
         self.capture_report = CaptureReport(
             graphs=self.graphs.count,
@@ -341,6 +354,7 @@ class TextGenerationController(NamesOfMegatron):
             bytes=self.graphs.bytes,
             mixed_sizes=tuple(shapes.mixed_sizes),
             mixed_step_tokens=shapes.mixed_step_tokens,
+            source=choices.source(question.kind) if asked else "",
             eager_steps=eager,
         )
         return self.capture_report

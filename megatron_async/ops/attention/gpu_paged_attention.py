@@ -36,6 +36,7 @@ class GpuPagedAttention(TorchPagedAttention):
         super().__init__(block_size, max_blocks, device, first_key)
         self.captures_prefill = prefill.captures
         self.report = str(prefill)
+        self.prefill_backends = tuple(backend.name for backend in prefill.backends)
         self._choice = prefill
         self._backend: PrefillBackend | None = None
         self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device, max_width)

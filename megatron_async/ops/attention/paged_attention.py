@@ -50,6 +50,8 @@ class TorchPagedAttention:
     lengths."""
     report: str | None = None
     """The choice at the start, with its reason, for the user; None if there was no choice."""
+    prefill_backends: tuple[str, ...] = ()
+    """Names of the chosen backends, by class of steps."""
 
     def __init__(
         self, block_size: int, max_blocks: int, device: torch.device, first_key: int = 0

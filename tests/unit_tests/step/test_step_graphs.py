@@ -1,18 +1,42 @@
 """Which steps are captured, and which graph serves a step."""
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_async import (
+    DynamicInferenceContext,
+    GPTInferenceWrapper,
+    InferenceConfig,
+    TextGenerationController,
+    choices,
+)
+from megatron_async.cache_folders import VARIABLE, cache_folder
 from megatron_async.devices import CpuDevice, cpu
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
-from megatron_async.planning.graph_shapes import FINE_TOKENS, GraphShapes, mixed_graph_sizes
+from megatron_async.planning.graph_shapes import (
+    FINE_TOKENS,
+    GraphShapes,
+    MixedRow,
+    mixed_graph_sizes,
+    packed_graph_sizes,
+)
 from megatron_async.step import step_graphs
-from megatron_async.step.step_graphs import CAPTURED_MODES, MOST_GENERAL, EagerStep, StepGraphs
+from megatron_async.step.step_graphs import (
+    CAPTURED_MODES,
+    MOST_GENERAL,
+    CaptureReport,
+    EagerStep,
+    StepGraphs,
+)
+from tests.support.harness import make_model
 
 
 class NamedGraph:
@@ -108,6 +132,7 @@ def test_slow_shapes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_replay_ms", lambda *_: next(took))
     graphs.time_mixed_shapes(shapes, nothing)
     assert list(shapes.mixed_sizes) == [64, 192, 256]
+    assert graphs.missing(shapes.all_shapes()) == []
     assert graphs.count == captured - len(CAPTURED_MODES) * 2
     found = shapes.find(4, 1, 100)
     assert found is not None
@@ -116,21 +141,27 @@ def test_slow_shapes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not graphs.find(shapes.shape(4, 128), SamplingMode.GREEDY)
 
 
-def test_a_shape_that_is_slow_on_one_rank_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leaders_times_count(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, shapes = StepGraphs(SlowToLaunch()), shapes_of(64, 128)
     graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
     took = iter([12.0] * 3 + [10.0] * 3)
     monkeypatch.setattr(graphs, "_replay_ms", lambda *_: next(took))
-    asked: list[int] = []
-
-    def least(value: int) -> int:
-        asked.append(value)
-        return 0
-
-    monkeypatch.setattr(step_graphs, "agree_on_least", least)
+    monkeypatch.setattr(step_graphs, "leaders", lambda name, times: [10.0, 12.0])
     graphs.time_mixed_shapes(shapes, nothing)
-    assert asked == [1, 0], "every rank says as many numbers"
     assert list(shapes.mixed_sizes) == [64, 128]
+
+
+def test_a_size_that_another_process_kept_is_captured_too() -> None:
+    graphs, shapes = StepGraphs(SlowToLaunch()), shapes_of(64, 128)
+    asked = dict(shapes.mixed_sizes)
+    shapes.drop_mixed(64)
+    graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
+    shapes.apply(MixedRow([64], 64), asked)
+    missing = graphs.missing(shapes.all_shapes())
+    assert [dims.prefill_tokens for dims in missing] == [64, 64]
+    graphs.capture(missing, nothing, run, progress=False)
+    assert graphs.missing(shapes.all_shapes()) == []
+    assert not graphs.find(shapes.shape(4, 128), SamplingMode.GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -183,3 +214,104 @@ def test_padding_is_small_where_tokens_cost(requests: int, tokens: int) -> None:
             assert dims is not None
             assert dims.prefill_tokens - prefill < max(prefill / 8, 64)
             assert dims.decode_rows - decode < max(prefill / 7, 64)
+
+
+MANY = {"max_requests": 4, "max_tokens": 512, "num_cuda_graphs": 1, "num_kv_blocks": 16}
+
+
+def start(
+    model: torch.nn.Module, device: CpuDevice, ms: dict[int, float], mode: str = "cached"
+) -> tuple[GraphShapes, CaptureReport]:
+    """An engine's captures on a device whose steps take `ms` by their tokens, or 1/16 ms a
+    token: the shapes, and the report."""
+    config = InferenceConfig(choices=mode, **MANY)
+    context = DynamicInferenceContext(model.config, config, device)
+    context.graph_shapes.capture_mixed(config)  # as on a GPU, whose attention is captured
+
+    def spend(dims: BatchDimensions, _mode: SamplingMode) -> None:
+        Clocks.device += int(ms.get(dims.tokens, 1 + dims.tokens / 16) * 1e6)
+
+    controller = TextGenerationController(GPTInferenceWrapper(model, context))
+    controller._compute_step = spend  # type: ignore[method-assign]
+    report = controller.create_cuda_graphs()
+    assert report is not None
+    shapes = context.graph_shapes
+    assert controller.graphs.missing(shapes.all_shapes()) == []
+    assert report.mixed_sizes == tuple(shapes.mixed_sizes)
+    return shapes, report
+
+
+def plans(shapes: GraphShapes) -> list[Any]:
+    """The padded shapes of steps, and how many prompt tokens a step may have."""
+    sizes = range(1, 513, 7)
+    padded = [shapes.find(decode, 1, tokens) for tokens in sizes for decode in (0, 3)]
+    return [shapes.mixed_step_tokens, *padded]
+
+
+@pytest.fixture(scope="module")
+def tiny_model() -> torch.nn.Module:
+    return make_model()
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(choices, "SHIPPED", tmp_path / "shipped.json")
+
+
+def test_two_starts_capture_the_same(
+    own_cache: None, tiny_model: torch.nn.Module, device: SlowToLaunch
+) -> None:
+    """Though the times differ: the second alone has no slow size, and a host that launches
+    faster. A plan does not know where the row is from."""
+    first, report = start(tiny_model, device, {96: 30.0})
+    assert 96 not in first.mixed_sizes
+    assert "(measured)" in str(report)
+    assert report.eager_steps
+    device.launch_ms = 0.5
+    second, report = start(tiny_model, device, {128: 90.0})
+    assert "(cached)" in str(report)
+    assert not report.eager_steps
+    assert plans(second) == plans(first)
+    third, report = start(tiny_model, device, {128: 90.0}, "measure")
+    assert plans(third) != plans(first)
+    (kept,) = cache_folder("choices").iterdir()
+    kept.rename(choices.SHIPPED)
+    fourth, report = start(tiny_model, device, {}, "shipped")
+    assert "(shipped)" in str(report)
+    assert plans(fourth) == plans(third)
+
+
+def test_by_rule_all_sizes_are_captured(
+    own_cache: None, tiny_model: torch.nn.Module, device: SlowToLaunch
+) -> None:
+    shapes, report = start(tiny_model, device, {96: 30.0}, "shipped")
+    assert "(by rule)" in str(report)
+    assert shapes.mixed_sizes == packed_graph_sizes(4, 512)
+    assert shapes.mixed_step_tokens == FINE_TOKENS
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"sizes": [65], "step_tokens": 64},
+        {"sizes": [96, 64], "step_tokens": 64},
+        {"sizes": [64, 64], "step_tokens": 64},
+        {"sizes": [64], "step_tokens": 0},
+        {"sizes": [64], "step_tokens": "all"},
+    ],
+)
+def test_a_row_of_no_sizes_is_passed_over(
+    own_cache: None,
+    tiny_model: torch.nn.Module,
+    device: SlowToLaunch,
+    value: dict[str, Any],
+    caplog: Any,
+) -> None:
+    start(tiny_model, device, {})
+    (kept,) = cache_folder("choices").iterdir()
+    table = json.loads(kept.read_text())
+    table["rows"][0]["value"] = value
+    kept.write_text(json.dumps(table))
+    assert "(measured)" in str(start(tiny_model, device, {})[1])
+    assert str(kept) in caplog.text

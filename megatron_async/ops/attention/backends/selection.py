@@ -1,9 +1,9 @@
 """Which prefill backend serves a step: the requested one, or the fastest of those available.
 
-Backends are timed once, when an engine starts, in a CUDA graph and on a typical shape of each class
-of steps: whole chunks, limited by the matrix units; short chunks after a long sequence, limited by
-the number of programs that share the sequence; and short prompts, limited by the launch; each of
-them alone and beside decode rows.
+Backends are timed once for a GPU and a shape (`choices.py`), in a CUDA graph and on a typical shape
+of each class of steps: whole chunks, limited by the matrix units; short chunks after a long
+sequence, limited by the number of programs that share the sequence; and short prompts, limited by
+the launch; each of them alone and beside decode rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
 import torch
+from tqdm import tqdm
 
+from megatron_async.choices import Choices, Fact, Question, everywhere
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.attention.backends.base import (
@@ -76,11 +79,13 @@ class PrefillChoice:
         microseconds: of a layer, by class and backend; 0 if it could not be timed. Empty where
             there was one backend alone.
         dropped: backends that were at hand but failed when they were timed, and why.
+        source: of the row, where there was a choice.
     """
 
     backends: tuple[PrefillBackend, ...]
     microseconds: tuple[dict[str, float], ...] = ()
     dropped: tuple[str, ...] = ()
+    source: str = ""
 
     @classmethod
     def of_one(cls, backend: PrefillBackend) -> PrefillChoice:
@@ -102,12 +107,14 @@ class PrefillChoice:
 
     def __str__(self) -> str:
         names = [backend.name for backend in self.backends]
-        if not self.microseconds:
+        source = (self.source,) if self.source else ()
+        if not self.microseconds and len({*names}) == 1:
             text = f"prefill {names[0]}"
         else:
             parts: dict[bool, list[str]] = {False: [], True: []}
-            for step_class, name, times in zip(STEP_CLASSES, names, self.microseconds, strict=True):
-                found = [f"{times[name]:.0f} us a layer" if times[name] else "not timed"]
+            all_times = self.microseconds or ({},) * len(names)
+            for step_class, name, times in zip(STEP_CLASSES, names, all_times, strict=True):
+                found = [f"{times[name]:.0f} us a layer" if times.get(name) else "not timed"]
                 others = [f"{o} {t:.0f}" for o, t in sorted(times.items()) if o != name]
                 found += [", ".join(others)] if others else []
                 parts[step_class.decode_rows > 0].append(
@@ -115,7 +122,7 @@ class PrefillChoice:
                 )
             text = "prefill " + ", ".join(parts[False])
             text += "; beside decode rows " + ", ".join(parts[True])
-        return "attention: " + "; ".join((text, *self.dropped))
+        return "attention: " + "; ".join((text, *self.dropped, *source))
 
 
 CALLS = 4
@@ -238,24 +245,47 @@ WORTH = 0.95
 `CANDIDATES`. Otherwise noise would choose where two are as fast: another one at each start, and
 with it other roundings."""
 
-_measured: dict[AttentionShape, tuple[tuple[dict[str, float], ...], tuple[str, ...]]] = {}
-"""Times of this process, by shape (which names the device)."""
+
+class PrefillRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The value of a choice of backends, in the order of `STEP_CLASSES`."""
+
+    backends: list[str]
+    us: list[dict[str, float]] = []
+    """Microseconds of a layer, by class and backend; none by rule."""
+
+
+def question_of(shape: AttentionShape, at_hand: Sequence[str]) -> Question[PrefillRow]:
+    """What decides about backends, and the rule: the first of `CANDIDATES` for all steps."""
+    count = len(STEP_CLASSES)
+
+    def check(row: PrefillRow) -> None:
+        if len(row.backends) != count or len(row.us) not in (0, count):
+            raise ValueError(f"it names {len(row.backends)} backends for {count} classes of steps")
+        if unknown := {*row.backends}.union(*row.us) - {*at_hand}:
+            raise ValueError(f"it names the backends {', '.join(sorted(unknown))}")
+
+    facts: dict[str, Fact] = {
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "dim": shape.dim,
+        "block_size": shape.block_size,
+        "longest": min(shape.longest_sequence, max(each.kv for each in STEP_CLASSES)),
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "backends": list(at_hand),
+    }
+    return Question("prefill attention", facts, PrefillRow([CANDIDATES[0]] * count), check)
 
 
 def choose_prefill(
-    name: str | None,
-    shape: AttentionShape,
-    device: Device,
-    agree_on_least: Callable[[int], int] = int,
+    name: str | None, shape: AttentionShape, device: Device, choices: Choices
 ) -> PrefillChoice:
     """The backends of an engine's prefill steps.
 
     Args:
-        name: of `BACKENDS`, for every step; None chooses by measurement where there is more than
-            one candidate.
+        name: of `BACKENDS`, for every step; None chooses where there is more than one candidate.
         shape: of the engine's attention.
         device: a GPU.
-        agree_on_least: gives the least of a number over all ranks of the model.
+        choices: of the engine.
 
     Raises:
         BackendUnavailable: the requested backend is not supported; names the reason and the remedy.
@@ -273,40 +303,38 @@ def choose_prefill(
             at_hand[candidate] = BACKENDS[candidate](shape)
         except BackendUnavailable as reason:
             logger.debug("%s", reason)
-    # Ranks of one model capture the same steps, so they choose from what all of them have.
-    at_hand = {
-        candidate: at_hand[candidate]
-        for candidate in CANDIDATES
-        if agree_on_least(int(candidate in at_hand))
-    }
+    at_hand = {name: at_hand[name] for name in everywhere("attention backends", [*at_hand])}
     if len(at_hand) == 1:
         return PrefillChoice.of_one(*at_hand.values())
-    if shape not in _measured:
-        _measured[shape] = _measure(at_hand, shape, device)
-    times, dropped = _measured[shape]
-    backends = tuple(at_hand[_agreed_fastest(by_name, agree_on_least)] for by_name in times)
-    return PrefillChoice(backends, times, dropped)
+    question = question_of(shape, [*at_hand])
+    row, dropped = choices.find(question), tuple[str, ...]()
+    if row is None:
+        times, dropped = _measure(at_hand, shape, device, choices.progress)
+        timed = everywhere("timed backends", [*times[0]])
+        times = [{name: round(each[name], 1) for name in timed} for each in times]
+        mine = PrefillRow([_fastest(each) for each in times], times)
+        row = choices.keep(question, mine, is_sound=len(timed) == len(at_hand))
+    backends = tuple(at_hand[name] for name in row.backends)
+    return PrefillChoice(backends, tuple(row.us), dropped, choices.source(question.kind))
 
 
-def _agreed_fastest(times: dict[str, float], agree_on_least: Callable[[int], int]) -> str:
-    """The fastest backend by its microseconds (`WORTH`); where ranks of one model differ, the first
-    in `CANDIDATES` of those that they name, or triton if it failed on one of them."""
-    fastest = min(times, key=lambda name: times[name])
-    if times[fastest] > WORTH * times[CANDIDATES[0]]:
-        fastest = CANDIDATES[0]
-    wanted = CANDIDATES[agree_on_least(CANDIDATES.index(fastest))]
-    everywhere = agree_on_least(int(wanted in times))
-    return wanted if everywhere else CANDIDATES[0]
+def _fastest(times: dict[str, float]) -> str:
+    """The fastest backend by its microseconds (`WORTH`)."""
+    first = CANDIDATES[0]
+    fastest = min(times, key=lambda name: times[name], default=first)
+    return fastest if times.get(fastest, 0.0) <= WORTH * times.get(first, math.inf) else first
 
 
 def _measure(
-    backends: dict[str, PrefillBackend], shape: AttentionShape, device: Device
-) -> tuple[tuple[dict[str, float], ...], tuple[str, ...]]:
+    backends: dict[str, PrefillBackend], shape: AttentionShape, device: Device, progress: bool
+) -> tuple[list[dict[str, float]], tuple[str, ...]]:
     """Microseconds a layer by class and backend, and what failed. If the first backend cannot be
     timed it serves all steps: a measurement is no reason to fail."""
-    times: tuple[dict[str, float], ...] = tuple({} for _ in STEP_CLASSES)
+    times: list[dict[str, float]] = [{} for _ in STEP_CLASSES]
     dropped: list[str] = []
-    for name, backend in backends.items():
+    bar = tqdm(backends.items(), desc="time attention", unit="backend", leave=False,
+               disable=None if progress else True)  # fmt: skip
+    for name, backend in bar:
         try:
             found = [
                 time_backend(backend, shape, device, [(c.query, c.kv)], c.decode_rows)
@@ -316,7 +344,7 @@ def _measure(
             logger.warning("attention backend %s could not be timed", name, exc_info=error)
             why = f"({type(error).__name__}: {error})"
             if name == CANDIDATES[0]:
-                return tuple({name: 0.0} for _ in STEP_CLASSES), (f"nothing was timed {why}",)
+                return [{name: 0.0} for _ in STEP_CLASSES], (f"nothing was timed {why}",)
             dropped.append(f"{name} failed {why}")
             continue
         for by_name, microseconds in zip(times, found, strict=True):

@@ -7,8 +7,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_async import LLM, SamplingParams
+from megatron_async import LLM, SamplingParams, choices
+from megatron_async.choices import Choices
 from megatron_async.config import ATTENTION_BACKENDS
+from megatron_async.devices import CpuDevice
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.attention.backends import flash_attn, own_kernel, selection
 from megatron_async.ops.attention.backends.base import (
@@ -175,29 +177,13 @@ def test_layers_that_are_timed(decode_rows, device):
     ],
 )
 def test_the_fastest_by_more_than_noise(others, wanted):
-    assert selection._agreed_fastest({"triton": 10.0, **others}, int) == wanted
-
-
-def test_ranks_agree_on_one_that_works_on_all():
-    first, second = {"triton": 10.0, "flash_attn_4": 5.0}, {"triton": 10.0, "warpgroup": 8.0}
-    names = selection.CANDIDATES
-
-    def on_first(number):
-        """What the other rank says: its fastest one, then whether it has the wanted one."""
-        return min(number, names.index("warpgroup"))
-
-    # The first that is named is warpgroup, and it failed on the first rank.
-    assert selection._agreed_fastest(first, on_first) == "triton"
-    with_both = first | {"warpgroup": 6.0}
-    assert selection._agreed_fastest(with_both, on_first) == "warpgroup"
-    assert selection._agreed_fastest(second, int) == "warpgroup"
+    assert selection._fastest({"triton": 10.0, **others}) == wanted
 
 
 @pytest.fixture
-def two_candidates(monkeypatch):
+def two_candidates(monkeypatch, tmp_path):
     """Times of two backends, by name and whether there are decode rows, as a GPU would tell."""
     monkeypatch.setattr(selection, "CANDIDATES", ("triton", "torch"))
-    monkeypatch.setattr(selection, "_measured", {})
     times = {}
 
     def time_backend(backend, shape, device, chunks, decode_rows):
@@ -207,12 +193,14 @@ def two_candidates(monkeypatch):
         return found
 
     monkeypatch.setattr(selection, "time_backend", time_backend)
+    monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path))
     return times
 
 
 def chosen():
     shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, torch.device("cpu"))
-    choice = choose_prefill(None, shape, None)
+    device = CpuDevice()
+    choice = choose_prefill(None, shape, device, Choices("measure", device))
     return choice, [[choice.pick(length, beside).name for length in (8, 4096)]
                     for beside in (False, True)]  # fmt: skip
 
@@ -335,17 +323,20 @@ class TestOnGpu:
         same = sum(a == b for a, b in zip(found["torch"], found[backend_name], strict=True))
         assert same >= len(prompts) // 2
 
-    def test_choice_by_measurement(self):
+    def test_choice_by_measurement(self, monkeypatch, tmp_path):
         from megatron_async.devices import make_device
 
+        monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path))
         device = make_device("cuda")
         shape = AttentionShape(9, 3, 64, 64, 40, torch.bfloat16, device.torch_device)
-        choice = choose_prefill(None, shape, device)
+        choice = choose_prefill(None, shape, device, Choices("measure", device))
         if choice.microseconds:
+            assert choice.source == "measured"
             for backend, times in zip(choice.backends, choice.microseconds, strict=True):
                 assert times[backend.name] <= min(times.values()) / selection.WORTH
-            assert selection._measured[shape][0] == choice.microseconds
-            assert choose_prefill(None, shape, device).microseconds == choice.microseconds
+            monkeypatch.setattr(choices, "SHIPPED", tmp_path / "none")
+            again = choose_prefill(None, shape, device, Choices("cached", device))
+            assert (again.microseconds, again.source) == (choice.microseconds, "cached")
         else:
             assert {backend.name for backend in choice.backends} == {"triton"}, "the only one"
         assert choice.captures
