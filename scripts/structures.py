@@ -14,27 +14,25 @@ PACKAGE = ROOT / "megatron_async"
 HEAD = """\
 # Structures
 
-Each folder of the package: what it is for, and the names of its files. The docstring of a folder's
-`__init__.py` says more, the one of a file what the file is for.
-`scripts/structures.py` writes this page, and a test compares it with the folders.
+Each folder of the package: what it is for, and the names of its files, whose docstrings say more.
+`scripts/structures.py` writes this page.
 """
 
 
 def line(folder: Path) -> str:
-    """A folder's row of the table: path, what it is for, its files."""
+    """A folder's line: path, what it is for, its files."""
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8"))) or ""
     first = " ".join(docstring.partition("\n\n")[0].split())
     files = sorted(each.stem for each in folder.glob("*.py") if each.stem != "__init__")
     path = folder.relative_to(PACKAGE).as_posix()
-    return f"| `{path}/` | {first} | {', '.join(files)} |\n"
+    return f"- `{path}/`: {first}{f' *{", ".join(files)}*' if files else ''}\n"
 
 
 def text() -> str:
     """The page's text."""
     parts = [HEAD]
     for part, rooms in PARTS.items():
-        parts.append(f"\n## {part[0].upper()}{part[1:]}\n\n| folder | what it is for | files |\n")
-        parts.append("| --- | --- | --- |\n")
+        parts.append(f"\n## {part[0].upper()}{part[1:]}\n\n")
         for room in rooms:
             folders = sorted(init.parent for init in (PACKAGE / room).rglob("__init__.py"))
             parts += [line(folder) for folder in folders]
