@@ -20,7 +20,7 @@ from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.linear.product_kernel import new_sums
 from megatron_async.ops.linear.products import Choice, choose_for
-from megatron_async.ops.linear.qkv_places import QkvPlaces, new_outputs
+from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.stream import Stream
 
 ACTIVATIONS = {"": "", "swiglu": "SwiGLU", "squared_relu": "squared ReLU"}
@@ -64,7 +64,7 @@ class NotedOps:
             x.total = rows if x.residual is None else torch.empty_like(x.residual)
         outputs = len(weight) // 2 if met.activation == "swiglu" else len(weight)
         if places is not None:
-            return new_outputs(places, len(rows), outputs, rows)
+            return places.new_queries(rows, outputs)
         return new_sums(rows, outputs, splits)
 
     def add_rms_norm(

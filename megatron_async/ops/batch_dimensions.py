@@ -123,12 +123,8 @@ class BatchDimensions:
         )
 
     def draft(self, number: int) -> BatchDimensions:
-        """Shape of a draft model's pass over one token of each row, behind a step of this shape.
-
-        Args:
-            number: of the draft that the pass makes: 1 or more, as draft 0 comes from the pass over
-                entries.
-        """
+        """Shape of a draft model's pass over one token of each row, behind a step of this shape,
+        which makes a draft's `number`: 1 or more, as draft 0 comes from the pass over entries."""
         longest = max(self.max_decode_kv_length, self.max_prefill_kv_length)
         return BatchDimensions(
             decode_rows=self.rows,

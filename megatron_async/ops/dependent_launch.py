@@ -80,15 +80,8 @@ def prefetch_rows(
     overlap: tl.constexpr,
 ) -> None:
     """Ask for the first `ahead` bytes of each of `rows` adjacent rows to be brought to the L2
-    cache; one thread a row, so there must be at least as many threads.
-
-    Args:
-        start: pointer to the first row, 16-byte aligned.
-        rows: how many.
-        row_bytes: from one row to the next, a multiple of 16.
-        ahead: a multiple of 16; 0 for none.
-        overlap: nothing happens without dependent launch.
-    """
+    cache; one thread a row, so there must be at least as many threads. The first row begins, and
+    the sizes in bytes are, at multiples of 16; nothing happens without dependent launch."""
     if overlap and ahead > 0:
         tl.inline_asm_elementwise(
             """{

@@ -29,17 +29,8 @@ PROMISES: frozenset[str] = frozenset()
 
 
 class Op[**P, R]:
-    """An op, whose implementations all have the reference's signature.
-
-    Args:
-        reference: in plain torch.
-        gpu, cpu: files below `ops` that register further implementations, as
-            "sampling.triton_sampling".
-
-    Attributes:
-        reference: as given.
-        name: of the op.
-    """
+    """A reference in plain torch, and implementations with its signature; `gpu` and `cpu` are
+    files below `ops` that register further ones, as "sampling.triton_sampling"."""
 
     def __init__(self, reference: Callable[P, R], gpu: str | None, cpu: str | None) -> None:
         self.reference = reference

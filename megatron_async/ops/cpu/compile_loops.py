@@ -18,12 +18,8 @@ logger = logging.getLogger("megatron_async")
 
 
 def compile_missing(progress: bool = False) -> None:
-    """Compile the loops if they do not lie on the disk, where none fits or this is the first time:
-    in a step they would take so long that its replica would count as lost.
-
-    Args:
-        progress: show a bar on stderr, if that is a terminal.
-    """
+    """`compile_all`, if the loops do not lie on the disk, where none fits or this is the first
+    time: in a step they would take so long that its replica would count as lost."""
     if not compiles():
         return
     from megatron_async.ops.attention.cpu import attention_kernels

@@ -37,10 +37,9 @@ COLUMNS = (
     "attention_norm", "qkv", "qkv_scales", "qkv_bias", "q_norm", "k_norm", "cache", "proj",
     "proj_scales", "mlp_norm", "fc1", "fc1_scales", "fc2", "fc2_scales",
 )  # fmt: skip
-"""Columns of the table of layers. Addresses: norms are float32 factors and products are of
+"""Columns of the table of layers, int64. Addresses: norms are float32 factors and products are of
 `WidenedWeight`, or, without scales, of `GroupedWeight`; 0 where there is no norm of heads, or no
-bias. `cache`: the layer's number in the
-KV cache."""
+bias. `cache`: the layer's number in the KV cache."""
 (
     ATTENTION_NORM, QKV, QKV_SCALES, QKV_BIAS, Q_NORM, K_NORM, CACHE, PROJ, PROJ_SCALES,
     MLP_NORM, FC1, FC1_SCALES, FC2, FC2_SCALES,
@@ -72,7 +71,7 @@ scratch: see `product`; of the product with the most inputs.
 """
 
 FACTORS = ("eps", "head_eps", "scale")
-"""float32: of the layers' norms, of the heads' norms, and what scores are multiplied by."""
+"""By one address, float32: of the layers' norms, of heads' norms, and of scores."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -102,16 +101,8 @@ def run_layers(
     loops: Any, control: Any, least: Any, chunk_bytes: Any, table: Any, sizes: Any, batch: Any,
     addresses: Any, factors: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """All layers, without the norm after them.
-
-    Args:
-        loops: addresses of the loops that may reorder sums: `loop_addresses`.
-        control, least: see `Helpers.held`.
-        chunk_bytes: of the weights that a thread takes at a time.
-        table: int64 `[layers, COLUMNS]`.
-        sizes, batch, addresses: int64 tuples of `SIZES`, `BATCH` and `ADDRESSES`.
-        factors: address of float32 `FACTORS`.
-    """
+    """All layers, without the norm after them: loops of `loop_addresses`, which may reorder sums,
+    `control` and `least` of `Helpers.held`, and the table and the records of numbers above."""
     norm, add_norm, rope_append, decode_attention = loops
     hidden, ffn, heads, kv_heads, dim, rotated, rope_positions = sizes
     rows, sequences, blocks, block_size, width, first_key, places, layer_floats = batch

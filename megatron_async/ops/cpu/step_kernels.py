@@ -36,16 +36,12 @@ def unpack_rows(
     """A step of decode rows alone; see `unpack_step_kernels`.
 
     Args:
-        words: int32 `[ring, words]`.
-        next_entry: int32 `[1]`.
         fields: first words of `num_block_updates`, `decode_width`, `row_slots` and the updates.
         header: words `FEATURES`, `MAX_LENGTH` and `DRAFTS` of a record, and the bit `PRODUCES`.
-        width: query tokens of a row.
-        block_size: tokens.
         last_token, drafts, block_table, records: of `DeviceSlots`; the table is changed.
-        lengths: int32, by slot if `by_slot`, else by row.
+        lengths: by slot if `by_slot`, else by row.
         entry_out: and all up to `write_index`: of `StepTensors`, written.
-        block_tokens: int32 `[blocks * block size]`, changed if `keeps`.
+        block_tokens: `[blocks * block size]`, changed if `keeps`.
     """
     entry = next_entry[0]
     entry_out[0] = entry
@@ -92,16 +88,11 @@ def store_samples(
     """What each row yields; see `feed_back_kernel`.
 
     Args:
-        sampled: int64 `[sample rows]`.
         row_slots, lengths, token_ids, entry: of `StepTensors`.
-        words: int32 `[ring, words]`.
         width_field: word of `decode_width`.
         header: words `MAX_LENGTH` and `DRAFTS` of a record.
         last_token, slot_lengths, records: of `DeviceSlots`; the first two are changed.
-        ring, host: int32 `[entries, max rows, words]`, changed.
-        next_entry: int32 `[1]`, written.
-        decode_rows: of the step; chunks follow.
-        width: query tokens of a decode row.
+        ring, host: int32 `[entries, max rows, words]`, changed, as is `next_entry`.
     """
     now, dummy = entry[0], len(last_token) - 1
     for row in range(len(row_slots)):

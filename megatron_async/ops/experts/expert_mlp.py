@@ -1,11 +1,9 @@
 """The experts' MLPs as grouped matrix products: each token is processed by its chosen experts.
 
-The (token, expert) pairs are sorted by expert into tiles of equal height on the device
-(`ops/experts/expert_sort.py`). Both products process these tiles. A further kernel adds the outputs
-of a token's experts in a fixed order, so that results are the same in every run. Grids depend only
-on the number of tokens: programs of unused tiles end at once. The host reads nothing back.
-
-A pair is a token and one of its experts: pair p is token p // topk's expert number p % topk.
+Pairs of a token and one of its experts are sorted by expert into tiles of equal height on the
+device (`ops/experts/expert_sort.py`). Both products process these tiles. A further kernel adds the
+outputs of a token's experts in a fixed order, so that results are the same in every run. Grids
+depend only on the number of tokens: programs of unused tiles end at once. The host reads nothing.
 """
 
 from __future__ import annotations
@@ -89,11 +87,7 @@ def expert_mlp_gpu(
 def expert_mlp_by_plan(
     x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor, first_expert: int, plan: ExpertPlan
 ) -> Tensor:
-    """`expert_mlp` by a given plan.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit, or the plan's tiles differ in height.
-    """
+    """`expert_mlp` by a given plan, whose tiles have one height."""
     _check(x, routing, fc1, fc2)
     if plan.up.block_m != plan.down.block_m:
         raise ValueError(f"expert_mlp: both products walk over the same tiles; found {plan}.")

@@ -4,9 +4,7 @@ The rules depend only on the number of tokens, or of (token, expert) pairs, on t
 on the dtype. So a captured step and an eager step with as many tokens agree. With few tokens an
 expert, the bytes of the weights set the time, so tiles are low, narrow and deeply pipelined. With
 many, the matrix units set the time: tiles are large, empty parts of tiles are not computed, and
-neighbouring programs share pairs, whose bytes are read more often than those of weights. Up to
-`FEW_TOKENS`, two tokens rarely share an expert and launches take as long as the products, so the
-layer has special kernels (`ops/experts/few_tokens.py`).
+neighbouring programs share pairs, whose bytes are read more often than those of weights.
 """
 
 from __future__ import annotations
@@ -73,14 +71,7 @@ FLOAT32 = ExpertPlan(ProductPlan(16, 32, 32, 4, 3), ProductPlan(16, 32, 32, 4, 3
 
 @lru_cache(maxsize=4096)
 def plan_experts(pairs: int, num_experts: int, itemsize: int, gated: bool) -> ExpertPlan:
-    """The layout for `pairs` (token, expert) pairs that fall on `num_experts` experts.
-
-    Args:
-        pairs: of all ranks' tokens, also with experts elsewhere.
-        num_experts: of all ranks.
-        itemsize: bytes of an element.
-        gated: whether the first product has a gate.
-    """
+    """The layout for the (token, expert) pairs of all ranks, which fall on all ranks' experts."""
     if itemsize > 2:
         return FLOAT32
     mean = pairs / num_experts
@@ -145,16 +136,8 @@ class FewTokenPlan:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a layer with experts, all on one rank.
-
-    Attributes:
-        experts, topk: how many there are, and of a token.
-        hidden: elements of a token.
-        ffn: inner elements of an expert.
-        shared_ffn: of the shared expert; 0: there is none.
-        gated: whether the first product has a gate.
-        itemsize: bytes of an element.
-    """
+    """Sizes of a layer with experts, all on one rank, `topk` of them a token; `ffn` are the inner
+    elements of each, `shared_ffn` those of the shared expert or 0."""
 
     experts: int
     topk: int
@@ -173,13 +156,8 @@ class LayerShape:
 
 @lru_cache(maxsize=4096)
 def plan_few_tokens(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> FewTokenPlan | None:
-    """The layout for so many tokens; None: the grouped products are for these.
-
-    Args:
-        tokens: of the step, padding included.
-        shape: of the layer.
-        most: tokens; the benchmark asks for more.
-    """
+    """The layout for so many tokens, padding included; None: the grouped products are for these,
+    as they are for more than `most`."""
     inner = shape.hidden, shape.ffn, shape.shared_ffn
     if not 0 < tokens <= most or any(size * shape.itemsize % 16 for size in inner):
         return None

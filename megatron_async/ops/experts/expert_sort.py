@@ -54,15 +54,8 @@ class SortedPairs(NamedTuple):
 def sort_pairs(
     routing: Routing, first_expert: int, local: int, block_m: int, at_once: int = MOST_AT_ONCE
 ) -> SortedPairs:
-    """The pairs whose experts are here, by expert.
-
-    Args:
-        routing: of the tokens, on a GPU; at least one token.
-        first_expert: number of the first expert here.
-        local: experts here.
-        block_m: pairs of a tile.
-        at_once: most pairs that one kernel sorts; tests and benchmarks set it.
-    """
+    """The pairs of a routing, on a GPU, of at least one token, whose experts are among the `local`
+    ones here, in tiles of `block_m`; tests and benchmarks set `at_once`."""
     experts = routing.experts
     pairs, topk = experts.numel(), experts.size(1)
     tiles = min(pairs, min(pairs, local) + pairs // block_m)

@@ -9,9 +9,9 @@ products (`ops/experts/expert_mlp.py`) need ten launches for such a layer; this 
    (`ops/experts/few_token_kernels.py`).
 
 Nothing is sorted: with so few tokens two rarely share an expert, so each (token, expert) pair is
-computed separately. Sums are float32 in a fixed order, and only the activated rows between the
-products are rounded, so results are the same in every run. Such a product is a weight row times a
-vector, so it runs on the CUDA cores, where all loads of a thread may be in flight.
+computed separately, as weight rows times a vector, on the CUDA cores, where all loads of a thread
+may be in flight. Sums are float32 in a fixed order, and only the activated rows between the
+products are rounded, so results are the same in every run.
 """
 
 from __future__ import annotations
@@ -92,16 +92,8 @@ class ExpertLayer:
 
 
 def find_plan(x: Tensor, layer: ExpertLayer, major: int) -> FewTokenPlan | None:
-    """The layout for these tokens; None where the grouped products are for them.
-
-    Args:
-        x: `[..., tokens, hidden]`.
-        layer: of the model.
-        major: compute capability of the GPU; 0: a CPU.
-    """
-    if major != FEW_TOKENS_MAJOR:
-        return None
-    return plan_few_tokens(x.size(-2), layer.shape)
+    """`plan_few_tokens` for `[..., tokens, hidden]`, on a GPU of a compute capability."""
+    return plan_few_tokens(x.size(-2), layer.shape) if major == FEW_TOKENS_MAJOR else None
 
 
 @op

@@ -1,9 +1,8 @@
 """Activations of an MLP's first projection, each in one kernel: SwiGLU (Shazeer 2020) and, without
 a gate, squared ReLU (So et al. 2021, Primer).
 
-Computed in float32 and rounded once, as the references are. Megatron's unfused SwiGLU rounds twice
-in a 16-bit dtype (silu to the dtype, then the product), so the two may differ by one unit in the
-last place; in float32 they agree.
+Computed in float32 and rounded once. Megatron's unfused SwiGLU rounds twice in a 16-bit dtype (silu
+to the dtype, then the product), so the two may differ by one unit in the last place.
 """
 
 from __future__ import annotations

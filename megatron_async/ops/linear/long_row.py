@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,12 +22,13 @@ from megatron_async.ops.linear.product_kernel import (
     PROCESSORS,
     WHOLE_ROW,
     Activation,
+    Operands,
     Problem,
     ProductKernel,
     Rounding,
     Wants,
-    check_added,
-    outputs_of,
+    added_to,
+    new_sums,
 )
 from megatron_async.ops.linear.row_tiles import (
     TILE_BYTES,
@@ -91,33 +91,25 @@ def long_row_product(
     plan: LongRowPlan,
     added: Tensor | None = None,
 ) -> Tensor:
-    """`linear` of one row, or with the activation after it, by a given plan.
-
-    `added`, `[1, outputs]`, is added to the rounded outputs.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit.
-    """
-    n = outputs_of(x, weight, bias, activation)
-    check_added(added, n, x)
-    if x.size(0) != 1:
-        raise ValueError(f"long_row_product: x has {x.size(0)} rows; use tile_product.")
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    long_row_kernel[(triton.cdiv(n, plan.block_n * plan.turns),)](
+    """`product` of one row by a given plan."""
+    given = Operands(x, weight, bias, activation)
+    residual = added_to(given, added)
+    if len(x) != 1:
+        raise ValueError(f"long_row_product: x has {len(x)} rows; use tile_product.")
+    out = new_sums(x, given.outputs, 1)
+    long_row_kernel[(triton.cdiv(given.outputs, plan.block_n * plan.turns),)](
         x,
         weight,
-        weight if bias is None else bias,
-        x if added is None else added,
+        given.bias,
+        residual,
         out,
-        n,
+        given.outputs,
         k=x.size(1),
         block_n=plan.block_n,
         block_k=TILE_BYTES // x.itemsize,
         depth=plan.depth,
         turns=plan.turns,
-        gated=activation == "swiglu",
-        squared=activation == "squared_relu",
-        has_bias=bias is not None,
+        **given.constants,
         has_residual=added is not None,
         num_warps=plan.warps,
         maxnreg=LONG_ROW_REGISTERS,

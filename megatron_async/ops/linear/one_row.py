@@ -24,22 +24,18 @@ from megatron_async.ops.linear.product_kernel import (
     WHOLE_ROW,
     WIDE,
     Activation,
+    Operands,
     Problem,
     ProductKernel,
     Rounding,
     Wants,
-    check_added,
-    outputs_of,
-    residual_and_total,
-    squares_of,
+    added_to,
+    norm_of,
 )
 from megatron_async.ops.linear.qkv_places import (
     QkvPlaces,
-    check_places,
     first_of_pairs,
-    new_outputs,
-    place_arguments,
-    place_constants,
+    place,
     store_heads,
 )
 from megatron_async.ops.linear.stream import Stream
@@ -100,53 +96,37 @@ def one_row_product(
     added: Tensor | None = None,
     places: QkvPlaces | None = None,
 ) -> Tensor:
-    """`linear` of one row, or with the activation after it, by a given plan.
-
-    `added`, `[1, outputs]`, is added to the rounded outputs. With `places`, `linear_rope_append`.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit.
-    """
-    norm = x if isinstance(x, Stream) else None
-    row = x.value if isinstance(x, Stream) else x
-    n = outputs_of(row, weight, bias, activation)
-    if row.size(0) != 1:
-        raise ValueError(f"one_row_product: x has {row.size(0)} rows; use tile_product.")
-    residual, total = residual_and_total(x)
-    squares, parts = squares_of(x, activation)
-    check_added(added, n, row)
-    check_places(places, plan.block_n, activation, parts)
-    out = new_outputs(places, 1, n, row)
-    one_row_kernel[(triton.cdiv(n, plan.block_n),)](
-        row,
+    """`product` of one row by a given plan."""
+    given = Operands(x, weight, bias, activation)
+    if len(given.rows) != 1:
+        raise ValueError(f"one_row_product: x has {len(given.rows)} rows; use tile_product.")
+    residual, norm_weight, total = norm_of(x, weight)
+    placed = place(places, given, plan.block_n, activation)
+    one_row_kernel[(triton.cdiv(given.outputs, plan.block_n),)](
+        given.rows,
         residual,
-        weight if norm is None else norm.weight,
+        norm_weight,
         total,
         weight,
-        weight if bias is None else bias,
-        squares,
-        row if added is None else added,
-        *place_arguments(places, n, row),
-        out,
-        n,
-        0.0 if norm is None else norm.eps,
-        k=row.size(1),
+        given.bias,
+        given.squares,
+        added_to(given, added),
+        *placed.tensors,
+        given.outputs,
+        given.eps,
+        k=given.rows.size(1),
         block_n=plan.block_n // 2 if places else plan.block_n,
         block_k=plan.block_k,
-        **place_constants(places, n),
-        parts=parts,
-        block_parts=triton.next_power_of_2(parts),
-        gated=activation == "swiglu",
-        squared=activation == "squared_relu",
-        has_norm=norm is not None and not parts,
-        has_residual=norm is not None and norm.residual is not None,
-        has_bias=bias is not None,
+        **placed.constants,
+        **given.constants,
+        has_norm=isinstance(x, Stream) and not given.parts,
+        has_residual=isinstance(x, Stream) and x.residual is not None,
         has_added=added is not None,
         ahead=plan.ahead,
         num_warps=plan.warps,
-        **launch_options(row),
+        **launch_options(given.rows),
     )
-    return out
+    return placed.tensors[-1]
 
 
 @triton.jit

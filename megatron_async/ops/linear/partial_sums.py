@@ -13,17 +13,13 @@ BLOCK = 1024
 
 
 def add_partial_sums(product: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The product that a layer gave, whole.
+    """The product that a layer gave, whole, `[tokens, 1, out]`.
 
     Args:
-        product: `[tokens, 1, out]`, or partial sums of that, float32 `[splits, tokens, 1, out]`,
-            contiguous: they are added in order and rounded once.
-        dtype: of the result; a whole product has it already.
-        out: contiguous, `[tokens, 1, out]`: where to put it; None: a new tensor, or the product
-            itself where nothing is to be done.
-
-    Returns:
-        `[tokens, 1, out]`.
+        product: that, or partial sums of it, float32 `[splits, tokens, 1, out]`, contiguous: they
+            are added in order and rounded once.
+        out: contiguous: where to put it; None: a new tensor, or the product itself where nothing is
+            to be done.
     """
     parts = product.size(0) if product.dim() == 4 else 1
     whole = product[0] if product.dim() == 4 else product

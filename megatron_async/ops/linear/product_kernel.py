@@ -1,12 +1,12 @@
 """What a product of few rows is asked for, and what a kernel of such products is.
 
-Each kernel's file has its plan (how the product is laid out), its rule (when the kernel is chosen,
-the measurements beside the constants), its launch, and its entry of the table in
-`ops/linear/products.py`. The rules depend on the number of rows, the shape of the weight, the dtype
-and the device only, so a captured step and an eager one of as many rows agree. Their constants are
-measurements on an H200 (docs/records/products.md): sweeps of SmolLM2's and Llama-3.1-8B's shapes at
-1, 16 and 64 rows, and for weights that wait in registers or in shared memory of shapes of SmolLM2,
-Granite-4.0-H-350M, Qwen3-0.6B and Llama-3.2-1B at 2 to 64.
+Each kernel's file has its plan (how the product is laid out, and when the kernel is chosen), its
+launch, and its row of the table in `ops/linear/products.py`. The plans depend on the number of
+rows, the shape of the weight, the dtype and the device only, so a captured step and an eager one of
+as many rows agree. Their constants are measurements on an H200 (docs/records/products.md): sweeps
+of SmolLM2's and Llama-3.1-8B's shapes at 1, 16 and 64 rows, and for weights that wait in registers
+or in shared memory of shapes of SmolLM2, Granite-4.0-H-350M, Qwen3-0.6B and Llama-3.2-1B at 2 to
+64.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class Wants(NamedTuple):
         activation: after the product.
         split: partial sums may be returned.
         bias: one is added.
-        adapter: the name of a small product beside this one, of the same input; no kernel takes one
-            along yet.
+        adapter: the name of a small product beside this one, of the same input.
     """
 
     rows: int
@@ -112,9 +111,8 @@ class ProductKernel:
         name: as programs are printed.
         plan: the layout for a problem; None: another kernel's.
         served: names of the extra `Wants` that it serves, of (problem, wants, plan).
-        launch: (x, weight, bias, activation, plan), and what is served of `added` and `places` by
-            name.
-        rounding: see there.
+        launch: `product` of (x, weight, bias, activation, plan), and by name what is served of
+            `added` and `places`.
     """
 
     name: str
@@ -124,44 +122,79 @@ class ProductKernel:
     rounding: Rounding
 
 
+class Operands:
+    """A product's rows, bias and sums of squares as kernels take them: another tensor stands in for
+    one that is missing. Raises ValueError on what would read or write the wrong memory.
+
+    Attributes:
+        rows: `[rows, k]`.
+        outputs: of the product.
+        parts: sums of squares of a row; 0: there are none.
+        eps: of the norm.
+        constants: what follows the sums.
+    """
+
+    def __init__(
+        self, x: Tensor | Stream, weight: Tensor, bias: Tensor | None, activation: Activation
+    ) -> None:
+        self.rows = x.value if isinstance(x, Stream) else x
+        self.outputs = _outputs_of(self.rows, weight, bias, activation)
+        self.bias = weight if bias is None else bias
+        self.squares, self.parts = _squares_of(x, activation)
+        self.eps = x.eps if isinstance(x, Stream) else 0.0
+        self.constants = {
+            "gated": activation == "swiglu",
+            "squared": activation == "squared_relu",
+            "has_bias": bias is not None,
+        }
+
+
 def may_be_copied(rows: Tensor) -> bool:
     """Whether the copy engine takes these rows, `[rows, elements]`: each must begin at a multiple
     of 16 bytes."""
     return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0
 
 
+def check_copied(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError where the copy engine does not take a product's operands."""
+    if not may_be_copied(x) or not may_be_copied(weight):
+        raise ValueError(
+            f"{name}: rows of x and weight must begin at multiples of 16 bytes; found "
+            f"strides {x.stride()} and {weight.stride()}."
+        )
+
+
 def new_sums(x: Tensor, outputs: int, splits: int) -> Tensor:
-    """A place for a product of x, `[rows, k]`: `[rows, outputs]`, or of several splits `[splits,
-    rows, outputs]`, float32."""
+    """A place for a product of x: `[rows, outputs]`, or, float32, `[splits, rows, outputs]`."""
     if splits > 1:
         return torch.empty((splits, len(x), outputs), dtype=torch.float32, device=x.device)
     return torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
 
 
-def residual_and_total(x: Tensor | Stream) -> tuple[Tensor, Tensor]:
-    """The residual of a `Stream` and a place for the new one, which it is given; x where there
-    is none. Raises on what would read the wrong memory."""
+def norm_of(x: Tensor | Stream, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The residual of a `Stream`, its norm's weight, and a place for the new residual, which it is
+    given; x and the weight where there is none. Raises on what would read the wrong memory."""
     if not isinstance(x, Stream):
-        return x, x
-    rows, _, weight, _ = x.norm_arguments
-    if weight.shape != rows.shape[1:] or not weight.is_contiguous():
+        return x, weight, x
+    rows, residual, norm_weight, _ = x.norm_arguments
+    if norm_weight.shape != rows.shape[1:] or not norm_weight.is_contiguous():
         raise ValueError(
-            f"product: the norm's weight is {tuple(weight.shape)}, strides "
-            f"{weight.stride()}; it must be ({rows.size(1)},), contiguous."
+            f"product: the norm's weight is {tuple(norm_weight.shape)}, strides "
+            f"{norm_weight.stride()}; it must be ({rows.size(1)},), contiguous."
         )
-    if x.residual is None:
+    if residual is None:
         x.total = rows
-        return rows, rows
-    if x.residual.shape != rows.shape or x.residual.stride(1) != 1:
+        return rows, norm_weight, rows
+    if residual.shape != rows.shape or residual.stride(1) != 1:
         raise ValueError(
-            f"product: residual is {tuple(x.residual.shape)}; it must be like x, "
+            f"product: residual is {tuple(residual.shape)}; it must be like x, "
             f"{tuple(rows.shape)}, its elements adjacent."
         )
     x.total = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    return x.residual, x.total
+    return residual, norm_weight, x.total
 
 
-def squares_of(x: Tensor | Stream, activation: Activation) -> tuple[Tensor, int]:
+def _squares_of(x: Tensor | Stream, activation: Activation) -> tuple[Tensor, int]:
     """Sums of squares, and the parts of a row's; x and 0 where there are none. Raises on what would
     read the wrong memory."""
     if not isinstance(x, Stream):
@@ -180,18 +213,21 @@ def squares_of(x: Tensor | Stream, activation: Activation) -> tuple[Tensor, int]
     return squares, squares.size(2)
 
 
-def check_added(added: Tensor | None, n: int, row: Tensor) -> None:
-    """Raise ValueError where a product of `row` with n outputs cannot be added to `added`."""
+def added_to(given: Operands, added: Tensor | None) -> Tensor:
+    """What a product of one row is added to; the row where there is nothing. Raises ValueError
+    where it does not fit."""
+    row, n = given.rows, given.outputs
     if added is None:
-        return
+        return row
     if added.shape != (1, n) or added.dtype != row.dtype or added.stride(1) != 1:
         raise ValueError(
             f"product: what is added must be (1, {n}) of {row.dtype}, its elements adjacent; "
             f"found {tuple(added.shape)} of {added.dtype}, strides {added.stride()}."
         )
+    return added
 
 
-def outputs_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:
+def _outputs_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:
     """Number of outputs; raises on what would read or write the wrong memory."""
     gated = activation == "swiglu"
     n = weight.size(0) // 2 if gated else weight.size(0)

@@ -1,14 +1,12 @@
 """Matrix products of decode steps: few rows, in the time of reading the weights.
 
 cuBLAS does not use programmatic dependent launch, so memory idles before and after each of its
-kernels. The kernels of the table below load their first weights early, small products all weights.
-Products include the operations around them: before, RMSNorm of one or few rows; after, an MLP's
-activation, or rotation of queries and keys and their append to the KV cache.
+kernels. The kernels of the table below load their first weights early, small products all weights,
+and include operations around the product (`Wants`).
 
 A product is chosen once: `choose` gives the first kernel of the table that has a plan, with the
-wants that it serves, for the weight's shape, the rows and the wants. The answer is kept, so it
-costs a step nothing. A new kernel is a file with its plan, rule, launch and rounding, and a row in
-the table.
+wants that it serves. The answer is kept, so it costs a step nothing. A new kernel is a file with
+its plan, rule, launch and rounding, and a row in the table.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
     3. of float16 (it would overflow before it is divided) and of several groups: squares;
     4. of several rows: the sum with the residual stream;
     5. what is not `ProductKernel.served`, each for itself: norm, squares, rotation, residual,
-       activation.
+       activation, and, as no kernel serves it yet, an adapter.
 
     The answer to 1 and 2 has a say in the choice of the kernel; that to 3, 4 and 5 has none.
     """
@@ -139,6 +137,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         rotate=wants.rotate if "rotate" in served else 0,
         residual=wants.residual and "residual" in served,
         activation=wants.activation if "activation" in served else "",
+        adapter=wants.adapter if "adapter" in served else None,
     )
     return Choice(kernel, plan, met)
 
@@ -154,11 +153,9 @@ def _first(weight: WeightShape, problem: Problem) -> tuple[ProductKernel, Any]:
 
 
 def choose_for(x: Tensor, weight: Tensor, major: int | None = None, **wants: Any) -> Choice:
-    """`choose` for rows x, `[rows, k]` or partial sums of them, and a weight `[outputs, k]`.
+    """`choose` for the rows of x, or of what x is made of, and a weight `[outputs, k]`.
 
     Args:
-        x: whose rows are the product's input, or what the input is made of.
-        weight: of the same dtype; maybe [gate; up].
         major: compute capability of the GPU; 0: a CPU. None: of the device of x.
         wants: fields of `Wants`, but for the rows.
     """
@@ -248,20 +245,15 @@ def product_gpu(
     if choice is None:
         choice = choose_for(rows, weight, bias=bias is not None)
     kernel, plan, met = choice
-    given: dict[str, Any] = {}
     squares = x.squares if isinstance(x, Stream) else None
-    for want, name, value in (
-        ("residual", "added", added), ("rotate", "places", places), ("squares", "", squares),
-    ):  # fmt: skip
-        if value is None:
-            continue
-        if not getattr(met, want):
+    for want, value in (("residual", added), ("rotate", places), ("squares", squares)):
+        if value is not None and not getattr(met, want):
             raise ValueError(
                 f"product: {tuple(rows.shape)} by {tuple(weight.shape)} ({kernel.name}) does not "
                 f"serve {want}: choose with Wants({want}=...) first, and ask what is met."
             )
-        if name:
-            given[name] = value
+    extra = {"added": added, "places": places}
+    given = {name: value for name, value in extra.items() if value is not None}
     given_x: Tensor | Stream = x
     if isinstance(x, Stream) and not met.norm and squares is None:
         given_x, x.total = add_rms_norm_gpu(*x.norm_arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from megatron_async.ops.linear.product_kernel import Operands, new_sums
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class QkvPlaces:
         """Elements of a head."""
         return self.key_cache.size(-1)
 
+    def new_queries(self, x: Tensor, outputs: int) -> Tensor:
+        """Where the queries of a product of x, `[rows, k]`, go: `[rows, heads, dim]`."""
+        heads = outputs // self.dim - 2 * self.key_cache.size(-2)
+        return torch.empty((len(x), heads, self.dim), dtype=x.dtype, device=x.device)
+
     def group(self, outputs: int) -> int:
         """Query heads of each KV head, if a product has so many outputs.
 
@@ -64,26 +71,37 @@ class QkvPlaces:
         return group
 
 
-def check_places(places: QkvPlaces | None, block_n: int, activation: str, parts: int) -> None:
-    """Raise ValueError if a product cannot put its outputs to places: programs of `block_n` outputs
-    of several heads, an activation, or `parts` sums of squares."""
-    if places is not None and (activation or parts or places.dim % block_n):
+class Placed(NamedTuple):
+    """What kernels get of `QkvPlaces`, of their outputs, and of the squares that exclude places.
+
+    Attributes:
+        tensors: from `cos` to `value_cache`, then where the outputs go.
+        constants: of which those of heads are 0 where there are no places.
+    """
+
+    tensors: tuple[Tensor, ...]
+    constants: dict[str, int]
+
+
+def place(
+    places: QkvPlaces | None, given: Operands, block_n: int, activation: str, splits: int = 1
+) -> Placed:
+    """For a product by programs of `block_n` outputs.
+
+    Raises:
+        ValueError: places that do not fit the product, or this layout of it.
+    """
+    x, outputs, parts = given.rows, given.outputs, given.parts
+    squares = {"parts": parts, "block_parts": triton.next_power_of_2(parts)}
+    if places is None:
+        constants = {"kv_heads": 0, "group": 0, "dim": 0, **squares}
+        return Placed((x,) * 6 + (new_sums(x, outputs, splits),), constants)
+    if activation or parts or places.dim % block_n:
         raise ValueError(
             f"linear_rope_append: programs of {block_n} outputs must divide heads of {places.dim}, "
             f"without an activation ({activation!r}) or squares ({parts})."
         )
-
-
-def place_arguments(places: QkvPlaces | None, outputs: int, x: Tensor) -> tuple[Any, ...]:
-    """A kernel's arguments from `cos` to `value_cache`; x where there are no places.
-
-    Raises:
-        ValueError: places that do not fit the product of x, `[rows, k]`, with so many outputs.
-    """
-    if places is None:
-        return (x,) * 6
-    places.group(outputs)
-    rows = x.size(0)
+    group, rows = places.group(outputs), x.size(0)
     if min(places.position_ids.numel(), places.write_index.numel()) < rows:
         raise ValueError(
             f"qkv product: {rows} rows, and positions of {places.position_ids.numel()} and places "
@@ -94,26 +112,12 @@ def place_arguments(places: QkvPlaces | None, outputs: int, x: Tensor) -> tuple[
             f"qkv product: rows of {x.dtype} and caches of {places.key_cache.dtype} must have one "
             "dtype."
         )
-    return (
+    tensors = (
         places.cos, places.sin, places.position_ids, places.write_index, places.key_cache,
-        places.value_cache,
+        places.value_cache, places.new_queries(x, outputs),
     )  # fmt: skip
-
-
-def place_constants(places: QkvPlaces | None, outputs: int) -> dict[str, int]:
-    """A kernel's constants; of 0 where there are no places."""
-    if places is None:
-        return {"kv_heads": 0, "group": 0, "dim": 0}
-    group, kv_heads = places.group(outputs), places.key_cache.size(-2)
-    return {"kv_heads": kv_heads, "group": group, "dim": places.dim}
-
-
-def new_outputs(places: QkvPlaces | None, rows: int, outputs: int, x: Tensor) -> Tensor:
-    """A place for a product: `[rows, outputs]`, or the queries `[rows, heads, dim]`."""
-    if places is None:
-        return torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    heads = outputs // places.dim - 2 * places.key_cache.size(-2)
-    return torch.empty((rows, heads, places.dim), dtype=x.dtype, device=x.device)
+    heads = {"kv_heads": places.key_cache.size(-2), "group": group, "dim": places.dim}
+    return Placed(tensors, heads | squares)
 
 
 @triton.jit

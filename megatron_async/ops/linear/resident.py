@@ -33,21 +33,17 @@ from megatron_async.ops.linear.product_kernel import (
     WHOLE_ROW,
     WIDE,
     Activation,
+    Operands,
     Problem,
     ProductKernel,
     Rounding,
     Wants,
-    outputs_of,
-    residual_and_total,
-    squares_of,
+    norm_of,
 )
 from megatron_async.ops.linear.qkv_places import (
     QkvPlaces,
-    check_places,
     first_of_pairs,
-    new_outputs,
-    place_arguments,
-    place_constants,
+    place,
     split_pairs,
     store_heads,
 )
@@ -131,65 +127,45 @@ def resident_product(
     plan: ResidentPlan,
     places: QkvPlaces | None = None,
 ) -> Tensor:
-    """`linear`, or with the activation after it, by a given plan; bfloat16, on a GPU.
-
-    With `places`, `linear_rope_append`.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit.
-    """
-    norm = x if isinstance(x, Stream) else None
-    inputs = x.value if isinstance(x, Stream) else x
-    n = outputs_of(inputs, weight, bias, activation)
-    if inputs.dtype != torch.bfloat16:
-        raise ValueError(f"resident_product: x is {inputs.dtype}; use tile_product.")
-    residual, total = residual_and_total(x)
-    squares, parts = squares_of(x, activation)
-    rows, k = inputs.shape
-    check_places(places, plan.block_n, activation, parts)
-    out = new_outputs(places, rows, n, inputs)
+    """`product` of bfloat16 by a given plan."""
+    given = Operands(x, weight, bias, activation)
+    if given.rows.dtype != torch.bfloat16:
+        raise ValueError(f"resident_product: x is {given.rows.dtype}; use tile_product.")
+    residual, norm_weight, total = norm_of(x, weight)
+    placed = place(places, given, plan.block_n, activation)
+    n, (rows, k) = given.outputs, given.rows.shape
     resident_kernel[(triton.cdiv(n, plan.block_n), triton.cdiv(rows, plan.block_m))](
-        inputs,
+        given.rows,
         residual,
-        weight if norm is None else norm.weight,
+        norm_weight,
         total,
         weight,
-        weight if bias is None else bias,
-        squares,
-        *place_arguments(places, n, inputs),
-        out,
-        inputs.stride(0),
+        given.bias,
+        given.squares,
+        *placed.tensors,
+        given.rows.stride(0),
         residual.stride(0),
         rows,
         n,
-        0.0 if norm is None else norm.eps,
+        given.eps,
         k=k,
         segments=segments_of(k, plan.warps),
         warps=plan.warps,
         block_m=plan.block_m,
         block_n=plan.block_n,
-        **place_constants(places, n),
-        gated=activation == "swiglu",
-        squared=activation == "squared_relu",
-        has_norm=norm is not None and not parts,
-        has_residual=norm is not None and norm.residual is not None,
-        parts=parts,
-        block_parts=triton.next_power_of_2(parts),
-        has_bias=bias is not None,
+        **placed.constants,
+        **given.constants,
+        has_norm=isinstance(x, Stream) and not given.parts,
+        has_residual=isinstance(x, Stream) and x.residual is not None,
         num_warps=plan.warps,
-        **launch_options(inputs),
+        **launch_options(given.rows),
     )
-    return out
+    return placed.tensors[-1]
 
 
 def segments_of(k: int, warps: int) -> Segments:
-    """`k` inputs as powers of two, which is what tensors of a kernel are as long as, largest first.
-
-    Each is shared by all warps. The last may reach beyond k.
-
-    Returns:
-        (inputs, adjacent inputs that a thread loads at once) of each segment.
-    """
+    """`k` inputs as powers of two, largest first, each shared by all warps, and the adjacent inputs
+    that a thread loads at once. The last may reach beyond k."""
     found, left = [], k
     while left > 0:
         inputs = warps * 16  # one product of the matrix units is 16 inputs deep

@@ -42,17 +42,8 @@ def load_tiles(
     block_k: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tuple:
-    """`depth` tiles of weight rows, from element `at` on; zeros after a row's end.
-
-    Args:
-        rows: pointers to the tile at element 0, `[rows, block_k]`.
-        column: place in a tile, `[block_k]`.
-        length: elements of each row, `[rows]`; none are loaded of a row of 0.
-        at: first element.
-        k: most elements of a row.
-        block_k: elements of a tile.
-        depth: tiles.
-    """
+    """`depth` tiles of weight rows, of `block_k` elements each, from element `at` on; zeros after
+    a row's end, which is its `length`, at most `k`. `rows` points to the tiles at element 0."""
     tiles = ()
     for step in tl.static_range(depth):
         if step * block_k < k:
@@ -98,18 +89,8 @@ def add_and_refill(
     """Products of weight rows with the inputs, while the rows after them are already asked for.
 
     As soon as a tile is used, the one that is `len(tiles)` tiles behind it is asked for: of the
-    same row, and of the next one after its last tile.
-
-    Args:
-        tiles: the first tiles of the rows, from `load_tiles`.
-        inputs: pointers to the inputs' tile at element 0, `[rows, block_k]`.
-        whole: inputs of each row, `[rows]`; none are read of a row of 0.
-        cells, next_cells: pointers to the tile at element 0 of each row and of the one after it,
-            `[rows, block_k]`.
-        length, next_length: elements of these rows, `[rows]`.
-        column: place in a tile, `[block_k]`.
-        k: most elements of a row.
-        block_k: elements of a tile.
+    same row, and of the next one after its last tile. Arguments are as for `load_tiles`, from where
+    `tiles` are; of each row `whole` inputs are read.
 
     Returns:
         sums `[rows]`, float32, and the first tiles of the next rows.

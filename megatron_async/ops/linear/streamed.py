@@ -1,15 +1,11 @@
 """Product of few rows, chosen for 9 to 128, whose weights arrive without a pause.
 
-`tile_kernel` gives each program a tile of 16, 32 or 64 outputs. With SwiGLU, 14,336 outputs are 224
-tiles: 92 of 132 processors have two of them and 40 have one, so few processors read the last
-weights. Its loop begins behind the wait, and in each turn all threads ask for copies.
-
-Here as many programs as run at once take tiles in turn from one list. A tile may be as high as any
-sum of powers of two: 112 outputs of 14,336, or 48 of 6,144, are one tile for each of 128 programs.
-The copy engine brings chunks of weights and rows to a ring in shared memory. The ring's first
-weights are asked for before the wait. As soon as a chunk's products are done, its place is asked
-for again; where a tile has no more chunks, for the first ones of the next tile, so memory stays
-busy while a result is stored.
+As many programs as run at once take tiles in turn from one list. A tile may be as high as any sum
+of powers of two: 112 outputs of 14,336, or 48 of 6,144, are one tile for each of 128 programs.
+(`tile_kernel`'s 224 tiles of 64 leave 40 of 132 processors idle at the end.) The copy engine brings
+chunks of weights and rows to a ring in shared memory. The ring's first weights are asked for before
+the wait. As soon as a chunk's products are done, its place is asked for again; where a tile has no
+more chunks, for the first ones of the next tile, so memory stays busy while a result is stored.
 
 Gate and up of a tile's outputs lie behind each other in shared memory and are multiplied as one
 weight: the matrix units read the rows once for both. More rows than a block have tiles for each
@@ -47,12 +43,12 @@ from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.product_kernel import (
     PROCESSORS,
     Activation,
+    Operands,
     Problem,
     ProductKernel,
     Wants,
-    may_be_copied,
+    check_copied,
     new_sums,
-    outputs_of,
 )
 from megatron_async.ops.linear.qkv_places import split_pairs
 from megatron_async.ops.linear.warpgroup import IN_ORDER, IN_SHARED_MEMORY
@@ -163,32 +159,13 @@ def _served(problem: Problem, wants: Wants, plan: StreamedPlan) -> set[str]:
 def streamed_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: StreamedPlan
 ) -> Tensor:
-    """`linear`, or with the activation after it, by a given plan; bfloat16 or float16, on a GPU
-    with warpgroups (Hopper).
-
-    Args:
-        x: `[rows, k]`, rows that begin at multiples of 16 bytes.
-        weight: `[outputs, k]`, or [gate; up] `[2 * outputs, k]` of SwiGLU, same dtype.
-        bias: `[outputs]` or None.
-
-    Returns:
-        `[rows, outputs]`; of a plan that splits partial sums `[splits, rows, outputs]`, float32, to
-        be added in order.
-
-    Raises:
-        ValueError: shapes, dtypes, strides or alignment do not fit; inputs that are not whole
-            strips; a plan that splits what cannot be added up later, or whose pieces or ring do not
-            fit.
-    """
-    n = outputs_of(x, weight, bias, activation)
-    rows, k = x.shape
+    """`product` of 16-bit numbers by a given plan, on a GPU with warpgroups (Hopper); partial sums
+    if it splits."""
+    given = Operands(x, weight, bias, activation)
+    n, (rows, k) = given.outputs, x.shape
     if x.itemsize != 2:
         raise ValueError(f"streamed_product: x is {x.dtype}; the plan is for 16-bit numbers.")
-    if not may_be_copied(x) or not may_be_copied(weight):
-        raise ValueError(
-            "streamed_product: rows of x and weight must begin at multiples of 16 bytes; found "
-            f"strides {x.stride()} and {weight.stride()}."
-        )
+    check_copied("streamed_product", x, weight)
     if k % STRIP:
         raise ValueError(f"streamed_product: {k} inputs are not whole strips of {STRIP} each.")
     if plan.splits > 1 and (activation or bias is not None):
@@ -203,11 +180,10 @@ def streamed_product(
     items = triton.cdiv(n, sum(plan.pieces)) * plan.splits * blocks
     programs = min(plan.programs, items)
     pieces = plan.pieces + plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))
-    gated = activation == "swiglu"
     streamed_kernel[(programs,)](
         rows_of(x, plan),
-        *(weights_of(weight, piece, gated, plan) for piece in pieces),
-        weight if bias is None else bias,
+        *(weights_of(weight, piece, activation == "swiglu", plan) for piece in pieces),
+        given.bias,
         out,
         rows,
         n,
@@ -218,9 +194,7 @@ def streamed_product(
         splits=plan.splits,
         pieces=plan.pieces,
         ring=plan.ring,
-        gated=gated,
-        squared=activation == "squared_relu",
-        has_bias=bias is not None,
+        **given.constants,
         num_warps=_warps(plan.block_m),
         **launch_options(x),
     )
@@ -228,16 +202,15 @@ def streamed_product(
 
 
 def rows_of(x: Tensor, plan: StreamedPlan) -> TensorDescriptor:
-    """What the copy engine must know of x, `[rows, k]`, of which it brings a block of rows of all
-    strips of a chunk at a time; zeros for what is outside."""
+    """x, `[rows, k]`, for the copy engine, which brings a block of rows of all strips of a chunk at
+    a time; zeros for what is outside."""
     strips = x.unflatten(1, (-1, STRIP)).transpose(0, 1)
     block = [plan.strips, plan.block_m, STRIP]
     return TensorDescriptor.from_tensor(strips, block, STRIPS_IN_SHARED_MEMORY)
 
 
 def weights_of(weight: Tensor, piece: int, gated: bool, plan: StreamedPlan) -> TensorDescriptor:
-    """What it must know of a weight `[outputs, k]`, or `[2 * outputs, k]` of gate and up, of which
-    it brings `piece` outputs."""
+    """A weight for the copy engine, which brings `piece` outputs, of gate and up if `gated`."""
     halves = 2 if gated else 1
     strips = weight.view(halves, -1, weight.size(1) // STRIP, STRIP).permute(2, 0, 1, 3)
     block = [plan.strips, halves, piece, STRIP]
@@ -245,8 +218,7 @@ def weights_of(weight: Tensor, piece: int, gated: bool, plan: StreamedPlan) -> T
 
 
 def chunks_per_share(k: int, plan: StreamedPlan) -> int:
-    """Chunks of each of a plan's shares of `k` inputs; the last ones of the last share may lie
-    beyond the inputs, and are zeros."""
+    """Chunks of each share of `k` inputs; of the last share some may lie beyond, and are zeros."""
     return triton.cdiv(triton.cdiv(k, STRIP * plan.strips), plan.splits)
 
 

@@ -26,12 +26,12 @@ from megatron_async.ops.linear.product_kernel import (
     WHOLE_ROW,
     WIDE,
     Activation,
+    Operands,
     Problem,
     ProductKernel,
     Rounding,
     Wants,
     new_sums,
-    outputs_of,
 )
 
 MAX_ROWS_FLOAT32 = 16
@@ -119,14 +119,9 @@ def _served(problem: Problem, wants: Wants, plan: TilePlan) -> set[str]:
 def tile_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: TilePlan
 ) -> Tensor:
-    """`linear`, or with the activation after it, by a given plan; partial sums if it splits.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit; more rows than the plan's; a plan that
-            splits what cannot be added up later.
-    """
-    n = outputs_of(x, weight, bias, activation)
-    rows = x.size(0)
+    """`product` of at most the plan's rows; partial sums if the plan splits."""
+    given = Operands(x, weight, bias, activation)
+    n, rows = given.outputs, x.size(0)
     if rows > plan.block_m:
         raise ValueError(f"tile_product: x has {rows} rows, and the plan is for {plan.block_m}.")
     if plan.splits > 1 and (activation or bias is not None):
@@ -135,7 +130,7 @@ def tile_product(
     tile_kernel[(triton.cdiv(n, plan.block_n), plan.splits)](
         x,
         weight,
-        weight if bias is None else bias,
+        given.bias,
         out,
         x.stride(0),
         rows,
@@ -145,9 +140,7 @@ def tile_product(
         block_m=plan.block_m,
         block_n=plan.block_n,
         block_k=plan.block_k,
-        gated=activation == "swiglu",
-        squared=activation == "squared_relu",
-        has_bias=bias is not None,
+        **given.constants,
         swap=plan.swap,
         ahead=plan.ahead,
         num_warps=plan.warps,

@@ -43,22 +43,17 @@ from megatron_async.ops.linear.product_kernel import (
     PROCESSORS,
     WIDE,
     Activation,
+    Operands,
     Problem,
     ProductKernel,
     Rounding,
     Wants,
-    may_be_copied,
-    new_sums,
-    outputs_of,
-    squares_of,
+    check_copied,
 )
 from megatron_async.ops.linear.qkv_places import (
     QkvPlaces,
-    check_places,
     first_of_pairs,
-    new_outputs,
-    place_arguments,
-    place_constants,
+    place,
     split_pairs,
     store_heads,
 )
@@ -207,35 +202,17 @@ def warpgroup_product(
     plan: WarpgroupPlan,
     places: QkvPlaces | None = None,
 ) -> Tensor:
-    """`linear`, or with the activation after it, by a given plan; partial sums if it splits;
-    bfloat16 or float16, on a GPU with warpgroups (Hopper). With `places`, `linear_rope_append`.
-
-    An `Stream` must have squares, of one group.
-
-    Raises:
-        ValueError: shapes, dtypes, strides or alignment do not fit; a plan that splits what cannot
-            be added up later.
-    """
-    squares, parts = squares_of(x, activation)
-    eps = 0.0
-    if isinstance(x, Stream):
-        eps, x = x.eps, x.value
-    n = outputs_of(x, weight, bias, activation)
+    """`product` of 16-bit numbers by a given plan, on a GPU with warpgroups (Hopper); partial sums
+    if it splits. A `Stream` must have squares, of one group."""
+    given = Operands(x, weight, bias, activation)
+    x, n = given.rows, given.outputs
     rows, k = x.shape
     if x.itemsize != 2:
         raise ValueError(f"warpgroup_product: x is {x.dtype}; it is for 16-bit numbers.")
-    if not may_be_copied(x) or not may_be_copied(weight):
-        raise ValueError(
-            "warpgroup_product: rows of x and weight must begin at multiples of 16 bytes; found "
-            f"strides {x.stride()} and {weight.stride()}."
-        )
+    check_copied("warpgroup_product", x, weight)
     if plan.splits > 1 and (activation or bias is not None or places):
         raise ValueError("warpgroup_product: partial sums can have neither bias nor activation.")
-    check_places(places, plan.block_n, activation, parts)
-    if places is None:
-        out = new_sums(x, n, plan.splits)
-    else:
-        out = new_outputs(places, rows, n, x)
+    placed = place(places, given, plan.block_n, activation, plan.splits)
     if places is None:
         weight_chunks = chunks_of(weight, plan.block_n, plan.chunk)
     else:
@@ -244,37 +221,32 @@ def warpgroup_product(
     warpgroup_kernel[grid](
         chunks_of(x, plan.block_m, plan.chunk),
         weight_chunks,
-        weight if bias is None else bias,
-        squares,
-        *place_arguments(places, n, x),
-        out,
+        given.bias,
+        given.squares,
+        *placed.tensors,
         rows,
         n,
         k,
-        eps,
+        given.eps,
         chunks=plan.chunks,
         ring=plan.ring,
-        **place_constants(places, n),
-        gated=activation == "swiglu",
-        squared=activation == "squared_relu",
-        parts=parts,
-        block_parts=triton.next_power_of_2(parts),
-        has_bias=bias is not None,
+        **placed.constants,
+        **given.constants,
         num_warps=plan.block_m // 16,
         **launch_options(x),
     )
-    return out
+    return placed.tensors[-1]
 
 
 def chunks_of(rows: Tensor, block: int, chunk: int) -> TensorDescriptor:
-    """What the copy engine must know of `[rows, elements]`, of which it brings `block` rows of
-    `chunk` elements at a time; zeros for what is outside."""
+    """`[rows, elements]` for the copy engine, which brings `block` rows of `chunk` elements at a
+    time; zeros for what is outside."""
     return TensorDescriptor.from_tensor(rows, [block, chunk], IN_SHARED_MEMORY)
 
 
 def pairs_of(weight: Tensor, dim: int, pairs: int, chunk: int) -> TensorDescriptor:
-    """What the copy engine must know of a qkv weight `[heads * dim, elements]`, of which it brings
-    `pairs` rows of one half of a head, and as many half a head behind them, at a time."""
+    """A qkv weight for the copy engine, which brings `pairs` rows of one half of a head, and as
+    many half a head behind them, at a time."""
     halves = weight.view(-1, dim // 2, weight.size(1))
     return TensorDescriptor.from_tensor(halves, [2, pairs, chunk], HALVES_IN_SHARED_MEMORY)
 

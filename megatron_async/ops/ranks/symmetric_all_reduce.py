@@ -74,7 +74,7 @@ class SymmetricAllReduce:
     def add_rms_norm(
         self, product: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Sum over ranks, residual add, RMSNorm in one kernel (`ops/ranks/all_reduce_norm.py`)."""
+        """`all_reduce_add_rms_norm` of a product that `adds_with_norm`."""
         rows = product.flatten(-3, -2)
         return all_reduce_add_rms_norm(rows, residual, weight, eps, self._one_shot)
 

@@ -58,14 +58,8 @@ class TensorCollectives:
         self.calls: Counter[str] = Counter()
 
     def prepare(self, max_rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the workspaces of the largest step, before the first; all ranks together.
-
-        Args:
-            max_rows: most tokens of a step.
-            hidden: width of the residual stream.
-            dtype: of the sums.
-            device: of the model.
-        """
+        """Make the workspaces of the largest step, of `max_rows` tokens, before the first; all
+        ranks together."""
         if self.size == 1 or device.type != "cuda":
             return
         if (hidden, dtype) in self.symmetric or self.fallback:

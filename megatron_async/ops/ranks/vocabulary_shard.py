@@ -42,17 +42,8 @@ class VocabularyShard:
         return self.collectives.all_gather_columns(logits, self.vocab_size)
 
     def choose(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """The best token of each row on all ranks; the same on every rank.
-
-        Args:
-            scores: float32 `[rows, splits]`: the best of each part of this rank's columns,
-                infinity where a logit is NaN.
-            ids: int32 `[rows, splits]`: the tokens that have them, rising.
-
-        Returns:
-            int64 `[rows]` token ids: the largest score of all, of equal ones the lowest token; -1
-            where the largest is not finite.
-        """
+        """`choose_among_ranks`, however the ranks are linked; scores are infinity where a logit is
+        NaN."""
         choice = self.collectives.choice
         if choice is not None and len(scores) <= choice.places:
             self.collectives.calls["choice"] += 1

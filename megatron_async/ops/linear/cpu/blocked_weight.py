@@ -12,14 +12,8 @@ PACKING_BATCH_HINT = 256
 
 
 class BlockedWeight:
-    """A weight with which a small batch reads at nearly memory speed.
-
-    Args:
-        weight: float32 `[outputs, k]` on a CPU.
-
-    Attributes:
-        format, nbytes, looped: see `KeptWeight`.
-    """
+    """A float32 weight `[outputs, k]` on a CPU as a `KeptWeight` with which a small batch reads at
+    nearly memory speed."""
 
     format, looped = FLOAT32, None
 

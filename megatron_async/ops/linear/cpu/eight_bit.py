@@ -6,9 +6,8 @@ request's answer does not depend on the other requests, each row of the input ha
 ("per token" in vLLM). Eight bits are too few for rows with one very large element, as in language
 models; so rows have 16.
 
-Where Numba compiles, the loops of `ops/linear/cpu/integer_products.py` multiply 16-bit
-integers. Weights whose numbers are a 4-bit file's stay 4 bits (`GroupedWeight`): exact, and quicker
-still, with rows of 8 bits in small groups.
+Where Numba compiles, the loops of `integer_products.py` multiply. Weights whose numbers are a 4-bit
+file's stay 4 bits (`GroupedWeight`): exact, and quicker still, with rows of 8 bits in small groups.
 
 Elsewhere torch's fbgemm kernels multiply 8-bit integers; a row is two rows of 8 bits then, the
 second one what the rounding of the first has left. On a Zen 3 EPYC our loops take a third to six
@@ -46,15 +45,7 @@ _product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.def
 
 
 class EightBitWeight:
-    """A weight as 8-bit integers, in the layout of its kernels.
-
-    Args:
-        weight: float32 `[outputs, k]` on a CPU.
-
-    Attributes:
-        nbytes: of the integers and their scales.
-        looped: the weight, where our own loops multiply it; else None.
-        format: of its numbers, `INT8` or `INT4`.
+    """A float32 weight `[outputs, k]` on a CPU as a `KeptWeight` of 8-bit integers, or of 4.
 
     Raises:
         ConfigurationError: torch has no fbgemm here (it is for x86 CPUs with AVX2).
@@ -62,10 +53,12 @@ class EightBitWeight:
 
     def __init__(self, weight: Tensor) -> None:
         check_available()
-        self.looped = _looped(weight) if widens() else None
-        self.format = INT8 if self.looped is None else self.looped.format
-        if self.looped is not None:
-            self.nbytes = self.looped.nbytes
+        self.looped: LoopedWeight | None = None
+        self.format = INT8
+        if widens():
+            grid = find_grid(weight)
+            self.looped = WidenedWeight(weight) if grid is None else GroupedWeight(*grid)
+            self.format, self.nbytes = self.looped.format, self.looped.nbytes
             return
         outputs = weight.size(0)
         largest = LARGEST if has_vnni() else LARGEST_WITHOUT_VNNI
@@ -81,15 +74,8 @@ class EightBitWeight:
         self.nbytes = weight.numel() + 4 * outputs
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ weight.T + bias`.
-
-        Args:
-            x: float32 `[..., k]` on a CPU.
-            bias: `[outputs]` or None.
-
-        Returns:
-            float32 `[..., outputs]`. A row depends on no other one.
-        """
+        """`x @ weight.T + bias`: float32 `[..., k]` -> `[..., outputs]`. A row depends on no other
+        one."""
         if self.looped is not None:
             return self.looped.product(x, bias)
         if compiles() and bias is None and x.is_contiguous():
@@ -120,11 +106,6 @@ class EightBitWeight:
         sums: Tensor = _product(torch.from_numpy(both), 1.0, ZERO, self._packed)
         row_kernels.whole(sums.numpy(), factors, _FINER)
         return sums[:count].view(*x.shape[:-1], -1)
-
-
-def _looped(weight: Tensor) -> LoopedWeight:
-    grid = find_grid(weight)
-    return WidenedWeight(weight) if grid is None else GroupedWeight(*grid)
 
 
 def check_available() -> None:

@@ -21,12 +21,7 @@ from numba.extending import intrinsic
 from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.row_kernels import LINE
 from megatron_async.ops.linear.cpu.group_rows import row_bytes
-from megatron_async.ops.linear.cpu.group_tile import (
-    GROUP,
-    GroupTileWriter,
-    TileKind,
-    kind_of_host,
-)
+from megatron_async.ops.linear.cpu.group_tile import GROUP, GroupTileWriter, TileKind, kind_of_host
 from megatron_async.ops.linear.cpu.integer_products import AHEAD
 from megatron_async.ops.linear.cpu.integer_products import GROUP as ROWS_OF_BLOCK
 
@@ -60,15 +55,9 @@ _one, _two, _four = (tile(rows, KIND) for rows in (1, 2, MOST_ROWS))
 def multiply_groups(
     x: Any, rows: Any, k: Any, weight: Any, blocks: Any, out: Any, first: Any, last: Any
 ) -> None:  # pragma: no cover - compiled
-    """Blocks of outputs, from first to last, for all rows.
-
-    Args:
-        x: address of rows as `round_groups` makes them.
-        rows, k, blocks: sizes of x and of the weight.
-        weight: address of `[blocks, k / GROUP, GROUP_BYTES]` bytes.
-        out: address of float32 `[rows, LANES blocks]`; written.
-        first, last: blocks.
-    """
+    """Into out, float32 `[rows, LANES blocks]`: blocks of outputs, from first to last, for all
+    rows; by their addresses x as `round_groups` makes it, and the weight's `[blocks, k / GROUP,
+    GROUP_BYTES]` bytes."""
     stride, columns, of_block = row_bytes(k), LANES * blocks, k // GROUP * GROUP_BYTES
     for begin in range(0, rows, ROWS_OF_BLOCK):
         end = min(begin + ROWS_OF_BLOCK, rows)

@@ -31,11 +31,8 @@ def row_bytes(k: Any) -> Any:
 
 @intrinsic
 def _round_group(typingctx: Any, source: Any, target: Any, scale: Any) -> Any:
-    """Round an input group, by addresses: float32 to int8, and the group's scale.
-
-    Returns:
-        float32, the sum of the inputs as rounded. NaN, as the scale is, if one is not finite.
-    """
+    """Round an input group, by addresses: float32 to int8, and the group's scale. The sum of the
+    inputs as rounded, float32: NaN, as the scale is, if one is not finite."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         real, word, byte = ir.FloatType(), ir.IntType(32), ir.IntType(8)
@@ -99,13 +96,8 @@ def _write(typingctx: Any, address: Any, value: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def round_groups(x: Any, rows: Any, k: Any, target: Any) -> None:  # pragma: no cover - compiled
-    """Rows as the tiles of `group_tile.py` read them.
-
-    Args:
-        x: address of float32 `[rows, k]`.
-        rows, k: sizes of x; k a multiple of `GROUP`.
-        target: address of `[rows, row_bytes(k)]` bytes; written.
-    """
+    """Rows as the tiles of `group_tile.py` read them: by their addresses float32 `[rows, k]`, k a
+    multiple of `GROUP`, into `[rows, row_bytes(k)]` bytes."""
     for row in range(rows):
         source, place = x + 4 * row * k, target + row * row_bytes(k)
         scales, sums = place + k, place + k + k // INPUT_GROUP * 4

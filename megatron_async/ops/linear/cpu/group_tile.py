@@ -67,13 +67,7 @@ def _constant(value: int) -> Any:
 
 
 class GroupTileWriter:
-    """Writes a tile's instructions.
-
-    Args:
-        builder: of llvmlite, at the place where they go.
-        rows: of the tile.
-        kind: of the tile.
-    """
+    """Writes a tile's instructions, where llvmlite's builder is."""
 
     def __init__(self, builder: Any, rows: int, kind: TileKind) -> None:
         self._builder, self._rows, self._kind = builder, rows, kind
@@ -85,18 +79,14 @@ class GroupTileWriter:
         self, x: Any, stride: Any, k: Any, weight: Any, out: Any, columns: Any, ahead: Any,
         pace: Any,
     ) -> None:  # fmt: skip
-        """Write the tile: into out its rows by the block's outputs.
+        """Write the tile: into out, float32 `[rows, lanes]`, its rows by the block's outputs.
 
         Args:
-            x: address of the first row, as `round_groups` makes it.
-            stride: bytes from a row to the next.
+            x: address of the first row, as `round_groups` makes it; `stride` bytes to the next.
             k: inputs, a multiple of `GROUP`.
-            weight: address of the block.
-            out: address of float32 `[rows, lanes]`, rows `columns` numbers apart.
-            columns: of all outputs.
+            weight, out: addresses; out's rows are `columns` numbers apart.
             ahead: with each group the cache is told to fetch as many addresses as the group has
-                lines, from here on.
-            pace: bytes from one of them to the next.
+                lines, from here on, `pace` bytes apart.
         """
         builder, rows, before = self._builder, range(self._rows), self._builder.block
         sources = [builder.add(x, builder.mul(stride, _constant(row))) for row in rows]

@@ -23,20 +23,12 @@ SAMPLE = 64
 
 
 class GroupedWeight:
-    """A weight as 4-bit integers, in the order of `group_products.py`.
+    """A weight as 4-bit integers, in the order of `group_products.py`, with what loops read of a
+    `WidenedWeight`; its scales are beside their integers.
 
     Args:
         integers: uint8 `[outputs, groups, 32]`, 0 to 15, on a CPU.
-        scales: float32 `[outputs, groups]`.
-        offsets: float32 `[outputs, groups]`.
-
-    Attributes:
-        format: of its numbers.
-        nbytes: of the integers, their scales and offsets.
-        k: inputs.
-        address: of all of them.
-        scale_address: 0: scales are beside their integers.
-        is_whole: whether the outputs fill the last block.
+        scales, offsets: float32 `[outputs, groups]`.
     """
 
     format = INT4
@@ -53,15 +45,7 @@ class GroupedWeight:
         self.address, self.nbytes = self._weight.data_ptr(), self._weight.numel()
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ weight.T + bias`, with x in 8 bits.
-
-        Args:
-            x: float32 `[..., k]` on a CPU.
-            bias: `[outputs]` or None.
-
-        Returns:
-            float32 `[..., outputs]`. A row depends on no other one.
-        """
+        """`x @ weight.T + bias`, float32, with x rounded to 8 bits."""
         from megatron_async.ops.linear.cpu.group_products import LANES
 
         if not x.is_contiguous():
@@ -77,12 +61,8 @@ class GroupedWeight:
 
 
 def pack_groups(integers: Tensor, scales: Tensor, offsets: Tensor, lanes: int) -> Tensor:
-    """A weight in the order of `group_products.py`: see `GroupedWeight` for the arguments.
-
-    Returns:
-        uint8 `[blocks, groups, bytes of a group]` of blocks of `lanes` outputs; outputs beyond the
-        last one are zeros.
-    """
+    """`GroupedWeight`'s arguments as uint8 `[blocks, groups, bytes of a group]`, of blocks of
+    `lanes` outputs; outputs beyond the last one are zeros."""
     outputs, groups, _ = integers.shape
     blocks = -(-outputs // lanes)
     missing = blocks * lanes - outputs
@@ -102,9 +82,6 @@ def find_grid(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 
     In each group of 32 inputs the weights of a file of 4 bits are a smallest one plus 0 to 15 equal
     steps. float32 weights from elsewhere never are, to within `TOLERANCE`.
-
-    Args:
-        weight: float32 `[outputs, k]` on a CPU.
 
     Returns:
         what `GroupedWeight` takes; None: some group is on no grid, or k is no multiple of 32.

@@ -31,12 +31,7 @@ KEPT_BYTES = 2**20
 
 
 class _Desk:
-    """What one product at a time works with.
-
-    Attributes:
-        control: int64, what its threads tell each other.
-        address: of control.
-    """
+    """What one product at a time works with: `control`, what its threads tell each other."""
 
     def __init__(self) -> None:
         from megatron_async.ops.linear.cpu.control import CONTROL_BYTES
@@ -83,13 +78,7 @@ class Helpers:
     def product(
         self, x: int, rows: int, k: int, weight: int, blocks: int, scales: int, out: int
     ) -> None:
-        """`jobs.product` on as many threads as are free; any thread may call it.
-
-        Args:
-            x: address of float32 `[rows, k]`.
-            rows, k: sizes of x.
-            weight, blocks, scales, out: see `jobs.product`.
-        """
+        """`jobs.product` on as many threads as are free; any thread may call it."""
         from megatron_async.ops.linear.cpu import integer_products
 
         num_bytes = integer_products.scratch_bytes(rows, k)

@@ -147,17 +147,9 @@ def multiply(
     x: Any, factors: Any, rows: Any, steps: Any, weight: Any, scales: Any, blocks: Any, out: Any,
     first: Any, last: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Blocks of four outputs, from first to last, for all rows.
-
-    Args:
-        x: address of rows as `round_rows` makes them.
-        factors: address of their factors.
-        rows, steps, blocks: sizes of x and of the weight.
-        weight: address of int8 `[blocks, steps, 4, STEP]`.
-        scales: address of float32 `[4 blocks]`.
-        out: address of float32 `[rows, 4 blocks]`; written.
-        first, last: blocks.
-    """
+    """Into out, float32 `[rows, 4 blocks]`: blocks of four outputs, from first to last, for all
+    rows; by their addresses x and factors as `round_rows` makes them, int8 weight `[blocks, steps,
+    4, STEP]` and float32 scales `[4 blocks]`."""
     stride, columns, line = 2 * STEP * steps, OUTPUTS * blocks, OUTPUTS * STEP
     for group in range(0, rows, GROUP):
         end = min(group + GROUP, rows)

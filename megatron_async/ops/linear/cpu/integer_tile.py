@@ -39,13 +39,8 @@ def _constant(value: int) -> Any:
 
 
 class TileWriter:
-    """Writes a tile's instructions.
-
-    Args:
-        builder: of llvmlite, at the place where they go.
-        rows: of the tile; a multiple of four where outputs are fewer than `OUTPUTS`.
-        outputs: of the tile, at most `OUTPUTS`.
-    """
+    """Writes a tile's instructions, where llvmlite's builder is; of fewer outputs than `OUTPUTS`
+    rows are a multiple of four."""
 
     def __init__(self, builder: Any, rows: int, outputs: int) -> None:
         self._builder, self._rows, self._outputs = builder, rows, outputs

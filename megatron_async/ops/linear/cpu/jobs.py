@@ -118,14 +118,8 @@ def _take_chunk(control: Any) -> bool:  # pragma: no cover - compiled
 def share(
     control: Any, kind: Any, length: Any, size: Any, arguments: Any
 ) -> None:  # pragma: no cover - compiled
-    """Do a job, with the threads that are in `serve` if it has more than one chunk.
-
-    Args:
-        control: of `CONTROL_BYTES` that are this call's and the helpers'.
-        kind: of the job.
-        length: of what is cut.
-        size: of a chunk.
-        arguments: the numbers of this kind, a tuple: see `row_jobs.py`, and `multiply_rounded`.
+    """Do a job, in chunks of `size` of `length`, with the threads that are in `serve` if there is
+    more than one; arguments: a tuple of this kind's numbers (`row_jobs.py`, `multiply_rounded`).
     """
     atomics.put(control + KIND, kind)
     atomics.put(control + LENGTH, length)
@@ -165,18 +159,15 @@ def product(
     control: Any, scratch: Any, x: Any, rows: Any, k: Any, weight: Any, blocks: Any, scales: Any,
     out: Any, size: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Into out: `x @ weight.T`.
+    """Into out: `x @ weight.T`; all by their addresses.
 
     Args:
-        control: of `CONTROL_BYTES` that are this call's and the helpers'.
-        scratch: of `scratch_bytes(rows, k)`; written.
-        x: of float32 `[rows, k]`.
-        rows, k: sizes of x.
-        weight: of int8 `[blocks, steps, 4, STEP]`, steps the fewest that hold k; or of a
-            `GroupedWeight`.
-        blocks: outputs divided by a block's outputs.
-        scales: of float32 `[4 blocks]`; 0: the weight is a `GroupedWeight`.
-        out: of float32 `[whole_tiles(rows), outputs]`; written.
+        control: `CONTROL_BYTES` that are this call's and the helpers'.
+        scratch: `scratch_bytes(rows, k)`; written.
+        x: float32 `[rows, k]`.
+        weight: int8 `[blocks, steps, 4, STEP]`, steps the fewest that hold k; or a `GroupedWeight`.
+        scales: float32 `[4 blocks]`; 0: the weight is a `GroupedWeight`.
+        out: float32 `[whole_tiles(rows), outputs]`; written.
         size: blocks of a chunk; all of them: no thread takes part.
     """
     share(control, ROUND, rows, rows_of_chunk(rows, size < blocks), (x, k, scales, scratch))

@@ -16,17 +16,12 @@ LEAST_SCALE = 1e-30
 
 
 class WidenedWeight:
-    """A weight as 8-bit integers, in the order of `integer_products.py`.
-
-    Args:
-        weight: float32 `[outputs, k]` on a CPU.
+    """A float32 weight `[outputs, k]` on a CPU as 8-bit integers, in the order of
+    `integer_products.py`.
 
     Attributes:
-        format: of its numbers.
-        nbytes: of the integers and their scales.
         k: inputs.
-        address: of the integers.
-        scale_address: of the scales, float32.
+        address, scale_address: of the integers, and of their scales, float32.
         is_whole: whether the outputs fill the last block.
     """
 
@@ -52,15 +47,7 @@ class WidenedWeight:
         self.nbytes = packed.numel() + 4 * self._outputs
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x @ weight.T + bias`.
-
-        Args:
-            x: float32 `[..., k]` on a CPU.
-            bias: `[outputs]` or None.
-
-        Returns:
-            float32 `[..., outputs]`. A row depends on no other one.
-        """
+        """`x @ weight.T + bias`, float32, with x rounded to 16 bits."""
         from megatron_async.ops.linear.cpu.integer_products import whole_tiles
 
         if not x.is_contiguous():

@@ -136,6 +136,7 @@ def test_wants_that_are_dropped():
     norm = {"norm": True}
     assert met(1, 960, 576, norm=True, rotate=64) == ("one row", norm | {"rotate": 64})
     assert met(1, 960, 576, norm=True, rotate=18) == ("one row", norm)
+    assert met(1, 960, 576, norm=True, adapter="small") == ("one row", norm)
     assert met(1, 6144, 4096, norm=True, rotate=128) == ("one row", {})
     assert met(1, 576, 1536, residual=True, split=True) == (
         "one row",
