@@ -64,18 +64,11 @@ def end_one(
 def fail_alone(options: dict[str, Any], rank: int) -> None:
     """Generate; a step fails on this rank of two, and the other waits in its collectives."""
     from megatron_async import LLM, SamplingParams
+    from tests.support.harness import fail_call
 
     options = {"model": "dummy:tiny", "max_sequence_length": 256, **SETTINGS, **options}
     params = SamplingParams(num_tokens_to_generate=50, termination_id=-1)
     with LLM(**options) as llm:
-        launch, calls = llm.engine.controller.enqueue_step, 0
-
-        def fails(plan: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 7 and int(os.environ["RANK"]) == rank:
-                raise ValueError("told to fail")
-            return launch(plan)
-
-        llm.engine.controller.enqueue_step = fails  # type: ignore[method-assign]
+        if int(os.environ["RANK"]) == rank:
+            fail_call(llm.engine.controller, "enqueue_step", 7, ValueError("told to fail"))
         llm.generate([[1, 2, 3], [4]], params)

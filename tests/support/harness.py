@@ -1,5 +1,6 @@
 """What the functional tests share: a lively tiny model, engines that are watched, plain runs."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,19 @@ NUM_TOKENS = 28
 """Tokens that the demo model generates for a prompt where it is compared with transformers."""
 TINY = ModelArchitecture("llama", 2, 32, 4, 2, 8, 64, 128, max_position_embeddings=1024)
 """Small enough for thousands of steps a second."""
+
+
+def fail_call(owner: Any, name: str, call: int | Callable[[int], Any], error: Any) -> None:
+    """Let a call of a method raise, counted from now and from 1; or each that `call` chooses."""
+    method, calls = getattr(owner, name), itertools.count(1)
+    fails = call if callable(call) else call.__eq__
+
+    def called(*args: Any) -> Any:
+        if fails(next(calls)):
+            raise error
+        return method(*args)
+
+    setattr(owner, name, called)
 
 
 def make_model(

@@ -24,6 +24,7 @@ from tests.support.harness import (
     Job,
     assert_all_is_back,
     drain,
+    fail_call,
     greedy,
     make_engine,
     random_prompts,
@@ -257,17 +258,8 @@ def fail_once(stage: int, where: str) -> tuple[list[Result], list[str], list[Res
         "launch": (engine.context, "transfer_bookkeeping_to_gpu"),
         "send": (engine.controller.stage, "_write"),
     }[where]
-    works, calls = getattr(owner, name), 0
-
-    def fails(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise ValueError("told to fail")
-        return works(*args)
-
     if mine:
-        setattr(owner, name, fails)
+        fail_call(owner, name, 7, ValueError("told to fail"))
     requests = engine.generate(PROMPTS[:6], [greedy(12)] * 6)
     later = everything(engine.generate(PROMPTS[:3], [greedy(12)] * 3))
     causes = [repr(r.error.__cause__) for r in requests if r.error is not None]

@@ -22,6 +22,7 @@ from tests.support.harness import (
     Job,
     assert_all_is_back,
     drain,
+    fail_call,
     greedy,
     run_together,
 )
@@ -271,7 +272,7 @@ class OutOfLuck(RuntimeError):
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "sample"])
-def test_exception_in_a_step(make_tiny_engine, monkeypatch, lookahead, fails_in: str):
+def test_exception_in_a_step(make_tiny_engine, lookahead, fails_in: str):
     """Its requests fail with the cause; those that join later are served, and served right."""
     job = Job([9, 8, 7], greedy(20))
     want = run_together(make_tiny_engine(lookahead=0), [job])[0]
@@ -279,16 +280,7 @@ def test_exception_in_a_step(make_tiny_engine, monkeypatch, lookahead, fails_in:
     controller = engine.controller
     wrapped = controller.inference_wrapped_model
     owner = wrapped if fails_in == "forward" else controller.sampler
-    work, calls = getattr(owner, fails_in), 0
-
-    def fail_once(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise OutOfLuck("the fifth step")
-        return work(*args)
-
-    monkeypatch.setattr(owner, fails_in, fail_once)
+    fail_call(owner, fails_in, 5, OutOfLuck("the fifth step"))
     # Two run, one waits for a slot: it is not in the step that fails.
     futures = [engine.add_request(number, job.prompt, job.params) for number in range(3)]
     drain(engine)

@@ -8,7 +8,14 @@ import torch
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.planning import request_slots
-from tests.support.harness import EngineFactory, drain, greedy, make_engine, random_prompts
+from tests.support.harness import (
+    EngineFactory,
+    drain,
+    fail_call,
+    greedy,
+    make_engine,
+    random_prompts,
+)
 
 TOKENS = 12
 PROMPTS = random_prompts(71, (5, 9, 18, 7))
@@ -91,16 +98,7 @@ def test_the_last_of_several_admissions_raises(make_tiny_engine, lookahead):
     serial = make_tiny_engine(lookahead=0, **POOL)
     expected = [r.generated_tokens for r in serial.generate(PROMPTS, greedy(TOKENS))]
     engine = make_tiny_engine(lookahead=lookahead, **POOL)
-    allocate, calls = engine.context.blocks.allocate, 0
-
-    def second_raises(count: int) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise MemoryError
-        return allocate(count)
-
-    engine.context.blocks.allocate = second_raises  # type: ignore[method-assign]
+    fail_call(engine.context.blocks, "allocate", 2, MemoryError)
     first = engine.add_request(0, PROMPTS[2], greedy(TOKENS))
     futures = [engine.add_request(n, PROMPTS[n], greedy(TOKENS)) for n in (1, 2, 3)]
     with pytest.raises(MemoryError):

@@ -10,7 +10,7 @@ import pytest
 from megatron_async import DynamicInferenceEngine, Status
 from megatron_async.errors import StepFailed
 from megatron_async.requests.streaming import RequestStream
-from tests.support.harness import EngineFactory, drain, greedy, random_prompts
+from tests.support.harness import EngineFactory, drain, fail_call, greedy, random_prompts
 from tests.support.late_device import LateDevice
 from tests.support.step_watch import StepWatch
 
@@ -39,20 +39,6 @@ def engine(make_tiny_engine: EngineFactory, request: Any) -> DynamicInferenceEng
     return make_tiny_engine(
         lookahead=request.param, device=LateDevice(), tokenizer=Letters(), max_requests=2
     )
-
-
-def fail_once(owner: Any, name: str, call: int) -> None:
-    """Let the given call of a method raise, counted from now and from 1."""
-    method, calls = getattr(owner, name), 0
-
-    def fails(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise MadeUpError(name)
-        return method(*args)
-
-    setattr(owner, name, fails)
 
 
 def check_goes_on(engine: DynamicInferenceEngine, expected: list[list[int]]) -> None:
@@ -94,7 +80,7 @@ def test_a_step_whose_own_work_raises(
     - `StepBooking._fail`: no `release`, or no `requests.end`
     """
     owner, name = PLACES[place](engine)
-    fail_once(owner, name, call)
+    fail_call(owner, name, call, MadeUpError(name))
     futures = [engine.add_request(i, PROMPTS[i], greedy(TOKENS)) for i in range(4)]
     drain(engine)
     found = [future.result() for future in futures]
@@ -117,7 +103,7 @@ def test_a_failed_step_spares_its_slot_s_next_owner(
     Break `StepBooking._fail`: `held` all true.
     """
     engine = make_tiny_engine(lookahead=lookahead, device=LateDevice(), max_requests=2)
-    fail_once(engine.controller.sampler, "sample", call=5)
+    fail_call(engine.controller.sampler, "sample", 5, MadeUpError)
     engine.add_request(0, PROMPTS[0], greedy(TOKENS))
     for _ in range(5):
         engine.step_modern()
@@ -266,16 +252,7 @@ def test_a_launch_that_raises_on_the_host(
         "launch": (engine.controller, "enqueue_step"),
         "deliver": (engine.controller, "_deliver"),
     }[place]
-    method, calls = getattr(owner, name), 0
-
-    def raise_once(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise interrupt("the fourth launch")
-        return method(*args)
-
-    setattr(owner, name, raise_once)
+    fail_call(owner, name, 4, interrupt("the fourth launch"))
     futures = [engine.add_request(n, p, greedy(TOKENS)) for n, p in enumerate(PROMPTS)]
     interrupted = 0
     while engine.has_unfinished_requests():

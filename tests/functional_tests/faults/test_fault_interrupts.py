@@ -14,7 +14,7 @@ from megatron_async.errors import RequestAborted, StepFailed
 from megatron_async.interrupts import HeldInterrupts
 from tests.support.attention_model import AttentionModel
 from tests.support.bytecodes import AtBytecode, ctrl_c
-from tests.support.harness import drain, greedy, make_engine
+from tests.support.harness import drain, fail_call, greedy, make_engine
 from tests.support.interrupted import (
     MOMENTS,
     PROMPTS,
@@ -305,16 +305,7 @@ def test_a_stop_that_is_interrupted_may_be_repeated(
     futures = [engine.add_request(n, p, greedy(TOKENS)) for n, p in enumerate(PROMPTS)]
     for _ in range(3):
         engine.step_modern()
-    wait, tries = engine.group.wait, 0
-
-    def interrupted(event: Any) -> None:
-        nonlocal tries
-        tries += 1
-        if tries == 2:
-            raise KeyboardInterrupt
-        wait(event)
-
-    monkeypatch.setattr(engine.group, "wait", interrupted)
+    fail_call(engine.group, "wait", 2, KeyboardInterrupt)
     if stop == "close":
         monkeypatch.setattr(engine.grammars, "close", ctrl_c)
     with pytest.raises(KeyboardInterrupt):

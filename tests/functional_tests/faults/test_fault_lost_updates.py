@@ -8,27 +8,20 @@ import pytest
 import torch
 
 from megatron_async import DynamicInferenceEngine
-from tests.support.harness import EngineFactory, drain, greedy, make_engine, random_prompts
+from tests.support.harness import (
+    EngineFactory,
+    drain,
+    fail_call,
+    greedy,
+    make_engine,
+    random_prompts,
+)
 
 FORMER, RUNNING, PAUSED, NEWCOMER = random_prompts(17, (20, 8, 16, 7))
 PROMPTS = {"running": RUNNING, "paused": PAUSED, "newcomer": NEWCOMER}
 TOKENS = {"running": 10, "paused": 10, "newcomer": 8}
 CALLS = range(1, 9)
 """Which step fails, counted from the arrival of the requests."""
-
-
-def fail_once(owner: Any, name: str, call: int, error: BaseException) -> None:
-    """Let the given call of a method raise, counted from now and from 1."""
-    method, calls = getattr(owner, name), 0
-
-    def fails(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error
-        return method(*args)
-
-    setattr(owner, name, fails)
 
 
 def place(engine: DynamicInferenceEngine, where: str) -> tuple[Any, str]:
@@ -85,7 +78,7 @@ def test_lost_updates_harm_nobody_else(
         )
         engine.generate([FORMER], greedy(1))  # it leaves its blocks in slot 0's table
         drain(engine)
-        fail_once(*place(engine, where), call, error)
+        fail_call(*place(engine, where), call, error)
         futures = {
             name: engine.add_request(number, prompt, greedy(TOKENS[name]))
             for number, (name, prompt) in enumerate(PROMPTS.items(), 10)

@@ -18,13 +18,14 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.planning import prefix_cache
 from megatron_async.planning.prefix_hashes import block_hashes
 from tests.support.attention_model import VOCABULARY, AttentionModel
-from tests.support.caching_engine import TEXT, caching
+from tests.support.caching_engine import TEXT, answers_without_the_donor, caching
 from tests.support.drafters import DRAFTERS
 from tests.support.harness import (
     Job,
     alone_once,
     assert_all_is_back,
     drain,
+    fail_call,
     greedy,
     make_engine,
     make_model,
@@ -320,22 +321,10 @@ def test_the_donor_goes(
 ) -> None:
     """A request is aborted while steps of it are in flight and others have its blocks."""
     jobs = [Job([*TEXT[:30], number], greedy(9)) for number in range(4)]
-    expected = alone_once(serial, jobs)
     engine = caching(model, device=LateDevice(), lookahead=lookahead, block_size_tokens=3,
                      max_requests=4, num_kv_blocks=30, max_tokens=14)  # fmt: skip
-    blocks = poison_blocks(engine)
-    futures = [engine.add_request(0, jobs[0].prompt, jobs[0].params)]
-    for _ in range(steps):
-        engine.step_modern()
-    for number, job in enumerate(jobs[1:], 1):
-        futures.append(engine.add_request(number, job.prompt, job.params))
-    engine.step_modern()
-    engine.abort_request(0)
-    drain(engine)
-    assert [future.result().generated_tokens for future in futures[1:]] == expected[1:]
+    assert answers_without_the_donor(engine, jobs, steps) == alone_once(serial, jobs)[1:]
     assert engine.stats()["prefix_cache_hits"] > 0
-    assert_all_is_back(engine)
-    blocks.check_free_blocks()
 
 
 def test_what_is_lost_is_told_once(model: torch.nn.Module) -> None:
@@ -363,24 +352,13 @@ def test_what_is_lost_is_told_once(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("failing", range(6))
 def test_a_failed_steps_blocks_are_not_found(
-    model: torch.nn.Module,
-    serial: DynamicInferenceEngine,
-    lookahead: int,
-    failing: int,
-    monkeypatch: pytest.MonkeyPatch,
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, failing: int
 ) -> None:
     """Break `PrefixCache.failed` so that it forgets nothing, and it fails."""
     jobs = [Job([*TEXT[:30], number], greedy(5)) for number in range(6)]
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_tokens=14)
-    launch = engine.controller.enqueue_step
-
-    def fail_once(plan: Any) -> Any:
-        if plan.step == failing:
-            raise RuntimeError("planted")
-        return launch(plan)
-
-    monkeypatch.setattr(engine.controller, "enqueue_step", fail_once)
+    fail_call(engine.controller, "enqueue_step", failing + 1, RuntimeError("planted"))
     futures = [engine.add_request(n, job.prompt, job.params) for n, job in enumerate(jobs)]
     drain(engine)
     ended = [future.result() for future in futures]
@@ -396,11 +374,7 @@ def test_a_failed_steps_blocks_are_not_found(
 @pytest.mark.parametrize("failing", range(1, 12))
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_failed_step_feeds_no_token(
-    model: torch.nn.Module,
-    serial: DynamicInferenceEngine,
-    lookahead: int,
-    failing: int,
-    monkeypatch: pytest.MonkeyPatch,
+    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, failing: int
 ) -> None:
     """Break `PrefixCache.failed` so that its requests still enter what they leave, and it fails."""
     answer = alone_once(serial, [Job(TEXT[:6], greedy(30))])[0]
@@ -408,14 +382,7 @@ def test_a_failed_step_feeds_no_token(
     expected = alone_once(serial, [late])[0]
     engine = caching(model, lookahead=lookahead)
     poison_blocks(engine)
-    launch = engine.controller.enqueue_step
-
-    def fail_once(plan: Any) -> Any:
-        if plan.step == failing:
-            raise RuntimeError("planted")
-        return launch(plan)
-
-    monkeypatch.setattr(engine.controller, "enqueue_step", fail_once)
+    fail_call(engine.controller, "enqueue_step", failing + 1, RuntimeError("planted"))
     future = engine.add_request(0, TEXT[:6], greedy(30))
     drain(engine)
     assert future.result().error is not None

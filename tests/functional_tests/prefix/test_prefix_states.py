@@ -15,19 +15,12 @@ import pytest
 from megatron_async import DynamicInferenceEngine
 from megatron_async.devices import Chaos, CpuDevice
 from tests.support.attention_model import VOCABULARY
+from tests.support.caching_engine import answers_without_the_donor
 from tests.support.capturing_cpu import CapturingCpu
-from tests.support.harness import (
-    Job,
-    alone_once,
-    assert_all_is_back,
-    drain,
-    greedy,
-    make_engine,
-    run_at,
-)
+from tests.support.harness import Job, alone_once, drain, fail_call, greedy, make_engine, run_at
 from tests.support.hybrid_model import HYBRID_MODELS, HybridAttentionModel
 from tests.support.late_device import LateDevice
-from tests.support.poison import poison_blocks, poison_states
+from tests.support.poison import poison_states
 from tests.support.tiny_launches import watch_state_plans
 
 UNIT = 128
@@ -247,46 +240,23 @@ def test_the_donor_goes(
 ) -> None:
     """A request is aborted while steps of it are in flight and others begin from its state."""
     jobs = [Job([*TEXT[:270], number], greedy(9)) for number in range(4)]
-    expected = alone_once(serial, jobs)
     engine = caching(model, device=LateDevice(), lookahead=lookahead, max_requests=4,
                      num_kv_blocks=80, max_tokens=140)  # fmt: skip
-    blocks = poison_blocks(engine)
-    futures = [engine.add_request(0, jobs[0].prompt, jobs[0].params)]
-    for _ in range(steps):
-        engine.step_modern()
-    for number, job in enumerate(jobs[1:], 1):
-        futures.append(engine.add_request(number, job.prompt, job.params))
-    engine.step_modern()
-    engine.abort_request(0)
-    drain(engine)
-    assert [future.result().generated_tokens for future in futures[1:]] == expected[1:]
+    assert answers_without_the_donor(engine, jobs, steps) == alone_once(serial, jobs)[1:]
     assert engine.stats()["prefix_cache_snapshot_hits"] > 0
-    assert_all_is_back(engine)
-    blocks.check_free_blocks()
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("failing", range(8))
 def test_a_failed_steps_states_are_not_found(
-    model: HybridAttentionModel,
-    serial: DynamicInferenceEngine,
-    lookahead: int,
-    failing: int,
-    monkeypatch: pytest.MonkeyPatch,
+    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, failing: int
 ) -> None:
     """Break `StateRows.failed` so that it forgets nothing, and it fails: the keys and values where
     prompts part are older than the state there."""
     jobs = [Job([*TEXT[:300], *OTHER[n : n + 90]], greedy(3)) for n in range(5)]
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, prefix_caching_mamba_interval=0)
-    launch = engine.controller.enqueue_step
-
-    def fail_once(plan: Any) -> Any:
-        if plan.step == failing:
-            raise RuntimeError("planted")
-        return launch(plan)
-
-    monkeypatch.setattr(engine.controller, "enqueue_step", fail_once)
+    fail_call(engine.controller, "enqueue_step", failing + 1, RuntimeError("planted"))
     for first_id in (0, 10):
         futures = []
         for number, job in enumerate(jobs, first_id):

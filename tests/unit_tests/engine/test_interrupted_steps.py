@@ -9,6 +9,7 @@ import pytest
 
 from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import EngineStopped
+from tests.support.harness import fail_call
 from tests.unit_tests.engine.engines_under_test import GREEDY, PROMPTS
 
 
@@ -42,17 +43,8 @@ def test_a_cancelled_async_step_changes_no_token(engine, expected):
     assert asyncio.run(main()) == expected
 
 
-def test_a_keyboard_interrupt_in_the_wait_changes_no_token(engine, expected, monkeypatch):
-    wait, count = engine.group.wait, 0
-
-    def interrupted(event):
-        nonlocal count
-        count += 1
-        if count % 3:
-            raise KeyboardInterrupt
-        wait(event)
-
-    monkeypatch.setattr(engine.group, "wait", interrupted)
+def test_a_keyboard_interrupt_in_the_wait_changes_no_token(engine, expected):
+    fail_call(engine.group, "wait", lambda call: call % 3, KeyboardInterrupt)
     futures = [engine.add_request(i, prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
     interrupts = 0
     while engine.has_unfinished_requests():
