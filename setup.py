@@ -41,7 +41,7 @@ EXTRAS = {
     # Exact: a pre-release whose interface still moves. It compiles its kernels at run time.
     "gpu": ["flash-attn-4[cu13]==4.0.0b36"],
     # These and TransformerEngine's torch part are built from source beside the torch above
-    # (docs/gpus.md has the command). The first and the last version that were run here.
+    # (CONTRIBUTING.md has the command). The first and the last version that were run here.
     "te": ["transformer-engine[core_cu13,pytorch]>=2.12,<2.21"],
     # What Megatron's own Mamba-2 mixer calls; our layers need neither. Exact: both follow torch and
     # Triton closely. mamba-ssm 2.3.2 asks for TileLang and another TVM FFI, for Mamba-3.

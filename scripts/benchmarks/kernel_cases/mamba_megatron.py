@@ -2,7 +2,7 @@
 convolution and chunk scan for prefill.
 
 Megatron-Core's own, and those of causal-conv1d and mamba-ssm where these are installed
-(docs/gpus.md). What our prefill does besides (it leaves inputs in the pools) has no counterpart
+(CONTRIBUTING.md). What our prefill does besides (it leaves inputs in the pools) has no counterpart
 there. Of decode the convolution is timed alone too: ours is part of a kernel that writes the rings
 as well. mamba-ssm's state update takes one token a row.
 """

@@ -1,6 +1,6 @@
 """Models of Megatron's own Mamba-2 mixer, which calls mamba-ssm and causal-conv1d themselves.
 
-Skipped where there is no GPU or a package is not installed (docs/gpus.md has the command).
+Skipped where there is no GPU or a package is not installed (CONTRIBUTING.md has the command).
 `test_compat_models_hybrid.py` has such models on a CPU, where plain PyTorch stands for them.
 """
 
