@@ -196,9 +196,7 @@ def test_a_shipped_table_that_is_damaged(caplog: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["file", "folder", "home"])
-def test_a_folder_that_takes_nothing(
-    folder: Path, way: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_takes_nothing(folder, way: str, caplog, monkeypatch):
     if way == "file":
         folder.write_text("")
     elif way == "folder":

@@ -263,9 +263,7 @@ def half_way(engine: DynamicInferenceEngine, tokens: int) -> Any:
     return future
 
 
-def test_a_running_request_goes_on_with_new_weights_over_its_old_keys_or_new_ones(
-    weights: tuple[list[int], list[int]],
-) -> None:
+def test_a_running_request_goes_on_with_new_weights_over_its_old_keys_or_new_ones(weights):
     answers = {}
     for mode in (PERSIST, RECOMPUTE):
         model = gpt_model(seed=0)

@@ -99,9 +99,7 @@ def schedule_of(seed: int, width: int) -> Schedule:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_random_schedules(
-    model: torch.nn.Module, serial_results: SerialResults, drafter: str, count: int
-) -> None:
+def test_random_schedules(model, serial_results, drafter: str, count: int):
     """Adds, aborts, stops and limits inside rows, block borders, pauses, evictions, at lookahead 0
     to 3, on a device whose work is late.
 
@@ -142,9 +140,7 @@ def test_random_schedules(
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("count", [1, 3])
-def test_right_drafts_save_steps(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, count: int
-) -> None:
+def test_right_drafts_save_steps(model, serial, lookahead, count: int):
     """Every border of a block at every offset in a row; the last row is cut by the limit."""
     jobs = with_seeds([Job([1 + n, 5, 7][: 1 + n % 3], greedy(17 + n)) for n in range(4)])
     answers = answers_of(serial, jobs)
@@ -173,9 +169,7 @@ PROCESSED = [
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "fickle"])
-def test_what_requests_ask_of_sampling(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, drafter: str
-) -> None:
+def test_what_requests_ask_of_sampling(model, serial, lookahead, drafter: str):
     """Penalties and bad words see the drafts before a token, and count those that are accepted;
     every accepted token has its log probs.
 

@@ -354,9 +354,7 @@ def test_tokens_are_those_of_serial_plain_decoding(
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])
-def test_requests_beside_one_that_ends_unforeseen(
-    model: HybridAttentionModel, serial: list[list[int]], lookahead: int
-) -> None:
+def test_requests_beside_one_that_ends_unforeseen(model, serial, lookahead):
     """Inside a row, with more drafts accepted behind it."""
     jobs, wanted = [], []
     for number, (job, tokens) in enumerate(zip(JOBS, serial, strict=True)):

@@ -72,9 +72,7 @@ def expected(tiny_model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_an_interrupt_leaves_nothing(
-    engine: DynamicInferenceEngine, expected: list[int], error: type[BaseException]
-) -> None:
+def test_an_interrupt_leaves_nothing(engine, expected, error: type[BaseException]):
     """Break `add_request`: enter the request before it is prepared."""
     running = engine.add_request(0, PROMPTS[0], greedy(TOKENS))
     engine.step_modern()
@@ -109,9 +107,7 @@ def test_a_panic_fails_its_request_alone(engine: DynamicInferenceEngine, expecte
     check_serves(engine, expected)
 
 
-def test_parameters_that_cannot_be_copied_fail_their_request_alone(
-    engine: DynamicInferenceEngine, expected: list[int]
-) -> None:
+def test_parameters_that_cannot_be_copied_fail_their_request_alone(engine, expected):
     """Break `add_request`: copy them before the `try`."""
 
     def tokens() -> Iterator[int]:

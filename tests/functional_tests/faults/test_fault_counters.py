@@ -77,9 +77,7 @@ def make_watched(make_tiny_engine: EngineFactory, request: Any) -> Callable[...,
 
 
 @pytest.mark.parametrize("evicts", [False, True], ids=["pause", "evict"])
-def test_no_token_is_lost_or_doubled_by_memory_pressure(
-    make_watched: Callable[..., Watched], expected: list[list[int]], evicts: bool
-) -> None:
+def test_no_token_is_lost_or_doubled_by_memory_pressure(make_watched, expected, evicts: bool):
     """Break one of these, and it fails:
 
     - `release_request`: do not store `request.generated_tokens`
@@ -122,9 +120,7 @@ def phase(name: str) -> Callable[[DynamicInferenceEngine], bool]:
 @pytest.mark.parametrize(
     "name", ["waiting", "prefilling", "prompt in flight", "first token", "paused", "evicted"]
 )
-def test_an_abort_leaves_no_counter_behind(
-    make_watched: Callable[..., Watched], expected: list[list[int]], name: str
-) -> None:
+def test_an_abort_leaves_no_counter_behind(make_watched, expected, name: str):
     """The aborted request comes again at once, in the same slot as a rule.
 
     Break one of these, and it fails:

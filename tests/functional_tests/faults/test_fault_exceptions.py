@@ -68,9 +68,7 @@ PLACES: dict[str, Callable[[DynamicInferenceEngine], tuple[Any, str]]] = {
 @pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("call", [1, 6])
-def test_a_step_whose_own_work_raises(
-    engine: DynamicInferenceEngine, expected: list[list[int]], place: str, call: int
-) -> None:
+def test_a_step_whose_own_work_raises(engine, expected, place: str, call: int):
     """Two requests are served when it happens, two wait and are served.
 
     Break one of these, and it fails:
@@ -95,9 +93,7 @@ def test_a_step_whose_own_work_raises(
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
-def test_a_failed_step_spares_its_slot_s_next_owner(
-    make_tiny_engine: EngineFactory, expected: list[list[int]], lookahead: int
-) -> None:
+def test_a_failed_step_spares_its_slot_s_next_owner(make_tiny_engine, expected, lookahead):
     """The step of a request that is aborted fails when another has its slot already.
 
     Break `StepBooking._fail`: `held` all true.
@@ -115,9 +111,7 @@ def test_a_failed_step_spares_its_slot_s_next_owner(
     check_goes_on(engine, expected)
 
 
-def test_a_consumer_of_reports_that_raises(
-    engine: DynamicInferenceEngine, expected: list[list[int]]
-) -> None:
+def test_a_consumer_of_reports_that_raises(engine, expected):
     """Its error comes out of `generate`; the requests are still there, and go on.
 
     Break `generate`: close the engine, or abort the requests, when `on_step` raises.
@@ -141,9 +135,7 @@ def test_a_consumer_of_reports_that_raises(
     check_goes_on(engine, expected)
 
 
-def test_readers_and_futures_that_fail_stop_nobody(
-    engine: DynamicInferenceEngine, expected: list[list[int]]
-) -> None:
+def test_readers_and_futures_that_fail_stop_nobody(engine, expected):
     """One reader raises, one is cancelled, a future is cancelled, and a callback raises.
 
     Break one of these, and it fails:

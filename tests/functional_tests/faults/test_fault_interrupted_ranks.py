@@ -5,7 +5,6 @@ import pytest
 from megatron_async import LLM
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
-from tests.support.attention_model import AttentionModel
 from tests.support.bytecodes import ctrl_c
 from tests.support.harness import drain, greedy, make_engine
 from tests.support.interrupted import (
@@ -39,9 +38,7 @@ def test_ctrl_c_while_other_ranks_are_let_go(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_leader_that_is_interrupted(
-    model: AttentionModel, expected: list[list[int]], moment: str
-) -> None:
+def test_a_leader_that_is_interrupted(model, expected, moment: str):
     """Its follower does what it did, and serves the next call."""
     leader, follower = (
         make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
@@ -58,9 +55,7 @@ def test_a_leader_that_is_interrupted(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_follower_that_is_interrupted_follows_on(
-    model: AttentionModel, expected: list[list[int]], moment: str
-) -> None:
+def test_a_follower_that_is_interrupted_follows_on(model, expected, moment: str):
     """Break `_follow`: take the action from the received ones before it is replayed, or do not hold
     interrupts meanwhile."""
     leader, follower = (

@@ -40,12 +40,7 @@ def engine(model: AttentionModel, lookahead: int) -> Iterator[DynamicInferenceEn
 
 
 @pytest.mark.parametrize("moment", [*MOMENTS, "reporting"])
-def test_ctrl_c_waits_for_the_end_of_a_turn(
-    engine: DynamicInferenceEngine,
-    expected: list[list[int]],
-    moment: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_waits_for_the_end_of_a_turn(engine, expected, moment: str, monkeypatch):
     """All of a turn is done, and no report loses what it had. Break `_end_turn`: no `take_back`; or
     `step_modern`: keep a step's outputs in a local variable."""
     listener = At(moment, ctrl_c)
@@ -79,9 +74,7 @@ def test_ctrl_c_waits_for_the_end_of_a_turn(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_what_an_interrupted_generate_leaves(
-    engine: DynamicInferenceEngine, expected: list[list[int]], moment: str
-) -> None:
+def test_what_an_interrupted_generate_leaves(engine, expected, moment: str):
     """Its own requests are aborted, and are in nobody's reports; those of others go on. Break
     `_abandon`: no abort, or no `forget_ended`."""
     other = engine.add_request(77, PROMPTS[0], greedy(TOKENS))
@@ -165,9 +158,7 @@ def test_what_cuts_a_step_short_fails_its_requests_at_most(
     assert right(engine, expected)
 
 
-def test_requests_that_fail_have_the_tokens_that_were_told(
-    engine: DynamicInferenceEngine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_fail_have_the_tokens_that_were_told(engine, expected, monkeypatch):
     """A step's tokens are stored and it is cut short before they count. Break `StepBooking.mend`:
     `num_known` stays as that step has left it."""
     find_ends, calls = engine.booking._find_ends, iter(range(100))
@@ -195,9 +186,7 @@ def test_requests_that_fail_have_the_tokens_that_were_told(
     assert all(tokens == whole[: len(tokens)] for tokens, whole in zip(told.values(), expected))
 
 
-def test_a_second_ctrl_c_takes_effect_at_once(
-    engine: DynamicInferenceEngine, expected: list[list[int]]
-) -> None:
+def test_a_second_ctrl_c_takes_effect_at_once(engine, expected):
     """A step may never end. Break `HeldInterrupts._note`: note each signal."""
     listener = At("launching", lambda: [ctrl_c(), ctrl_c()])
     engine.listeners.append(listener)
@@ -207,9 +196,7 @@ def test_a_second_ctrl_c_takes_effect_at_once(
     assert right(engine, expected)
 
 
-def test_the_programs_own_handler_is_called(
-    engine: DynamicInferenceEngine, expected: list[list[int]]
-) -> None:
+def test_the_programs_own_handler_is_called(engine, expected):
     """Behind the turn, once for each signal, on the frame where the signal came. Break
     `HeldInterrupts.end`: do not call it."""
     events: list[str] = []
@@ -223,9 +210,7 @@ def test_the_programs_own_handler_is_called(
     assert events == ["launched", "ctrl_c"]
 
 
-def test_a_handler_of_an_event_loop_is_called(
-    engine: DynamicInferenceEngine, expected: list[list[int]]
-) -> None:
+def test_a_handler_of_an_event_loop_is_called(engine, expected):
     async def main() -> int:
         loop, calls = asyncio.get_running_loop(), 0
 
@@ -248,9 +233,7 @@ def test_a_handler_of_an_event_loop_is_called(
 
 
 @pytest.mark.parametrize("moment", MOMENTS[1:])
-def test_asyncio_cancels_its_main_task(
-    engine: DynamicInferenceEngine, expected: list[list[int]], moment: str
-) -> None:
+def test_asyncio_cancels_its_main_task(engine, expected, moment: str):
     """`asyncio.run` has a handler of its own, which cancels the task."""
     engine.listeners.append(At(moment, ctrl_c))
     requests = []  # the futures are of an event loop that is closed then
@@ -277,9 +260,7 @@ def test_another_thread_holds_nothing(engine: DynamicInferenceEngine, expected: 
     assert handlers == [signal.default_int_handler]
 
 
-def test_an_engine_within_another_one_s_turn(
-    engine: DynamicInferenceEngine, model: AttentionModel, expected: list[list[int]]
-) -> None:
+def test_an_engine_within_another_one_s_turn(engine, model, expected):
     """The inner one's turn ends in the outer one's, at whose end Ctrl-C takes effect."""
     inner = make_engine(model, lookahead=1, max_sequence_length=64)
     inner.listeners.append(At("launching", ctrl_c))
@@ -292,9 +273,7 @@ def test_an_engine_within_another_one_s_turn(
 
 
 @pytest.mark.parametrize("stop", ["pause", "suspend", "suspend and free", "close"])
-def test_a_stop_that_is_interrupted_may_be_repeated(
-    model: AttentionModel, expected: list[list[int]], stop: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_that_is_interrupted_may_be_repeated(model, expected, stop: str, monkeypatch):
     engine = make_engine(model, lookahead=2, max_requests=4, max_sequence_length=64)
     calls = {
         "pause": engine.pause,
@@ -321,9 +300,7 @@ def test_a_stop_that_is_interrupted_may_be_repeated(
     assert [future.result().generated_tokens for future in futures] == expected
 
 
-def test_a_loop_that_is_cancelled_at_any_await_begins_again(
-    engine: DynamicInferenceEngine, expected: list[list[int]]
-) -> None:
+def test_a_loop_that_is_cancelled_at_any_await_begins_again(engine, expected):
     """Steps in flight of requests that are gone are resolved by the next `run_engine`. Break that:
     wait for requests first."""
 

@@ -76,9 +76,7 @@ def poisoned_engines(tiny_model: torch.nn.Module) -> Iterator[Any]:
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("evicts", [False, True], ids=["pauses", "evicts"])
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_blocks_change_hands(
-    poisoned_engines: Any, expected: list[list[int]], lookahead: int, evicts: bool, kind: str
-) -> None:
+def test_blocks_change_hands(poisoned_engines, expected, lookahead, evicts: bool, kind: str):
     """Requests pause, are evicted, end by a stop token and are aborted, with steps in flight.
 
     Break one of these, and it fails:
@@ -110,9 +108,7 @@ def test_blocks_change_hands(
 
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_an_abort_in_the_middle_of_a_prompt(
-    poisoned_engines: Any, expected: list[list[int]], lookahead: int, kind: str
-) -> None:
+def test_an_abort_in_the_middle_of_a_prompt(poisoned_engines, expected, lookahead, kind: str):
     """Break `release_request`: leave the slot in `_prefilling`, so that chunks of a request that is
     gone go on being written."""
     engine = poisoned_engines(
@@ -133,9 +129,7 @@ def test_an_abort_in_the_middle_of_a_prompt(
 
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("lookahead", [1, 3])
-def test_a_slot_changes_hands_with_rows_in_flight(
-    poisoned_engines: Any, expected: list[list[int]], lookahead: int, kind: str
-) -> None:
+def test_a_slot_changes_hands_with_rows_in_flight(poisoned_engines, expected, lookahead, kind: str):
     """There is one slot, so each request takes over that of the one before.
 
     Break one of these, and it fails:

@@ -74,13 +74,7 @@ def sound(tiny_model: torch.nn.Module) -> dict[str, list[list[int]]]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_fails_alone(
-    make_tiny_engine: EngineFactory,
-    sound: dict[str, list[list[int]]],
-    kind: str,
-    lookahead: int,
-    invalidation: str,
-) -> None:
+def test_it_fails_alone(make_tiny_engine, sound, kind: str, lookahead, invalidation):
     work, alone = jobs(**KINDS[kind]), sound[kind]
     engine = make_tiny_engine(lookahead=lookahead, invalidation=invalidation)
     damage(engine)

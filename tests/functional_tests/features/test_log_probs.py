@@ -59,9 +59,7 @@ def check(request: DynamicInferenceRequest, plain: PlainModel) -> None:
 
 
 @pytest.mark.parametrize("memory", [{}, PRESSURE], ids=["room", "pressure"])
-def test_equal_to_one_full_forward(
-    make_tiny_engine: EngineFactory, plain: PlainModel, lookahead: int, memory: dict[str, int]
-) -> None:
+def test_equal_to_one_full_forward(make_tiny_engine, plain, lookahead, memory: dict[str, int]):
     engine = make_tiny_engine(lookahead=lookahead, **memory)
     params = [asks(skip_prompt_log_probs=number % 3 == 2) for number in range(len(PROMPTS))]
     params[4] = greedy(TOKENS)  # one that asks for nothing among them
@@ -200,12 +198,7 @@ def jobs(plain: PlainModel) -> list[tuple[Job, list[int]]]:
 
 
 @pytest.mark.parametrize("memory", [{}, PRESSURE], ids=["room", "pressure"])
-def test_tokens_are_the_loops(
-    make_tiny_engine: EngineFactory,
-    jobs: list[tuple[Job, list[int]]],
-    lookahead: int,
-    memory: dict[str, int],
-) -> None:
+def test_tokens_are_the_loops(make_tiny_engine, jobs, lookahead, memory: dict[str, int]):
     engine = make_tiny_engine(lookahead=lookahead, **memory)
     arrivals: dict[int, list[Job]] = {}
     for number, (job, _) in enumerate(jobs):

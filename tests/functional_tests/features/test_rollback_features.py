@@ -109,12 +109,7 @@ def check_equal(found: DynamicInferenceRequest, expected: DynamicInferenceReques
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
-def test_equal_to_serial(
-    make_tiny_engine: EngineFactory,
-    serial: list[DynamicInferenceRequest],
-    lookahead: int,
-    settings: str,
-) -> None:
+def test_equal_to_serial(make_tiny_engine, serial, lookahead, settings: str):
     params = [request.sampling_params for request in serial]
     for victims in ({}, VICTIMS):
         engine = make_tiny_engine(
@@ -207,13 +202,7 @@ def expected_tokens(
 
 
 @pytest.mark.parametrize("pressed", [False, True], ids=["roomy", "evictions"])
-def test_equal_at_every_lookahead(
-    make_tiny_engine: EngineFactory,
-    prompts: list[list[int]],
-    words: list[list[str]],
-    lookahead: int,
-    pressed: bool,
-) -> None:
+def test_equal_at_every_lookahead(make_tiny_engine, prompts, words, lookahead, pressed: bool):
     expected = expected_tokens(make_tiny_engine(lookahead=0, max_requests=8), prompts, words)
     assert sum(map(len, expected)) < len(expected) * LONG
     memory = {"num_kv_blocks": 10, "block_size_tokens": 8, "paused_buffer_size_gb": 1e-9}
@@ -231,9 +220,7 @@ def test_equal_at_every_lookahead(
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_text_ends_at_the_word(
-    make_tiny_engine: EngineFactory, prompts: list[list[int]], words: list[list[str]], keep: bool
-) -> None:
+def test_text_ends_at_the_word(make_tiny_engine, prompts, words, keep: bool):
     engine = make_tiny_engine(lookahead=1, tokenizer=Letters())
     params = greedy(LONG, stop_words=words[2], detokenize_stop_sequence=keep)
     request = engine.generate([prompts[2]], params)[0]
@@ -245,9 +232,7 @@ def test_text_ends_at_the_word(
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_tokenizer_that_fails_ends_its_request_alone(
-    make_tiny_engine: EngineFactory, prompts: list[list[int]], lookahead: int
-) -> None:
+def test_a_tokenizer_that_fails_ends_its_request_alone(make_tiny_engine, prompts, lookahead):
     calls = 0
 
     class Failing(Letters):

@@ -94,9 +94,7 @@ def expected(serial: DynamicInferenceEngine, later: list[Job]) -> list[list[int]
     return alone_once(serial, later)
 
 
-def test_what_is_asked_for_changes_tokens(
-    serial: DynamicInferenceEngine, later: list[Job], expected: list[list[int]]
-) -> None:
+def test_what_is_asked_for_changes_tokens(serial, later, expected):
     """Or the other tests here would see little."""
     plain = [Job(job.prompt, greedy(24, seed=job.params.seed)) for job in later]
     changed = [a != b for a, b in zip(expected, alone_once(serial, plain), strict=True)]

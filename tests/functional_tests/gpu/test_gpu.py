@@ -75,9 +75,7 @@ def test_tokens_equal_the_cpus(make_gpu_engine, cpu_tokens: list[list[int]], loo
     assert run_at(engine, {0: jobs()}) == cpu_tokens
 
 
-def test_pauses_and_evictions_change_nothing(
-    make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], lookahead: int
-) -> None:
+def test_pauses_and_evictions_change_nothing(make_gpu_engine, cpu_tokens, lookahead):
     engine = make_gpu_engine(
         lookahead=lookahead, block_size_tokens=16, num_kv_blocks=18, max_tokens=29
     )
@@ -105,9 +103,7 @@ def test_samples_do_not_depend_on_settings(make_gpu_engine: EngineFactory) -> No
     ],
     ids=["eager", "decode", "few", "all"],
 )
-def test_graphs_and_eager_agree(
-    make_gpu_engine: EngineFactory, cpu_tokens: list[list[int]], graphs: dict[str, int | bool]
-) -> None:
+def test_graphs_and_eager_agree(make_gpu_engine, cpu_tokens, graphs: dict[str, int | bool]):
     engine = make_gpu_engine(lookahead=1, max_tokens=64, **graphs)
     everything = jobs()
     tokens = run_at(engine, {0: everything[:3], 4: everything[3:4], 9: everything[4:]})
@@ -198,9 +194,7 @@ def whole(gpu_model: torch.nn.Module) -> list[list[int]]:
 
 @pytest.mark.parametrize("graphs", [None, 0], ids=["captured", "eager"])
 @pytest.mark.parametrize("lookahead", [1, 2])
-def test_rollback(
-    gpu_model: torch.nn.Module, whole: list[list[int]], lookahead: int, graphs: int | None
-) -> None:
+def test_rollback(gpu_model, whole, lookahead, graphs: int | None):
     cut = [tokens[: tokens.index(tokens[4 + 5 * n]) + 1] for n, tokens in enumerate(whole)]
     jobs = [
         Job(prompt, greedy(LONG, termination_id=tokens[-1]))

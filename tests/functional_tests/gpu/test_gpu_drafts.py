@@ -87,9 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_equal_the_cpus(
-    shape: ModelArchitecture, gpu_model: torch.nn.Module, cpu_tokens: list[list[int]], name: str
-) -> None:
+def test_tokens_equal_the_cpus(shape, gpu_model, cpu_tokens, name: str):
     """Break it: `_unpack_kernel` without `brought`, and tokens differ."""
     settings = {**ROOM, **CASES[name], "speculative_method": "ngram"}
     engine = make_engine(gpu_model, device=CudaDevice(), **settings)

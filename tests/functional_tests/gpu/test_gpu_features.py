@@ -105,12 +105,7 @@ def check_same(found: DynamicInferenceRequest, expected: DynamicInferenceRequest
 
 
 @pytest.mark.parametrize("memory", [{}, PRESSURE], ids=["room", "pressure"])
-def test_answers_equal_the_cpus(
-    make_gpu_engine: EngineFactory,
-    cpu_answers: list[DynamicInferenceRequest],
-    lookahead: int,
-    memory: dict[str, int],
-) -> None:
+def test_answers_equal_the_cpus(make_gpu_engine, cpu_answers, lookahead, memory: dict[str, int]):
     engine = make_gpu_engine(lookahead=lookahead, **memory)
     for found, expected in zip(serve(engine, feature_jobs()), cpu_answers, strict=True):
         check_same(found, expected)

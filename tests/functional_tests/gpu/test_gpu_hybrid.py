@@ -86,9 +86,7 @@ def test_tokens_equal_the_cpus(gpu_model: torch.nn.Module, cpu_tokens: list[list
     assert stats["evictions"] > 0 or name != "evictions"
 
 
-def test_requests_beside_one_that_ends_unforeseen(
-    gpu_model: torch.nn.Module, cpu_tokens: list[list[int]], invalidation: str
-) -> None:
+def test_requests_beside_one_that_ends_unforeseen(gpu_model, cpu_tokens, invalidation):
     engine = make_engine(
         gpu_model, device=CudaDevice(), lookahead=2, invalidation=invalidation, **ROOM
     )
@@ -132,9 +130,7 @@ def two_turns(engine: DynamicInferenceEngine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_state_snapshots": 3}, {"lookahead": 2}], ids=str)
-def test_shared_states(
-    shape: ModelArchitecture, gpu_model: torch.nn.Module, changes: dict[str, Any]
-) -> None:
+def test_shared_states(shape, gpu_model, changes: dict[str, Any]):
     """Requests begin from snapshots, which scans and decode rows of captured steps have left."""
     plain = make_engine(make_model(shape), lookahead=0, max_tokens=512, **ROOM)
     expected = two_turns(plain)

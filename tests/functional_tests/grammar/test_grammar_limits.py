@@ -131,9 +131,7 @@ def test_at_the_limit_and_beyond(make: Any, limit: int, message: str, compiler: 
         ),
     ],
 )  # fmt: skip
-def test_the_widest_schema_is_followed(
-    schema: dict[str, Any], text: str, compiler: GrammarCompiler
-) -> None:
+def test_the_widest_schema_is_followed(schema: dict[str, Any], text: str, compiler):
     grammar = compiler.start(compiler.begin(StructuredOutput(json_schema=schema)).result())
     mask = np.zeros(4, np.int32)
     for token in make_ascii_tokenizer().tokenize(text):
@@ -214,9 +212,7 @@ def test_chains_that_crash_the_library_or_never_end_are_told(monkeypatch):
         ({"regex": "a("}, r"at 1\(8\): invalid .* parse error: a\( error: unclosed group"),
     ],
 )  # fmt: skip
-def test_what_does_not_compile_is_told_in_one_line(
-    wanted: dict[str, Any], told: str, compiler: GrammarCompiler
-) -> None:
+def test_what_does_not_compile_is_told_in_one_line(wanted: dict[str, Any], told: str, compiler):
     """Break `_in_one_line`: return the error as it is."""
     with pytest.raises(RequestError) as caught:
         compiler.begin(StructuredOutput(**wanted)).result()

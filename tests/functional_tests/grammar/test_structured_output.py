@@ -135,12 +135,7 @@ def test_equal_to_serial_and_valid(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_masks_that_arrive_late(
-    make_tiny_engine: EngineFactory,
-    ascii_tokenizer: Tokenizer,
-    serial_tokens: list[list[int]],
-    seed: int,
-) -> None:
+def test_masks_that_arrive_late(make_tiny_engine, ascii_tokenizer, serial_tokens, seed: int):
     """A step's first masks are still on their way when its last ones are sent: its rows wait each
     for their own."""
     device = CpuDevice(Chaos(seed, probability=0.0))

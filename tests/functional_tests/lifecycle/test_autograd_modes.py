@@ -79,9 +79,7 @@ def expected() -> Iterator[list[list[int]]]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize(("made_in", "run_in"), PAIRS)
-def test_tokens_are_the_same(
-    expected: list[list[int]], made_in: str, run_in: str, lookahead: int, invalidation: str
-) -> None:
+def test_tokens_are_the_same(expected, made_in: str, run_in: str, lookahead, invalidation):
     with MODES[made_in]():
         engine = start(CpuDevice(), lookahead=lookahead, invalidation=invalidation)
     with MODES[run_in]():

@@ -14,7 +14,6 @@ from megatron_async.ops.linear.product_kernel import Wants
 from megatron_async.ops.linear.products import CUBLAS, Choice
 from tests.support.harness import (
     NUM_TOKENS,
-    EngineFactory,
     Job,
     alone_once,
     assert_all_is_back,
@@ -63,13 +62,7 @@ def alone(tiny_model: torch.nn.Module) -> dict[str, list[list[int]]]:
 @pytest.mark.pairs
 @pytest.mark.parametrize("kind", JOBS)
 @pytest.mark.parametrize("block_size", [16, 256])
-def test_all_settings_agree(
-    make_tiny_engine: EngineFactory,
-    alone: dict[str, list[list[int]]],
-    kind: str,
-    lookahead: int,
-    block_size: int,
-) -> None:
+def test_all_settings_agree(make_tiny_engine, alone, kind: str, lookahead, block_size: int):
     jobs, expected = JOBS[kind], alone[kind]
     assert len({tuple(tokens) for tokens in expected}) == len(jobs)
     # With large blocks a pool is small when requests have to wait; none can pause.
@@ -95,11 +88,7 @@ def test_all_settings_agree(
     assert (evictions > 0) == (block_size == 16)
 
 
-def test_the_projection_may_rotate_and_append(
-    make_tiny_engine: EngineFactory,
-    alone: dict[str, list[list[int]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_projection_may_rotate_and_append(make_tiny_engine, alone, monkeypatch):
     """One op does both, as on a GPU; here in plain torch, in steps of an odd number of rows."""
     asked: list[bool] = []
 
@@ -168,12 +157,7 @@ def test_prompts_are_varied(smollm2_prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.slow
-def test_alone(
-    make_smollm2_engine: EngineFactory,
-    jobs: list[Job],
-    transformers_tokens: list[list[int]],
-    lookahead: int,
-) -> None:
+def test_alone(make_smollm2_engine, jobs, transformers_tokens, lookahead):
     mine = slice(lookahead, None, 3)  # every prompt is alone once, at one of the lookaheads
     engine = make_smollm2_engine(lookahead=lookahead, block_size_tokens=16)
     assert run_alone(engine, jobs[mine]) == transformers_tokens[mine]
@@ -181,21 +165,14 @@ def test_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_together(
-    make_smollm2_engine: EngineFactory,
-    jobs: list[Job],
-    transformers_tokens: list[list[int]],
-    name: str,
-) -> None:
+def test_together(make_smollm2_engine, jobs, transformers_tokens, name: str):
     engine = make_smollm2_engine(**SCENARIOS[name])
     assert run_together(engine, jobs) == transformers_tokens
     check_pressure(engine.stats(), expected="small pool" in name)
 
 
 @pytest.mark.slow
-def test_arriving_at_random_steps(
-    make_smollm2_engine: EngineFactory, jobs: list[Job], transformers_tokens: list[list[int]]
-) -> None:
+def test_arriving_at_random_steps(make_smollm2_engine, jobs, transformers_tokens):
     engine = make_smollm2_engine(lookahead=1, max_tokens=13, **SMALL_POOL)
     order, arrivals = arrive(jobs, seed=0)
     tokens = run_at(engine, arrivals)

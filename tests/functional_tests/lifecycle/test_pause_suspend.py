@@ -89,9 +89,7 @@ def expected(tiny_model: torch.nn.Module) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_stops_in_every_phase(
-    make_tiny_engine: EngineFactory, expected: list[list[int]], lookahead: int, settings: str
-) -> None:
+def test_stops_in_every_phase(make_tiny_engine, expected, lookahead, settings: str):
     met: Counter[str] = Counter()
     for seed, stop in enumerate(STOPS.values()):
         chooser = random.Random(seed)
@@ -128,9 +126,7 @@ def test_stops_in_every_phase(
     assert set(met) >= (wanted | {"in flight"} if lookahead else wanted), met
 
 
-def test_streams_while_a_coroutine_stops_the_engine(
-    tiny_model: torch.nn.Module, expected: list[list[int]], lookahead: int
-) -> None:
+def test_streams_while_a_coroutine_stops_the_engine(tiny_model, expected, lookahead):
     """Delays make sure that stops meet `run_engine` in its waits."""
     device = CpuDevice(Chaos(lookahead, probability=0.3, max_delay_s=0.001))
     engine = make_engine(
@@ -172,9 +168,7 @@ def test_streams_while_a_coroutine_stops_the_engine(
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_adding_and_aborting_while_stopped(
-    make_tiny_engine: EngineFactory, expected: list[list[int]], lookahead: int, stop: str
-) -> None:
+def test_adding_and_aborting_while_stopped(make_tiny_engine, expected, lookahead, stop: str):
     """Aborted are one that runs and one that waits; added are a new one and one of them again."""
     engine = make_tiny_engine(lookahead=lookahead, max_requests=2)
     futures = {i: engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in range(4)}

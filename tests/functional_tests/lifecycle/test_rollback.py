@@ -164,9 +164,7 @@ def test_abort_after_any_step(make_tiny_engine, whole: list[list[int]], lookahea
 
 @pytest.mark.parametrize("late", [False, True], ids=["before its samples", "behind its samples"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_failing_steps(
-    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int, policy: str, late: bool
-) -> None:
+def test_failing_steps(make_tiny_engine, whole, lookahead, policy: str, late: bool):
     """Any two steps fail, also such as are discarded then, at their beginning or their end. Their
     requests fail, others that were launched behind them go on."""
     for bad in ({0, 1}, {2, 3}, {5, 9}):
@@ -205,9 +203,7 @@ def test_failing_steps(
 
 
 @pytest.mark.parametrize("lookahead", [1, 2])
-def test_a_discarded_step_may_have_failed_before_its_first_work(
-    make_tiny_engine: EngineFactory, whole: list[list[int]], lookahead: int
-) -> None:
+def test_a_discarded_step_may_have_failed_before_its_first_work(make_tiny_engine, whole, lookahead):
     """Then the device knows nothing of the blocks that were given and the requests that were
     admitted for it; the step that takes its place must tell."""
     params, cut = stopped(whole, "stop tokens")

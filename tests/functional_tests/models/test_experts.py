@@ -4,7 +4,6 @@ tokens beside the grouped products; on GPUs too."""
 import math
 import os
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,9 +77,7 @@ def cpu_tokens() -> list[list[int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [{"num_cuda_graphs": 0}, {}, PRESSURE], ids=str)
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_gpu_says_what_the_cpu_says(
-    cpu_tokens: list[list[int]], config: dict[str, int], lookahead: int
-) -> None:
+def test_a_gpu_says_what_the_cpu_says(cpu_tokens, config: dict[str, int], lookahead):
     model = make_model(SMALL, torch.device("cuda"))
     settings = {"num_kv_blocks": 128, "max_requests": 16, **config}
     assert run(model, CudaDevice(), jobs(SMALL, 32), lookahead=lookahead, **settings) == cpu_tokens
@@ -138,9 +135,7 @@ def generate(folder: str, kind: str) -> tuple[list[list[int]], bool]:
     ("kind", "world"),
     on_cards((kind, math.prod(sizes.values())) for kind, sizes in LAYOUTS.items()),
 )
-def test_several_gpus_say_what_the_cpu_says(
-    cpu_tokens: list[list[int]], kind: str, world: int, tmp_path: Path
-) -> None:
+def test_several_gpus_say_what_the_cpu_says(cpu_tokens, kind: str, world: int, tmp_path):
     save_huggingface(make_model(SMALL), SMALL, None, tmp_path)
     ranks = run_ranks(world, generate, str(tmp_path), kind, timeout_s=300)
     for rank, (tokens, captured) in enumerate(ranks):

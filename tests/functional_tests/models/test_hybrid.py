@@ -81,9 +81,7 @@ def arrivals(params: list[SamplingParams]) -> dict[int, list[Job]]:
     return {step: [jobs.pop(0) for _ in range(count)] for step, count in LATER.items()}
 
 
-def test_each_token_is_what_a_prefill_of_all_before_it_says(
-    model: HybridAttentionModel, serial: list[list[int]]
-) -> None:
+def test_each_token_is_what_a_prefill_of_all_before_it_says(model, serial):
     """Decode against prefill: two ways through the layer that share little. Of one prompt's answer
     the even tokens, of the next one's the odd ones."""
     engine = make(model, max_requests=64, max_tokens=1024)
@@ -99,13 +97,7 @@ def test_each_token_is_what_a_prefill_of_all_before_it_says(
     ("name", "lookahead", "invalidation"),
     [(name, *AHEAD[(n + turn) % 4]) for n, name in enumerate(SETTINGS) for turn in range(2)],
 )
-def test_tokens_are_the_serial_ones(
-    model: HybridAttentionModel,
-    serial: list[list[int]],
-    name: str,
-    lookahead: int,
-    invalidation: str,
-) -> None:
+def test_tokens_are_the_serial_ones(model, serial, name: str, lookahead, invalidation):
     engine = make(model, lookahead=lookahead, invalidation=invalidation, **SETTINGS[name])
     assert run_at(engine, arrivals([greedy(TOKENS)] * len(PROMPTS))) == serial
     stats = engine.stats()
@@ -135,12 +127,7 @@ def test_requests_beside_one_that_ends_unforeseen(
 
 
 @pytest.mark.parametrize("plant", ROLLBACK_BUGS, ids=lambda plant: plant.__name__)
-def test_a_bug_of_rollback_is_seen(
-    model: HybridAttentionModel,
-    serial: list[list[int]],
-    plant: Plant,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bug_of_rollback_is_seen(model, serial, plant: Plant, monkeypatch):
     params, wanted = stopping(serial)
     plant(monkeypatch)
     settings = {"lookahead": 3, "invalidation": "rollback", "max_tokens": 30, "max_requests": 6}

@@ -62,9 +62,7 @@ def serial(model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
 
 
 @pytest.mark.parametrize("budget", [200, 13])
-def test_equal_prompts_cost_one_prefill(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, budget: int
-) -> None:
+def test_equal_prompts_cost_one_prefill(model, serial, lookahead, budget: int):
     """They arrive together; the prompt takes one step, or several.
 
     Break it, and it fails: `Scheduler._may_admit` does not wait for what the planned step writes.
@@ -80,9 +78,7 @@ def test_equal_prompts_cost_one_prefill(
 
 
 @pytest.mark.parametrize("length", range(15, 26))
-def test_warm_equals_cold(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, length: int
-) -> None:
+def test_warm_equals_cold(model, serial, lookahead, length: int):
     """A prompt that ends at each place of a block, and parts from the one before at each."""
     jobs = [Job([*TEXT[:length], number], greedy(9)) for number in (1, 2, 1)]
     expected = alone_once(serial, jobs)
@@ -93,9 +89,7 @@ def test_warm_equals_cold(
 
 
 @pytest.mark.parametrize("size", [2, 4, 1])
-def test_a_prompt_of_whole_blocks(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, size: int
-) -> None:
+def test_a_prompt_of_whole_blocks(model, serial, lookahead, size: int):
     """Its last token alone is computed again, by several requests at once; nobody writes to the
     blocks that they share.
 
@@ -167,9 +161,7 @@ def test_slots_are_begun_anew(model: torch.nn.Module, serial: DynamicInferenceEn
     assert engine.stats()["prefix_cache_hits"] >= 24 * (len(later) - 1)
 
 
-def test_a_conversation_computes_what_is_new(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
-) -> None:
+def test_a_conversation_computes_what_is_new(model, serial, lookahead):
     """Turn after turn, answers included, also where an answer ends with a block.
 
     Break one of these, and it fails:
@@ -199,9 +191,7 @@ def test_answers_are_found_while_they_grow(model: torch.nn.Module, serial: Dynam
     assert engine.stats()["prefix_cache_hits"] >= 32
 
 
-def test_an_evicted_request_finds_its_own_blocks(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int
-) -> None:
+def test_an_evicted_request_finds_its_own_blocks(model, serial, lookahead):
     jobs = [Job(TEXT[number : number + 20], greedy(30)) for number in (0, 20, 40)]
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, num_kv_blocks=24, paused_buffer_size_gb=1e-9)
@@ -231,12 +221,7 @@ def test_salts_keep_tenants_apart(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_hash_alone_is_not_believed(
-    model: torch.nn.Module,
-    serial: DynamicInferenceEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    lookahead: int,
-) -> None:
+def test_a_hash_alone_is_not_believed(model, serial, monkeypatch, lookahead):
     """Where all blocks at one place have one hash, only blocks with the same tokens are shared, and
     only within a salt.
 
@@ -316,9 +301,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize("steps", range(1, 6))
-def test_the_donor_goes(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, steps: int
-) -> None:
+def test_the_donor_goes(model, serial, lookahead, steps: int):
     """A request is aborted while steps of it are in flight and others have its blocks."""
     jobs = [Job([*TEXT[:30], number], greedy(9)) for number in range(4)]
     engine = caching(model, device=LateDevice(), lookahead=lookahead, block_size_tokens=3,
@@ -351,9 +334,7 @@ def test_what_is_lost_is_told_once(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("failing", range(6))
-def test_a_failed_steps_blocks_are_not_found(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, failing: int
-) -> None:
+def test_a_failed_steps_blocks_are_not_found(model, serial, lookahead, failing: int):
     """Break `PrefixCache.failed` so that it forgets nothing, and it fails."""
     jobs = [Job([*TEXT[:30], number], greedy(5)) for number in range(6)]
     expected = alone_once(serial, jobs)
@@ -373,9 +354,7 @@ def test_a_failed_steps_blocks_are_not_found(
 
 @pytest.mark.parametrize("failing", range(1, 12))
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_failed_step_feeds_no_token(
-    model: torch.nn.Module, serial: DynamicInferenceEngine, lookahead: int, failing: int
-) -> None:
+def test_a_failed_step_feeds_no_token(model, serial, lookahead, failing: int):
     """Break `PrefixCache.failed` so that its requests still enter what they leave, and it fails."""
     answer = alone_once(serial, [Job(TEXT[:6], greedy(30))])[0]
     late = Job([*TEXT[:6], *answer[:20], 5], greedy(6))

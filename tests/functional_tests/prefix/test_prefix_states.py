@@ -63,9 +63,7 @@ def computed(engine: DynamicInferenceEngine, job: Job) -> tuple[list[int], int]:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("block_size", [16, 96])
-def test_warm_equals_cold(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, block_size: int
-) -> None:
+def test_warm_equals_cold(model, serial, lookahead, block_size: int):
     """Prompts that end around a border, and go on from what the ones before have left.
 
     Break one of these, and it fails:
@@ -109,9 +107,7 @@ def test_bit_for_bit(model: HybridAttentionModel) -> None:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("budget", [2048, 200, 150])
-def test_equal_prompts_cost_one_prefill(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, budget: int
-) -> None:
+def test_equal_prompts_cost_one_prefill(model, serial, lookahead, budget: int):
     """They arrive together; the prompt takes one step, or several."""
     jobs = [Job(TEXT[:400], greedy(4)) for _ in range(8)]
     expected = alone_once(serial, jobs)
@@ -151,9 +147,7 @@ def test_every_so_often(model: HybridAttentionModel, serial: DynamicInferenceEng
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_conversation_computes_what_is_new(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int
-) -> None:
+def test_a_conversation_computes_what_is_new(model, serial, lookahead):
     """Turn after turn, answers included: decoding leaves states too, of which one is kept.
 
     Break one of these, and it fails:
@@ -184,9 +178,7 @@ def test_one_state_of_decoding_is_kept(model: HybridAttentionModel) -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_live_requests_take_the_rows_of_snapshots(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int
-) -> None:
+def test_live_requests_take_the_rows_of_snapshots(model, serial, lookahead):
     """Rows for few requests: one may have to go on in the very row that it begins from.
 
     Break it, and it fails: `StateRows._is_in_use` says no.
@@ -207,9 +199,7 @@ def test_live_requests_take_the_rows_of_snapshots(
 
 
 @pytest.mark.parametrize("snapshots", [0, 1, 50, -1])
-def test_a_budget_of_their_own(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, snapshots: int
-) -> None:
+def test_a_budget_of_their_own(model, serial, snapshots: int):
     # With one of them, answers leave states as well: they pass 384.
     tokens = 92 if snapshots == 1 else 12
     jobs = [Job([*TEXT[:300], n], greedy(tokens)) for n in range(6)]
@@ -221,9 +211,7 @@ def test_a_budget_of_their_own(
     assert (stats["prefix_cache_snapshot_hits"] > 0) == (snapshots > 0)
 
 
-def test_an_evicted_request_finds_its_own_state(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine
-) -> None:
+def test_an_evicted_request_finds_its_own_state(model, serial):
     jobs = [Job([n, *TEXT[: 180 + n]], greedy(120)) for n in range(3)]
     engine = caching(model, max_requests=6, num_kv_blocks=46, paused_buffer_size_gb=1e-9)
     assert run_at(engine, {0: jobs}) == alone_once(serial, jobs)
@@ -235,9 +223,7 @@ def test_an_evicted_request_finds_its_own_state(
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("steps", range(1, 6))
-def test_the_donor_goes(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, steps: int
-) -> None:
+def test_the_donor_goes(model, serial, lookahead, steps: int):
     """A request is aborted while steps of it are in flight and others begin from its state."""
     jobs = [Job([*TEXT[:270], number], greedy(9)) for number in range(4)]
     engine = caching(model, device=LateDevice(), lookahead=lookahead, max_requests=4,
@@ -248,9 +234,7 @@ def test_the_donor_goes(
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("failing", range(8))
-def test_a_failed_steps_states_are_not_found(
-    model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead: int, failing: int
-) -> None:
+def test_a_failed_steps_states_are_not_found(model, serial, lookahead, failing: int):
     """Break `StateRows.failed` so that it forgets nothing, and it fails: the keys and values where
     prompts part are older than the state there."""
     jobs = [Job([*TEXT[:300], *OTHER[n : n + 90]], greedy(3)) for n in range(5)]

@@ -56,9 +56,7 @@ def check(ranks: list[list[RankRun]], expected: list[list[int]], cases: tuple[in
         ("gated delta", True, EVERY),
     ],
 )
-def test_tensor_parallel(
-    stored: Stored, name: str, sequence_parallel: bool, cases: tuple[int, ...]
-) -> None:
+def test_tensor_parallel(stored, name: str, sequence_parallel: bool, cases: tuple[int, ...]):
     folder, expected = stored[name]
     sizes = ParallelSizes(2, sequence_parallel=sequence_parallel)
     found = run_ranks(2, serve_all, folder, sizes, cases)

@@ -55,9 +55,7 @@ def test_dtype_is_converted_when_asked(family_folder: Callable[[str], Path], tmp
 @pytest.mark.parametrize(
     ("to", "words"), [("torch_dist", "MiB of the disk are free"), ("huggingface", "too large")]
 )
-def test_a_full_disk_is_one_clear_error(
-    to: str, words: str, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_clear_error(to: str, words: str, family_folder, tmp_path):
     """A limit of the file size stands for the disk: torch raises no `Exception` then."""
     source = open_model(family_folder("llama-tied"))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_async.checkpoints import CheckpointError, LoadedModel, load_model, open_model
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
 from megatron_async.checkpoints.gguf import _BLOCKS, _PLAIN, NAMES, GGUFSource, dequantise
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
@@ -100,9 +100,7 @@ def llama_gguf(family_folder: Callable[[str], Path], tmp_path: Path) -> Callable
     return make
 
 
-def test_demo_weights_are_those_of_transformers_bit_for_bit(
-    smollm2: LoadedModel, transformers_smollm2: Any
-) -> None:
+def test_demo_weights_are_those_of_transformers_bit_for_bit(smollm2, transformers_smollm2):
     expected = dict(transformers_smollm2.named_parameters())
     config = transformers_smollm2.config
     found = huggingface_state(smollm2.model, smollm2.architecture)
@@ -120,9 +118,7 @@ def test_demo_weights_are_those_of_transformers_bit_for_bit(
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama-tied", "llama"), ("qwen2", "qwen2"), ("qwen3-tied", "qwen3")]
 )
-def test_every_architecture_reads_back(
-    family: str, kind: str, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_every_architecture_reads_back(family: str, kind: str, family_folder, tmp_path):
     folder = family_folder(family)
     architecture = open_model(folder).architecture
     loaded = load_model(
@@ -179,9 +175,7 @@ def test_llama3_rope_scaling_is_recovered(factor: float, llama_gguf: Callable[..
         ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32) * 3}}, "not a Llama-3 scaling"),
     ],
 )
-def test_unsupported_or_incomplete_files(
-    changes: dict[str, Any], message: str, llama_gguf: Callable[..., Path]
-) -> None:
+def test_unsupported_or_incomplete_files(changes: dict[str, Any], message: str, llama_gguf):
     fields = changes.get("fields") or {}
     if "general.architecture" in fields:
         path = llama_gguf()

@@ -92,9 +92,7 @@ def test_values_that_change_nothing(name: str, make: Make, caplog):
         ({"rope.freq_base": None}, None),
     ],
 )
-def test_scaling_of_rope_is_that_of_llama_cpp(
-    fields: dict[str, Any], scaling: Any, make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scaling_of_rope_is_that_of_llama_cpp(fields: dict[str, Any], scaling: Any, make, caplog):
     with caplog.at_level(logging.WARNING, "megatron_async"):
         found = open_model(make({f"llama.{key}": value for key, value in fields.items()}))
         architecture = found.architecture

@@ -166,9 +166,7 @@ def test_sizes_of_an_architecture(key: str) -> None:
      "added_tokens.json", "tokenizer.json", "model.safetensors.index.json"],
 )  # fmt: skip
 @pytest.mark.parametrize("content", [NESTED, '{"a":' * 100_000, "\xff", "{" * 3])
-def test_json_that_is_no_object(
-    name: str, content: str, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_json_that_is_no_object(name: str, content: str, family_folder, tmp_path):
     copy = Path(shutil.copytree(family_folder("llama-tied"), tmp_path / "m"))
     write_tokenizer(copy)
     (copy / "model.safetensors").rename(copy / "other.safetensors")
@@ -245,9 +243,7 @@ def test_sizes_beside_a_vision_tower(tmp_path: Path) -> None:
         model_info(tmp_path / "m", memory_gb=1)
 
 
-def test_lists_without_end(
-    hybrid: Callable[[str], Path], family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_lists_without_end(hybrid, family_folder, tmp_path):
     """A list is not searched for each layer, and an error does not repeat all of it."""
     for folder, key, layers in (
         (hybrid("bamba"), "attn_layer_indices", 4096),

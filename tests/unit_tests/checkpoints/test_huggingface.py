@@ -82,9 +82,7 @@ def plain_experts(x: Tensor, p: dict[str, Tensor], a: ModelArchitecture) -> Tens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_those_of_the_file_bit_for_bit(
-    family: str, family_folder: Callable[[str], Path]
-) -> None:
+def test_weights_are_those_of_the_file_bit_for_bit(family: str, family_folder):
     folder = family_folder(family)
     source = open_model(folder)
     assert source.dtype == (torch.bfloat16 if family.endswith("bf16") else torch.float32)
@@ -96,9 +94,7 @@ def test_weights_are_those_of_the_file_bit_for_bit(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_architecture_computes_what_transformers_computes(
-    family: str, family_folder: Callable[[str], Path]
-) -> None:
+def test_the_architecture_computes_what_transformers_computes(family: str, family_folder):
     from transformers import AutoModelForCausalLM
 
     folder = family_folder(family)
@@ -230,9 +226,7 @@ def test_unsupported_configuration_names_the_value(
     assert str(folder) in str(error.value)
 
 
-def test_generation_settings_of_a_folder_without_a_tokenizer(
-    family_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_generation_settings_of_a_folder_without_a_tokenizer(family_folder, tmp_path, caplog):
     folder = edited(family_folder("llama-tied"), tmp_path)
     settings = {"do_sample": True, "temperature": 0.5, "num_beams": 3, "eos_token_id": [2, 5]}
     (folder / "generation_config.json").write_text(json.dumps(settings))

@@ -96,9 +96,7 @@ def whole(family_folder: Callable[[str], Path]) -> dict[str, Tensor]:
     return found
 
 
-def test_each_rank_loads_its_part_of_its_experts(
-    whole: dict[str, Tensor], family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_each_rank_loads_its_part_of_its_experts(whole, family_folder, tmp_path):
     folder = family_folder("qwen3-moe")
     convert(folder, tmp_path / "megatron")
     ranks = run_ranks(4, _experts_here, [str(folder), str(tmp_path / "megatron")])
@@ -108,9 +106,7 @@ def test_each_rank_loads_its_part_of_its_experts(
             assert_same_weights({n: torch.from_numpy(w) for n, w in found.items()}, expected)
 
 
-def test_experts_in_one_tensor_are_spread_over_ranks(
-    whole: dict[str, Tensor], family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_experts_in_one_tensor_are_spread_over_ranks(whole, family_folder, tmp_path):
     source = open_model(stacked_folder(family_folder("qwen3-moe"), tmp_path / "stacked"))
     assert isinstance(source, HuggingFaceSource)
     shard = Shard(expert_rank=1, expert_size=2)
@@ -132,9 +128,7 @@ def test_experts_in_one_tensor_are_spread_over_ranks(
         ({"decoder_sparse_step": 2}, r"layers.0.mlp.gate_proj.weight. .* is missing"),
     ],
 )
-def test_folders_that_cannot_be_served(
-    changes: dict, message: str, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_folders_that_cannot_be_served(changes: dict, message: str, family_folder, tmp_path):
     folder = tmp_path / "m"
     shutil.copytree(family_folder("qwen3-moe"), folder)
     config = json.loads((folder / "config.json").read_text()) | changes

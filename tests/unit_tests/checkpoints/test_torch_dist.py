@@ -77,9 +77,7 @@ def test_round_trip_is_bit_exact(family: str, family_folder: Callable[[str], Pat
 
 
 @pytest.mark.parametrize("family", ["qwen3-tied", "mixtral"])
-def test_megatron_itself_reads_what_we_write(
-    family: str, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_megatron_itself_reads_what_we_write(family: str, family_folder, tmp_path):
     folder = family_folder(family)
     convert(folder, tmp_path / "m")
     expected = load_model(folder, torch.float32, CPU)
@@ -202,9 +200,7 @@ def trained_hybrid(tmp_path: Path) -> Callable[[dict[str, Any] | None], Path]:
     return make
 
 
-def test_hybrid_model_checkpoints_of_training_load(
-    trained_hybrid: Callable[[dict[str, Any] | None], Path],
-) -> None:
+def test_hybrid_model_checkpoints_of_training_load(trained_hybrid):
     folder = trained_hybrid(ARGS | {"num_layers": 6, "hybrid_layer_pattern": "*-*-*-"})
     loaded = load_model(folder, torch.float32, CPU)
     assert loaded.architecture == TRAINED
@@ -271,12 +267,7 @@ def _json(name: str, **changes: Any) -> Callable[[Path], None]:
         (_json("architecture.json", vocab_size=5), "expected \\[5, 64\\], found \\[128, 64\\]"),
     ],
 )
-def test_damaged_checkpoints(
-    damage: Callable[[Path], Any],
-    message: str,
-    family_folder: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+def test_damaged_checkpoints(damage: Callable[[Path], Any], message: str, family_folder, tmp_path):
     convert(family_folder("llama-tied"), tmp_path / "m")
     damage(tmp_path / "m")
     with pytest.raises(CheckpointError, match=message):
@@ -284,9 +275,7 @@ def test_damaged_checkpoints(
 
 
 @pytest.mark.parametrize("mask", [0x01, 0xFF])
-def test_a_flipped_byte_of_the_metadata_is_one_clear_error(
-    mask: int, family_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_flipped_byte_of_the_metadata_is_one_clear_error(mask: int, family_folder, tmp_path):
     """A pickle reads damaged bytes as anything, and anything may be raised: MemoryError too."""
     convert(family_folder("llama-tied"), tmp_path / "m")
     file = tmp_path / "m" / ".metadata"

@@ -48,9 +48,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_file_runs_on_both_engines_and_leaves_the_checkout_alone(
-    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_runs_on_both_engines_and_leaves_the_checkout_alone(checkout, capsys, monkeypatch):
     before = sorted(checkout.rglob("*"))
     listed = {"test_listed*": "made up"}
     found = compare_file(checkout, FILE, listed, cpu=False, timeout_s=140)

@@ -142,9 +142,7 @@ def test_an_answer_that_is_too_short(server: SlowServer, readers: HttpReaders) -
     [(100, True, 2), (100, False, 9), (1, True, 9)],
     ids=["kept", "new ones", "given up by the server"],
 )
-def test_connections_are_used_again(
-    readers: HttpReaders, answers: int, keeps: bool, connections: int
-) -> None:
+def test_connections_are_used_again(readers, answers: int, keeps: bool, connections: int):
     """Break it: a connection that the server gave up while it was idle fails the next request."""
     server = SlowServer(keeps=True, answers=answers)
     try:

@@ -105,9 +105,7 @@ def _columns_on_ranks(folder: str, sizes: dict[str, Any]) -> list[list[float]]:
         ("qwen3-next", EXPERTS | TENSOR, 4),
     ],
 )
-def test_ranks_say_what_one_says(
-    name: str, sizes: dict[str, Any], ranks: int, folders: dict[str, str]
-) -> None:
+def test_ranks_say_what_one_says(name: str, sizes: dict[str, Any], ranks: int, folders):
     whole = folders[name.removesuffix(" of Megatron")]
     expected = whole_logits(load_model(whole, torch.float32, CPU).model, TOKENS)
     found = run_ranks(ranks, _columns_on_ranks, folders[name], sizes)

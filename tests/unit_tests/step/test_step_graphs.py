@@ -259,9 +259,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(choices, "SHIPPED", tmp_path / "shipped.json")
 
 
-def test_two_starts_capture_the_same(
-    own_cache: None, tiny_model: torch.nn.Module, device: SlowToLaunch
-) -> None:
+def test_two_starts_capture_the_same(own_cache, tiny_model, device):
     """Though the times differ: the second alone has no slow size, and a host that launches
     faster. A plan does not know where the row is from."""
     first, report = start(tiny_model, device, {96: 30.0})
@@ -282,9 +280,7 @@ def test_two_starts_capture_the_same(
     assert plans(fourth) == plans(third)
 
 
-def test_by_rule_all_sizes_are_captured(
-    own_cache: None, tiny_model: torch.nn.Module, device: SlowToLaunch
-) -> None:
+def test_by_rule_all_sizes_are_captured(own_cache, tiny_model, device):
     shapes, report = start(tiny_model, device, {96: 30.0}, "shipped")
     assert "(by rule)" in str(report)
     assert shapes.mixed_sizes == packed_graph_sizes(4, 512)

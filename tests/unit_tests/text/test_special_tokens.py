@@ -134,9 +134,7 @@ def their(folder: Path) -> Any:
 @pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("added", IN_TOKENIZER)
-def test_every_spelling_is_as_in_transformers(
-    added: str, config: str, files: str, folder: Callable[..., Path]
-) -> None:
+def test_every_spelling_is_as_in_transformers(added: str, config: str, files: str, folder):
     path = folder(IN_TOKENIZER[added], CONFIGS[config], FILES[files])
     ours, theirs = Tokenizer.from_folder(path), their(path)
     assert ours.special_texts == theirs.special_tokens_map
@@ -238,9 +236,7 @@ def test_the_template_of_a_processor(folder: Callable[..., Path]) -> None:
         "nemotron_h",
     ],
 )
-def test_special_tokens_of_classes(
-    family: str, eos: str | None, named: str | None, folder: Callable[..., Path]
-) -> None:
+def test_special_tokens_of_classes(family: str, eos: str | None, named: str | None, folder):
     """Where no file names them, transformers' classes have some by themselves."""
     tokens = [AddedToken(text, special=True) for text in ("<|endoftext|>", "<|padding|>", "<b>")]
     config: dict[str, Any] = {"tokenizer_class": named} | ({"eos_token": eos} if eos else {})
@@ -265,9 +261,7 @@ def test_special_tokens_of_classes(
           "errors": "replace", "auto_map": {}}, ""),
     ],
 )  # fmt: skip
-def test_settings_that_are_not_honoured_are_told(
-    config: dict[str, Any], said: str, folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_that_are_not_honoured_are_told(config: dict[str, Any], said: str, folder, caplog):
     with caplog.at_level(logging.WARNING, "megatron_async"):
         Tokenizer.from_folder(folder([], config))
     assert len(caplog.records) == bool(said)
@@ -410,9 +404,7 @@ def test_templates_of_a_gguf_file(trained: str) -> None:
         ({"add_bos_token": True, "bos_token_id": "x"}, None),
     ],
 )
-def test_metadata_that_do_not_fit_together(
-    fields: dict[str, Any], message: str | None, trained: str
-) -> None:
+def test_metadata_that_do_not_fit_together(fields: dict[str, Any], message: str | None, trained):
     said = f"file: tokenizer.ggml.{message}" if message else "file: the metadata of its tokenizer"
     with pytest.raises(TokenizerError, match=said):
         Tokenizer.from_gguf(gguf(trained, **fields), "file")

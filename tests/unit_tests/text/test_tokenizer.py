@@ -220,9 +220,7 @@ def test_bad_chat_templates(template: str | None, message: str, demo: Tokenizer)
         (lambda f: (f / "tokenizer_config.json").write_text("{"), "not readable as JSON"),
     ],
 )
-def test_missing_and_damaged_files(
-    damage: Callable[[Path], Any], message: str, demo: Tokenizer, tmp_path: Path
-) -> None:
+def test_missing_and_damaged_files(damage: Callable[[Path], Any], message: str, demo, tmp_path):
     demo.save(tmp_path)
     damage(tmp_path)
     with pytest.raises(TokenizerError, match=message) as error:

@@ -370,9 +370,7 @@ def test_choices_of_tools(tokenizer: Any) -> None:
         ({"structured_outputs": {"grammar": 'start: wanted | "a" start\nwanted: "start }" thought\nthought: blank\nblank: /[{]/ %json {"const": "start"}\n'}}, 'astart }{"start"', "wanted }{"),
     ],
 )  # fmt: skip
-def test_formats_alone_and_behind_a_thought(
-    body: dict[str, Any], good: str, bad: str, tokenizer: Any
-) -> None:
+def test_formats_alone_and_behind_a_thought(body: dict[str, Any], good: str, bad: str, tokenizer):
     plain = grammar(**body)
     assert accepts(tokenizer, plain, good)
     assert not accepts(tokenizer, plain, bad)
