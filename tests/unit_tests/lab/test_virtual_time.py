@@ -17,13 +17,14 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.lab.arrival_trace import TraceRequest
 from megatron_async.lab.device_times import MACHINES, CpuTimes, DeviceTimes, Machine
 from megatron_async.lab.model_less import ModelLessEngine
-from megatron_async.lab.model_shape import FIELDS, ModelShape
+from megatron_async.lab.model_shape import ModelShape
 from megatron_async.lab.simulator import simulate
 from megatron_async.lab.virtual_device import VirtualDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import ModelConfig, transformer_config
 from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.models.sizes import MambaSizes
 from megatron_async.planning.step_plan import IntArray, StepPlan
 
 SHAPE = ModelShape.of_architecture(DUMMY_SHAPES["llama-3.1-8b"], "bfloat16")
@@ -220,7 +221,7 @@ DELTA_LAYER = 4 * 16 * 16 + 17 * (4 * 16 + 2 * 16) + 17 * 4 + 4 * (4 * 16 + 2 * 
 DELTA = DUMMY_SHAPES["tiny-gated-delta"]
 MIXED = replace(
     DELTA, pattern="MGE*-M", num_layers=6,
-    **{name: getattr(HYBRID, name) for name in FIELDS["M"]},
+    **{name: getattr(HYBRID, name) for name in MambaSizes.FIELDS},
 )  # fmt: skip
 SETTINGS: dict[str, Any] = {"block_size_tokens": 16, "max_tokens": 150, "max_requests": 4}
 
