@@ -187,26 +187,21 @@ def _check(x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor) -> None:
 
 @triton.jit
 def _product_tile(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    pair_weights: tl.tensor,
-    pair_weights_stride: tl.tensor,
-    tile_pairs: tl.tensor,
+    tensors: tl.tuple,
     first_column: tl.tensor,
-    pairs: tl.tensor,
-    n: tl.constexpr,
-    k: tl.constexpr,
-    topk: tl.constexpr,
-    pairs_per_row: tl.constexpr,
+    sizes: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    gated: tl.constexpr,
-    squared: tl.constexpr,
 ) -> None:
     """The first `block_m` pairs of a tile times `block_n` rows of one expert's weight."""
+    x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs, pairs = tensors
+    n: tl.constexpr = sizes[0]
+    k: tl.constexpr = sizes[1]
+    topk: tl.constexpr = sizes[2]
+    pairs_per_row: tl.constexpr = sizes[3]
+    block_k: tl.constexpr = sizes[4]
+    gated: tl.constexpr = sizes[5]
+    squared: tl.constexpr = sizes[6]
     pair = tl.load(tile_pairs + tl.arange(0, block_m))
     column = first_column + tl.arange(0, block_n)
     real = pair < pairs
@@ -243,46 +238,21 @@ def _product_tile(
 
 @triton.jit
 def _product_columns(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    pair_weights: tl.tensor,
-    pair_weights_stride: tl.tensor,
-    tile_pairs: tl.tensor,
+    tensors: tl.tuple,
     nth: tl.tensor,
-    pairs: tl.tensor,
-    n: tl.constexpr,
-    k: tl.constexpr,
-    topk: tl.constexpr,
-    pairs_per_row: tl.constexpr,
+    sizes: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     last_n: tl.constexpr,
-    block_k: tl.constexpr,
-    gated: tl.constexpr,
-    squared: tl.constexpr,
 ) -> None:
     """The nth tile of columns, of `last_n` where it is the last one."""
     if last_n < block_n:
-        if (nth + 1) * block_n >= n:
-            _product_tile(
-                x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs,
-                nth * block_n, pairs, n, k, topk, pairs_per_row, block_m, last_n, block_k, gated,
-                squared,
-            )  # fmt: skip
+        if (nth + 1) * block_n >= sizes[0]:
+            _product_tile(tensors, nth * block_n, sizes, block_m, last_n)
         else:
-            _product_tile(
-                x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs,
-                nth * block_n, pairs, n, k, topk, pairs_per_row, block_m, block_n, block_k, gated,
-                squared,
-            )  # fmt: skip
+            _product_tile(tensors, nth * block_n, sizes, block_m, block_n)
     else:
-        _product_tile(
-            x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs,
-            nth * block_n, pairs, n, k, topk, pairs_per_row, block_m, block_n, block_k, gated,
-            squared,
-        )  # fmt: skip
+        _product_tile(tensors, nth * block_n, sizes, block_m, block_n)
 
 
 @triton.jit(do_not_specialize=["pairs", "max_tiles"])
@@ -331,24 +301,15 @@ def grouped_product_kernel(
         height: tl.constexpr = 2 * n if gated else n
         own = weight + tl.load(tile_experts + tile).to(tl.int64) * (height * k)
         tile_pairs = sorted_pairs + tile * block_m
+        tensors = (x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, pairs)
+        sizes: tl.constexpr = (n, k, topk, pairs_per_row, block_k, gated, squared)
         if halves:
             if tl.load(tile_pairs + block_m // 2) >= pairs:
-                _product_columns(
-                    x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, nth,
-                    pairs, n, k, topk, pairs_per_row, block_m // 2, block_n, last_n, block_k,
-                    gated, squared,
-                )  # fmt: skip
+                _product_columns(tensors, nth, sizes, block_m // 2, block_n, last_n)
             else:
-                _product_columns(
-                    x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, nth,
-                    pairs, n, k, topk, pairs_per_row, block_m, block_n, last_n, block_k, gated,
-                    squared,
-                )  # fmt: skip
+                _product_columns(tensors, nth, sizes, block_m, block_n, last_n)
         else:
-            _product_columns(
-                x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, nth, pairs,
-                n, k, topk, pairs_per_row, block_m, block_n, last_n, block_k, gated, squared,
-            )  # fmt: skip
+            _product_columns(tensors, nth, sizes, block_m, block_n, last_n)
 
 
 @triton.jit(do_not_specialize=["first_expert"])

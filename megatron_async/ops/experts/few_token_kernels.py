@@ -158,27 +158,22 @@ def _ranks(
 
 @triton.jit
 def choose(
-    logits: tl.tensor,
-    bias: tl.tensor,
-    places: tl.tensor,
-    out_experts: tl.tensor,
-    out_weights: tl.tensor,
+    tensors: tl.tuple,
     token: tl.tensor,
     nth: tl.tensor,
     stores: tl.tensor,
-    num_places: tl.tensor,
-    dummy_place: tl.tensor,
-    scale: tl.tensor,
-    experts: tl.constexpr,
-    topk: tl.constexpr,
+    rule: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
-    pre_softmax: tl.constexpr,
-    sigmoid: tl.constexpr,
-    has_bias: tl.constexpr,
-    has_places: tl.constexpr,
 ) -> tl.tensor:
     """A token's expert number `nth`; if `stores`, all its experts and their weights are stored."""
+    logits, bias, places, out_experts, out_weights, num_places, dummy_place, scale = tensors
+    experts: tl.constexpr = rule[0]
+    topk: tl.constexpr = rule[1]
+    pre_softmax: tl.constexpr = rule[2]
+    sigmoid: tl.constexpr = rule[3]
+    has_bias: tl.constexpr = rule[4]
+    has_places: tl.constexpr = rule[5]
     expert = tl.arange(0, block)
     is_expert = expert < experts
     own = logits + token * width
@@ -214,38 +209,41 @@ def _activated_rows(
     x: tl.tensor,
     start: tl.tensor,
     out: tl.tensor,
-    here: tl.tensor,
+    count: tl.tensor,
     n: tl.constexpr,
-    k: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    depth: tl.constexpr,
-    gated: tl.constexpr,
-    overlap: tl.constexpr,
+    sizes: tl.constexpr,
 ) -> None:
-    """A row of x times `here` rows of a weight, from `start` on, and the activation; the up row of
+    """A row of x times `count` rows of a weight, from `start` on, and the activation; the up row of
     each, if `gated`, is `n` rows behind it."""
-    line, column = tl.arange(0, block_n), tl.arange(0, block_k)
-    length = tl.where(line < here, k, 0)
-    inputs = x + line[:, None] * 0 + column[None, :]
-    cells = start + line[:, None] * k + column[None, :]
-    sums = tl.zeros((block_n, block_k), tl.float32)
-    ups = tl.zeros((block_n, block_k), tl.float32)
-    for at in range(0, k, depth * block_k):
-        w = load_tiles(cells, column, length, at, k, block_k, depth)
+    k: tl.constexpr = sizes[0]
+    block_n: tl.constexpr = sizes[1]
+    block_k: tl.constexpr = sizes[2]
+    depth: tl.constexpr = sizes[3]
+    gated: tl.constexpr = sizes[4]
+    overlap: tl.constexpr = sizes[5]
+    for turn in range(tl.cdiv(count, block_n)):
+        here = tl.minimum(count - turn * block_n, block_n)
+        line, column = tl.arange(0, block_n), tl.arange(0, block_k)
+        length = tl.where(line < here, k, 0)
+        inputs = x + line[:, None] * 0 + column[None, :]
+        cells = start + turn * (block_n * k) + line[:, None] * k + column[None, :]
+        sums = tl.zeros((block_n, block_k), tl.float32)
+        ups = tl.zeros((block_n, block_k), tl.float32)
+        for at in range(0, k, depth * block_k):
+            w = load_tiles(cells, column, length, at, k, block_k, depth)
+            if gated:
+                u = load_tiles(cells + n * k, column, length, at, k, block_k, depth)
+            ask_first(overlap)
+            sums = add_products(sums, w, inputs, column, length, at, block_k)
+            if gated:
+                ups = add_products(ups, u, inputs, column, length, at, block_k)
+        y = tl.sum(sums, 1)
         if gated:
-            u = load_tiles(cells + n * k, column, length, at, k, block_k, depth)
-        ask_first(overlap)
-        sums = add_products(sums, w, inputs, column, length, at, block_k)
-        if gated:
-            ups = add_products(ups, u, inputs, column, length, at, block_k)
-    y = tl.sum(sums, 1)
-    if gated:
-        y = y * tl.sigmoid(y) * tl.sum(ups, 1)
-    else:
-        y = tl.maximum(y, 0.0)
-        y = y * y
-    tl.store(out + line, y.to(out.dtype.element_ty), mask=line < here)
+            y = y * tl.sigmoid(y) * tl.sum(ups, 1)
+        else:
+            y = tl.maximum(y, 0.0)
+            y = y * y
+        tl.store(out + turn * block_n + line, y.to(out.dtype.element_ty), mask=line < here)
 
 
 @triton.jit(do_not_specialize=["num_places", "dummy_place"])
@@ -293,6 +291,7 @@ def few_up_kernel(
     rows: tl.constexpr = turns * block_n
     shared: tl.constexpr = (shared_ffn + rows - 1) // rows * tokens
     halves: tl.constexpr = 2 if gated else 1
+    sizes: tl.constexpr = (hidden, block_n, block_k, depth, gated, overlap)
     program = tl.program_id(0)
     if program < shared:
         begin = program // tokens * rows
@@ -300,64 +299,24 @@ def few_up_kernel(
         own = tl.minimum(shared_ffn - begin, rows)
         start = shared_fc1 + begin.to(tl.int64) * hidden
         await_previous(overlap)
-        for turn in range(tl.cdiv(own, block_n)):
-            _activated_rows(
-                x + token * x_stride,
-                start + turn * (block_n * hidden),
-                shared_activated + token * shared_ffn + begin + turn * block_n,
-                tl.minimum(own - turn * block_n, block_n),
-                shared_ffn,
-                hidden,
-                block_n,
-                block_k,
-                depth,
-                gated,
-                overlap,
-            )
+        row = x + token * x_stride
+        target = shared_activated + token * shared_ffn + begin
+        _activated_rows(row, start, target, own, shared_ffn, sizes)
     else:
         pair = (program - shared) % (tokens * topk)
         tile = (program - shared) // (tokens * topk)
         owner, nth = pair // topk, pair % topk
         await_previous(overlap)
-        expert = choose(
-            logits,
-            bias,
-            places,
-            out_experts,
-            out_weights,
-            owner,
-            nth,
-            (tile == 0) & (nth == 0),
-            num_places,
-            dummy_place,
-            scale,
-            experts,
-            topk,
-            width,
-            block_experts,
-            pre_softmax,
-            sigmoid,
-            has_bias,
-            has_places,
-        )
+        tensors = (logits, bias, places, out_experts, out_weights, num_places, dummy_place, scale)
+        rule: tl.constexpr = (experts, topk, pre_softmax, sigmoid, has_bias, has_places)
+        stores = (tile == 0) & (nth == 0)
+        expert = choose(tensors, owner, nth, stores, rule, width, block_experts)
         if expert >= 0:
             first = tile * rows
             rest = tl.minimum(ffn - first, rows)
             source = fc1 + (expert.to(tl.int64) * (halves * ffn) + first) * hidden
-            for turn in range(tl.cdiv(rest, block_n)):
-                _activated_rows(
-                    x + owner * x_stride,
-                    source + turn * (block_n * hidden),
-                    activated + pair * ffn + first + turn * block_n,
-                    tl.minimum(rest - turn * block_n, block_n),
-                    ffn,
-                    hidden,
-                    block_n,
-                    block_k,
-                    depth,
-                    gated,
-                    overlap,
-                )
+            row = x + owner * x_stride
+            _activated_rows(row, source, activated + pair * ffn + first, rest, ffn, sizes)
 
 
 @triton.jit
