@@ -11,6 +11,8 @@ from codeowners import PARTS
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "structures.md"
 PACKAGE = ROOT / "megatron_async"
+MIRROR = PACKAGE / "compat" / "inference"
+"""Its folders are those of Megatron, each with the alias of a class."""
 HEAD = """\
 # Structures
 
@@ -35,7 +37,7 @@ def text() -> str:
         parts.append(f"\n## {part[0].upper()}{part[1:]}\n\n")
         for room in rooms:
             folders = sorted(init.parent for init in (PACKAGE / room).rglob("__init__.py"))
-            parts += [line(folder) for folder in folders]
+            parts += [line(folder) for folder in folders if MIRROR not in folder.parents]
     roots = sorted(each.stem for each in PACKAGE.glob("*.py") if not each.stem.startswith("__"))
     parts.append(f"\nBeside them, in the package itself: {', '.join(roots)}.\n")
     return "".join(parts)
