@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import check_number, check_size
+from megatron_async.checkpoints.huggingface_defaults import DEFAULTS
 from megatron_async.checkpoints.huggingface_delta import MODEL_TYPES, language_model_config
 from megatron_async.checkpoints.huggingface_hybrid import (
     check_written,
@@ -261,9 +262,9 @@ def read_architecture(
     family = _family(config, where)
     settings = Settings(config, where, family.model_type)
     for key, supported in SUPPORTED.items():
-        # Of q, k and v, as Qwen2 has them without a word.
-        is_mimo = key == "attention_bias" and family.model_type == "mimo"
-        settings.only(key, *((True,) if is_mimo else supported))
+        # MiMo's are of q, k and v alone, as Qwen2 has them without a word.
+        is_fixed = key == "attention_bias" and settings.default(key)
+        settings.only(key, *((True,) if is_fixed else supported))
     found = read_hybrid(settings) if family.is_hybrid else _transformer(settings, family)
     found |= {
         "hidden_size": settings.size("hidden_size"),
@@ -354,9 +355,10 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
         "sliding_window": a.sliding_window,
         **write_rope(a),
     }
-    if a.model_type == "mimo":
+    defaults = DEFAULTS[a.model_type]
+    if defaults["attention_bias"]:
         config["attention_bias"] = True
-    if a.model_type.startswith("qwen") or a.model_type == "mimo":
+    if "use_sliding_window" in defaults:
         config["use_sliding_window"] = a.sliding_window is not None
         config["max_window_layers"] = 0 if a.sliding_window is not None else a.num_layers
     return config | write_experts(a) | write_mtp(a)
@@ -410,17 +412,16 @@ def _family(config: dict[str, Any], where: str) -> Family:
 
 
 def _sliding_window(config: Settings, layers: int) -> int | None:
-    kind = config.family
-    if kind == "llama":
-        return None
     window = None
+    if not config.knows("sliding_window"):
+        return window
     if config.get("sliding_window") is not None:
         window = config.size("sliding_window")
-    if kind in ("mistral", "mixtral"):
+    if not config.knows("use_sliding_window"):
         return window
     if not config.flag("use_sliding_window"):
         window = None
-    if kind == "qwen3_moe":
+    if not config.knows("max_window_layers"):
         return window
     full, listed = config.whole("max_window_layers"), config.get("layer_types")
     kinds = [FULL if window is None or n < full else SLIDING for n in range(layers)]

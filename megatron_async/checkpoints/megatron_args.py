@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
@@ -11,12 +12,11 @@ from megatron_async.checkpoints.files import check_number, check_size
 from megatron_async.checkpoints.huggingface_config import FAMILIES
 from megatron_async.checkpoints.huggingface_defaults import NEUTRAL
 from megatron_async.checkpoints.megatron_defaults import (
-    DELTA_DEFAULTS,
     IS_HARMLESS,
-    MAMBA_DEFAULTS,
     MEGATRON_DEFAULTS,
     ONLY_IN_SOME,
     RENAMED,
+    SIZES,
     SUPPORTED,
 )
 from megatron_async.checkpoints.settings import POSITIONS, is_one_of, listed, tell_unknown
@@ -30,6 +30,7 @@ from megatron_async.models.architecture import (
     RopeScaling,
     moe_pattern,
 )
+from megatron_async.models.sizes import SIZES_OF
 
 BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """Ways of `moe_router_load_balancing_type` that do nothing but add to the loss: "sinkhorn" and
@@ -126,8 +127,7 @@ def architecture_from_args(
         rotary_percent=percent,
         **_mtp(args, mtp_pattern, where),
         **(_experts(args, where) if experts else {}),
-        **(_mamba(args, hidden, where) if MAMBA in pattern else {}),
-        **(_sizes(args, DELTA_DEFAULTS, where) if DELTA in pattern else {}),
+        **_recurrent_sizes(args, pattern, hidden, where),
     )
     args.account_for_others(model_type, where)
     return architecture
@@ -273,16 +273,16 @@ def _activation(args: Mapping[str, Any], where: str) -> str:
     return "silu" if gated else "squared_relu"
 
 
-def _mamba(args: Mapping[str, Any], hidden: int, where: str) -> dict[str, Any]:
-    sizes = _sizes(args, MAMBA_DEFAULTS, where)
-    heads = 2 * hidden // sizes["mamba_head_dim"]
-    return {**sizes, "mamba_num_heads": _size_or(args, "mamba_num_heads", heads, where)}
-
-
-def _sizes(args: Mapping[str, Any], defaults: Mapping[str, int], where: str) -> dict[str, Any]:
-    given = {name: args.get(name) for name in defaults}
-    sizes = {name: defaults[name] if size is None else size for name, size in given.items()}
-    return {name: _size(sizes, name, where) for name in defaults}
+def _recurrent_sizes(
+    args: Mapping[str, Any], pattern: str, hidden: int, where: str
+) -> dict[str, Any]:
+    fields = [sizes.FIELDS for kind, sizes in SIZES_OF.items() if kind in pattern]
+    names = [name for name in chain.from_iterable(fields) if name in SIZES]
+    found = {name: _size_or(args, name, SIZES[name], where) for name in names}
+    if MAMBA in pattern:
+        heads = 2 * hidden // found["mamba_head_dim"]
+        found["mamba_num_heads"] = _size_or(args, "mamba_num_heads", heads, where)
+    return found
 
 
 def _mixers(args: Mapping[str, Any], layers: int, where: str) -> str:

@@ -65,14 +65,16 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
 }
 """Values that absent arguments stand for, where these are not served either."""
 
-MAMBA_DEFAULTS = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 8}
-DELTA_DEFAULTS = {
+SIZES = {
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 128,
+    "mamba_num_groups": 8,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-"""Sizes of Mamba-2 and of Gated DeltaNet layers where the arguments are silent: Megatron-Core's."""
+"""Sizes of recurrent layers where the arguments are silent: Megatron-Core's."""
 
 RENAMED = {
     "layernorm_epsilon": "norm_epsilon",
@@ -82,7 +84,7 @@ RENAMED = {
 were called before."""
 
 ONLY_IN_SOME = (
-    *MAMBA_DEFAULTS, "mamba_num_heads", *DELTA_DEFAULTS, "linear_attention_freq",
+    *SIZES, "mamba_num_heads", "linear_attention_freq",
     "num_layers", "num_query_groups", "rope_scaling_factor", "hybrid_override_pattern",
     "mtp_use_repeated_layer", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
     "moe_router_topk_scaling_factor", "moe_router_load_balancing_type", "moe_router_pre_softmax",

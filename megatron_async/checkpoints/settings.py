@@ -77,6 +77,10 @@ class Settings:
         """What a missing key means in this family; None: nothing of its own."""
         return self._defaults.get(key)
 
+    def knows(self, key: str) -> bool:
+        """Whether this family has a default for a key."""
+        return key in self._defaults
+
     def pass_over(self, *keys: str) -> None:
         """Account for keys without a meaning in a model like this."""
         self._taken.update(keys)
