@@ -83,8 +83,7 @@ class GatedDeltaMixer(RecurrentMixer[DeltaSizes]):
         out_proj: Callable[..., Any] = InferenceRowParallelLinear,
         **_: Any,
     ) -> None:
-        whole, hidden = DeltaSizes.of(config), config.hidden_size
-        super().__init__(config, whole, hidden, pg_collection.tp, in_proj)
+        super().__init__(config, config.hidden_size, pg_collection.tp, in_proj)
         sizes = self.sizes
         dtype = config.params_dtype
         # It holds the weight, and is never called.
@@ -96,7 +95,7 @@ class GatedDeltaMixer(RecurrentMixer[DeltaSizes]):
         self.out_norm = GatedHeadNorm(
             sizes.value_dim, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         )
-        self.out_proj = self._output(out_proj, whole.channels, hidden)
+        self.out_proj = self._output(out_proj, config.hidden_size)
         self._first_z = sizes.conv
 
     @property

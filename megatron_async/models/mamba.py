@@ -97,8 +97,8 @@ class Mamba2Mixer(RecurrentMixer[MambaSizes]):
         out_proj: Callable[..., Any] = InferenceRowParallelLinear,
         **_: Any,
     ) -> None:
-        whole, group = MambaSizes.of(config), pg_collection.tp
-        super().__init__(config, whole, d_model, group, in_proj)
+        group = pg_collection.tp
+        super().__init__(config, d_model, group, in_proj)
         sizes = self.sizes
         dtype = config.params_dtype
         shape = (sizes.conv, 1, CONV_KERNEL)
@@ -107,11 +107,11 @@ class Mamba2Mixer(RecurrentMixer[MambaSizes]):
         self.dt_bias = nn.Parameter(torch.empty(sizes.heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(sizes.heads, dtype=torch.float32))
         self.D = nn.Parameter(torch.empty(sizes.heads, dtype=torch.float32))
-        spread = group.size() > 1 and whole.groups == 1
+        spread = group.size() > 1 and self.whole_sizes.groups == 1
         eps = getattr(config, "mamba_norm_epsilon", 1e-5)
         shared = group if spread else None
         self.norm = GatedRMSNorm(sizes.channels, sizes.groups, eps, shared, dtype)
-        self.out_proj = self._output(out_proj, whole.channels, d_model)
+        self.out_proj = self._output(out_proj, d_model)
 
     @property
     def recurrence(self) -> MambaParams:

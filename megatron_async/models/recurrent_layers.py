@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron_async.models.sizes import RecurrentSizes
+from megatron_async.models.sizes import SIZES_OF, RecurrentSizes
 from megatron_async.models.step_view import RecurrentStepView
 from megatron_async.ops.linear.stream import Stream
 
@@ -56,15 +56,14 @@ class RecurrentMixer[Sizes: RecurrentSizes](MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        whole: Sizes,
         hidden: int,
         tp_group: dist.ProcessGroup,
         in_proj: Callable[..., Any],
     ) -> None:
         super().__init__(config)
-        self.whole_sizes: Sizes = whole
+        self.whole_sizes = cast(Sizes, SIZES_OF[self.kind].of(config))
         self.tp_group = tp_group
-        self.sizes: Sizes = whole.of_rank(tp_group.size())
+        self.sizes = self.whole_sizes.of_rank(tp_group.size())
         self._linear = {"bias": False, "is_expert": False, "tp_group": tp_group}
         self.in_proj = in_proj(
             hidden,
@@ -76,10 +75,10 @@ class RecurrentMixer[Sizes: RecurrentSizes](MegatronModule):
             **self._linear,
         )
 
-    def _output(self, out_proj: Callable[..., Any], channels: int, hidden: int) -> Any:
-        """The second product, of so many channels of all ranks."""
+    def _output(self, out_proj: Callable[..., Any], hidden: int) -> Any:
+        """The second product, of all ranks' channels."""
         return out_proj(
-            channels,
+            self.whole_sizes.channels,
             hidden,
             config=self.config,
             init_method=self.config.output_layer_init_method,
