@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.cli.early_checks import check_structure
 from megatron_async.cli.fields import add_fields, field_options, flag
 from megatron_async.cli.files import read_text
+from megatron_async.ops.sampling.slot_records import FILTERS
 from megatron_async.requests.defaults import NUM_TOKENS
 from megatron_async.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from megatron_async.text.structured_output import StructuredOutput
 
-FIELDS = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "min_tokens", "top_n_logprobs", "logprobs_mode",
-)  # fmt: skip
-"""Fields of `SamplingParams` that are options by their own names."""
 REPEATED = {
     "stop_token_ids": ("--stop-token-id", int, "ID"),
     "stop_words": ("--stop-word", str, "TEXT"),
@@ -39,16 +36,21 @@ BY_OTHER_NAMES = {
     "detokenize_stop_sequence": "for programs",
     "logit_bias": "for programs",
     "cache_salt": "prompts of one command line are one user's",
+    "echo": "a switch",
 }
 """Fields that have options of other names or none, and why."""
+FIELDS = sorted(
+    (f.name for f in fields(SamplingParams) if f.name not in {*REPEATED, *BY_OTHER_NAMES}),
+    key=lambda name: "logprobs" in name,
+)
+"""Fields that are options by their own names, those of log probs last."""
+_FILTERS = ", ".join(map(flag, FILTERS.values()))
 
 DEFAULTS = {
     name: f"the model's own, else {told}"
     for name, told in {
-        "temperature": "0; 1 with --top-k, --top-p or --min-p",
-        "top_k": "0",
-        "top_p": "0",
-        "min_p": "0",
+        "temperature": f"0; 1 with {' or '.join(_FILTERS.rsplit(', ', 1))}",
+        **dict.fromkeys(FILTERS.values(), "0"),
         "repetition_penalty": "1",
     }.items()
 }
@@ -116,9 +118,11 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     # ids are checked again by the engine, against the model's own vocabulary.
     sampling = SamplingParams(**given)
     sampling.validate(vocab_size=2**31)
-    if sampling.is_greedy and (sampling.top_k > 1 or sampling.top_p or sampling.min_p):
+    if sampling.is_greedy and any(
+        getattr(sampling, name) > (name == "top_k") for name in FILTERS.values()
+    ):
         raise ValueError(
-            "--top-k, --top-p and --min-p choose among samples, but this is greedy "
+            f"{' and '.join(_FILTERS.rsplit(', ', 1))} choose among samples, but this is greedy "
             f"(temperature {sampling.temperature:g}): give --temperature 1, for example."
         )
     return given

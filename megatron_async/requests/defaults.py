@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.ops.sampling.slot_records import FILTERS
 
 if TYPE_CHECKING:
     from megatron_async.requests.sampling_params import SamplingParams
@@ -27,11 +28,13 @@ NUM_TOKENS = 256
 """Most tokens of an answer, in Python and of `generate`, where neither request nor model says."""
 GREEDY, PLAIN_SAMPLES = 0.0, 1.0
 """Temperatures."""
+_PLAIN = tuple(name for name in FILTERS.values() if name not in ("top_k", "top_p"))
+"""Filters of which this protocol and the engine have the same value that changes nothing."""
 LIMITS: dict[str, tuple[float, float, float]] = {
     "temperature": (PLAIN_SAMPLES, 0, 100),
     "top_k": (0, -1, 2**63),
     "top_p": (1.0, 0, 1),
-    "min_p": (0.0, 0, 1),
+    **dict.fromkeys(_PLAIN, (0.0, 0, 1)),
     "frequency_penalty": (0.0, -2, 2),
     "presence_penalty": (0.0, -2, 2),
     "repetition_penalty": (1.0, 0.01, 100),
@@ -135,7 +138,8 @@ def generation_defaults(model: Any) -> GenerationDefaults:
 
 
 def _filters(named: Mapping[str, float]) -> bool:
-    return named.get("top_k", 0) > 1 or 0 < named.get("top_p", 1) < 1 or named.get("min_p", 0) > 0
+    is_cut = named.get("top_k", 0) > 1 or 0 < named.get("top_p", 1) < 1
+    return is_cut or any(named.get(name, 0) > 0 for name in _PLAIN)
 
 
 def _cannot_be(where: str, name: str, value: Any, allowed: str) -> ConfigurationError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.errors import RequestError
-from megatron_async.ops.sampling.slot_records import MAX_TOP_N
+from megatron_async.ops.sampling.slot_records import FILTERS, MAX_TOP_N
 from megatron_async.requests.parameter_names import check_attributes, names_what_is_meant
 from megatron_async.text.structured_output import StructuredOutput
 
@@ -22,7 +22,7 @@ MAX_STOP_WORDS = 64
 MAX_WORD_LENGTH = 256
 """Most characters of a stop word, or of a bad word that is a text."""
 NUMBERS = (
-    "temperature", "top_k", "top_p", "min_p", "top_n_logprobs", "frequency_penalty",
+    "temperature", *FILTERS.values(), "top_n_logprobs", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "min_tokens",
 )  # fmt: skip
 NUMBERS_OR_NONE = (
@@ -36,8 +36,7 @@ LARGEST, SMALLEST = sys.float_info.max, 5e-324
 """The largest finite number, and the smallest above 0."""
 REALS = (
     ("temperature", 0, LARGEST, "0 (greedy) or more"),
-    ("top_p", 0, 1, "between 0 (off) and 1"),
-    ("min_p", 0, 1, "between 0 (off) and 1"),
+    *((name, 0, 1, "between 0 (off) and 1") for name in FILTERS.values() if name != "top_k"),
     ("frequency_penalty", -2, 2, "-2 to 2 (0 is off)"),
     ("presence_penalty", -2, 2, "-2 to 2 (0 is off)"),
     ("repetition_penalty", SMALLEST, 100, "more than 0 and at most 100 (1 is off)"),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.sampling import SamplingMode
 from megatron_async.ops.sampling.slot_records import (
+    FILTERS,
     FOREVER,
     MAX_BAD_WORDS,
     MAX_EDITS,
@@ -82,14 +83,12 @@ def sampling_record(
     features = _features(params, has_edits=bool(edits), has_bad_words=bool(bad_words))
     seed_low, seed_high = np.array([seed], dtype="<i8").view("<i4")
     is_greedy = params.is_greedy or params.temperature < LEAST_TEMPERATURE
+    filters = _filters(params)
     words = pack_record(
         {
             Header.FEATURES: features,
             Header.TEMPERATURE: 0 if is_greedy else min(params.temperature, HOTTEST),
-            # More candidates than any vocabulary has is the same as no limit.
-            Header.TOP_K: min(params.top_k, MOST),
-            Header.TOP_P: _top_p(params),
-            Header.MIN_P: params.min_p,
+            **filters,
             Header.SEED_LOW: seed_low,
             Header.SEED_HIGH: seed_high,
             Header.MAX_LENGTH: max_length,
@@ -103,7 +102,7 @@ def sampling_record(
         edits,
         bad_words,
     )
-    return SamplingRecord(words, features, _mode(params, features, is_greedy))
+    return SamplingRecord(words, features, _mode(features, is_greedy, any(filters.values())))
 
 
 def _features(params: SamplingParams, *, has_edits: bool, has_bad_words: bool) -> RowFeature:
@@ -124,18 +123,20 @@ def _features(params: SamplingParams, *, has_edits: bool, has_bad_words: bool) -
     return features
 
 
-def _mode(params: SamplingParams, features: RowFeature, is_greedy: bool) -> SamplingMode:
+def _mode(features: RowFeature, is_greedy: bool, is_filtered: bool) -> SamplingMode:
     if features:
         return SamplingMode.PROCESSED
     if is_greedy:
         return SamplingMode.GREEDY
-    if params.top_k or _top_p(params) or params.min_p:
-        return SamplingMode.FILTERED
-    return SamplingMode.SOFTMAX
+    return SamplingMode.FILTERED if is_filtered else SamplingMode.SOFTMAX
 
 
-def _top_p(params: SamplingParams) -> float:
-    return params.top_p if params.top_p < 1 else 0.0  # 1 keeps all tokens
+def _filters(params: SamplingParams) -> dict[Header, float]:
+    found = {word: getattr(params, name) for word, name in FILTERS.items()}
+    # More candidates than any vocabulary has are no limit, and a top_p of 1 keeps all tokens.
+    found[Header.TOP_K] = min(found[Header.TOP_K], MOST)
+    found[Header.TOP_P] = found[Header.TOP_P] if found[Header.TOP_P] < 1 else 0.0
+    return found
 
 
 def _edits(params: SamplingParams, prompt_length: int) -> list[Edit]:

@@ -76,16 +76,12 @@ class Header(IntEnum):
     token needs the token before it."""
 
 
-FLOAT_WORDS = frozenset(
-    (
-        Header.TEMPERATURE,
-        Header.TOP_P,
-        Header.MIN_P,
-        Header.FREQUENCY,
-        Header.PRESENCE,
-        Header.REPETITION,
-    )
-)
+FILTERS = {Header.TOP_K: "top_k", Header.TOP_P: "top_p", Header.MIN_P: "min_p"}
+"""Words of a row's filters: the fields of `SamplingParams`. All but top_k are floats from 0 (off)
+to 1."""
+FLOAT_WORDS = frozenset((
+    Header.TEMPERATURE, *FILTERS, Header.FREQUENCY, Header.PRESENCE, Header.REPETITION,
+)) - {Header.TOP_K}  # fmt: skip
 """Words of the header that are float32."""
 HEADER = 16
 EDIT_WORDS = 3

@@ -63,7 +63,7 @@ def test_what_is_not_given_is_none() -> None:
 def test_every_field_is_an_option_or_says_why_not() -> None:
     of_engine = {*options.engine_fields(), *options.NOT_OPTIONS}
     assert {field.name for field in fields(InferenceConfig)} == of_engine
-    of_request = {*sampling.FIELDS, *sampling.REPEATED, *sampling.BY_OTHER_NAMES, "echo"}
+    of_request = {*sampling.FIELDS, *sampling.REPEATED, *sampling.BY_OTHER_NAMES}
     assert {field.name for field in fields(SamplingParams)} == of_request
 
 
