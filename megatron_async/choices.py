@@ -98,7 +98,7 @@ class Choices:
     """
 
     def __init__(self, mode: str, device: Device, progress: bool = False) -> None:
-        self._mode, self._device, self.progress = mode, device, progress
+        self._mode, self.device, self.progress = mode, device, progress
         self.used: dict[str, tuple[Row, str]] = {}
 
     def find[V: msgspec.Struct](self, question: Question[V]) -> V | None:
@@ -136,6 +136,12 @@ class Choices:
         """The rows used, as JSON, each with its source."""
         return [msgspec.to_builtins(row) | {"source": source} for row, source in self.used.values()]
 
+    def places_of(self, row: Row) -> tuple[Path | None, bool]:
+        """The file in which a row is kept, if it is, and whether one of its key is shipped."""
+        sources = {source for other, source in known_rows(row.gpu) if other.key == row.key}
+        file = cache_folder(FOLDER) / row.file_name if "cached" in sources else None
+        return file, "shipped" in sources
+
     def _use[V: msgspec.Struct](self, question: Question[V], source: str, value: Any) -> V:
         found = msgspec.convert(value, type(question.rule))
         self.used[question.kind] = self._row(question, found), source
@@ -144,7 +150,7 @@ class Choices:
 
     def _row(self, question: Question[Any], value: msgspec.Struct) -> Row:
         values = msgspec.to_builtins(value)
-        return Row(question.kind, self._device.name, question.shape, versions(), values)
+        return Row(question.kind, self.device.name, question.shape, versions(), values)
 
     def _look_up[V: msgspec.Struct](self, row: Row, question: Question[V]) -> tuple[str, V] | None:
         """The source and the value of the first sound row of this key."""
@@ -237,6 +243,25 @@ def write_rows(path: Path, rows: Iterable[Row], replaces: bool = True) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of a table that is to be written anew; none where there is no file.
+
+    Raises:
+        OSError, ValueError: it is there, and is none that can be read.
+    """
+    try:
+        return read_rows(path) if path.exists() else []
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; name a table of rows, or a new file.") from error
+
+
+def merged(rows: Iterable[Row], new: Sequence[Row]) -> list[Row]:
+    """The rows of a table, of which new ones replace those of the same keys."""
+    keys = [row.key for row in new]
+    kept = [row for row in rows if row.key not in keys]
+    return sorted([*kept, *new], key=lambda row: (row.gpu, row.kind, row.file_name))
 
 
 def known_rows(gpu: str) -> Iterator[tuple[Row, str]]:

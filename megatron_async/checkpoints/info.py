@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +27,12 @@ from megatron_async.models.sizes import SIZES_OF
 from megatron_async.ops.batch_dimensions import BatchDimensions
 
 if TYPE_CHECKING:
+    from megatron_async.models.model_config import ModelConfig
     from megatron_async.models.parallel_state import ParallelSizes
 
 GIB = 1024**3
+OF_A_START = ("block_size", "longest", "backends", "max_requests", "max_tokens")
+"""What decides about a choice beside the model, and is shown."""
 TOKEN_ID_BYTES = 4
 """Bytes of a token id beside the keys, which the prefix cache reads
 (`PagedKVCache.block_tokens`)."""
@@ -285,6 +289,7 @@ def model_program(
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
     major: int | None = None,
+    gpu: str | None = None,
 ) -> list[str]:
     """Which kernels each layer of a model launches in a step: a line each, on one rank.
 
@@ -295,6 +300,7 @@ def model_program(
         device: as for `model_info`; not asked for where `major` is given.
         dtype: of the weights; None: bfloat16 on a GPU, else float32.
         major: compute capability of the GPU whose rules count; None: of the device.
+        gpu: a word of its name, for choices by time that are known; None: the device's whole name.
 
     Raises:
         ConfigurationError: fewer tokens than rows, or none; a device that is unknown or not there.
@@ -309,7 +315,9 @@ def model_program(
         )
     if major is None:
         here = torch.device(resolve_device_name(device))
-        major = torch.cuda.get_device_capability(here)[0] if here.type == "cuda" else 0
+        major, gpu = 0, None
+        if here.type == "cuda":
+            major, gpu = torch.cuda.get_device_capability(here)[0], torch.cuda.get_device_name(here)
     source = source if isinstance(source, ModelSource) else open_model(source)
     resolved = parse_dtype(dtype or ("bfloat16" if major else "float32"))
     model = build_model(source.architecture, resolved, torch.device("meta"))
@@ -321,7 +329,37 @@ def model_program(
     elif not major:
         place += ", whose products may have packed or 8-bit weights where memory allows"
     shape = f"rows {rows}, tokens {tokens}"
-    return [f"{source.name}, {_dtype_name(resolved)}, {shape}, on {place}", *lines]
+    chosen = [] if gpu is None else _choices_lines(model.config, gpu)
+    return [f"{source.name}, {_dtype_name(resolved)}, {shape}, on {place}", *lines, *chosen]
+
+
+def _choices_lines(model: ModelConfig, gpu: str) -> list[str]:
+    """The rows of `Choices` for a model on one rank, whatever the settings of an engine."""
+    from megatron_async.choices import known_rows
+
+    dtype = _dtype_name(model.params_dtype)
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    facts_of = {
+        "prefill attention": {"heads": heads, "kv_heads": groups, "dim": model.kv_channels},
+        "mixed steps": {
+            "hybrid_layer_pattern": model.hybrid_layer_pattern,
+            "hidden_size": model.hidden_size,
+            "ffn_hidden_size": model.ffn_hidden_size,
+            "vocab": model.vocab_size,
+            "tensor_model_parallel_size": 1,
+        },
+    }
+    lines = []
+    for row, source in known_rows(gpu):
+        facts = facts_of.get(row.kind, {"kind": ""}) | {"dtype": dtype}
+        if facts.items() <= row.shape.items():
+            others = {name: value for name, value in row.shape.items() if name in OF_A_START}
+            value, where = json.dumps(row.value), json.dumps(others)
+            lines.append(f"{row.kind}, {row.gpu} ({source}): {value} for {where}")
+    return lines or [
+        f"no choice by time is known for {gpu}: the first start measures it, or `tune`; a rule "
+        "chooses with choices='shipped'"
+    ]
 
 
 def _free_memory(device: str) -> int:

@@ -1,5 +1,6 @@
 """The command line: `megatron-async chat`, `generate`, `convert`, `info`, `profile`, `replay`,
-`simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica`, `replicas` and `completion`.
+`simulate`, `simulate-fleet`, `tune`, `serve`, `coordinator`, `replica`, `replicas` and
+`completion`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with
@@ -30,6 +31,7 @@ from megatron_async.cli.options import (
     DEVICE,
     DRAFT_LAYER_HELP,
     JSON,
+    LAYERS,
     MODEL_HELP,
     NO_PROGRESS,
     PROGRAM,
@@ -88,6 +90,7 @@ COMMANDS = (
     "lab.profile_command.add_profile",
     "lab.simulate_command.add_replay_and_simulate",
     "lab.fleet_command.add_simulate_fleet",
+    "cli.tune.add_tune",
     "cli.serve.add_serve",
     "cli.serving.add_serving",
     "cli.completion.add_completion",
@@ -109,10 +112,6 @@ CHAT_OR_RAW: Rows = (
      "an error where it has none"),
     ("--raw", bool, None, False, "go on from each prompt's text as it is, no template"),
 )  # fmt: skip
-LAYERS = (
-    "--transformer-impl", ("local", "transformer_engine"), None, "local",
-    "layers of torch and our kernels, or TransformerEngine's (GPU; must be installed)",
-)  # fmt: skip
 OUTPUT: Rows = (
     ("--json", bool, None, False,
      "one JSON document: results and stats\n(several replicas: results and replica_stats, a list)"),
@@ -131,7 +130,9 @@ GPUS = {"a100": 8, "b200": 10, "h100": 9, "h200": 9}
 """Compute capability (major) of GPUs that `info --program` knows by name."""
 INFO: Rows = (
     ("--memory-gb", float, "GB", None, "plan for this much memory, not for what is"),
-    ("--program", bool, None, False, "the kernels that each layer launches in a step, instead"),
+    ("--program", bool, None, False,
+     "the kernels that each layer launches in a step, and the choices by time that\n"
+     "are known, instead"),
     ("--rows", int, "N", None, "of --program: rows that decode a token (default: 1)"),
     ("--tokens", int, "N", None,
      "of --program: all tokens of the step; those beyond --rows are a prompt's\n"
@@ -312,7 +313,13 @@ def run_info(arguments: argparse.Namespace) -> int:
         tokens = rows if arguments.tokens is None else arguments.tokens
         major = None if arguments.gpu is None else GPUS[arguments.gpu]
         lines = model_program(
-            arguments.model, rows, tokens, arguments.device, arguments.dtype, major
+            arguments.model,
+            rows,
+            tokens,
+            arguments.device,
+            arguments.dtype,
+            major,
+            arguments.gpu,
         )
         if arguments.json:
             print_json({"program": lines})

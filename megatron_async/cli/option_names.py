@@ -135,6 +135,7 @@ COMMANDS = {
     "benchmark": "bench", "perf": "bench", "show": "info", "inspect": "info", "ps": "replicas",
     "export": "convert", "save": "convert", "create": "convert", "worker": "replica",
     "router": "coordinator", "trace": "profile", "shell-completion": "completion",
+    "autotune": "tune",
 }  # fmt: skip
 """Commands of other tools -> command here."""
 COMMAND_ADVICE = {

@@ -115,6 +115,10 @@ ON_REPLICA_DEATH = (
     "--on-replica-death", ("retry", "fail"), None, "retry",
     "serve a lost replica's requests again elsewhere, or fail them",
 )  # fmt: skip
+LAYERS = (
+    "--transformer-impl", ("local", "transformer_engine"), None, "local",
+    "layers of torch and our kernels, or TransformerEngine's (GPU; must be installed)",
+)  # fmt: skip
 NO_PROGRESS = ("--no-progress", bool, None, False, "no progress bar")
 NO_BARS = ("--no-progress", bool, None, False, "no progress bars")
 DEVICE = (
@@ -135,6 +139,7 @@ RANKS_TEXTS = {
     "generate": "Start them with torchrun: `torchrun --nproc-per-node 2 -m megatron_async generate "
     "...`.\nRanks beyond one model's are data-parallel replicas, which divide the prompts.\n"
     "scripts/launch_node.sh and scripts/launch_nodes.sh call torchrun for you.",
+    "tune": "Start them with torchrun, as many as a start will have; rank 0 keeps its times.",
     "serve": "`serve` starts them itself, on this host's GPUs: `serve MODEL "
     "--tensor-model-parallel-size 2`\nneeds two, and with --replicas each engine as many more. "
     "On several hosts: a\n`coordinator`, a `replica` on each, and `serve --coordinator ADDRESS`.",
