@@ -127,7 +127,6 @@ class FleetClient(RequestClient):
     A replica that was lost is not used again, as batches of its news may be missing.
 
     Args:
-        fleet: carries them.
         config: limits of this client's requests, and how often a request is sent again. The manager
             itself notices silent replicas, and queues what a replica has no room for.
         ingress: number of this client, below `MOST_INGRESSES`; None: drawn.

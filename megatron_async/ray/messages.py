@@ -20,7 +20,6 @@ class FleetBatch(msgspec.Struct, frozen=True):
         sequence: 0, 1, 2 ... for this ingress. Batches travel with different calls, hence may
             come in another order.
         begun: numbers of requests that the replica has begun since the last batch.
-        steps: what its steps told, oldest first.
     """
 
     sequence: int

@@ -44,11 +44,7 @@ class RankActor:
 
 class RayRanks:
     """Starts the other ranks, then loads the model on this one, the first. `ranks` counts this
-    process, too; `cpus` and `gpus` are of each.
-
-    Attributes:
-        llm: of this rank.
-    """
+    process, too; `cpus` and `gpus` are of each."""
 
     def __init__(
         self, model: str, options: Mapping[str, Any], ranks: int, cpus: float, gpus: float

@@ -27,13 +27,8 @@ class KeyDigest(msgspec.Struct, frozen=True):
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """A certificate for HTTPS.
-
-    Attributes:
-        certificate: file with the chain, PEM.
-        key: file with its private key, PEM; None: it is in the same file.
-        password: of the key; None: it has none.
-    """
+    """A certificate for HTTPS. Both files are PEM, the first with the whole chain; without `key`
+    the private key is in it too."""
 
     certificate: str
     key: str | None = None
@@ -81,9 +76,6 @@ class ApiConfig(HttpSettings, frozen=True, kw_only=True):
     """Configuration of an API process. It has digests of keys, never keys.
 
     Attributes:
-        coordinator: its address.
-        tls: certificate; None: no encryption.
-        log_requests: whether each request has a line of log.
         name: of the process, for its lines of log.
     """
 

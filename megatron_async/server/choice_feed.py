@@ -13,13 +13,8 @@ from megatron_async.serving.readers import TokenLogProbs, TokenReader
 
 
 class News(NamedTuple):
-    """New tokens and text of a choice.
-
-    Attributes:
-        tokens: ids.
-        log_probs: of them; None if they were not asked for.
-        text: made by the replica; None where this process makes texts.
-    """
+    """New tokens and text of a choice. `text` is what the replica makes; None where this process
+    makes texts."""
 
     tokens: list[int]
     log_probs: TokenLogProbs | None
@@ -31,7 +26,6 @@ class ChoiceFeed(TokenReader):
     comes, with whether it cannot wait.
 
     Attributes:
-        num_tokens: that have come so far.
         first_ns: when the first ones came, in nanoseconds since 1970; 0 before.
         end: how the request ended; None before.
         ended_ns: when, in nanoseconds since 1970.

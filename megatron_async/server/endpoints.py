@@ -20,14 +20,7 @@ from megatron_async.server.fields.served_model import ServedModel
 
 
 class Endpoint(NamedTuple):
-    """The endpoint of one path.
-
-    Attributes:
-        kind: the body that a request has.
-        ask: says what the engine is asked.
-        writer: writes a choice of the answer.
-        error_body: writes errors.
-    """
+    """The endpoint of one path. `kind` is the body that a request has."""
 
     kind: type[KnownFields]
     ask: Callable[[Any, ServedModel, Caller], Asked]

@@ -61,13 +61,11 @@ TELL_EVERY_S = 1.0
 
 @dataclass(eq=False)
 class _Peer:
-    """A client, a replica, or one that has yet to say which.
+    """A client, a replica, or one that has yet to say which. It must say its `proof` first, once it
+    has been greeted; `is_here` says whether it is a process of this host, by its socket.
 
     Attributes:
         since: when it was last known to the dispatcher, or was accepted, seconds.
-        is_here: whether it is a process of this host, by its socket.
-        proof: that it must say first, once it has been greeted.
-        has_proven: whether it has.
     """
 
     identity: bytes
@@ -83,7 +81,6 @@ class Coordinator:
 
     Args:
         address: "tcp://HOST:PORT" ("tcp://127.0.0.1:*" takes a free port), or "ipc://FILE".
-        config: limits and policies.
         secret: that all peers must have; None: no secret is needed. See `secret.read_secret`.
 
     Attributes:

@@ -51,16 +51,9 @@ ENDED = "its connection has ended"
 
 
 class Link:
-    """One end.
-
-    Args:
-        end: a connected socket.
-        most_bytes: of a message that is taken; a longer one ends the link.
-        encryption: makes the TLS of this end; None: no encryption.
-        is_server: whether it is the end that was connected to.
+    """One end. A message of more than `most_bytes`, which may be changed, ends the link.
 
     Attributes:
-        most_bytes: as given; may be changed.
         channel: different for each encrypted link, and the same at both ends; b"" without
             encryption, None while keys are being agreed.
         why_over: why no further messages come; "": they may.
@@ -223,8 +216,6 @@ class Greeting(NamedTuple):
     """The coordinator's first message on a link.
 
     Attributes:
-        nonce: is used once.
-        proof: that it has the secret.
         here: name of the socket for peers of its host; "": this link is one already, or this system
             has none.
     """

@@ -114,14 +114,10 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         number: from a replica the coordinator's, to a client the client's own.
-        finish_reason: as in `DynamicInferenceRequest`.
         failure: kind (name of an exception) and message, or None.
-        stop_words_from: as in `DynamicInferenceRequest`.
-        num_prompt_tokens, num_generated_tokens: tokens.
         num_cached_tokens: of its prompt, those that were found in the replica's cache; None: it was
             never admitted.
         prompt_tokens: int32, where the prompt was a text.
-        prompt_log_probs: if they were asked for.
         ttft, latency: seconds at the replica, to the first token and to the end.
         queue_s: seconds at the replica before it had a slot; None: it had none.
         text, stop_word: where the replica makes texts: the last part, and the word that ended it.
@@ -165,9 +161,7 @@ class StepTokens(Message, omit_defaults=True):
             by its own numbers. A request may occur twice, with its tokens in order.
         counts: int32 `[rows]`: new tokens of each row.
         tokens: int32 `[sum of counts]`: row by row.
-        log_probs: of the rows that asked.
         texts: number and new text, where the replica makes texts.
-        ends: of requests.
         steps: from a replica, so many steps of the same requests, one token of each request a step:
             `tokens` are int32 `[steps, rows]` and `counts` is empty. 0: as above.
     """
@@ -187,11 +181,7 @@ class NewModel(Message):
 
 class Again(Message):
     """To a client: another replica serves the request. Its tokens follow from the first on, and are
-    the same as before.
-
-    Attributes:
-        number: the client's own.
-    """
+    the same as before."""
 
     number: Number
 
@@ -210,10 +200,8 @@ class Generate(Message, omit_defaults=True):
 
     Attributes:
         number: the client's own, for what follows.
-        prompt: text or token ids.
         params: `SamplingParams`, encoded; only the replica reads them.
         max_new_tokens: of the sampling parameters, for estimates; None: no limit.
-        priority: higher goes first, here and in the replica.
         label: the name that people know it by, at most 128 characters; several may share one.
         owner: the owner whose limits count the request; "": none.
         traceparent: of the trace that it belongs to, as `trace_context.read_traceparent` gives it;
@@ -240,12 +228,10 @@ class Ask(Message):
     """A question or a command about the service.
 
     Attributes:
-        number: the client's own.
         what: "stats", or "card" (field `digest`: of the card that the client has); of one replica
             "pause", "drain", "resume" or "remove"; of the whole service one of
             `service_verbs.VERBS`.
         replica: name of the replica concerned; "": the whole service.
-        fields: further arguments of the verb.
     """
 
     number: Number
@@ -272,11 +258,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         name: unique among the replicas.
         instance: different for each process, to recognise a replica that connects again.
         model: all settings that must be equal for replicas to give the same tokens, by name.
-        slots: requests served at once.
-        kv_blocks: KV blocks of its pool.
-        block_size_tokens: tokens in a block.
         shares_experts: whether other replicas of its job need its experts.
-        card: digest of its model card.
     """
 
     name: Name
@@ -297,12 +279,7 @@ class ReplicaHello(Message):
 
 
 class Card(Message):
-    """A replica's `ModelCard`, which the coordinator wants and does not read.
-
-    Attributes:
-        digest: its digest.
-        data: the card, encoded.
-    """
+    """A replica's `ModelCard`, which the coordinator wants and does not read."""
 
     digest: str
     data: bytes
@@ -341,11 +318,7 @@ class Helping(Message):
 
 class Goodbye(Message):
     """A replica has gone, and others must serve its unfinished requests; or a client has gone, and
-    its unfinished requests are aborted.
-
-    Attributes:
-        failure: the reason, or "" if it left in order.
-    """
+    its unfinished requests are aborted. `failure` is the reason, "" if it left in order."""
 
     failure: str = ""
 
@@ -368,13 +341,7 @@ class SetPaused(Message):
 
 
 class Do(Message):
-    """To a replica: follow an administrator's command, and answer `Done`.
-
-    Attributes:
-        number: the coordinator's.
-        what: one of `service_verbs.OF_REPLICAS`.
-        fields: its further arguments.
-    """
+    """To a replica: follow an administrator's command, and answer `Done`."""
 
     number: Number
     what: str

@@ -20,14 +20,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         model: name or path of the loaded model, as given to the replica.
         tokenizer_json: a `tokenizer.json`; None without a tokenizer, and where it cannot be sent.
         tokenizer_config: the fields of a `tokenizer_config.json`.
-        chat_template: jinja2 source, or None.
         eos_ids: tokens that end a generation, the tokenizer's own first.
         generation_config: the fields of the model's `generation_config.json`, if it has one.
         replica_makes_text: the tokenizer cannot be sent, so the replica makes the texts.
         max_sequence_length: most tokens of prompt and answer.
         vocab_size: columns of the logits.
-        block_size_tokens: tokens of a KV block.
-        num_speculative_tokens: most drafts of a step.
         device: that it runs on, as "cpu" or "cuda"; "": not known.
         digest: of all other fields but the device, which tokens do not depend on.
     """

@@ -143,13 +143,10 @@ class RoutedRequest:
 
     Attributes:
         number: the coordinator's; replicas' engines use it as their request id.
-        client: identity of its client.
-        asked: the client's message.
         replica: the replica that serves it; None while it is queued.
         attempts: replicas that it was given to.
         early_deaths: how many of them died before its first token.
         is_aborted: whether its client has aborted it.
-        routes: where its tokens go.
         received_at: when it arrived, seconds.
         given_at: when the replica that serves it got it, seconds; 0.0: no replica has.
     """
@@ -224,9 +221,6 @@ class ReplicaRecord:
     """A replica that has joined.
 
     Attributes:
-        status: its last status, or None.
-        requests: its unfinished requests, by number.
-        last_heard: time of its last message, seconds.
         last_progress: time when its engine last finished a step or had no work, seconds.
         completed: requests that it ended without an error.
     """
@@ -326,13 +320,7 @@ class ReplicaRecord:
 
 @dataclass(eq=False)
 class ClientRecord:
-    """A client.
-
-    Attributes:
-        index: a small number of its own.
-        requests: its unfinished ones, by its own numbers.
-        last_heard: time of its last message, seconds.
-    """
+    """A client."""
 
     identity: bytes
     last_heard: float

@@ -72,13 +72,10 @@ class Replica:
     """Serves a coordinator's requests with one engine; no other code may step the engine.
 
     Args:
-        engine: idle.
-        address: of the coordinator.
         model: what is served; the coordinator takes replicas of one model only.
         name: unique among the replicas; None: host and process id.
         finish_together: waits until all replicas of the job have left; for a replica whose experts
             others need.
-        secret: the coordinator's, if it asks for one.
         tokenizer: for clients; None: the engine's, if it can be sent.
 
     Attributes:

@@ -30,15 +30,11 @@ class RequestBooks:
     number of the first request.
 
     Attributes:
-        replicas: by identity.
-        clients: by identity.
         requests: unfinished requests, by the coordinator's numbers.
         queue: unfinished requests that no replica has.
         counters: requests "received", "completed", "failed", "aborted", "retried", "refused"; and
             "prefix_blocks", blocks of prompts that their replicas had served before.
         routes: the clients to which tokens are sent.
-        in_flight: how many requests and tokens are under way.
-        service: counters for metrics.
     """
 
     def __init__(

@@ -59,12 +59,7 @@ class RequestQueue:
 
 
 class InFlight:
-    """Counts requests from their acceptance to their ends.
-
-    Attributes:
-        requests: unfinished ones.
-        tokens: that they may have together, about.
-    """
+    """Counts requests from their acceptance to their ends."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config

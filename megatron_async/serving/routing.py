@@ -31,10 +31,8 @@ class Candidate:
     """A replica that accepts requests, as a policy sees it.
 
     Attributes:
-        name: its name.
         unfinished_tokens: tokens that its requests may still need; estimates for the newest ones.
         free_blocks: free KV blocks, less those that the newest requests will take.
-        unfinished_requests: number of its requests.
         prefix: blocks of prompts that it has served.
     """
 

@@ -49,7 +49,6 @@ class Histogram:
 
     Attributes:
         counts: of each bucket, one more than there are bounds; a value on a bound is below it.
-        total: sum of the values.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -68,10 +67,8 @@ class ServiceCounters:
     """Counters since the start of a coordinator. They survive its replicas, so they only rise.
 
     Attributes:
-        reasons: requests that have ended, by why.
         prompt_tokens: of requests that have ended; `cached_tokens` of these were in a cache.
         generated_tokens: that went to clients, as they go.
-        histograms: by the names of `HISTOGRAMS`.
     """
 
     def __init__(self) -> None:

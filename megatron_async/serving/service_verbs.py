@@ -78,12 +78,7 @@ class Question:
     """A verb that replicas must do before its answer.
 
     Attributes:
-        asker: identity of the client.
-        number: the client's.
-        what: the verb.
-        fields: its arguments.
         waiting: identities of replicas that have not answered.
-        answers: of the others, by name.
         failures: of those that could not, by name.
     """
 
@@ -100,7 +95,6 @@ class ServiceVerbs:
     """The state of a service, and how it changes.
 
     Attributes:
-        state: what the service does.
         had_replica: whether one has ever joined: without one it loads, later it restarts.
         is_given_up: whether the starter of the replicas expects no further one.
         on_shutdown: ends the coordinator for a client; None: no client may.

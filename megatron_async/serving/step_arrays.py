@@ -22,13 +22,11 @@ class StepArrays:
     """The arrays of a `StepTokens`.
 
     Attributes:
-        of_message: the message.
         numbers: int64 `[rows]`.
         counts: int32 `[rows]`, 0 or more.
         tokens: int32 `[sum of counts]`.
         asking: int32 `[asking]`, rising: rows with log probs; None where no row has any.
         words: int32 `[tokens of these rows, 1 + 2 * top_n]`; see `LogProbRows`.
-        top_n: alternatives at each token of these rows.
     """
 
     of_message: StepTokens

@@ -29,11 +29,7 @@ _encode = msgspec.json.Encoder().encode
 
 class Answer:
     """The answer to one HTTP request. With `one_event_a_token` tokens that come together are sent
-    one by one.
-
-    Attributes:
-        choices: in the order of `asked.choices`.
-    """
+    one by one. Its choices are in the order of `asked.choices`."""
 
     def __init__(
         self,
@@ -67,11 +63,7 @@ class Answer:
 
 
 class AnswerChoice:
-    """One choice of an `Answer`.
-
-    Attributes:
-        failure: why it has failed, or None.
-    """
+    """One choice of an `Answer`."""
 
     def __init__(self, answer: Answer, writer: ItemWriter, one_event_a_token: bool) -> None:
         self._answer, self.writer = answer, writer

@@ -62,9 +62,6 @@ class Item:
 
     Attributes:
         kind: "call" is a call of a function.
-        place: in the answer, from 0.
-        id: of the item; a call's result refers to it.
-        name: of the function.
         texts: parts of the text, or of the JSON text of the arguments, if the writer keeps them.
         log_probs: of a text's tokens, as `of_chat` writes them.
     """
@@ -87,8 +84,6 @@ class ItemResult:
     """A choice that has ended.
 
     Attributes:
-        items: in their order.
-        end: as the engine reported it.
         reason: OpenAI's word for how it ended: "stop", "length", "tool_calls" or "abort".
         stop_word: that ended it, or None.
         stop_reason: vLLM's word for what ended it (`ChoiceText.stop_reason`).

@@ -55,12 +55,7 @@ class CallReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A function as the grammar needs it.
-
-    Attributes:
-        name: of the function.
-        parameters: JSON schema of its arguments.
-    """
+    """A function as the grammar needs it."""
 
     name: str
     parameters: Mapping[str, Any]

@@ -30,12 +30,11 @@ class NoCall(Exception):
 
 
 class CallText:
-    """A text as it arrives, and how far it was read as a call.
+    """A text as it arrives, and how far it was read as a call. `is_ended`: nothing more will come.
 
     Attributes:
         text: of it, what is not settled yet.
         place: what is before it was read.
-        is_ended: nothing more will come.
         types: of the parameters of tools, by the tool's name, for forms that need them.
     """
 

@@ -134,11 +134,7 @@ class TemplateRenderer:
     """Renders the chats of one model; may be called on several threads, and on an event loop.
 
     Small chats have a process of their own, so that none of them waits for a large one.
-    `small_bytes`: JSON of a small chat. Without a tokenizer chats are refused.
-
-    Attributes:
-        small, large: the processes.
-    """
+    `small_bytes`: JSON of a small chat. Without a tokenizer chats are refused."""
 
     def __init__(self, tokenizer: Tokenizer | None, small_bytes: int) -> None:
         self._has_template = tokenizer is not None and tokenizer.chat_template is not None

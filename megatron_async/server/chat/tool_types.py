@@ -43,12 +43,7 @@ class ValueTypes:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the branches of one schema say.
-
-    Attributes:
-        kinds, only: as in `ValueTypes`.
-        is_open: one of them lists no values.
-    """
+    """What the branches of one schema say. `is_open`: one of them lists no values."""
 
     kinds: set[str] = field(default_factory=set)
     only: list[Any] = field(default_factory=list)
@@ -56,12 +51,7 @@ class _Seen:
 
 
 class ToolTypes:
-    """Types of one tool's parameters, each found once.
-
-    Attributes:
-        root: as given.
-        schema: `root` behind its references.
-    """
+    """Types of one tool's parameters, each found once."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root

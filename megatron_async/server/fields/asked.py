@@ -16,11 +16,10 @@ from megatron_async.server.fields.refusal import Refusal, refusal_of
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The sender of a request.
+    """The sender of a request. An administrator's priority counts as it is.
 
     Attributes:
         owner: name of the API key, "" without one; it is mixed into the cache salt.
-        is_admin: the admin key was given: its priority counts as it is.
     """
 
     owner: str = ""
@@ -114,7 +113,6 @@ class AskedChoice(msgspec.Struct, frozen=True):
     """One request to the engine.
 
     Attributes:
-        index: of the choice in the answer.
         prompt: its place in `Asked.prompts`.
         params: for the engine; no two choices share them.
     """
@@ -129,9 +127,7 @@ class Asked(msgspec.Struct, frozen=True):
 
     Attributes:
         prompts: token ids, or a text where only the replica has the tokenizer.
-        choices: what to send, in the order of the answer.
         priority: ours: higher is served earlier.
-        style: of the answer.
     """
 
     prompts: list[Sequence[int] | str]

@@ -27,15 +27,11 @@ SHOWN = 100
 @dataclass(frozen=True)
 class ServedModel:
     """A model with what prompts and answers are made by; made once in an API process.
+    `names_of_tokens` is for log probs, `longest_token` in characters.
 
     Attributes:
-        card: from the replicas.
         names: that requests may use; answers use the one that was used.
-        limits: of one request.
         tokenizer: None where there is none, or only the replica has it.
-        names_of_tokens: for log probs.
-        chat: how chats are written and read.
-        longest_token: characters.
     """
 
     card: ModelCard

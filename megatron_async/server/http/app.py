@@ -20,16 +20,12 @@ Handler = Callable[[Exchange, str], Awaitable[None]]
 
 
 class Route(NamedTuple):
-    """A path that is served.
+    """A path that is served. `is_open`: it needs no key. `is_logged`: its requests have a line of
+    log each.
 
     Attributes:
         method: "GET" (which serves HEAD too) or "POST".
         path: as "/v1/models/*"; a star at its end stands for anything but nothing.
-        handler: answers.
-        is_open: needs no key.
-        needs_admin: needs the admin key.
-        error_body: writes its errors.
-        is_logged: its requests have a line of log each.
     """
 
     method: str

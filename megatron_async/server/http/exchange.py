@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 class Exchange:
     """One HTTP request. Of equal headers the last one counts; `told` are further headers of the
-    answer, whatever it is.
-
-    Attributes:
-        caller: the sender; set once it is known.
-        trace: of its spans; None: nobody wants any.
-        note: for its line of log; None: it has none.
-    """
+    answer, whatever it is. The caller is set once it is known."""
 
     def __init__(
         self,

@@ -40,7 +40,6 @@ class _Collected:
     """Waits for all choices of an answer that is not streamed.
 
     Attributes:
-        feeds: the readers of its choices.
         done: done when all have ended, or one has failed.
     """
 

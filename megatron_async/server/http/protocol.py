@@ -68,7 +68,6 @@ class HttpLimits(NamedTuple):
 
     Attributes:
         head_bytes: request line and headers.
-        headers: how many.
         head_s: from the first byte of a request, or from the connection, to the end of its headers.
         body_s: from there to the end of its body.
         unread_s: for which a client may take nothing of an answer that is ready.
@@ -82,11 +81,8 @@ class HttpLimits(NamedTuple):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection; see the module. `scope["state"]["connection"]` of a request is it.
-
-    Attributes:
-        limits: of all connections, set by the process before the first one.
-    """
+    """One connection; see the module. `scope["state"]["connection"]` of a request is it. Its limits
+    are of all connections, set by the process before the first one."""
 
     limits = HttpLimits()
 

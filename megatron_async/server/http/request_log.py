@@ -21,8 +21,6 @@ class RequestNote:
 
     Attributes:
         status: of the answer; 0: none was begun, because the client went away.
-        owner: name of its key; "" without one.
-        refusal: why it was refused, or None.
     """
 
     def __init__(self, path: str, own_id: bytes) -> None:

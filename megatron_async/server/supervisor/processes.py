@@ -19,15 +19,13 @@ STEADY_S = 60.0
 
 
 class ChildProcess:
-    """One child of the supervisor, over all the processes that it becomes.
+    """One child of the supervisor, over all the processes that it becomes. It reads `given` from
+    its standard input, and inherits `fds` beside `pipe`.
 
     Args:
         name: for messages, and of a replica its name.
         arguments: behind `PARENT PIPE SIGNAL` of the child module; the first is what it is.
         pipe: the end of the parent's pipe that children read.
-        fds: file descriptors that it inherits, beside `pipe`.
-        given: what it reads from its standard input; None: nothing.
-        environment: of the process; None: this process's.
         on_parents_death: the signal that it gets then.
 
     Attributes:

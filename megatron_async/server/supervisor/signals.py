@@ -13,12 +13,8 @@ LEAVE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Signals:
     """Collects signals from now on; a context manager that puts the old handlers back.
 
-    From the main thread alone.
-
-    Attributes:
-        leave: how many of `LEAVE` have come.
-        last: the last of them, or None.
-    """
+    From the main thread alone. `leave` counts those of `LEAVE` that have come; `last` is the last
+    of them."""
 
     def __init__(self) -> None:
         self.leave = 0
