@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from megatron_async.observe.metrics import COUNTERS, GAUGES, PREFIX
-from megatron_async.serving.service_counters import cumulative, running_and_waiting
+from megatron_async.serving.service_counters import cumulative, labelled, running_and_waiting
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("loading", "running", "draining", "paused", "sleeping", "restarting", "dead")
@@ -66,18 +66,14 @@ def metrics_text(stats: Mapping[str, Any], names: str, model_name: str) -> bytes
 
 
 def _of_service(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    state = GaugeMetricFamily(
-        PREFIX + "state", "1 for the state that the service is in.", labels=["state"]
-    )
-    for name in STATES:
-        state.add_metric([name], float(stats.get("state") == name))
-    yield state
-    requests = CounterMetricFamily(
-        PREFIX + "service_requests", "What became of requests.", labels=["outcome"]
-    )
-    for outcome in OUTCOMES:
-        requests.add_metric([outcome], stats.get(f"{outcome}_requests", 0))
-    yield requests
+    yield labelled(
+        GaugeMetricFamily, PREFIX + "state", "1 for the state that the service is in.", ["state"],
+        [([name], float(stats.get("state") == name)) for name in STATES],
+    )  # fmt: skip
+    yield labelled(
+        CounterMetricFamily, PREFIX + "service_requests", "What became of requests.", ["outcome"],
+        [([outcome], stats.get(f"{outcome}_requests", 0)) for outcome in OUTCOMES],
+    )  # fmt: skip
     yield GaugeMetricFamily(
         PREFIX + "unfinished_requests", "Requests queued or served.", stats["unfinished_requests"]
     )
@@ -91,12 +87,10 @@ def _of_service(stats: Mapping[str, Any]) -> Iterator[Metric]:
     service = stats.get("service")
     if service is None:
         return
-    reasons = CounterMetricFamily(
-        PREFIX + "ended_requests", "Requests that ended, by why.", labels=["reason"]
-    )
-    for reason, count in service["reasons"].items():
-        reasons.add_metric([reason], count)
-    yield reasons
+    yield labelled(
+        CounterMetricFamily, PREFIX + "ended_requests", "Requests that ended, by why.", ["reason"],
+        [([reason], count) for reason, count in service["reasons"].items()],
+    )  # fmt: skip
     for key, text in (
         ("prompt_tokens", "Tokens of the prompts of requests that ended."),
         ("cached_tokens", "Of these, tokens that were found in a prefix cache."),
@@ -121,15 +115,11 @@ def _of_engines(stats: Mapping[str, Any]) -> Iterator[Metric]:
             total += stats["queued_requests"]
         yield GaugeMetricFamily(PREFIX + name, text, total)
     for name, text in COUNTERS.items():
-        counter = CounterMetricFamily(PREFIX + name, text, labels=["replica"])
-        for replica, engine in engines.items():
-            if name in engine:
-                counter.add_metric([replica], engine[name])
-        yield counter
-    up = GaugeMetricFamily(PREFIX + "replica_up", "1 for each replica.", labels=["replica"])
-    for replica in engines:
-        up.add_metric([replica], 1.0)
-    yield up
+        told = [([replica], engine[name]) for replica, engine in engines.items() if name in engine]
+        yield labelled(CounterMetricFamily, PREFIX + name, text, ["replica"], told)
+    up = [([replica], 1.0) for replica in engines]
+    about = PREFIX + "replica_up", "1 for each replica.", ["replica"]
+    yield labelled(GaugeMetricFamily, *about, up)
 
 
 FINISHED = {
@@ -170,9 +160,8 @@ def vllm_metrics(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
         ("num_requests_running", "Requests that hold a slot.", running),
         ("num_requests_waiting", "Requests without one.", waiting),
     ):
-        gauge = GaugeMetricFamily("vllm:" + name, text, labels=["model_name"])
-        gauge.add_metric([model_name], float(value))
-        yield gauge
+        own = [([model_name], float(value))]
+        yield labelled(GaugeMetricFamily, "vllm:" + name, text, ["model_name"], own)
     yield from _by_engine(engines, model_name)
     if (service := stats.get("service")) is not None:
         yield from _of_requests(service, model_name)
@@ -180,19 +169,18 @@ def vllm_metrics(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
 
 def _by_engine(engines: Mapping[str, Mapping[str, float]], model_name: str) -> Iterator[Metric]:
     labels = ["model_name", "engine"]
-    usage = GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=labels
-    )
-    for name, engine in engines.items():
-        if engine.get("kv_blocks"):
-            usage.add_metric([model_name, name], engine["kv_blocks_in_use"] / engine["kv_blocks"])
-    yield usage
+    yield labelled(
+        GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels,
+        [
+            ([model_name, name], engine["kv_blocks_in_use"] / engine["kv_blocks"])
+            for name, engine in engines.items()
+            if engine.get("kv_blocks")
+        ],
+    )  # fmt: skip
     for theirs, ours in OF_ENGINES.items():
-        counter = CounterMetricFamily("vllm:" + theirs, f"{ours} of an engine.", labels=labels)
-        for name, engine in engines.items():
-            if ours in engine:
-                counter.add_metric([model_name, name], engine[ours])
-        yield counter
+        told = [([model_name, name], of[ours]) for name, of in engines.items() if ours in of]
+        text = f"{ours} of an engine."
+        yield labelled(CounterMetricFamily, "vllm:" + theirs, text, labels, told)
 
 
 def _of_requests(service: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
@@ -200,17 +188,16 @@ def _of_requests(service: Mapping[str, Any], model_name: str) -> Iterator[Metric
         ("prompt_tokens", "prompt_tokens", "Tokens of prompts."),
         ("generation_tokens", "generated_tokens", "Tokens generated."),
     ):
-        counter = CounterMetricFamily("vllm:" + name, text, labels=["model_name"])
-        counter.add_metric([model_name], service[key])
-        yield counter
-    success = CounterMetricFamily(
-        "vllm:request_success", "Requests that ended, by why.",
-        labels=["model_name", "finished_reason"],
+        own = [([model_name], service[key])]
+        yield labelled(CounterMetricFamily, "vllm:" + name, text, ["model_name"], own)
+    yield labelled(
+        CounterMetricFamily, "vllm:request_success", "Requests that ended, by why.",
+        ["model_name", "finished_reason"],
+        [
+            ([model_name, theirs], sum(service["reasons"].get(reason, 0) for reason in ours))
+            for theirs, ours in FINISHED.items()
+        ],
     )  # fmt: skip
-    for theirs, ours in FINISHED.items():
-        count = sum(service["reasons"].get(reason, 0) for reason in ours)
-        success.add_metric([model_name, theirs], count)
-    yield success
     for theirs, key in HISTOGRAMS.items():
         values = service["histograms"][key]
         histogram = HistogramMetricFamily("vllm:" + theirs, key, labels=["model_name"])

@@ -21,7 +21,6 @@ from megatron_async.observe.timeline import NO_OVERLAP, Span, StepWindow, Timeli
 
 if TYPE_CHECKING:
     from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
-    from megatron_async.observe.timeline import Timeline
 
 logger = logging.getLogger("megatron_async")
 
@@ -56,8 +55,6 @@ def do_verb(
 
 
 def _profile(engine: DynamicInferenceEngine, name: str, action: object) -> dict[str, Any]:
-    from megatron_async.observe.timeline import StepWindow, Timeline
-
     if action not in ACTIONS:
         raise ValueError(f"action={action!r} must be one of {', '.join(ACTIONS)}.")
     folder = os.environ.get(PROFILE_VARIABLE)

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from megatron_async.observe.metrics_server import MetricsServer
 from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.service_counters import labelled
 
 PREFIX = "megatron_async_coordinator_"
 OUTCOMES = ("completed", "failed", "aborted", "retried", "refused")
@@ -34,12 +35,10 @@ class CoordinatorCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics."""
         stats: dict[str, Any] = self._coordinator.latest_stats
-        requests = CounterMetricFamily(
-            PREFIX + "requests", "What became of requests.", labels=["outcome"]
-        )
-        for outcome in OUTCOMES:
-            requests.add_metric([outcome], stats[f"{outcome}_requests"])
-        yield requests
+        yield labelled(
+            CounterMetricFamily, PREFIX + "requests", "What became of requests.", ["outcome"],
+            [([outcome], stats[f"{outcome}_requests"]) for outcome in OUTCOMES],
+        )  # fmt: skip
         yield CounterMetricFamily(
             PREFIX + "prefix_blocks",
             "Blocks of prompts that went to a replica that had served them before.",
@@ -47,17 +46,13 @@ class CoordinatorCollector(Collector):
         )
         for name, text in TOTALS.items():
             yield GaugeMetricFamily(PREFIX + name, text, stats[name])
-        states = GaugeMetricFamily(
-            PREFIX + "replica_up", "1 for each replica.", labels=["replica", "state"]
-        )
-        for name, replica in stats["replicas"].items():
-            states.add_metric([name, replica["state"]], 1)
-        yield states
+        replicas = stats["replicas"].items()
+        up = [([name, replica["state"]], 1) for name, replica in replicas]
+        about = PREFIX + "replica_up", "1 for each replica.", ["replica", "state"]
+        yield labelled(GaugeMetricFamily, *about, up)
         for key, text in OF_REPLICAS.items():
-            gauge = GaugeMetricFamily(PREFIX + "replica_" + key, text, labels=["replica"])
-            for name, replica in stats["replicas"].items():
-                gauge.add_metric([name], replica[key])
-            yield gauge
+            values = [([name], replica[key]) for name, replica in replicas]
+            yield labelled(GaugeMetricFamily, PREFIX + "replica_" + key, text, ["replica"], values)
 
 
 def serve_coordinator_metrics(

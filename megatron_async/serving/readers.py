@@ -13,8 +13,6 @@ from megatron_async.serving.messages import TOKEN_BYTES, Ended
 
 logger = logging.getLogger("megatron_async")
 
-FAULT_AT_END = "A reader of a request's tokens failed at its end."
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProbs:
@@ -143,18 +141,14 @@ class TokenReader:
         """Take the end, which is an error if it comes before tokens that are here already. A fault
         of the reader is logged."""
         if ended.failure is None and self._repeated >= 0:
-            self.fail(ReplicaLost.__name__, self.why_lost())
-            return
+            ended = Ended(self.number, "error", (ReplicaLost.__name__, self.why_lost()))
         try:
             if ended.text:
                 self.hear_text(ended.text)
             self.ended(ended)
         except Exception:
-            logger.exception(FAULT_AT_END)
+            logger.exception("A reader of a request's tokens failed at its end.")
 
     def fail(self, kind: str, text: str) -> None:
-        """End it with an error that the client found; a fault of the reader is logged."""
-        try:
-            self.ended(Ended(self.number, "error", (kind, text)))
-        except Exception:
-            logger.exception(FAULT_AT_END)
+        """End it with an error that the client found."""
+        self.hear_end(Ended(self.number, "error", (kind, text)))

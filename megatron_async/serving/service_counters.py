@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -128,6 +128,20 @@ def cumulative(name: str, counts: Sequence[int]) -> list[tuple[str, float]]:
     bound, as text, and the number."""
     bounds = [*(repr(bound) for bound in HISTOGRAMS[name]), "+Inf"]
     return list(zip(bounds, map(float, accumulate(counts)), strict=True))
+
+
+def labelled(
+    kind: Callable[..., Any],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[Sequence[str], float]],
+) -> Any:
+    """A family of metrics of this kind, with a value for each tuple of labels' values."""
+    family = kind(name, text, labels=labels)
+    for own, value in values:
+        family.add_metric(own, value)
+    return family
 
 
 LOAD_EVERY_S = 10.0

@@ -78,14 +78,13 @@ class Question:
     """A verb that replicas must do before its answer.
 
     Attributes:
+        asker: identity of the client.
         waiting: identities of replicas that have not answered.
-        failures: of those that could not, by name.
+        answers, failures: of those that could, and could not, by name.
     """
 
     asker: bytes
-    number: int
-    what: str
-    fields: dict[str, Any]
+    ask: Ask
     waiting: set[bytes]
     answers: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -258,7 +257,7 @@ class ServiceVerbs:
             for identity, replica in self._books.replicas.items()
             if not replica.state.is_departing
         }
-        question = Question(asker, ask.number, ask.what, ask.fields, there)
+        question = Question(asker, ask, there)
         key = self._next
         self._next += 1
         self._questions[key] = question
@@ -276,13 +275,13 @@ class ServiceVerbs:
             text = "; ".join(f"{name}: {kind}: {why}" for name, (kind, why) in failures)
             is_asker = all(kind == "ValueError" for kind, _ in question.failures.values())
             kind = "ValueError" if is_asker else "RuntimeError"
-            answer = Answer(question.number, failure=(kind, text))
+            answer = Answer(question.ask.number, failure=(kind, text))
         else:
-            answer = Answer(question.number, {"replicas": question.answers})
-            if question.what == "wake":
+            answer = Answer(question.ask.number, {"replicas": question.answers})
+            if question.ask.what == "wake":
                 self._go_on(self._books.replicas.values())
-            elif question.what == "signal":
-                confirm = Do(UNASKED, "confirm", question.fields)
+            elif question.ask.what == "signal":
+                confirm = Do(UNASKED, "confirm", question.ask.fields)
                 for replica in self._books.replicas.values():
                     self._books.tell(replica.identity, confirm)
         self._books.tell(question.asker, answer)

@@ -62,8 +62,10 @@ class ChoiceText:
 
 def piece_reader(style: ChatStyle) -> CallReader | None:
     """Takes the text of a chat's answer apart; None where it is the content as it is."""
-    form = style.tool_format
-    reader = None if form is None else CallsReader(form, style.tools, style.only_calls)
+    plan = style.plan
+    reader = None
+    if plan.format is not None:
+        reader = CallsReader(plan.format, plan.offered, plan.only_calls)
     if style.thoughts:
         return ThoughtReader(style.starts_in_thought, reader)
     return reader
@@ -72,4 +74,4 @@ def piece_reader(style: ChatStyle) -> CallReader | None:
 def finish_reason(end: Ended, style: ChatStyle, has_calls: bool) -> str:
     """OpenAI's word for how a choice ended ("abort", of an aborted request, is vLLM's)."""
     name = _NAMES.get(end.finish_reason or "", "stop")
-    return "tool_calls" if name == "stop" and has_calls and not style.is_named else name
+    return "tool_calls" if name == "stop" and has_calls and not style.plan.is_named else name

@@ -51,6 +51,9 @@ class ToolPlan:
     is_named: bool = False
 
 
+NO_TOOLS = ToolPlan()
+
+
 def tool_plan(
     request: ChatRequest, chat: ChatFormat, most: int, wanted: StructuredOutput | None = None
 ) -> ToolPlan:
@@ -61,7 +64,7 @@ def tool_plan(
     if not tools:
         if choice not in (None, "none", "auto"):
             raise Refusal("tool_choice was given without tools: give tools.", param="tool_choice")
-        return ToolPlan()
+        return NO_TOOLS
     if len(tools) > most:
         raise Refusal(f"tools has {len(tools)} tools: at most {most} are served.", param="tools")
     functions = [_checked(tool.type, tool.function, i) for i, tool in enumerate(tools)]

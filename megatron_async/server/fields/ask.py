@@ -125,11 +125,8 @@ def ask_chat(
         thoughts=served.chat.thoughts,
         starts_in_thought=in_thought,
         gives_thoughts=request.include_reasoning is not False,
-        tool_format=plan.format,
-        tools=plan.offered,
+        plan=plan,
         many_calls=request.parallel_tool_calls is not False,
-        only_calls=plan.only_calls,
-        is_named=plan.is_named,
         prefix=served.chat.continued_text(request) if request.echo else "",
     )
     field = format_field(request)

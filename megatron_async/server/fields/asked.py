@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.server.chat.call_formats import CallFormat
+from megatron_async.server.chat.tool_choice import NO_TOOLS, ToolPlan
 from megatron_async.server.fields.refusal import Refusal, refusal_of
 
 
@@ -36,28 +36,22 @@ class ChatStyle(msgspec.Struct, frozen=True):
         thoughts: the text may hold `<think>` ... `</think>`.
         starts_in_thought: the prompt has opened a thought.
         gives_thoughts: as `reasoning_content`; False: they are left out.
-        tool_format: finds calls in the text; None: there are none.
-        tools: that may be called: name -> JSON schema of the arguments.
+        plan: of the request's tools; of one function by its name finish_reason is "stop".
         many_calls: more than one call is given.
-        only_calls: a grammar lets the answer be nothing but calls.
-        is_named: of one function, by its name: finish_reason is "stop".
         prefix: what the answer's text begins with (`echo` of the continued message).
     """
 
     thoughts: bool = False
     starts_in_thought: bool = False
     gives_thoughts: bool = True
-    tool_format: CallFormat | None = None
-    tools: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
+    plan: ToolPlan = NO_TOOLS
     many_calls: bool = True
-    only_calls: bool = False
-    is_named: bool = False
     prefix: str = ""
 
     @property
     def is_plain(self) -> bool:
         """Whether the text is the content as it is."""
-        return not self.thoughts and self.tool_format is None
+        return not self.thoughts and self.plan.format is None
 
 
 PLAIN = ChatStyle()

@@ -83,27 +83,14 @@ class App:
             await route.handler(exchange, rest)
         except ClientGone:
             pass
-        except Refusal as refusal:
-            await self._refuse(exchange, refusal, error_body)
-        except (CoordinatorLost, ReplicaLost) as error:
-            lost = refusal_of(type(error).__name__, str(error))
-            await self._refuse(exchange, lost, error_body)
         except Exception as error:
-            # Nothing of the request: it may hold what is not the log's.
-            logger.exception(
-                "A request to %s failed.", scope["path"][:100].encode("ascii", "replace")
-            )
-            await self._refuse(exchange, refusal_of(type(error).__name__, ""), error_body)
+            refusal = error if isinstance(error, Refusal) else _refusal_of(error, scope["path"])
+            if note is not None:
+                note.refusal = refusal
+            await refuse(exchange.send, refusal, error_body)
         finally:
             if note is not None:
                 note.write()
-
-    async def _refuse(
-        self, exchange: Exchange, refusal: Refusal, error_body: Callable[[Refusal], bytes]
-    ) -> None:
-        if exchange.note is not None:
-            exchange.note.refusal = refusal
-        await refuse(exchange.send, refusal, error_body)
 
     def _find(self, method: str, path: str) -> tuple[Route, str]:
         """The route of a path, and what stands for its star. Raises Refusal: 404, there is none;
@@ -127,3 +114,11 @@ class App:
                 code="method_not_allowed",
             )  # fmt: skip
         return route, rest
+
+
+def _refusal_of(error: Exception, path: str) -> Refusal:
+    if isinstance(error, CoordinatorLost | ReplicaLost):
+        return refusal_of(type(error).__name__, str(error))
+    # Nothing of the request: it may hold what is not the log's.
+    logger.error("A request to %s failed.", path[:100].encode("ascii", "replace"), exc_info=error)
+    return refusal_of(type(error).__name__, "")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.requests.traces import read_traceparent
+from megatron_async.server.chat.template_renderer import TakesLong
+from megatron_async.server.fields.ask import is_quick
 from megatron_async.server.fields.asked import NOBODY, Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.answer_connection import AnswerConnection
@@ -109,3 +112,14 @@ class Exchange:
             f"the body has more than {most} bytes: send less in one request.", 413,
             code="request_too_large",
         )  # fmt: skip
+
+
+async def read_body[T](body: bytes, read: Callable[[], T]) -> T:
+    """What `read` returns or raises; a thread costs a quick body more than it takes. `read` may be
+    called a second time, if it raises `TakesLong` at the first."""
+    if is_quick(body):
+        try:
+            return read()
+        except TakesLong:  # the model's chat template, for this chat
+            pass
+    return await asyncio.to_thread(read)

@@ -11,21 +11,15 @@ from typing import Any
 from megatron_async.errors import ConfigurationError, CoordinatorLost, ReplicaLost, RequestError
 from megatron_async.server.answer_stream import AnswerStream, StreamHub
 from megatron_async.server.answers.answer import Answer
-from megatron_async.server.answers.message_writer import message_error_body
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.choice_feed import ChoiceFeed
 from megatron_async.server.endpoints import ENDPOINTS, Endpoint
-from megatron_async.server.fields.ask_messages import (
-    CountTokensRequest,
-    count_tokens,
-)
-from megatron_async.server.fields.asked import Asked, Caller
+from megatron_async.server.fields.asked import Asked
 from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
-from megatron_async.server.http.beside_loop import read_body
-from megatron_async.server.http.exchange import Exchange
+from megatron_async.server.http.exchange import Exchange, read_body
 from megatron_async.server.http.openapi import openapi
 from megatron_async.server.http.replies import ClientGone, reply, reply_json
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
@@ -89,13 +83,6 @@ class GenerateRoutes:
                 )
                 for path, one in ENDPOINTS.items()
             ),
-            Route(
-                "POST",
-                "/v1/messages/count_tokens",
-                self._count_tokens,
-                error_body=message_error_body,
-                is_logged=True,
-            ),
             *TokenizeRoutes(self._model_now, self._limits).routes(),
             Route("GET", "/openapi.json", self._openapi),
         ]
@@ -146,16 +133,15 @@ class GenerateRoutes:
 
     async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         body = await exchange.body(self._limits.body_bytes)
-        served = await self._model_now()
-        asked = await read_body(body, lambda: self._asked(body, endpoint, served, exchange.caller))
+        served, kind, caller = await self._model_now(), endpoint.kind, exchange.caller
+        asked = await read_body(
+            body, lambda: endpoint.ask(decode_body(body, kind, self._limits), served, caller)
+        )
         answer = partial(Answer, endpoint.writer, asked, served)
         if asked.style.is_stream:
             await self._stream(exchange, asked, answer)
         else:
             await self._whole(exchange, asked, answer)
-
-    def _asked(self, body: bytes, endpoint: Endpoint, served: ServedModel, caller: Caller) -> Asked:
-        return endpoint.ask(decode_body(body, endpoint.kind, self._limits), served, caller)
 
     async def _whole(
         self, exchange: Exchange, asked: Asked, make_answer: Callable[..., Answer]
@@ -236,16 +222,6 @@ class GenerateRoutes:
         for feed in feeds:
             if feed.end is not None and feed.end.failure is not None:
                 raise asked.style.refusal(*feed.end.failure)
-
-    async def _count_tokens(self, exchange: Exchange, _: str) -> None:
-        body = await exchange.body(self._limits.body_bytes)
-        served = await self._model_now()
-
-        def counted() -> int:
-            return count_tokens(decode_body(body, CountTokensRequest, self._limits), served)
-
-        tokens = await read_body(body, counted)
-        await reply_json(exchange.send, {"input_tokens": tokens})
 
     # ---- The model ---------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""/tokenize and /detokenize, with the fields of vLLM's endpoints of these names."""
+"""/tokenize and /detokenize, with the fields of vLLM's endpoints of these names, and Anthropic's
+/v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -7,15 +8,16 @@ from typing import Any
 
 import msgspec
 
+from megatron_async.server.answers.message_writer import message_error_body
 from megatron_async.server.chat.tool_choice import tool_plan
+from megatron_async.server.fields.ask_messages import CountTokensRequest, count_tokens
 from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_not_served
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.request_bodies import ChatRequest, Message, NamedTool, Tool
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.server.http.app import Route
-from megatron_async.server.http.beside_loop import read_body
-from megatron_async.server.http.exchange import Exchange
+from megatron_async.server.http.exchange import Exchange, read_body
 from megatron_async.server.http.replies import reply_json
 
 MOST_TOKENS = 2**20
@@ -71,16 +73,28 @@ class TokenizeRoutes:
         return [
             Route("POST", "/tokenize", self._tokenize, is_logged=True),
             Route("POST", "/detokenize", self._detokenize, is_logged=True),
-        ]
+            Route(
+                "POST", "/v1/messages/count_tokens", self._count_tokens, is_logged=True,
+                error_body=message_error_body,
+            ),
+        ]  # fmt: skip
 
     async def _tokenize(self, exchange: Exchange, _: str) -> None:
-        body = await exchange.body(self._limits.body_bytes)
-        served = await self._model_now()
-        answer = await read_body(body, lambda: self._tokens(body, served))
+        answer = await self._read(exchange, TokenizeRequest, self._tokens)
         await reply_json(exchange.send, answer)
 
-    def _tokens(self, body: bytes, served: ServedModel) -> dict[str, Any]:
-        request = decode_body(body, TokenizeRequest, self._limits)
+    async def _read[K, T](
+        self, exchange: Exchange, kind: type[K], work: Callable[[K, ServedModel], T]
+    ) -> T:
+        body = await exchange.body(self._limits.body_bytes)
+        served = await self._model_now()
+        return await read_body(body, lambda: work(decode_body(body, kind, self._limits), served))
+
+    async def _count_tokens(self, exchange: Exchange, _: str) -> None:
+        tokens = await self._read(exchange, CountTokensRequest, count_tokens)
+        await reply_json(exchange.send, {"input_tokens": tokens})
+
+    def _tokens(self, request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
         served.name(request.model)
         refuse_what_is_not_served(request, of_prompts=True)
         of_chat = {name: getattr(request, name) for name in OF_CHATS}
@@ -113,13 +127,10 @@ class TokenizeRoutes:
         }
 
     async def _detokenize(self, exchange: Exchange, _: str) -> None:
-        body = await exchange.body(self._limits.body_bytes)
-        served = await self._model_now()
-        text = await read_body(body, lambda: self._text(body, served))
+        text = await self._read(exchange, DetokenizeRequest, self._text)
         await reply_json(exchange.send, {"prompt": text})
 
-    def _text(self, body: bytes, served: ServedModel) -> str:
-        request = decode_body(body, DetokenizeRequest, self._limits)
+    def _text(self, request: DetokenizeRequest, served: ServedModel) -> str:
         served.name(request.model)
         if served.tokenizer is None:
             raise Refusal("this server has no tokenizer for the model.")

@@ -68,18 +68,14 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
                 f"MODEL {self.model} and --coordinator {self.coordinator} exclude each other: its "
                 "replicas have the model; leave one out."
             )
-        for name, value, most in (
-            ("replicas", self.replicas, MOST_REPLICAS),
-            ("api-processes", self.api_processes, MOST_API_PROCESSES),
+        for name, value, least, most, unit in (
+            ("replicas", self.replicas, 1, MOST_REPLICAS, ""),
+            ("api-processes", self.api_processes, 1, MOST_API_PROCESSES, ""),
+            ("port", self.port, 0, 65535, ""),
+            ("shutdown-timeout", self.shutdown_timeout_s, 0, 86400, " seconds"),
         ):
-            if not 1 <= value <= most:
-                raise ConfigurationError(f"--{name} {value} must be from 1 to {most}.")
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"--port {self.port} must be from 0 to 65535.")
-        if not 0 <= self.shutdown_timeout_s <= 86400:
-            raise ConfigurationError(
-                f"--shutdown-timeout {self.shutdown_timeout_s} must be from 0 to 86400 seconds."
-            )
+            if not least <= value <= most:
+                raise ConfigurationError(f"--{name} {value} must be from {least} to {most}{unit}.")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:
             raise ConfigurationError(
                 f"--default-max-tokens {self.default_max_tokens} must be 1 or more."

@@ -328,7 +328,7 @@ def test_strict_tools_hold_free_answers() -> None:
     wanted = grammar(tools=[CLOCK, strict])
     assert wanted is not None
     assert "FREE calls" in (wanted.grammar or "")
-    assert not asked_chat(tools=[CLOCK, strict]).style.chat.only_calls
+    assert not asked_chat(tools=[CLOCK, strict]).style.chat.plan.only_calls
     strict["function"]["strict"] = False  # type: ignore[index]
     assert grammar(tools=[CLOCK, strict]) is None
 

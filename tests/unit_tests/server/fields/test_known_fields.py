@@ -397,7 +397,7 @@ def test_claude_code() -> None:
     found = asked_by_agent("/v1/messages", CLAUDE_CODE)
     said = prompt(found)
     assert found.style.is_stream
-    assert list(found.style.chat.tools) == ["Bash", "Read"]
+    assert list(found.style.chat.plan.offered) == ["Bash", "Read"]
     for words in ("You are Claude Code.\nUse tools.", "List the files.", "# Environment"):
         assert words in said
     assert said.endswith("<think>\n")
@@ -445,7 +445,7 @@ def test_thinking_is_the_templates(thinking: dict[str, Any], end: str) -> None:
 def test_codex() -> None:
     found = asked_by_agent("/v1/responses", CODEX)
     assert found.style.is_stream
-    assert list(found.style.chat.tools) == ["exec_command", "files.view"]
+    assert list(found.style.chat.plan.offered) == ["exec_command", "files.view"]
     assert [tool["name"] for tool in found.style.repeated["tools"]] == ["exec_command", "files"]
     said = prompt(found)
     for words in ("You are Codex.\n\n<permissions instructions>", "List the files."):

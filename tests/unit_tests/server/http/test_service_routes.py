@@ -26,7 +26,7 @@ from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.request_bodies import ChatRequest, Message
 from megatron_async.server.http.access import Access, request_id
 from megatron_async.server.http.app import App
-from megatron_async.server.http.beside_loop import read_body
+from megatron_async.server.http.exchange import read_body
 from megatron_async.server.http.generate_routes import GenerateRoutes
 from megatron_async.server.http.page_routes import FOLDER, LiveRoutes, page_routes
 from megatron_async.server.http.request_log import RequestNote
