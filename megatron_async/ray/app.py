@@ -134,8 +134,7 @@ class _Ingress:
 
 
 def build(settings: FleetSettings) -> Any:
-    """The application, for `serve.run(build(settings), name=settings.name)`. Raises
-    ConfigurationError: the settings cannot work."""
+    """The application, for `serve.run(build(settings), name=settings.name)`."""
     settings.check()
     environment = {"env_vars": process_environment()}
     engine: Any = serve.deployment(

@@ -75,8 +75,11 @@ class Fleet(Protocol):
 
     def serve(self, data: bytes, replica: str) -> AsyncIterator[bytes]:
         """Let a replica serve a `Run`, encoded; its name is never another's. Yields batches
-        (`FleetBatch`, encoded). Raises ReplicaLost: the replica has died; any other error: the
-        request alone has failed."""
+        (`FleetBatch`, encoded).
+
+        Raises:
+            ReplicaLost: the replica has died; any other error: the request alone has failed.
+        """
 
     async def abort(self, replica: str, number: int) -> None:
         """Let a replica end a request; nothing if the replica is gone."""
@@ -183,8 +186,7 @@ class FleetClient(RequestClient):
         return self._card
 
     async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        """Answer "health" and "stats" for this ingress and all replicas; "abort" a request. Raises
-        ValueError: what else a coordinator's service does, a fleet's manager does."""
+        """Answer "health" and "stats" for this ingress and all replicas; "abort" a request."""
         if what not in SERVED:
             raise ValueError(
                 f"{what} is not served in front of Ray: scale or delete the application by Ray's "

@@ -74,7 +74,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         return ranks
 
     def check(self) -> None:
-        """Refuse what cannot work. Raises ConfigurationError: it says what, and what to do."""
+        """Raise ConfigurationError for what cannot work."""
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise ConfigurationError(
                 f"min_replicas={self.min_replicas} must be from 1 to max_replicas="

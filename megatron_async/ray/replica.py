@@ -70,8 +70,12 @@ class FleetReplica(Replica):
     async def serve(self, data: bytes) -> AsyncIterator[bytes]:
         """Serve one call to its end. Takes a `Run`, encoded, whose number is unique in the fleet
         (`ingress_of`); yields batches (`FleetBatch`, encoded), of other requests of its ingress
-        too. Raises RequestError: it cannot be read. Raises ReplicaLost: the engine has failed or
-        ended."""
+        too.
+
+        Raises:
+            RequestError: it cannot be read.
+            ReplicaLost: the engine has failed or ended.
+        """
         try:
             run = decode_for_replica(data)
         except UNREADABLE as error:

@@ -89,8 +89,8 @@ class ApiConfig(HttpSettings, frozen=True, kw_only=True):
 
 
 def check_keys(keys: Sequence[KeyDigest], admin_key: KeyDigest | None) -> None:
-    """Check that no key has the rights, the limits or the cache of another one. Raises
-    ConfigurationError: two keys have one name, or one is called as the admin key is, or is it."""
+    """Raise ConfigurationError if a key has the rights, the limits or the cache of another one: two
+    keys have one name, or one is called as the admin key is, or is it."""
     names = Counter(key.name for key in keys)
     for name, count in names.items():
         if count > 1:

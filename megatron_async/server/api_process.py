@@ -30,8 +30,11 @@ CONNECT_S = 10.0
 
 def run_api_process(config: ApiConfig, listener_fd: int) -> int:
     """Serve until SIGTERM: then take no connection, finish what is in flight and end; at the second
-    one end at once. Several processes may share the listener. Returns the exit status: 0, or 1
-    where there is no coordinator."""
+    one end at once. Several processes may share the listener.
+
+    Returns:
+        the exit status: 0, or 1 where there is no coordinator.
+    """
     import uvloop
 
     log_to_stderr(config.name)

@@ -47,8 +47,7 @@ def is_there() -> bool:
 
 
 def check_endpoint(endpoint: str | None) -> None:
-    """Check `--otlp-endpoint`. Raises ConfigurationError: it is no URL, or the extra is not
-    installed."""
+    """Raise ConfigurationError if `--otlp-endpoint` is no URL, or the extra is not installed."""
     if endpoint is None:
         return
     if not endpoint.startswith(("http://", "https://")):

@@ -20,8 +20,11 @@ EXAMPLES = "tcp://127.0.0.1:9500 or ipc:///tmp/coordinator"
 
 def check_address(address: str) -> None:
     """Check the form of an address, so that each mistake has its own remedy. It is
-    "tcp://HOST:PORT" (PORT "*" or 0: bind a free one), or "ipc://FILE". Raises ConfigurationError:
-    the text is no such address; the message says what is wrong with it."""
+    "tcp://HOST:PORT" (PORT "*" or 0: bind a free one), or "ipc://FILE".
+
+    Raises:
+        ConfigurationError: the text is no such address; the message says what is wrong with it.
+    """
     transport, _, place = address.partition("://")
     if (transport == "ipc" and place) or (transport == "tcp" and _is_host_and_port(place)):
         return
@@ -38,7 +41,11 @@ def check_address(address: str) -> None:
 
 def target_of(address: str) -> str | tuple[str, int]:
     """Where to connect for an address that `check_address` has accepted: a Unix socket's name, or
-    host and port. Raises ConfigurationError: one can only bind it."""
+    host and port.
+
+    Raises:
+        ConfigurationError: one can only bind it.
+    """
     transport, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
     wrong = ""
@@ -54,8 +61,11 @@ def target_of(address: str) -> str | tuple[str, int]:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """A socket that waits at an address, and the address with the port that it got. Raises
-    ConfigurationError: the address cannot be bound; the message says why."""
+    """A socket that waits at an address, and the address with the port that it got.
+
+    Raises:
+        ConfigurationError: the address cannot be bound; the message says why.
+    """
     check_address(address)
     transport, _, place = address.partition("://")
     listener = socket.socket(socket.AF_UNIX if transport == "ipc" else socket.AF_INET)

@@ -111,8 +111,11 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
         return self._end is not None
 
     async def completion(self) -> Completion:
-        """How it ended; `error` says why it failed. Raises CoordinatorLost: the coordinator was
-        lost before the request ended."""
+        """How it ended; `error` says why it failed.
+
+        Raises:
+            CoordinatorLost: the coordinator was lost before the request ended.
+        """
         while self._end is None:
             await self._wait()
         if self._end.failure is not None and self._end.failure[0] == CoordinatorLost.__name__:
@@ -324,8 +327,12 @@ class AsyncCoordinatorClient(TokenClient):
         return self._tokenizer[1]
 
     async def pause_replica(self, name: str) -> None:
-        """Stop a replica's engine until `resume_replica`; its requests wait. Raises ValueError:
-        there is no replica of that name, it is leaving, or other replicas need its experts."""
+        """Stop a replica's engine until `resume_replica`; its requests wait.
+
+        Raises:
+            ValueError: there is no replica of that name, it is leaving, or other replicas need its
+                experts.
+        """
         await self._ask("pause", name)
 
     async def drain_replica(self, name: str) -> None:

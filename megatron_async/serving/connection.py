@@ -89,9 +89,12 @@ class Connection[Heard]:
         self._lost: Callable[[CoordinatorLost], None] = lambda _: None
 
     async def open(self, hello: ClientHello | ReplicaHello, timeout_s: float) -> Welcome:
-        """Connect, say hello and wait for the coordinator's welcome. Raises CoordinatorLost: nobody
-        answers within `timeout_s`, or another program does. Raises ConfigurationError: the
-        coordinator refuses; the message says why."""
+        """Connect, say hello and wait for the coordinator's welcome.
+
+        Raises:
+            CoordinatorLost: nobody answers within `timeout_s`, or another program does.
+            ConfigurationError: the coordinator refuses; the message says why.
+        """
         deadline = self._loop.time() + timeout_s
         while self._loop.time() < deadline:
             try:
@@ -141,7 +144,10 @@ class Connection[Heard]:
 
     async def _connect(self) -> Link:
         """A link to a coordinator that has the secret, which has been told that so has this end.
-        Raises OSError: there is none."""
+
+        Raises:
+            OSError: there is none.
+        """
         secure = None if self._secret is None else encryption(is_coordinator=False)
         link = Link(await self._reach(), MOST_BYTES, secure)
         try:

@@ -33,8 +33,11 @@ def do_verb(
     engine: DynamicInferenceEngine, name: str, what: str, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, str] | None]:
     """Follow a command to the service. `what` is "sleep", "wake", "reset_prefix_cache" or "profile"
-    (whose field `action` is "start" or "stop"). Returns the answer, and the reason why the command
-    failed, or None."""
+    (whose field `action` is "start" or "stop").
+
+    Returns:
+        the answer, and the reason why the command failed, or None.
+    """
     try:
         match what:
             case "sleep":

@@ -230,7 +230,7 @@ class Greeting(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Greeting:
-        """Read one. Raises ValueError: it is none."""
+        """Read one; ValueError if it is none."""
         place = len(MAGIC) + NONCE_BYTES
         here = data[place + PROOF_BYTES :]
         if not data.startswith(MAGIC) or len(data) < place + PROOF_BYTES or len(here) > 64:

@@ -58,6 +58,9 @@ class CoordinatorCollector(Collector):
 def serve_coordinator_metrics(
     coordinator: Coordinator, port: int, host: str = "127.0.0.1"
 ) -> MetricsServer:
-    """Serve a coordinator's metrics at http://HOST:PORT/metrics, from a thread of its own. Raises
-    ConfigurationError: the port is in use."""
+    """Serve a coordinator's metrics at http://HOST:PORT/metrics, from a thread of its own.
+
+    Raises:
+        ConfigurationError: the port is in use.
+    """
     return MetricsServer(CoordinatorCollector(coordinator), port, host)

@@ -45,7 +45,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
     def tokenizer(self) -> Tokenizer | None:
         """A new tokenizer object, equal to the replicas'; None if the model has none. Takes as long
-        as reading its file: up to a second. Raises TokenizerError: it cannot be read."""
+        as reading its file: up to a second.
+
+        Raises:
+            TokenizerError: it cannot be read.
+        """
         if self.tokenizer_json is None:
             return None
         try:

@@ -119,8 +119,12 @@ class Replica:
     async def run(self) -> None:
         """Serve until the coordinator removes this replica, `leave` is called, or the engine fails.
         After the loss of a coordinator, it waits for the next one. A replica whose experts others
-        need ends together with them. Raises ConfigurationError: the coordinator refuses this
-        replica for good. Raises Exception: the error that ended the engine."""
+        need ends together with them.
+
+        Raises:
+            ConfigurationError: the coordinator refuses this replica for good.
+            Exception: the error that ended the engine.
+        """
         runner = asyncio.create_task(self._engine.run_engine())
         self._engine.listeners.append(self._emitter)
         if self._card.replica_makes_text:
@@ -296,13 +300,22 @@ class Replica:
         return do_verb(self._engine, self.info.name, what, fields)
 
     async def until_done(self) -> None:
-        """Wait until the other ranks of the model have done what `do` did, too. Raises JobFailed: a
-        rank is lost."""
+        """Wait until the other ranks of the model have done what `do` did, too.
+
+        Raises:
+            JobFailed: a rank is lost.
+        """
         await self._engine.group.until_told()
 
     def add(self, run: Run) -> tuple[SamplingParams, asyncio.Future[DynamicInferenceRequest]]:
-        """Give the engine a request. Returns its parameters, and the future of its end. Raises
-        ValueError, one of `UNREADABLE`: it cannot be given."""
+        """Give the engine a request.
+
+        Returns:
+            its parameters, and the future of its end.
+
+        Raises:
+            ValueError, one of `UNREADABLE`: it cannot be given.
+        """
         params = _read_params(run.params)
         future = self._engine.add_request(
             run.number, run.prompt, params, run.priority, traceparent=run.traceparent

@@ -56,8 +56,11 @@ class RequestBooks:
 
     def _parts_of(self, replica: ReplicaRecord, message: StepTokens) -> dict[int, StepTokens]:
         """A replica's step, divided into a message for each client, by the client's index: Python
-        per client and per text, not per token. Raises ValueError: the message's arrays do not fit
-        together."""
+        per client and per text, not per token.
+
+        Raises:
+            ValueError: the message's arrays do not fit together.
+        """
         message = by_row(message)
         whole = self.routes.whole(replica.index, message)
         if whole is not None:

@@ -127,7 +127,11 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
 
 
 def make_policy(name: str) -> RoutingPolicy:
-    """A policy by its name. Raises ConfigurationError: there is none of this name."""
+    """A policy by its name.
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
     if name not in POLICIES:
         raise ConfigurationError(f"--policy {name} is unknown: use {', '.join(POLICIES)}.")
     return POLICIES[name]()

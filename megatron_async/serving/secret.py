@@ -34,8 +34,12 @@ ITS_KEY = "MC4CAQAwBQYDK2VwBCIEIG8iDzcWvxFGkAnRPxxLQtQhc+2OpYYE17t3ZXmQF3AT"
 
 
 def read_secret(file: str | Path) -> bytes:
-    """The secret in a file, without white space around it. Raises ConfigurationError: the file
-    cannot be read, others may read it, or the secret is too short or too long."""
+    """The secret in a file, without white space around it.
+
+    Raises:
+        ConfigurationError: the file cannot be read, others may read it, or the secret is too short
+            or too long.
+    """
     path = Path(file)
     try:
         mode, data = path.stat().st_mode, path.read_bytes().strip()

@@ -23,7 +23,11 @@ COMMANDS = {
 
 
 def find_replica(name: str, replicas: Collection[ReplicaRecord]) -> ReplicaRecord:
-    """The replica of that name. Raises ValueError: there is none."""
+    """The replica of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
     for replica in replicas:
         if replica.name == name:
             return replica
@@ -32,8 +36,11 @@ def find_replica(name: str, replicas: Collection[ReplicaRecord]) -> ReplicaRecor
 
 
 def state_after(what: str, replica: ReplicaRecord) -> ReplicaState:
-    """The state of a replica after a command. Raises ValueError: there is no such command, or this
-    replica cannot follow it."""
+    """The state of a replica after a command.
+
+    Raises:
+        ValueError: there is no such command, or this replica cannot follow it.
+    """
     if what not in COMMANDS:
         raise ValueError(f"{what!r} is no command; there are: stats, {', '.join(COMMANDS)}.")
     if replica.state.is_departing:

@@ -39,7 +39,11 @@ class StepArrays:
 
     @classmethod
     def of(cls, message: StepTokens) -> StepArrays:
-        """The arrays of a message. Raises ValueError: they do not fit together."""
+        """The arrays of a message.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
         message = by_row(message)
         numbers = np.frombuffer(message.numbers, np.int64)
         counts = np.frombuffer(message.counts, np.int32)
@@ -102,8 +106,11 @@ class StepArrays:
 
 
 def by_row(message: StepTokens) -> StepTokens:
-    """A message with the tokens row by row: its reader pays for each row. Raises ValueError: its
-    arrays do not fit together."""
+    """A message with the tokens row by row: its reader pays for each row.
+
+    Raises:
+        ValueError: its arrays do not fit together.
+    """
     if not message.steps:
         return message
     numbers, steps = message.numbers, message.steps

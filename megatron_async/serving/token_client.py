@@ -66,7 +66,10 @@ def request_message(
 
     Whether the prompt can be sent is found out when it is (`check_request` asks before). A replica
     refuses parameters of other types than they should be of, as it refuses those out of range.
-    Raises RequestError: a value of the request cannot be sent."""
+
+    Raises:
+        RequestError: a value of the request cannot be sent.
+    """
     if type(priority) is not int:
         raise RequestError(f"priority={priority!r} is not allowed: it must be an integer.")
     if len(label) > MOST_LABEL or len(owner) > MOST_LABEL:
@@ -82,7 +85,10 @@ def request_message(
 
 def check_request(message: Generate) -> None:
     """Check what `request_message` leaves to others: for callers that report it before they send.
-    Raises RequestError: the message cannot be sent, or its parameters cannot be read."""
+
+    Raises:
+        RequestError: the message cannot be sent, or its parameters cannot be read.
+    """
     try:
         msgspec.msgpack.decode(message.params, type=SamplingParams)
     except UNSENDABLE as error:
@@ -99,7 +105,11 @@ def unsendable_prompt(error: Exception) -> RequestError:
 
 
 def checked_traceparent(given: str) -> str:
-    """A caller's `traceparent`, as it is sent. Raises RequestError: it is none."""
+    """A caller's `traceparent`, as it is sent.
+
+    Raises:
+        RequestError: it is none.
+    """
     if not given:
         return ""
     found = read_traceparent(given) if isinstance(given, str) else ""
@@ -137,8 +147,11 @@ class FirstReplica:
         self._has_come = self._has_told = False
 
     async def wait(self, stats: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-        """Wait until there is a replica; return at once if there was one before. Raises
-        ReplicaLost: none came in time."""
+        """Wait until there is a replica; return at once if there was one before.
+
+        Raises:
+            ReplicaLost: none came in time.
+        """
         start = time.monotonic()
         async with self._asking:  # one asks for all waiters
             while not self._has_come:
@@ -272,9 +285,12 @@ class TokenClient(RequestClient):
             self._connection.send(Abort(number))
 
     async def card(self) -> ModelCard:
-        """The card of the served model; waits for the first replica, which has the card. Raises
-        CoordinatorLost: there is none. Raises ReplicaLost: no replica came within
-        `replica_timeout_s`."""
+        """The card of the served model; waits for the first replica, which has the card.
+
+        Raises:
+            CoordinatorLost: there is none.
+            ReplicaLost: no replica came within `replica_timeout_s`.
+        """
         deadline = asyncio.get_running_loop().time() + self._replica_timeout_s
         while self._card is None or not self._card_is_new:
             known = None if self._card is None else self._card.digest
@@ -299,8 +315,12 @@ class TokenClient(RequestClient):
 
     async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
         """Ask for data of the whole service, or send it a command. `what` is "stats", or one of
-        `service_verbs.VERBS`. Raises CoordinatorLost: there is none. Raises ValueError: the service
-        cannot do that."""
+        `service_verbs.VERBS`.
+
+        Raises:
+            CoordinatorLost: there is none.
+            ValueError: the service cannot do that.
+        """
         return await self._ask(what, fields=fields)
 
     async def close(self) -> None:
@@ -358,7 +378,10 @@ class TokenClient(RequestClient):
 
     async def open(self) -> None:
         """Connect, and from now on connect again whenever the coordinator is lost, until `close`.
-        Raises CoordinatorLost: nobody answers within `connect_timeout_s`."""
+
+        Raises:
+            CoordinatorLost: nobody answers within `connect_timeout_s`.
+        """
         await self._open()
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep_open())

@@ -53,8 +53,11 @@ class Answer:
         return b"".join(choice.writer.begun() for choice in self.choices)
 
     def body(self) -> bytes:
-        """The whole answer as JSON text; all choices must have ended, or one has failed. Raises
-        Refusal: a choice has failed; so has the answer."""
+        """The whole answer as JSON text; all choices must have ended, or one has failed.
+
+        Raises:
+            Refusal: a choice has failed; so has the answer.
+        """
         for choice in self.choices:
             if choice.failure is not None:
                 raise choice.failure

@@ -38,8 +38,11 @@ def of_completion(
 ) -> tuple[dict[str, Any], int]:
     """The `logprobs` of a choice of /v1/completions. Of `found`, `(token, nan, [])` is a token
     without a log prob, the prompt's first. With `by_id`, names are "token_id:123". `offset`:
-    characters of the choice's text before them. Returns the object, and the characters of text
-    behind them."""
+    characters of the choice's text before them.
+
+    Returns:
+        the object, and the characters of text behind them.
+    """
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []

@@ -359,7 +359,11 @@ NOT_SERVED = {"harmony": ("openai", "gpt_oss", "gptoss")}
 def format_of_template(template: str, name: str | None = None) -> CallFormat:
     """The form of a name; without one, that which the chat template writes, or Hermes', which is
     told to models whose template speaks of none. Where a name has several forms, as Mistral's, the
-    template says which. Raises ConfigurationError: there is no such form, or it is not served."""
+    template says which.
+
+    Raises:
+        ConfigurationError: there is no such form, or it is not served.
+    """
     rows = [row for row in FORMATS.values() if row.is_of(template)]
     if name is None:
         return rows[0] if rows else FORMATS["hermes"]

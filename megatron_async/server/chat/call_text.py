@@ -30,11 +30,13 @@ class NoCall(Exception):
 
 
 class CallText:
-    """A text as it arrives, and how far it was read as a call. `is_ended`: nothing more will come.
+    """A text as it arrives, and how far it was read as a call. Its readers raise `NoCall` where
+    what they look for does not come.
 
     Attributes:
         text: of it, what is not settled yet.
         place: what is before it was read.
+        is_ended: nothing more will come.
         types: of the parameters of tools, by the tool's name, for forms that need them.
     """
 
@@ -62,7 +64,7 @@ class CallText:
             yield
 
     def take(self, *marks: str) -> Step[str]:
-        """Read whichever of the marks comes next. Raises NoCall: none does."""
+        """Read whichever of the marks comes next."""
         mark = yield from self.next_is(*marks)
         if not mark:
             raise NoCall
@@ -88,8 +90,7 @@ class CallText:
             yield
 
     def matching(self, pattern: re.Pattern[str]) -> Step[str]:
-        """Read the longest match of a pattern whose matches grow with the text. Raises NoCall:
-        there is none here."""
+        """Read the longest match of a pattern whose matches grow with the text."""
         while True:
             found = pattern.match(self.text, self.place)
             end = self.place if found is None else found.end()
@@ -103,7 +104,7 @@ class CallText:
 
     def until(self, mark: str, *behind: str) -> Step[str]:
         """Read up to a mark, and the mark; returns what is before it. The mark counts only where
-        one of `behind` follows it, perhaps behind blanks. Raises NoCall: it does not come."""
+        one of `behind` follows it, perhaps behind blanks."""
         pattern = _pattern(mark, behind)
         start = searched = self.place
         if start >= self._absent.get(pattern, start + 1):
@@ -123,8 +124,7 @@ class CallText:
         return self.text[start : found.start()]
 
     def json_object(self) -> Step[str]:
-        """Read a JSON object; whether it is a right one, `members` finds out. Raises NoCall: none
-        begins here, or it has what JSON has not, or does not end."""
+        """Read a JSON object; whether it is a right one, `members` finds out."""
         if not (yield from self.next_is("{")):
             raise NoCall
         start = at = self.place
@@ -180,7 +180,7 @@ _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_no_c
 
 
 def json_value(text: str) -> Any:
-    """The value of a JSON text, with its numbers as texts. Raises NoCall: it is no JSON."""
+    """The value of a JSON text, with its numbers as texts; NoCall where it is no JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -188,8 +188,7 @@ def json_value(text: str) -> Any:
 
 
 def members(text: str) -> dict[str, str]:
-    """The members of a JSON object, each value as it is written. Raises NoCall: it is no JSON
-    object."""
+    """The members of a JSON object, each value as it is written; NoCall where it is none."""
     if not isinstance(json_value(text), dict):
         raise NoCall
     found: dict[str, str] = {}
@@ -210,7 +209,7 @@ def _after_blanks(text: str, at: int) -> int:
 
 def object_text(text: str) -> str:
     """A JSON object as it is written; also one inside of a JSON string, which is OpenAI's form.
-    Raises NoCall: it is none, as null and lists are."""
+    NoCall for what is none, as null and lists are."""
     if text.startswith('"'):
         text = str(json_value(text)).strip(BLANKS)
         text = _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
@@ -220,9 +219,9 @@ def object_text(text: str) -> str:
 
 
 def json_call(text: CallText, tools: Mapping[str, Mapping[str, Any]]) -> Step[Call]:
-    """Read a call that is a JSON object: {"name": ..., "arguments" or "parameters": {...}}. Raises
-    NoCall: it is none, or no tool has this name, or its arguments are no object. Without arguments
-    they are {}, unless the object has members that may be meant for them."""
+    """Read a call that is a JSON object: {"name": ..., "arguments" or "parameters": {...}}. Without
+    arguments they are {}, unless the object has members that may be meant for them: then it is no
+    call."""
     start = text.place
     yield from text.take("{")
     yield from text.blanks()

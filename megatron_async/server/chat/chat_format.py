@@ -177,8 +177,7 @@ class ChatFormat:
         self._renderer.close()
 
     def render(self, request: ChatRequest, tools: Sequence[dict[str, Any]] | None) -> str:
-        """The chat as the model's text. Raises Refusal: there is no template, or it rejects the
-        chat, or takes too long."""
+        """The chat as the model's text."""
         messages = template_messages(request.messages)
         if tools and not self._tells_tools():
             messages, tools = with_tools_told(messages, tools, self.tool_format), None
@@ -233,8 +232,7 @@ class ChatFormat:
         )  # fmt: skip
 
     def behind_thought(self, wanted: StructuredOutput, in_thought: bool) -> StructuredOutput:
-        """A grammar that lets a thought come first and demands `wanted` of the text behind it.
-        Raises Refusal: it is of a wrong form."""
+        """A grammar that lets a thought come first and demands `wanted` of the text behind it."""
         try:
             grammar = grammar_behind_thought(wanted, in_thought)
         except RequestError as error:

@@ -32,16 +32,14 @@ special token."""
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages for a template. Raises Refusal: there is none, or one has what is not served
-    (images, audio, files)."""
+    """The messages for a template."""
     if not messages:
         raise Refusal("messages is empty: give at least one message.", param="messages")
     return [_one(message, place) for place, message in enumerate(messages)]
 
 
 def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """Variables of the template that a request sets. Raises Refusal: a name is not on the list, or
-    a value is too large."""
+    """Variables of the template that a request sets."""
     found = dict(request.chat_template_kwargs or {})
     for name, value in found.items():
         if name not in KWARGS:
@@ -120,8 +118,8 @@ def _one(message: Message, place: int) -> dict[str, Any]:
 
 
 def text_of(content: str | list[Any] | None, param: str) -> str:
-    """The text of a content, of all its parts. Raises Refusal: a part is no text; `param` names the
-    content."""
+    """The text of a content, of all its parts; `param` names the content in a refusal of what is no
+    text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -146,8 +144,7 @@ def _part(part: Any, param: str) -> str:
 
 
 def arguments_of(arguments: str | dict[str, Any] | None, param: str) -> dict[str, Any]:
-    """The arguments of a call in a message. Raises Refusal: they are not the JSON text of an
-    object; `param` names the message."""
+    """The arguments of a call in a message, which `param` names."""
     if not arguments:
         return {}
     if isinstance(arguments, str):

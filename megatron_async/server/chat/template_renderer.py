@@ -45,8 +45,14 @@ class TemplateProcess:
         self._has_been_slow = False
 
     def ask(self, variables: str) -> dict[str, Any] | None:
-        """Render a chat. Returns `text`, or `error`; None if the process died of it, or was ended
-        meanwhile. Raises TakesLong: on an event loop, if the answer does not come at once."""
+        """Render a chat.
+
+        Returns:
+            `text`, or `error`; None if the process died of it, or was ended meanwhile.
+
+        Raises:
+            TakesLong: on an event loop, if the answer does not come at once.
+        """
         on_loop = _is_on_loop()
         if on_loop and (self._has_been_slow or not self._is_running()):
             raise TakesLong
@@ -154,8 +160,12 @@ class TemplateRenderer:
                 return
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The chat as a text. Raises Refusal: the template rejects the chat, or it takes too long,
-        or there is none. Raises TakesLong: on an event loop; see `TemplateProcess.ask`."""
+        """The chat as a text.
+
+        Raises:
+            Refusal: the template rejects the chat, or it takes too long, or there is none.
+            TakesLong: on an event loop; see `TemplateProcess.ask`.
+        """
         if not self._has_template:
             raise Refusal(
                 "this model has no chat template: send prompts to /v1/completions.",

@@ -116,16 +116,14 @@ def in_lark(regex: str) -> str:
 
 def grammar_behind_thought(wanted: StructuredOutput, in_thought: bool) -> str:
     """A Lark grammar: a thought, then what is wanted. `in_thought`: the prompt has opened the
-    thought; else the answer may open one, or not. Raises RequestError: `wanted` is of a wrong form.
-    """
+    thought; else the answer may open one, or not."""
     thought = 'thought[suffix="</think>"]: /(?s:.*)/\n'
     start = "thought blank" if in_thought else '("<think>" thought blank)?'
     return f"start: {start} wanted\n{thought}blank: /[ \\n]*/\nwanted: {rule_of(wanted)}"
 
 
 def rule_of(wanted: StructuredOutput) -> str:
-    """What a rule of a Lark grammar says for all that is wanted, and the line's end. Raises
-    RequestError: `wanted` is of a wrong form."""
+    """What a rule of a Lark grammar says for all that is wanted, and the line's end."""
     fixed = wanted.fixed()
     fixed.source()
     if fixed.grammar is not None:

@@ -58,8 +58,7 @@ def tool_plan(
     request: ChatRequest, chat: ChatFormat, most: int, wanted: StructuredOutput | None = None
 ) -> ToolPlan:
     """Read the tools of a request. An answer that calls nothing has the format `wanted`; None: it
-    is free. Raises Refusal: a tool has no name, or the choice names none, or there are too many; or
-    a call is forced beside a format."""
+    is free."""
     tools, choice = request.tools, request.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -131,8 +130,7 @@ def _grammar(
 
 
 def _held(tool: OfferedTool) -> dict[str, Any]:
-    """The schema that a tool's arguments are held to. Raises RequestError: it is too wide, or has a
-    number that a grammar would not keep."""
+    """The schema that a tool's arguments are held to."""
     with _told_of(tool.name):
         check_width(tool.parameters)
         # Arguments are objects, whether a schema says so or not.

@@ -72,7 +72,11 @@ class ToolTypes:
         return found
 
     def of_schema(self, schema: Any) -> ValueTypes:
-        """Types of a value. Raises RequestError: the tool's schemas have too many alternatives."""
+        """Types of a value.
+
+        Raises:
+            RequestError: the tool's schemas have too many alternatives.
+        """
         seen = _Seen()
         for own in self.branches(schema):
             constants = _constants(own)
@@ -85,7 +89,7 @@ class ToolTypes:
     @cached_property
     def properties(self) -> Mapping[str, Any]:
         """Schemas of the parameters by name, also those of alternatives; a parameter of several of
-        them may be as any says. Raises RequestError: as `of_schema`."""
+        them may be as any says."""
         found: dict[str, list[Any]] = {}
         for own in self.branches(self.schema):
             given = own.get("properties")

@@ -154,8 +154,7 @@ _END = r"/\n<\/parameter>\n/"
 
 def xml_rules(tools: Sequence[OfferedTool], many: bool, special: Special) -> str:
     """Lark rules, as `CallFormat.rules`. Parameters stand in the order of the schema; those that
-    are not required may be left out. Raises RequestError: a parameter's name cannot be written in a
-    tag, or there is too much of them, or the schema has what the grammar cannot hold."""
+    are not required may be left out. What the grammar cannot hold is a RequestError."""
     opening, closing = mark("<tool_call>", special), mark("</tool_call>", special)
     one = f'{opening} "\\n" call "\\n" {closing}'
     lines = [

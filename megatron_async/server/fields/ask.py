@@ -62,8 +62,11 @@ def is_quick(body: bytes) -> bool:
 
 
 def ask_completion(request: CompletionRequest, served: ServedModel, caller: Caller) -> Asked:
-    """What the engine is asked for a completion. Raises Refusal: naming the field, its value and
-    what is allowed."""
+    """What the engine is asked for a completion.
+
+    Raises:
+        Refusal: naming the field, its value and what is allowed.
+    """
     model, prompt_top_n = _check_style(request, served)
     top_n = log_prob_count("logprobs", request.logprobs)
     echo = bool(request.echo)
@@ -149,8 +152,7 @@ def _named_limit(request: msgspec.Struct, first: str, second: str) -> tuple[str,
 
 def _check_style(request: SharedFields, served: ServedModel) -> tuple[str, int | None]:
     """Check how the answer shall be, and that all of it is served; returns the name of its model,
-    and how many log probs its prompt has. Raises Refusal: the model is another, the fields
-    contradict each other, or are not served."""
+    and how many log probs its prompt has."""
     model = served.name(request.model)
     refuse_what_is_not_served(request)
     if request.best_of is not None and request.best_of != (request.n or 1):

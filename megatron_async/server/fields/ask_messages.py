@@ -115,8 +115,7 @@ FAILED = "Error: "
 def chat_messages(
     given: Sequence[AnthropicMessage], system: str | Sequence[dict[str, Any]] | None
 ) -> list[Message]:
-    """The chat that a request describes. Raises Refusal: a block is of a kind that is not served
-    (images, documents), or lacks a field."""
+    """The chat that a request describes."""
     found: list[Message] = []
     if system:
         text = system if isinstance(system, str) else _joined(system, "system")
@@ -233,8 +232,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) -> Asked:
-    """What the engine is asked for a message. Raises Refusal: naming the field, its value and what
-    is allowed."""
+    """What the engine is asked for a message."""
     refuse_what_is_not_served(request)
     fields = _prompt_fields(request, served, "stream", "temperature", "top_p", "top_k")
     fields |= {
@@ -248,8 +246,7 @@ def ask_messages(request: MessagesRequest, served: ServedModel, caller: Caller) 
 
 
 def count_tokens(request: CountTokensRequest, served: ServedModel) -> int:
-    """Tokens of the prompt that a request for a message would have. Raises Refusal: the request
-    could not be asked."""
+    """Tokens of the prompt that a request for a message would have."""
     served.name(request.model)
     refuse_what_is_not_served(request, of_prompts=True)
     chat = ChatRequest(**_prompt_fields(request, served))

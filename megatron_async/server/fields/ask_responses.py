@@ -112,8 +112,7 @@ def input_messages(
     """The chat that a request describes.
 
     Items of the assistant that stand together (reasoning, text, calls) are one message, as chat
-    templates write them. `instructions` become, or come before, the system message. Raises Refusal:
-    an item is of a kind that is not served, or lacks a field."""
+    templates write them. `instructions` become, or come before, the system message."""
     found: list[Message] = []
     if isinstance(given, str):
         found.append(Message(role="user", content=given))
@@ -222,8 +221,7 @@ LOG_PROBS = "message.output_text.logprobs"
 
 
 def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller) -> Asked:
-    """What the engine is asked for a response. Raises Refusal: naming the field, its value and what
-    is allowed."""
+    """What the engine is asked for a response."""
     refuse_what_is_not_served(request)
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         raise Refusal(f"text.verbosity was given, and {REMEDIES['verbosity']}.", param="text")
@@ -252,8 +250,7 @@ def ask_responses(request: ResponsesRequest, served: ServedModel, caller: Caller
 
 
 def _all_tools(request: ResponsesRequest) -> dict[str, ResponseTool]:
-    """The tools of a request, and those that Codex adds by items of its input, by their places.
-    Raises Refusal: an item has none."""
+    """The tools of a request, and those that Codex adds by items of its input, by their places."""
     found = {f"tools[{i}]": tool for i, tool in enumerate(request.tools or ())}
     items = () if isinstance(request.input, str) else request.input
     for place, item in enumerate(items):
@@ -269,8 +266,7 @@ def _all_tools(request: ResponsesRequest) -> dict[str, ResponseTool]:
 
 def _functions_of(tools: Mapping[str, ResponseTool]) -> list[Tool] | None:
     """The functions. Tools that only OpenAI's servers run are left out beside them, since Codex
-    offers a web search in every request; `tools` of the answer has those that were offered. Raises
-    Refusal: there are no functions among them."""
+    offers a web search in every request; `tools` of the answer has those that were offered."""
     if not tools:
         return None
     found = [

@@ -24,8 +24,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def structured_output(request: SharedFields) -> StructuredOutput | None:
-    """The required format of the text, or None. Raises Refusal: it is given twice, or is not
-    served, too large, or not of the right form. Whether a grammar compiles is found out later,
+    """The required format of the text, or None. Whether a grammar compiles is found out later,
     beside the engine."""
     found = _of_response_format(request.response_format)
     if request.structured_outputs is not None:
@@ -48,8 +47,7 @@ def format_field(request: SharedFields) -> str:
 
 
 def checked(wanted: StructuredOutput, param: str) -> StructuredOutput:
-    """Check the form and size of `wanted`; returns it with its schema as text. Raises Refusal: form
-    or size is wrong."""
+    """Check the form and size of `wanted`; returns it with its schema as text."""
     try:
         fixed = wanted.fixed()
         fixed.source()

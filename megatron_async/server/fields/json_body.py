@@ -55,8 +55,11 @@ _COUNTED = ("messages", "input", "tools", "stop", "stop_sequences", "stop_token_
 
 
 def decode_body[T](body: bytes, kind: type[T], limits: Limits) -> T:
-    """A body as a struct; fields that the struct does not have are ignored. Raises Refusal: 413, it
-    is too long; 400, it is not JSON, too deep, or not of the right types."""
+    """A body as a struct; fields that the struct does not have are ignored.
+
+    Raises:
+        Refusal: 413, it is too long; 400, it is not JSON, too deep, or not of the right types.
+    """
     if len(body) > limits.body_bytes:
         raise Refusal(
             f"the body has {len(body)} bytes, and {limits.body_bytes} are allowed: send less in "

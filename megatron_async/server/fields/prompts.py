@@ -13,8 +13,7 @@ from megatron_async.server.fields.served_model import ServedModel
 def completion_prompts(
     request: CompletionRequest, most: int | None, served: ServedModel
 ) -> list[Sequence[int] | str]:
-    """The prompts, as token ids where there is a tokenizer; arguments as those of `cut`. Raises
-    Refusal: one is missing, empty, too long, or has ids that the model does not have."""
+    """The prompts, as token ids where there is a tokenizer; arguments as those of `cut`."""
     found = _as_list(request.prompt)
     if len(found) > served.limits.prompts:
         raise Refusal(
@@ -41,8 +40,7 @@ def cut(
 ) -> Sequence[int]:
     """What vLLM's `truncate_prompt_tokens` and `truncation_side` leave of a prompt: so many of its
     last tokens, or, with "right", of its first ones; -1: as many as fit. `most`: tokens of the
-    answer, as the request names them; None: it does not. Raises Refusal: the number is neither -1
-    nor 1 or more, or there is no such side."""
+    answer, as the request names them; None: it does not."""
     truncate, side = request.truncate_prompt_tokens, request.truncation_side
     if side not in (None, "left", "right"):
         raise not_allowed("truncation_side", side, '"left" or "right"')
@@ -95,7 +93,7 @@ def _one(
 
 
 def checked_limit(name: str, value: int | None) -> int | None:
-    """A number of tokens to generate. Raises Refusal: it is less than 1."""
+    """A number of tokens to generate, which must be 1 or more."""
     if value is not None and value < 1:
         raise not_allowed(name, value, "1 or more")
     return value
@@ -104,12 +102,12 @@ def checked_limit(name: str, value: int | None) -> int | None:
 def check_room(
     name: str, value: int | None, prompts: Sequence[Sequence[int] | str], served: ServedModel
 ) -> None:
-    """Refuse a limit that a request names and its prompt leaves no room for.
+    """Refuse a limit that a request names and its prompt leaves no room for, as OpenAI's and vLLM's
+    servers do, instead of cutting it in silence. The first words are Anthropic's: Claude Code reads
+    the three numbers and asks again for fewer tokens.
 
     A text of which only the replica has the tokens counts as one token. `value` is None where the
-    request names none, and the answer ends with the context. Raises Refusal: as OpenAI's and vLLM's
-    servers do, and not cut in silence. Its first words are Anthropic's: Claude Code reads the three
-    numbers and asks again for fewer tokens."""
+    request names none, and the answer ends with the context."""
     longest = max(1 if isinstance(prompt, str) else len(prompt) for prompt in prompts)
     context = served.card.max_sequence_length
     room = context - longest

@@ -39,7 +39,7 @@ def sampling_params(
 ) -> SamplingParams:
     """What all choices of a request have in common: all but the seed. `most`: tokens to generate, 1
     or more; None: as many as fit. For fields that are missing stands what `requests/defaults.py`
-    says. Raises Refusal: naming the field and what is allowed."""
+    says."""
     given = {name: getattr(request, name) for name in LIMITS}
     for name, (_, low, high) in LIMITS.items():
         value = given[name]
@@ -83,8 +83,7 @@ def check(params: SamplingParams, served: ServedModel) -> None:
 
 
 def seed_of(request: SharedFields, choice: int) -> int | None:
-    """The seed of the i-th choice of a prompt: seed + i, as a 63-bit number. Raises Refusal: it is
-    no int64."""
+    """The seed of the i-th choice of a prompt: seed + i, as a 63-bit number."""
     if request.seed is None:
         return None
     if not -(2**63) <= request.seed < 2**63:
@@ -100,7 +99,7 @@ def priority_of(request: SharedFields, served: ServedModel, caller: Caller) -> i
 
 
 def log_prob_count(name: str, value: int | None) -> int | None:
-    """A number of log probs. Raises Refusal: it is negative, or more than the engine gives."""
+    """A number of log probs."""
     if value is not None and not 0 <= value <= MAX_TOP_N:
         raise not_allowed(name, value, f"0 to {MAX_TOP_N}")
     return value

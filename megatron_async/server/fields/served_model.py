@@ -50,9 +50,12 @@ class ServedModel:
         limits: Limits | None = None,
         tool_parser: str | None = None,
     ) -> ServedModel:
-        """Read the card; takes as long as reading its tokenizer (up to a second). Raises
-        TokenizerError: its tokenizer cannot be read. Raises ConfigurationError: there is no such
-        tool format."""
+        """Read the card; takes as long as reading its tokenizer (up to a second).
+
+        Raises:
+            TokenizerError: its tokenizer cannot be read.
+            ConfigurationError: there is no such tool format.
+        """
         tokenizer = card.tokenizer()
         longest = LONGEST_TOKEN
         if tokenizer is not None:
@@ -70,8 +73,7 @@ class ServedModel:
 
     @cached_property
     def defaults(self) -> GenerationDefaults:
-        """What a request that says nothing is answered with. Raises ConfigurationError: the card
-        has a value that cannot be; no replica sends one."""
+        """What a request that says nothing is answered with."""
         return generation_defaults(self.card)
 
     @cached_property
@@ -98,7 +100,7 @@ class ServedModel:
         return min(found)
 
     def name(self, asked: str | None) -> str:
-        """The name for the answer. Raises Refusal: 404, the model is not served."""
+        """The name for the answer; 404 where the model is not served."""
         if asked is None:
             return self.names[0]
         if asked not in self.names:
@@ -110,8 +112,7 @@ class ServedModel:
         return asked
 
     def tokenize(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text; a text that is too long by far is not tokenized. Raises Refusal:
-        there is no tokenizer, or it cannot fit."""
+        """Token ids of a text; a text that is too long by far is not tokenized."""
         if self.tokenizer is None:
             raise Refusal(
                 "this server has no tokenizer for a text: send the prompt's token ids to "

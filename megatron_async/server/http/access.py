@@ -34,9 +34,9 @@ class Access:
         self._hosts = {name.lower() for name in (*LOCAL_NAMES, *config.allowed_hosts)}
 
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse a request that was meant for another name: a page on the web can point a name of
-        its own at this host, and would then be the server's own page to a browser (DNS rebinding).
-        Raises Refusal: 421, the Host header is another's."""
+        """Refuse (421) a request that was meant for another name: a page on the web can point a
+        name of its own at this host, and would then be the server's own page to a browser (DNS
+        rebinding)."""
         if self._any_host:
             return
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -51,8 +51,11 @@ class Access:
         self, headers: Mapping[bytes, bytes], needs_admin: bool, note: RequestNote | None = None
     ) -> Caller:
         """The sender of a request, by the key in its headers. `note` gets the name of the key, also
-        where the key is not enough. Raises Refusal: 401 without a valid key where one is needed;
-        403 where the admin key is."""
+        where the key is not enough.
+
+        Raises:
+            Refusal: 401 without a valid key where one is needed; 403 where the admin key is.
+        """
         caller, given = self._given(headers)
         if note is not None and caller is not None:
             note.owner = caller.owner

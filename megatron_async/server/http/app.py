@@ -93,8 +93,8 @@ class App:
                 note.write()
 
     def _find(self, method: str, path: str) -> tuple[Route, str]:
-        """The route of a path, and what stands for its star. Raises Refusal: 404, there is none;
-        405, not for this method."""
+        """The route of a path (404: there is none; 405: not for this method), and what stands for
+        its star."""
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
         found, rest = self._exact.get(path), ""

@@ -53,8 +53,11 @@ class Exchange:
         return "" if header is None else read_traceparent(header.decode("latin-1").strip())
 
     async def send(self, message: Any) -> None:
-        """ASGI's `send`; an answer that has begun is not begun again. Raises ClientGone: an error
-        behind the beginning of an answer: the connection ends."""
+        """ASGI's `send`; an answer that has begun is not begun again.
+
+        Raises:
+            ClientGone: an error behind the beginning of an answer: the connection ends.
+        """
         if message["type"] == "http.response.start":
             self._begin(message["status"])
             if self._told:
@@ -63,8 +66,11 @@ class Exchange:
 
     def begin_events(self, data: bytes) -> None:
         """Begin an answer of events without waiting for anything; further ones go to the
-        `connection`, and ASGI's last message ends the answer. Raises ClientGone: an answer has
-        begun."""
+        `connection`, and ASGI's last message ends the answer.
+
+        Raises:
+            ClientGone: an answer has begun.
+        """
         self._begin(200)
         headers = [*EVENTS, *self._told] if self._told else EVENTS
         self.connection.begin_events(self.scope, headers, data)
@@ -80,9 +86,12 @@ class Exchange:
         """The whole body of the request.
 
         Only what says that it is JSON: a page of another site can make a browser send any other
-        type without asking (`no-cors`), also to a server on this host that has no key. Raises
-        Refusal: 413, it has more than `most` bytes; 415, it has another type. Raises ClientGone:
-        the client went before its end."""
+        type without asking (`no-cors`), also to a server on this host that has no key.
+
+        Raises:
+            Refusal: 413, it has more than `most` bytes; 415, it has another type.
+            ClientGone: the client went before its end.
+        """
         length = self.headers.get(b"content-length", b"0")
         digits = length.lstrip(b"0")  # of which Python reads some thousand only
         if length.isdigit() and (len(digits) > 20 or int(digits or b"0") > most):

@@ -88,8 +88,8 @@ class GenerateRoutes:
         ]
 
     async def _model_now(self) -> ServedModel:
-        """The model that is served now; read again when the replicas have another model. Raises
-        Refusal: 503, no replica has loaded a model yet."""
+        """The model that is served now (503: no replica has loaded one yet); read again when the
+        replicas have another one."""
         if self._served is None:
             state = await self._client.ask("health")
             if state["state"] in ("loading", "restarting", "dead"):

@@ -25,8 +25,11 @@ def share_gpus(
 ) -> list[dict[str, str]]:
     """Variables of each replica's environment that say which GPUs are its own. `ranks`: GPUs that
     one replica needs. `device` is None where the command line names none: a GPU where there is one.
-    Raises ConfigurationError: several replicas would share a GPU, of which each wants most of the
-    memory, or ranks have too few."""
+
+    Raises:
+        ConfigurationError: several replicas would share a GPU, of which each wants most of the
+            memory, or ranks have too few.
+    """
     nothing: list[dict[str, str]] = [{} for _ in range(replicas)]
     is_alone = replicas == 1 and ranks == 1
     if device == "cpu" or is_alone or (device is None and not gpus):

@@ -28,9 +28,12 @@ def read_keys(
     given: Sequence[str], file: str | None, environment: Mapping[str, str]
 ) -> tuple[KeyDigest, ...]:
     """The keys of all three sources together, without repetition. In the file there is one key a
-    line, or "NAME KEY"; empty lines and those that begin with "#" are none. Raises
-    ConfigurationError: a key cannot be sent in a header, or has two names, or there are too many;
-    the message does not repeat a key. Names of several keys: see `check_keys`."""
+    line, or "NAME KEY"; empty lines and those that begin with "#" are none.
+
+    Raises:
+        ConfigurationError: a key cannot be sent in a header, or has two names, or there are too
+            many; the message does not repeat a key. Names of several keys: see `check_keys`.
+    """
     found: dict[str, KeyDigest] = {}
     owners: dict[str, str] = {}
     lines: list[tuple[str, str, str]] = [("", key, "--api-key") for key in given]

@@ -14,8 +14,11 @@ BACKLOG = 2048
 
 
 def resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
-    """The first address of a host's name: its family, and the address with its port. Raises
-    ConfigurationError: this host does not know the name."""
+    """The first address of a host's name: its family, and the address with its port.
+
+    Raises:
+        ConfigurationError: this host does not know the name.
+    """
     try:
         found = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
@@ -37,7 +40,10 @@ def is_loopback(address: str) -> bool:
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """A socket that listens; children inherit it. Port 0 takes a free one. `is_shared`: other
     processes of this user may listen there too: the kernel gives each connection to one of them.
-    Raises ConfigurationError: the address is in use, or not one of this host."""
+
+    Raises:
+        ConfigurationError: the address is in use, or not one of this host.
+    """
     family, address = resolve(host, port)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -64,10 +64,15 @@ class Supervisor:
         self.url = ""
 
     def run(self) -> int:
-        """Serve until a signal, or until nothing can be served any more. Returns the exit status: 0
-        after SIGTERM or Ctrl-C in order, 1 where something failed for good, 128 + the signal's
-        number after the second signal. Raises ConfigurationError: the address or the devices cannot
-        be had."""
+        """Serve until a signal, or until nothing can be served any more.
+
+        Returns:
+            the exit status: 0 after SIGTERM or Ctrl-C in order, 1 where something failed for good,
+            128 + the signal's number after the second signal.
+
+        Raises:
+            ConfigurationError: the address or the devices cannot be had.
+        """
         with self._stack, Signals() as signals:
             listener = self._prepare()
             try:
