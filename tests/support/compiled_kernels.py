@@ -1,9 +1,11 @@
-"""Kernels as an op launches them, compiled for a GPU, which needs none.
+"""Kernels as an op launches them, and what each launch would be compiled for, on a machine without
+a GPU.
 
 A recorder stands in a kernel's place, so the op's own launch says what the arguments are; Triton
 specialises and compiles them as it would on a Hopper GPU.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,9 +13,9 @@ import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BACKEND = CUDABackend(HOPPER)
@@ -73,3 +75,25 @@ def record(monkeypatch: pytest.MonkeyPatch, *kernels: tuple[Any, str]) -> list[R
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
     return recorders
+
+
+def compile_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """From now on a launch compiles its kernel for an H100 or H200, if nothing like it was compiled
+    before, and does not run it. Returns the keys of each kernel's compilations, by its name, which
+    launches fill."""
+    backend, keys = make_backend(HOPPER), defaultdict(set)
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        options |= {"debug": False, "instrumentation_mode": ""}
+        bound, specialization, others = bind(*arguments, **options)
+        key = compute_cache_key({}, specialization, others)
+        if key not in keys[kernel.__name__]:
+            keys[kernel.__name__].add(key)
+            packed = kernel._pack_args(backend, options, bound, specialization, others)
+            chosen, signature, constants, attributes = packed
+            source = ASTSource(kernel, signature, constants, attributes)
+            triton.compile(source, target=HOPPER, options=chosen.__dict__)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return keys

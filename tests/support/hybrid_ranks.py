@@ -2,15 +2,19 @@
 of ranks that share experts, jobs of its own."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_async import DynamicInferenceEngine, SamplingParams
 from megatron_async.checkpoints import open_model
+from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.devices import Chaos, CpuDevice
+from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
@@ -23,6 +27,7 @@ from tests.support.harness import (
     assert_all_is_back,
     greedy,
     make_engine,
+    make_model,
     random_prompts,
     run_at,
 )
@@ -156,4 +161,24 @@ def pools(folder: str) -> list[int]:
         engine = make_engine(model, device=device, buffer_size_gb=None, **PLENTY)
         found.append(engine.context.blocks.total)
         engine.close()
+    return found
+
+
+Tokens = list[list[int]]
+
+
+def store_lively(
+    models: dict[str, ModelArchitecture], root: Path, answer: Callable[[str], Tokens]
+) -> dict[str, tuple[str, Tokens]]:
+    """Store models with random weights in folders of their own in `root`; by name the folder and
+    what its model says. An AssertionError if that is few different tokens, which would hide wrong
+    states."""
+    found = {}
+    for name, architecture in models.items():
+        folder = root / name.replace(" ", "-")
+        folder.mkdir()
+        save_huggingface(make_model(architecture), architecture, None, folder)
+        tokens = answer(str(folder))
+        assert min(len(set(row)) for row in tokens) > 5, f"{name} is dull"
+        found[name] = str(folder), tokens
     return found

@@ -6,16 +6,18 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from typing import Any
+from typing import Any, override
 
 import msgspec
 
 from megatron_async import DynamicInferenceEngine
 from megatron_async.errors import CommunicationTimeout, RankLost
+from megatron_async.planning.step_plan import StepShape
 from megatron_async.ranks.actions import Report, Turn, to_builtin
 from megatron_async.ranks.expert_consensus import Communicator, SharedExperts
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
+from megatron_async.ranks.rank_group import RankGroup
 from tests.support.patience import PATIENCE_S
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_builtin)
@@ -147,3 +149,30 @@ class _Rounds:
             assert done, f"round {number}: only ranks {sorted(mine)} came"
             self._values.pop(number - 2, None)
             return [max(column) for column in zip(*mine.values(), strict=True)]
+
+
+class BesideOthers(RankGroup):
+    """A rank that shares experts with others, which run `steps` more whenever this one stops;
+    `launched` counts the steps that this rank was asked for."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._left = 0
+        self.launched = 0
+
+    @override
+    def stop_together(self, is_stopping: bool) -> None:
+        self._left = self.steps if is_stopping else 0
+
+    @property
+    @override
+    def must_keep_up(self) -> bool:
+        return self._left > 0
+
+    @override
+    def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
+        if not self._left:
+            return wanted
+        self._left -= 1
+        self.launched += 1
+        return StepShape(decode_rows=2, tokens=2)

@@ -1,5 +1,6 @@
 """Processes of a service for tests: replicas of the tiny model, a coordinator, a client."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -8,6 +9,8 @@ import time
 from megatron_async import LLM, SamplingParams
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
+from megatron_async.serving.messages import Ended
+from megatron_async.serving.readers import TokenLogProbs, TokenReader
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.replica import serve_replica
 from tests.support.patience import PATIENCE_S, eventually
@@ -107,3 +110,22 @@ class Service:
                 process.kill(rank)
         self.coordinator.stop()
         self._thread.join(PATIENCE_S)
+
+
+class KeepingReader(TokenReader):
+    """Keeps the tokens and the end that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[int] = []
+        self.end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
+        assert not self.end.done()
+        self.got += tokens.tolist()
+
+    def text(self, text: str) -> None:
+        raise AssertionError("nobody makes texts here")
+
+    def ended(self, end: Ended) -> None:
+        self.end.set_result(end)

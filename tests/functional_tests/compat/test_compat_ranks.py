@@ -9,9 +9,8 @@ import torch
 from megatron_async.models.parallel_state import ParallelSizes
 from tests.functional_tests.compat.test_compat_models import EXPERTS, GPT2, LEARNED, SHARED, UNTIED
 from tests.support.compat_models import gpt_model, logits_of
-from tests.support.compat_rank_runs import RankFound, prompts_of, serve_part
+from tests.support.compat_rank_runs import RankFound, prompts_of, serve_part, serve_together
 from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
-from tests.support.coordinated_ranks import serve_together
 from tests.support.harness import TINY, make_model
 from tests.support.ranks import run_ranks
 

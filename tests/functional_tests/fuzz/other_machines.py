@@ -20,8 +20,8 @@ from tests.functional_tests.fuzz.engine_machine import (
     some_request,
 )
 from tests.functional_tests.fuzz.fuzz_requests import Ask, asks
-from tests.support.beside_others import BesideOthers
 from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
+from tests.support.memory_channel import BesideOthers
 
 MOST_FAILURES = 4
 

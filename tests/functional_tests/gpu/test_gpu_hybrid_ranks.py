@@ -14,7 +14,7 @@ from tests.support.gpu_ranks import (
     serve_on,
     world_of,
 )
-from tests.support.lively_models import store_lively
+from tests.support.hybrid_ranks import store_lively
 from tests.support.ranks import run_ranks
 
 Stored = dict[str, tuple[str, list[list[int]]]]

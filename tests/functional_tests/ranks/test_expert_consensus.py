@@ -16,7 +16,6 @@ from megatron_async.ranks.actions import Report, Turn
 from megatron_async.ranks.expert_consensus import SharedExperts
 from megatron_async.ranks.join_group import RankPlace
 from megatron_async.ranks.leader import Leader
-from tests.support.beside_others import BesideOthers
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.harness import (
     assert_all_is_back,
@@ -27,7 +26,7 @@ from tests.support.harness import (
     random_prompts,
 )
 from tests.support.late_device import LateDevice
-from tests.support.memory_channel import FollowingEngine, MemoryCommunicator
+from tests.support.memory_channel import BesideOthers, FollowingEngine, MemoryCommunicator
 from tests.support.patience import PATIENCE_S
 
 MODEL = make_model()

@@ -20,8 +20,8 @@ from tests.support.hybrid_ranks import (
     pools,
     serve_all,
     serve_mine,
+    store_lively,
 )
-from tests.support.lively_models import store_lively
 from tests.support.ranks import run_ranks
 
 Stored = dict[str, tuple[str, list[list[int]]]]

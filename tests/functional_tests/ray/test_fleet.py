@@ -25,7 +25,7 @@ from megatron_async.serving.messages import Ended
 from megatron_async.serving.records import CoordinatorConfig
 from tests.support.harness import greedy, make_engine, make_model
 from tests.support.patience import PATIENCE_S
-from tests.support.token_reader import KeepingReader
+from tests.support.serving_processes import KeepingReader
 
 STREAMS = 12
 MODEL: list[Any] = []

@@ -32,8 +32,7 @@ from tests.support.harness import EngineFactory, greedy
 from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import Ranks
-from tests.support.serving_processes import CONFIG, ENGINE
-from tests.support.token_reader import KeepingReader
+from tests.support.serving_processes import CONFIG, ENGINE, KeepingReader
 
 
 class Reader(TokenReader):

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_async.requests import stream_wakeups as module
 from megatron_async.requests.stream_wakeups import WOKEN_A_TURN, StreamWakeups
-from tests.support.virtual_loop import TIME, Clock, VirtualLoop, run_virtually
+from tests.support.patience import TIME, Clock, VirtualLoop, run_virtually
 
 EVERY_S = 0.2
 

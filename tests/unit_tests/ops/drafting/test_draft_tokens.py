@@ -31,8 +31,8 @@ from megatron_async.ops.drafting.hidden_states import (
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFeature
 from megatron_async.ops.step_tensors import StepTensors
 from tests.support.attention_model import AttentionModel
+from tests.support.compiled_kernels import compile_launches
 from tests.support.harness import greedy, make_engine
-from tests.support.launches import compile_launches
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 SLOTS, BLOCKS_A_ROW = 12, 9

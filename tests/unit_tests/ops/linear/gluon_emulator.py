@@ -5,8 +5,11 @@ as late as it may be: a copy spoils its place at once and fills it when somebody
 barrier, and a product reads its operands when somebody waits for it. So a kernel that reads too
 early, or asks for a place that is still read, has NaN in its results. A kernel fails that waits for
 what nobody asked for, expects other bytes than come, reads rows before its wait for the kernel
-before, or ends with copies on their way. Programs, and partitions of a program, run in an order
-drawn by a seed.
+before, or ends with copies on their way.
+
+Programs, and partitions of a program, run one at a time, in an order drawn by a seed. A partition
+runs until it waits for what another one has to do, or, now and then, hands over at a wait whose
+condition holds: so orders are tried that a GPU takes seldom.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -26,8 +30,6 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 from triton.runtime.jit import JITCallable
-
-from tests.unit_tests.ops.linear.gluon_partitions import Partitions
 
 
 @dataclass
@@ -373,3 +375,75 @@ class EmulatedKernel:
 
     def __post_init__(self) -> None:
         self.original = getattr(self.module, self.name)
+
+
+class Partitions:
+    """Threads of which one runs at a time; `seed` draws their order."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._changed = threading.Condition()
+        self._waits: dict[int, Callable[[], bool]] = {}
+        self._running: int | None = None
+        self._error: BaseException | None = None
+        self._number = threading.local()
+
+    @property
+    def number(self) -> int:
+        """Number of the partition that runs; 0 outside of `run`."""
+        return getattr(self._number, "value", 0)
+
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Run all to their ends; raises what the first of them raised."""
+        self._waits = dict.fromkeys(range(len(functions)), lambda: True)
+        threads = [
+            threading.Thread(target=self._run_one, args=(number, function), daemon=True)
+            for number, function in enumerate(functions)
+        ]
+        self._next()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, holds: Callable[[], bool]) -> None:
+        """Hand over until `holds`; outside of `run` it must hold."""
+        if self._running is None:
+            assert holds(), "waits for what nobody does"
+            return
+        if holds() and self._random.random() < 0.5:
+            return
+        number = self.number
+        with self._changed:
+            self._waits[number] = holds
+            self._next()
+            self._take(number)
+
+    def _take(self, number: int) -> None:
+        self._changed.wait_for(lambda: self._running == number or self._error is not None)
+        if self._error is not None:
+            raise SystemExit
+        del self._waits[number]
+
+    def _next(self) -> None:
+        ready = [number for number, holds in self._waits.items() if holds()]
+        if self._waits and not ready:
+            self._error = AssertionError(f"partitions {sorted(self._waits)} wait for each other")
+        self._running = self._random.choice(ready) if ready else None
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run_one(self, number: int, function: Callable[[], None]) -> None:
+        self._number.value = number
+        try:
+            with self._changed:
+                self._take(number)
+            function()
+        except SystemExit:
+            return
+        except BaseException as error:
+            self._error = self._error or error
+        with self._changed:
+            self._next()

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_async.server import answer_stream
 from megatron_async.server.answer_stream import AT_ONCE, EVERY_S, StreamHub
-from tests.support.virtual_loop import TIME, Clock, run_virtually
+from tests.support.patience import TIME, Clock, run_virtually
 
 
 class Stream:
