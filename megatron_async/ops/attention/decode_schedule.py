@@ -76,8 +76,7 @@ class DecodeSchedule:
     def update(self, kv_lengths: Tensor, limit: Tensor | None = None) -> None:
         """Launch the kernel that makes the schedule of rows of these lengths, int32 `[rows]`,
         contiguous; a row of no tokens is fine. Rows from `limit`'s first element on, int32, have no
-        items, and their output is not written. A ValueError for more rows than `max_rows` and for
-        other lengths."""
+        items, and their output is not written."""
         rows = kv_lengths.numel()
         if not 0 < rows <= self.max_rows:
             raise ValueError(

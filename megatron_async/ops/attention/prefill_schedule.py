@@ -109,8 +109,7 @@ class PrefillSchedule:
     ) -> None:
         """Launch the kernel that makes the schedule of a step's rows (`backends/base.py`,
         `PrefillRows`). `key_tile`: keys of a tile, parts are whole tiles; `programs`: that should
-        share a processor, if keys are divided. A ValueError for no rows, or starts of other
-        rows."""
+        share a processor, if keys are divided."""
         rows = kv_lengths.numel()
         if not rows or starts.numel() != rows + 1:
             raise ValueError(

@@ -82,8 +82,7 @@ def warpgroup_prefill_attention(
     out: Tensor,
     is_settled: bool = False,
 ) -> None:
-    """`paged_prefill_attention` of bfloat16 or float16; the tile's keys divide the block size. A
-    ValueError too for what the tile does not serve."""
+    """`paged_prefill_attention` of bfloat16 or float16; the tile's keys divide the block size."""
     name = "warpgroup_prefill_attention"
     check_rows(name, query, key_cache, value_cache, block_tables, schedule, tile.queries, out)
     dim = query.size(2)

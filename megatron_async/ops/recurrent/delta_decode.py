@@ -31,8 +31,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     DecodeRows,
     FlushRule,
     RecurrentPools,
-    check_decode_rows,
-    output_for,
+    begin_decode,
 )
 
 CHANNELS = 256
@@ -66,13 +65,10 @@ def delta_decode_gpu(
     rule: FlushRule,
     out: Tensor | None = None,
 ) -> Tensor:
-    op = "delta_decode"
-    check_decode_rows(op, qkvzba, step)
+    shape, out = begin_decode("delta_decode", shape_of, qkvzba, params, pools, step, rule, out)
     row_index, positions, bases, width = step
-    shape = shape_of(op, qkvzba, params, pools, rule, width)
     rows, window = row_index.numel(), triton.next_power_of_2(rule.window(width))
     tokens, inner, device = rows * width, shape.value_inner, qkvzba.device
-    out = output_for(op, out, qkvzba, tokens, inner)
     if not rows:
         return out
     inputs = DeltaInputs(

@@ -26,8 +26,8 @@ from torch import Tensor
 from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
     RecurrentPools,
-    check_params,
-    check_pools,
+    check_layer,
+    sizes_of,
 )
 
 KEY_DIMS = (16, 32, 64, 128, 256)
@@ -95,34 +95,19 @@ class DeltaShape(NamedTuple):
 def shape_of(
     op: str, qkvzba: Tensor, params: DeltaParams, pools: RecurrentPools, rule: FlushRule, width: int
 ) -> DeltaShape:
-    """The sizes of a layer, found in its tensors.
-
-    Args:
-        op: name of the caller, for messages.
-        qkvzba: `[tokens, in_proj]`.
-        params: parameters of the layer.
-        pools: pools of the layer.
-        rule: the flush rule.
-        width: query tokens of a decode row, 1 for a prefill.
+    """The sizes of a layer, found in its tensors; `width`: query tokens of a decode row, 1 for a
+    prefill.
 
     Raises:
         ValueError: sizes, dtypes or layouts do not fit each other, or a key's or a value's size is
             not served.
     """
     rule.check()
-    _rows, value_heads, value_dim, key_dim = pools.state.shape
-    key_heads = (pools.ring_xb.size(2) - value_heads * value_dim) // key_dim
+    value_heads, value_dim, key_dim, key_heads = sizes_of(pools)
     shape = DeltaShape(key_heads, key_dim, value_heads, value_dim)
-    if key_heads < 1 or value_heads % key_heads or qkvzba.size(1) != shape.in_proj:
-        raise ValueError(
-            f"{op}: a state of {value_heads} value heads x {value_dim} x {key_dim} and a ring of "
-            f"{pools.ring_xb.size(2)} channels are {key_heads} key heads, and input rows of "
-            f"{shape.in_proj if key_heads > 0 else 'no size'}; found rows of {qkvzba.size(1)}: "
-            "pass in_proj's output and this layer's pools."
-        )
     check_dims(op, key_dim, value_dim)
-    check_pools(op, qkvzba, pools, shape.ring_dim, GATES, shape.conv_dim, rule, width)
-    check_params(op, params, ("dt_bias", "a_log"), shape.conv_dim, value_heads)
+    sizes = (shape.in_proj, shape.ring_dim, shape.conv_dim, GATES)
+    check_layer(op, qkvzba, params, pools, rule, width, *sizes, DeltaParams._fields[1:])
     return shape
 
 

@@ -46,8 +46,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
     PrefillRows,
     RecurrentPools,
-    check_chunks,
-    output_for,
+    begin_prefill,
 )
 
 
@@ -63,10 +62,8 @@ def delta_prefill_gpu(
     chunk_dest: Tensor | None = None,
 ) -> Tensor:
     op = "delta_prefill"
-    shape = shape_of(op, qkvzba, params, pools, rule, 1)
-    check_chunks(op, rows, base_after)
+    shape, out = begin_prefill(op, shape_of, qkvzba, params, pools, rows, base_after, rule, out)
     tokens, chunks = qkvzba.size(0), rows.write_rows.numel()
-    out = output_for(op, out, qkvzba, tokens, shape.value_inner)
     if tokens and chunks:
         sizes = ConvolutionSizes(
             0, shape.conv_dim, shape.value_inner, shape.conv_dim + shape.value_inner,
@@ -75,22 +72,8 @@ def delta_prefill_gpu(
         qkv, gates = convolve_chunks(qkvzba, params, pools, rows, out, sizes)
         tile = scan_tile(qkvzba.dtype, shape, chunks)
         factors = tile_factors(qkv, gates, rows, shape, tile.tokens)
-        launch_scan(
-            _scan_kernel,
-            _programs(shape, tile.lanes),
-            qkvzba,
-            qkv,
-            gates,
-            factors,
-            pools,
-            rows,
-            base_after,
-            out,
-            chunk_dest,
-            0,
-            tile,
-            shape=shape,
-        )
+        given = (qkvzba, qkv, gates, factors, pools, rows, base_after, out, chunk_dest, 0)
+        launch_scan(_scan_kernel, _programs(shape, tile.lanes), *given, tile, shape=shape)
     return out
 
 

@@ -58,13 +58,7 @@ def gated_rms_norm_gpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: f
             f" groups divide {channels}; found {tuple(z.shape)}, {tuple(weight.shape)}, {groups}."
         )
     size = channels // groups
-    if size > MAX_GROUP:
-        raise ValueError(
-            f"gated_rms_norm: a group of {size} channels is over {MAX_GROUP}, what one program "
-            "holds: use gated_rms_norm.reference."
-        )
-    if y.stride(1) != 1 or z.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError("gated_rms_norm: elements of a row must be adjacent: call .contiguous().")
+    _check("gated_rms_norm", "group", size, y, z, weight)
     out = torch.empty((tokens, channels), dtype=y.dtype, device=y.device)
     if tokens:
         block = triton.next_power_of_2(size)
@@ -126,13 +120,7 @@ def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_head_norm_gpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     heads = _heads(o, z, weight)
     tokens, size = o.size(0), weight.numel()
-    if size > MAX_GROUP:
-        raise ValueError(
-            f"gated_head_norm: a head of {size} channels is over {MAX_GROUP}, what one program "
-            "holds: use gated_head_norm.reference."
-        )
-    if o.stride(1) != 1 or z.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError("gated_head_norm: elements of a row must be adjacent: call .contiguous().")
+    _check("gated_head_norm", "head", size, o, z, weight)
     out = torch.empty(o.shape, dtype=o.dtype, device=o.device)
     if tokens:
         block = triton.next_power_of_2(size)
@@ -178,6 +166,17 @@ def _heads(o: Tensor, z: Tensor, weight: Tensor) -> int:
             f"its channels; found {tuple(z.shape)} and {tuple(weight.shape)}."
         )
     return o.size(1) // weight.numel()
+
+
+def _check(op: str, part: str, size: int, y: Tensor, z: Tensor, weight: Tensor) -> None:
+    """Refuse what a program cannot hold or read."""
+    if size > MAX_GROUP:
+        raise ValueError(
+            f"{op}: a {part} of {size} channels is over {MAX_GROUP}, what one program holds: use "
+            f"{op}.reference."
+        )
+    if y.stride(1) != 1 or z.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"{op}: elements of a row must be adjacent: call .contiguous().")
 
 
 @triton.jit

@@ -34,8 +34,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     DecodeRows,
     FlushRule,
     RecurrentPools,
-    check_decode_rows,
-    output_for,
+    begin_decode,
 )
 
 WARPS = 2
@@ -52,10 +51,9 @@ def mamba_decode_gpu(
     gating: Gating | None = None,
 ) -> Tensor:
     op = "mamba_decode"
-    check_decode_rows(op, zxbcdt, step)
+    shape, out = begin_decode(op, shape_of, zxbcdt, params, pools, step, rule, out)
     row_index, positions, bases, width = step
-    shape, rows = shape_of(op, zxbcdt, params, pools, rule, width), row_index.numel()
-    out = output_for(op, out, zxbcdt, rows * width, shape.d_inner)
+    rows = row_index.numel()
     if gating is not None:
         check_gating(op, gating, shape, rows, width)
     if not rows:

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
     RecurrentPools,
-    check_params,
-    check_pools,
+    check_layer,
+    sizes_of,
 )
 
 LEAST_STATE = 16
@@ -116,33 +116,17 @@ def check_gating(op: str, gating: Gating, shape: MambaShape, rows: int, width: i
 def shape_of(
     op: str, zxbcdt: Tensor, params: MambaParams, pools: RecurrentPools, rule: FlushRule, width: int
 ) -> MambaShape:
-    """The sizes of a layer, found in its tensors.
-
-    Args:
-        op: name of the caller, for messages.
-        zxbcdt: `[tokens, 2 d_inner + 2 groups d_state + heads]`.
-        params: parameters of the layer.
-        pools: pools of the layer.
-        rule: the flush rule.
-        width: query tokens of a decode row, 1 for a prefill.
+    """The sizes of a layer, found in its tensors; `width`: query tokens of a decode row, 1 for a
+    prefill.
 
     Raises:
         ValueError: sizes, dtypes or layouts do not fit each other.
     """
     rule.check()
-    _rows, heads, head_dim, d_state = pools.state.shape
-    d_inner = heads * head_dim
-    groups = (pools.ring_xb.size(2) - d_inner) // d_state
+    heads, head_dim, d_state, groups = sizes_of(pools)
     shape = MambaShape(heads, head_dim, groups, d_state)
-    wanted = shape.in_proj
-    if groups < 1 or heads % groups or zxbcdt.size(1) != wanted:
-        raise ValueError(
-            f"{op}: a state of {heads} heads x {head_dim} x {d_state} and a ring of "
-            f"{pools.ring_xb.size(2)} channels are {groups} groups, and input rows of {wanted}; "
-            f"found rows of {zxbcdt.size(1)}: pass in_proj's output and this layer's pools."
-        )
     if d_state < LEAST_STATE or d_state & (d_state - 1):
         raise ValueError(f"{op}: d_state {d_state} must be a power of two from {LEAST_STATE} on.")
-    check_pools(op, zxbcdt, pools, shape.ring_dim, GATES, shape.conv_dim, rule, width)
-    check_params(op, params, ("dt_bias", "a_log", "d"), shape.conv_dim, heads)
+    sizes = (shape.in_proj, shape.ring_dim, shape.conv_dim, GATES)
+    check_layer(op, zxbcdt, params, pools, rule, width, *sizes, MambaParams._fields[2:])
     return shape

@@ -42,8 +42,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
     PrefillRows,
     RecurrentPools,
-    check_chunks,
-    output_for,
+    begin_prefill,
 )
 
 CHANNELS = 128
@@ -61,32 +60,19 @@ def mamba_prefill_gpu(
     out: Tensor | None = None,
     chunk_dest: Tensor | None = None,
 ) -> Tensor:
-    shape = shape_of("mamba_prefill", zxbcdt, params, pools, rule, 1)
-    check_chunks("mamba_prefill", rows, base_after)
+    op = "mamba_prefill"
+    shape, out = begin_prefill(op, shape_of, zxbcdt, params, pools, rows, base_after, rule, out)
     tokens, chunks = zxbcdt.size(0), rows.write_rows.numel()
-    out = output_for("mamba_prefill", out, zxbcdt, tokens, shape.d_inner)
     if tokens and chunks:
         sizes = ConvolutionSizes(
             shape.d_inner, shape.conv_dim, shape.d_inner, shape.conv_dim, shape.heads, CHANNELS, 0
         )
         xbc, dt = convolve_chunks(zxbcdt, params, pools, rows, out, sizes)
         tile = scan_tile(zxbcdt.dtype, shape, chunks)
+        window = triton.next_power_of_2(rule.window(1))
+        given = (zxbcdt, xbc, dt, params, pools, rows, base_after, out, chunk_dest, shape.d_inner)
         launch_scan(
-            _scan_kernel,
-            _programs(shape, tile.lanes),
-            zxbcdt,
-            xbc,
-            dt,
-            params,
-            pools,
-            rows,
-            base_after,
-            out,
-            chunk_dest,
-            shape.d_inner,
-            tile,
-            shape=shape,
-            window=triton.next_power_of_2(rule.window(1)),
+            _scan_kernel, _programs(shape, tile.lanes), *given, tile, shape=shape, window=window
         )
     return out
 

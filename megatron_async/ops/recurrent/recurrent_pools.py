@@ -10,7 +10,7 @@ is copied and nothing is zeroed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -138,20 +138,37 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_pools(
+def sizes_of(pools: RecurrentPools) -> tuple[int, int, int, int]:
+    """Heads of a layer, rows and columns of a head's state, and groups of heads that share what
+    meets the columns: B of Mamba-2, a key of Gated DeltaNet."""
+    _rows, heads, size, columns = pools.state.shape
+    return heads, size, columns, (pools.ring_xb.size(2) - heads * size) // columns
+
+
+def check_layer(
     op: str,
     inputs: Tensor,
+    params: tuple[Tensor, ...],
     pools: RecurrentPools,
-    ring_dim: int,
-    gates: int,
-    conv_dim: int,
     rule: FlushRule,
     width: int,
+    in_proj: int,
+    ring_dim: int,
+    conv_dim: int,
+    gates: int,
+    names: Sequence[str],
 ) -> None:
-    """Refuse pools that do not fit each other, the inputs (in_proj's output) or the rule, with a
-    ValueError. `width`: query tokens of a decode row, 1 for a prefill."""
-    rows, heads = pools.state.shape[:2]
-    ring, conv_ring = pools.ring_xb.size(1), pools.conv.size(1)
+    """Refuse, with a ValueError, what does not fit a layer of these sizes: inputs, pools, and
+    parameters, of which those called `names` are last and have a number a head."""
+    heads, size, columns, groups = sizes_of(pools)
+    if groups < 1 or heads % groups or inputs.size(1) != in_proj:
+        raise ValueError(
+            f"{op}: a state of {heads} heads x {size} x {columns} and a ring of "
+            f"{pools.ring_xb.size(2)} channels are {groups} key heads or groups, and input rows of "
+            f"{in_proj if groups > 0 else 'no size'}; found rows of {inputs.size(1)}: pass "
+            "in_proj's output and this layer's pools."
+        )
+    rows, ring, conv_ring = len(pools.state), pools.ring_xb.size(1), pools.conv.size(1)
     fits = pools.ring_xb.size(0) == rows and pools.ring_xb.size(2) == ring_dim
     fits = fits and pools.ring_gates.shape == (rows, ring, gates, heads)
     if not fits or pools.conv.shape != (rows, conv_ring, conv_dim):
@@ -180,18 +197,11 @@ def check_pools(
             f"{op}: elements of an input row, and of a row of a pool, must be adjacent: pass whole "
             "rows."
         )
-
-
-def check_params(
-    op: str, params: tuple[Tensor, ...], names: Sequence[str], conv_dim: int, heads: int
-) -> None:
-    """Refuse parameters of a wrong size, or not contiguous: `conv_weight`, perhaps `conv_bias`,
-    then those with a number a head, whose names are `names`."""
     first = len(params) - len(names)
     fits = params[0].numel() == conv_dim * CONV_WIDTH
     for number, tensor in enumerate(params):
-        size = heads if number >= first else conv_dim
-        fits = fits and tensor.is_contiguous() and (not number or tensor.shape == (size,))
+        wanted = heads if number >= first else conv_dim
+        fits = fits and tensor.is_contiguous() and (not number or tensor.shape == (wanted,))
     if not fits:
         bias = f" conv_bias ({conv_dim},)," if first > 1 else ""
         raise ValueError(
@@ -201,9 +211,17 @@ def check_params(
         )
 
 
-def check_decode_rows(op: str, inputs: Tensor, step: DecodeRows) -> None:
-    """Refuse a width that is not served, and decode rows with too few inputs, positions or
-    bases."""
+def begin_decode[Shape](
+    op: str,
+    shape_of: Callable[..., Shape],
+    inputs: Tensor,
+    params: tuple[Tensor, ...],
+    pools: RecurrentPools,
+    step: DecodeRows,
+    rule: FlushRule,
+    out: Tensor | None,
+) -> tuple[Shape, Tensor]:
+    """The sizes of a layer and the output of its decode rows, after all checks."""
     row_index, positions, base, width = step
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"{op}: rows have 1 to {MAX_WIDTH} query tokens, not {width}.")
@@ -218,20 +236,36 @@ def check_decode_rows(op: str, inputs: Tensor, step: DecodeRows) -> None:
             f"{op}: {rows} rows want as many bases; found {base.numel()}: pass the second tensor "
             "that next_bases returned."
         )
+    shape = shape_of(op, inputs, params, pools, rule, width)
+    return shape, _output_for(op, out, inputs, rows * width, pools)
 
 
-def check_chunks(op: str, rows: PrefillRows, base_after: Tensor) -> None:
-    """Refuse chunks with too few or too many starts or bases."""
+def begin_prefill[Shape](
+    op: str,
+    shape_of: Callable[..., Shape],
+    inputs: Tensor,
+    params: tuple[Tensor, ...],
+    pools: RecurrentPools,
+    rows: PrefillRows,
+    base_after: Tensor,
+    rule: FlushRule,
+    out: Tensor | None,
+) -> tuple[Shape, Tensor]:
+    """The sizes of a layer and the output of a step's chunks, after all checks."""
+    shape = shape_of(op, inputs, params, pools, rule, 1)
     chunks = rows.write_rows.numel()
     if rows.starts.numel() != chunks + 1 or base_after.numel() != chunks:
         raise ValueError(
             f"{op}: {chunks} chunks want {chunks + 1} starts and {chunks} bases; found "
             f"{rows.starts.numel()} and {base_after.numel()}: slice what next_bases returned."
         )
+    return shape, _output_for(op, out, inputs, inputs.size(0), pools)
 
 
-def output_for(op: str, out: Tensor | None, inputs: Tensor, tokens: int, channels: int) -> Tensor:
-    """`out`, unless its shape, dtype or layout is wrong (ValueError); or a new tensor."""
+def _output_for(
+    op: str, out: Tensor | None, inputs: Tensor, tokens: int, pools: RecurrentPools
+) -> Tensor:
+    channels = pools.state.size(1) * pools.state.size(2)
     if out is None:
         return torch.empty((tokens, channels), dtype=inputs.dtype, device=inputs.device)
     if out.shape != (tokens, channels) or out.stride(1) != 1 or out.dtype != inputs.dtype:

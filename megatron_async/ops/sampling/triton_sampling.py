@@ -80,8 +80,7 @@ def sample_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
     """The tokens are the reference's, except where two scores, or a filter and its limit, are equal
-    up to float32 rounding. top_p of 1 or more is off. A captured step takes mode `FILTERED`. A
-    ValueError for logits and rows that `_row_arguments` refuses."""
+    up to float32 rounding. top_p of 1 or more is off. A captured step takes mode `FILTERED`."""
     count, vocab = logits.shape
     row = _row_arguments(logits, rows, mode, vocab)
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -157,8 +156,8 @@ def bounds(row: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
 def _row_arguments(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, columns: int
 ) -> tuple[Any, ...]:
-    """What describes the rows, the same for every kernel that reads logits; a ValueError for
-    strided rows, another dtype, or `rows` that are missing or do not fit."""
+    """What describes the rows, the same for every kernel that reads logits. Strided rows, other
+    dtypes, and `rows` that are missing or do not fit are refused."""
     if logits.stride(1) != 1 or logits.size(1) < 1 or logits.dtype not in UNUSED_BITS:
         raise ValueError(
             f"sample: {logits.dtype} logits of {tuple(logits.shape)} with strides "

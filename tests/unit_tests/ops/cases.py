@@ -38,13 +38,18 @@ class OpCase:
     make: Callable[[Numbers], Arguments]
     name: str
     is_large: bool = False
+    shared: Callable[[Any], Any] = lambda found: found
 
     def __str__(self) -> str:
         return self.name
 
 
 def grid(
-    op: Op[..., Any], make: Callable[..., Arguments], axes: Axes, is_large: bool = False
+    op: Op[..., Any],
+    make: Callable[..., Arguments],
+    axes: Axes,
+    is_large: bool = False,
+    shared: Callable[[Any], Any] = lambda found: found,
 ) -> Iterator[OpCase]:
     """A case for every combination of sizes; a name of `axes` may be several, for tuples."""
     for point in product(*axes.values()):
@@ -53,4 +58,4 @@ def grid(
             keys = names.split()
             sizes |= zip(keys, value if len(keys) > 1 else [value], strict=True)
         name = " ".join([op.name, *(f"{key}={value}" for key, value in sizes.items())])
-        yield OpCase(op, partial(make, **sizes), name, is_large)
+        yield OpCase(op, partial(make, **sizes), name, is_large, shared)

@@ -1,6 +1,7 @@
 """All implementations of an op give what its reference gives, on every case."""
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.op import Op
 from tests.unit_tests.ops.attention import cases as attention
 from tests.unit_tests.ops.cases import Numbers, OpCase
+from tests.unit_tests.ops.drafting import cases as drafting
 from tests.unit_tests.ops.experts import cases as experts
 from tests.unit_tests.ops.linear import cases as linear
 from tests.unit_tests.ops.ranks import cases as ranks
 from tests.unit_tests.ops.recurrent import cases as recurrent
+from tests.unit_tests.ops.sampling import cases as sampling
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, assert_rounded_alike
 
-FAMILIES = (attention, experts, linear, ranks, recurrent)
+FAMILIES = (attention, drafting, experts, linear, ranks, recurrent, sampling)
 CASES: list[OpCase] = [case for family in FAMILIES for case in family.CASES]
 SMALL = [case for case in CASES if not case.is_large]
 LARGE = [case for case in CASES if case.is_large]
@@ -30,6 +33,8 @@ def tensors(found: Any) -> list[Tensor]:
     """Tensors of arguments or results, in their order."""
     if isinstance(found, Tensor):
         return [found]
+    if is_dataclass(found):
+        found = tuple(vars(found).values())
     return [t for each in found for t in tensors(each)] if isinstance(found, tuple | list) else []
 
 
@@ -40,7 +45,8 @@ def compare(case: OpCase, run: Callable[..., Any], at: Numbers, limit: float | N
     for implementation in (run, case.op.reference):
         torch.manual_seed(0)
         arguments = case.make(at)
-        sides.append((tensors(implementation(*arguments)), tensors(arguments)))
+        found = case.shared(implementation(*arguments))
+        sides.append((tensors(found), tensors(arguments)))
     (found, left), (expected, wanted) = sides
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=limit, atol=limit)
     given = {each.data_ptr() for each in left}
@@ -80,7 +86,7 @@ def test_replays_in_a_graph(case: OpCase) -> None:
     run(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = tensors(run(*arguments))
+        found = tensors(case.shared(run(*arguments)))
     for seed in range(3):
         torch.manual_seed(seed)
         others = case.make(at)
@@ -88,8 +94,8 @@ def test_replays_in_a_graph(case: OpCase) -> None:
             own.copy_(other)
         for each in found:
             if not any(each is own for own in tensors(arguments)):
-                each.fill_(torch.nan)
+                each.fill_(torch.nan if each.is_floating_point() else -7)
         graph.replay()
-        expected = tensors(case.op.reference(*others))
+        expected = tensors(case.shared(case.op.reference(*others)))
         torch.testing.assert_close(found, expected, equal_nan=True)
         torch.testing.assert_close(tensors(arguments), tensors(others), equal_nan=True)

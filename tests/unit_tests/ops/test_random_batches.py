@@ -18,6 +18,7 @@ from tests.unit_tests.ops.attention.cases import rope_arguments
 from tests.unit_tests.ops.cases import Arguments, Numbers, OpCase
 from tests.unit_tests.ops.linear.cases import activation_arguments, norm_arguments
 from tests.unit_tests.ops.sampling import test_triton_sampling
+from tests.unit_tests.ops.sampling.cases import mixed_parameters
 from tests.unit_tests.ops.test_all_ops import compare
 from tests.unit_tests.ops.test_unpack_step import CHECK
 
@@ -75,7 +76,7 @@ def test_sampler_batches(rng: random.Random):
         spread = rng.choice((0.5, 1.0, 4.0, 12.0))
         logits = (spread * torch.randn(count, vocab, device="cuda")).to(rng.choice(DTYPES))
         test_triton_sampling.check_tokens(logits, None, SamplingMode.GREEDY)
-        params = test_triton_sampling.mixed_parameters(count, "cuda")
+        params = mixed_parameters(count, "cuda")
         test_triton_sampling.check_tokens(logits, params)
 
 

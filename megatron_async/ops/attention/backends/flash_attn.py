@@ -73,8 +73,11 @@ class FlashAttention(PrefillBackend):
 
 
 class FlashAttention3Prefill(FlashAttention):
-    """Prefill by FlashAttention-3; BackendUnavailable where the package, its function, the GPU or
-    the shape does not fit."""
+    """Prefill by FlashAttention-3, for the shapes that the package serves.
+
+    Raises:
+        BackendUnavailable: the package, its function, the GPU or the shape does not fit.
+    """
 
     name = "flash_attn_3"
 
@@ -134,8 +137,11 @@ def _find_3() -> Callable[..., Any]:
 
 
 class FlashAttention4Prefill(FlashAttention):
-    """Prefill by FlashAttention-4; BackendUnavailable where the package, its version, the GPU or
-    the shape does not fit."""
+    """Prefill by FlashAttention-4, for the shapes that the package serves.
+
+    Raises:
+        BackendUnavailable: the package, its version, the GPU or the shape does not fit.
+    """
 
     name = "flash_attn_4"
 

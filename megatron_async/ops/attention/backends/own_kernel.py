@@ -142,8 +142,11 @@ class TritonPrefill(OwnKernelPrefill):
 
 
 class WarpgroupPrefill(OwnKernelPrefill):
-    """Prefill attention by the Gluon kernel of `ops/attention/warpgroup_attention_kernel.py`;
-    BackendUnavailable where the GPU or the shape does not fit."""
+    """Prefill attention by the Gluon kernel of `ops/attention/warpgroup_attention_kernel.py`.
+
+    Raises:
+        BackendUnavailable: the GPU or the shape does not fit.
+    """
 
     name = "warpgroup"
 

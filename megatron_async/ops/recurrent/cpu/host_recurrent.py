@@ -8,6 +8,7 @@ references in plain torch do it. All raise an IndexError for a row that the pool
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
     PrefillRows,
     RecurrentPools,
-    check_decode_rows,
-    output_for,
+    begin_decode,
 )
 
 ONES: dict[torch.dtype, Any] = {torch.float32: np.float32(1), torch.float64: np.float64(1)}
@@ -148,17 +148,19 @@ def _serves(
 
 
 def _decode(
+    op: str,
+    shape_of: Callable[..., tuple[int, ...]],
     loop: Any,
     inputs: Tensor,
     params: tuple[Tensor, ...],
     pools: RecurrentPools,
     step: DecodeRows,
-    shape: tuple[int, ...],
-    out: Tensor,
+    rule: FlushRule,
+    out: Tensor | None,
     *others: Any,
 ) -> Tensor:
-    """Run the loop of a layer's decode rows, whose tensors were checked; `shape`: sizes of the
-    layer, `others`: what this loop takes besides."""
+    """Run the loop of a layer's decode rows; `others`: what this loop takes besides."""
+    shape, out = begin_decode(op, shape_of, inputs, params, pools, step, rule, out)
     at, width = step[:3], step.width
     rows, size = step.row_index.numel(), inputs.element_size()
     loop(
@@ -188,11 +190,8 @@ def mamba_decode_cpu(
         return mamba_decode.reference(zxbcdt, params, pools, step, rule, out, gating)
     from megatron_async.ops.recurrent.cpu.decode_loops import mamba_decode as loop
 
-    op, width = "mamba_decode", step.width
-    check_decode_rows(op, zxbcdt, step)
-    shape = mamba_pools.shape_of(op, zxbcdt, params, pools, rule, width)
-    out = output_for(op, out, zxbcdt, step.row_index.numel() * width, shape.d_inner)
-    return _decode(loop, zxbcdt, params, pools, step, shape, out)
+    of_layer = ("mamba_decode", mamba_pools.shape_of, loop, zxbcdt, params, pools)
+    return _decode(*of_layer, step, rule, out)
 
 
 @delta_decode.cpu
@@ -208,11 +207,8 @@ def delta_decode_cpu(
         return delta_decode.reference(qkvzba, params, pools, step, rule, out)
     from megatron_async.ops.recurrent.cpu.decode_loops import delta_decode as loop
 
-    op, width = "delta_decode", step.width
-    check_decode_rows(op, qkvzba, step)
-    shape = delta_pools.shape_of(op, qkvzba, params, pools, rule, width)
-    out = output_for(op, out, qkvzba, step.row_index.numel() * width, shape.value_inner)
-    return _decode(loop, qkvzba, params, pools, step, shape, out, EPS[qkvzba.dtype])
+    of_layer = ("delta_decode", delta_pools.shape_of, loop, qkvzba, params, pools)
+    return _decode(*of_layer, step, rule, out, EPS[qkvzba.dtype])
 
 
 def compile_loops(dtype: torch.dtype = torch.float32) -> None:

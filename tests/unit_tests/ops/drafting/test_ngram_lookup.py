@@ -110,27 +110,6 @@ def test_long_rows(device, searched):
     check(sequences, allowed, 4, 64, device, look_up, searched)
 
 
-def test_stored(device):
-    rng = np.random.default_rng(0)
-    rows, slots, count = 70, 90, 3
-    drafts = torch.from_numpy(rng.integers(-1, 50, (rows, count))).to(device)
-    row_slots = torch.from_numpy(rng.permutation(slots)[:rows]).to(device)
-    entry = torch.tensor([1], dtype=torch.int32, device=device)
-    found, truth = (
-        (
-            torch.full((slots, count), -9, dtype=torch.int64, device=device),
-            torch.full((3, rows + 5, 9), -9, dtype=torch.int32, device=device),
-            torch.full((3, rows + 5, 9), -9, dtype=torch.int32, pin_memory=device != "cpu"),
-        )
-        for _ in range(2)
-    )
-    store_drafts.store_drafts_gpu(drafts, row_slots, entry, *found, 6)
-    truth = (*truth[:2], truth[2].to(device))
-    store_drafts.store_drafts.reference(drafts, row_slots, entry, *truth, 6)
-    assert all(torch.equal(mine.cpu(), its.cpu()) for mine, its in zip(found, truth, strict=True))
-    assert torch.equal(found[1].cpu(), found[2])
-
-
 POINTERS = {
     "block_tokens": "*i32", "block_tables": "*i32", "row_slots": "*i64", "lengths": "*i32",
     "last_token": "*i64", "records": "*i32", "best": "*i32", "drafts": "*i64", "entry": "*i32",

@@ -8,7 +8,7 @@ import torch
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.sampling import sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits
-from tests.unit_tests.ops.sampled_rows import rows_asking
+from tests.unit_tests.ops.sampling.cases import rows_asking
 
 
 @pytest.fixture(params=["torch", "loops"])

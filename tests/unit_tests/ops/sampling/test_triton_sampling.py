@@ -6,7 +6,7 @@ import torch
 from megatron_async.ops.sampling import triton_sampling
 from megatron_async.ops.sampling.sampling import SamplingMode, filter_logits, sample
 from megatron_async.ops.sampling.slot_records import Header
-from tests.unit_tests.ops.sampled_rows import rows_asking
+from tests.unit_tests.ops.sampling.cases import mixed_parameters, parameters
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -22,35 +22,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_sampling, "TILE", 512)
     monkeypatch.setattr(triton_sampling, "SEARCH_TILE", 512)
     monkeypatch.setattr(triton_sampling, "CANDIDATES", 16)
-
-
-def parameters(rows, device, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0):
-    return rows_asking(
-        rows,
-        device,
-        seeds=torch.randint(2**62, (rows,)),
-        positions=torch.randint(2**20, (rows,)),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-    )
-
-
-def mixed_parameters(rows, device):
-    """Every kind of row, at random."""
-
-    def pick(values):
-        return torch.tensor(values)[torch.randint(len(values), (rows,))]
-
-    return parameters(
-        rows,
-        device,
-        temperature=pick([0.0, 0.1, 0.8, 1.0, 3.0]),
-        top_k=pick([0, 0, 1, 2, 7, 50, 400, 10**6]),
-        top_p=pick([0.0, 0.0, 0.05, 0.503, 0.907, 0.9909]),
-        min_p=pick([0.0, 0.0, 0.0, 0.0103, 0.303]),
-    )
 
 
 def scaled_logits(logits, params):
@@ -98,31 +69,6 @@ def check_kept(logits, params):
         k = k if k > 0 else vocab
         before = ranked.double()[:k].softmax(0).cumsum(0)[(order == extra).nonzero() - 1]
         assert abs(before - p) < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [1, 5, 1000, 5003])
-def test_greedy_takes_the_first_of_the_largest(vocab, dtype, device):
-    check_tokens(torch.randn(3, vocab, device=device).to(dtype), None, SamplingMode.GREEDY)
-    check_tokens(torch.zeros(2, vocab, dtype=dtype, device=device), None, SamplingMode.GREEDY)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1, 6, 1003])
-def test_softmax_rows_have_the_references_noise(vocab, dtype, device, small_tiles):
-    logits = (3 * torch.randn(24, vocab + 3, device=device)).to(dtype)[:, :vocab]
-    params = parameters(24, device, temperature=torch.tensor([0.0, 0.7, 1.0, 2.5]).repeat(6))
-    check_tokens(logits, params, SamplingMode.SOFTMAX)
-    check_tokens(logits, params, SamplingMode.FILTERED)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1, 7, 1003])
-def test_mixed_batches(vocab, dtype, device, small_tiles):
-    rows = 16
-    spread = torch.tensor([0.1, 1.0, 4.0, 12.0], device=device).repeat(rows // 4)[:, None]
-    logits = (spread * torch.randn(rows, vocab, device=device)).to(dtype)
-    check_tokens(logits, mixed_parameters(rows, device))
 
 
 @pytest.mark.parametrize(
@@ -243,25 +189,7 @@ def test_real_sizes(rows, vocab, dtype):
     for spread in (1.0, 4.0):
         logits = (spread * torch.randn(rows, vocab, device="cuda")).to(dtype)
         check_tokens(logits, None, SamplingMode.GREEDY)
-        check_tokens(logits, parameters(rows, "cuda", 0.8), SamplingMode.SOFTMAX)
+        check_tokens(logits, parameters(rows, "cuda", temperature=0.8), SamplingMode.SOFTMAX)
         check_tokens(logits, mixed_parameters(rows, "cuda"))
-        check_tokens(logits, parameters(rows, "cuda", 0.8, top_k=50, top_p=0.9))
-        check_kept(logits, parameters(rows, "cuda", 0.8, top_k=50))
-
-
-@pytest.mark.gpu
-def test_replays_in_a_graph():
-    """Other logits and other parameters than those of the capture."""
-    logits = (3 * torch.randn(16, 128256, device="cuda")).to(torch.bfloat16)
-    params = parameters(16, "cuda", temperature=0.0)
-    triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = triton_sampling.sample_gpu(logits, params, SamplingMode.FILTERED)[0]
-    for _ in range(3):
-        logits.normal_(std=3)
-        for name, value in vars(mixed_parameters(16, "cuda")).items():
-            getattr(params, name).copy_(value)
-        tokens.fill_(-1)
-        graph.replay()
-        assert torch.equal(tokens, sample.reference(logits, params, SamplingMode.FILTERED)[0])
+        check_tokens(logits, parameters(rows, "cuda", temperature=0.8, top_k=50, top_p=0.9))
+        check_kept(logits, parameters(rows, "cuda", temperature=0.8, top_k=50))
