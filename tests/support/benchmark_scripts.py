@@ -23,11 +23,9 @@ def load_script(name):
 
 
 def run_script(name, tmp_path, *arguments, context=None):
-    """Run a benchmark in this process; return its record.
-
-    With the multiprocessing context of `ranks.quick_context` its processes are forked from a server
-    that has imported torch: by itself each takes seconds for that.
-    """
+    """Run a benchmark in this process; return its record. With the multiprocessing context of
+    `ranks.quick_context` its processes are forked from a server that has imported torch: by itself
+    each takes seconds for that."""
     path = tmp_path / "results" / f"{name}.json"
     script = load_script(name)
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -53,11 +53,9 @@ def make_model(
     with_mtp: bool = False,
 ) -> torch.nn.Module:
     """A float32 model with random weights, the same on every device; its layers for multi-token
-    prediction are built if asked for.
-
-    The weights are large, so that each token depends on the whole sequence before it. (With small
-    ones a model repeats its last token, and a wrong KV cache would go unseen.)
-    """
+    prediction are built if asked for. The weights are large, so that each token depends on the
+    whole sequence before it. (With small ones a model repeats its last token, and a wrong KV cache
+    would go unseen.)"""
     model = build_model(architecture, torch.float32, device, with_mtp=with_mtp)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -50,9 +50,7 @@ def values_of(cases: Sequence[pytest.Function]) -> list[frozenset[Value]]:
 
 def needed(cases: Sequence[frozenset[Value]]) -> list[int]:
     """Which cases to keep: always the one with most pairs that are new; the first of equal ones.
-
-    Every pair of values that is in a case is in one of these, and each value in `LEAST`.
-    """
+    Every pair of values that is in a case is in one of these, and each value in `LEAST`."""
     pairs = [{tuple(sorted(pair)) for pair in combinations(case, 2)} for case in cases]
     missing = set().union(*pairs)
     wanted = {

@@ -183,10 +183,8 @@ def numbered(params: SamplingParams, number: int) -> SamplingParams:
 
 def test_grammars_beside_drafts(lookahead: int) -> None:
     """Rows under a grammar have width 1, and drafts of the others are accepted beside them.
-
     `_unpack_decode_rows` without `brought` writes drafts of constrained rows to blocks that the
-    slots' former owners had.
-    """
+    slots' former owners had."""
     model, tokenizer = stage_model(1), letter_tokenizer()
     wanted = [JOBS[0].params, *GRAMMARS, JOBS[2].params, *GRAMMARS]
     params = [numbered(each, number) for number, each in enumerate(wanted)]

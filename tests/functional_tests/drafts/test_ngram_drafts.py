@@ -94,11 +94,9 @@ def replayed(answer: list[int], prompt: int, count: int) -> int:
 @pytest.mark.parametrize("kind", [CyclingModel, CyclingHybridModel])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_text_that_repeats_itself(kind: type[AttentionModel], lookahead: int, count: int) -> None:
-    """It takes about the steps that its drafts allow: a stale read would show here.
-
-    Break one of these, and it fails: `DraftBooks.width_for` always 1; `store_drafts.reference`
-    without slots; `_learn` with the second token; `NgramDrafter` without the last token.
-    """
+    """It takes about the steps that its drafts allow: a stale read would show here. Break one of
+    these, and it fails: `DraftBooks.width_for` always 1; `store_drafts.reference` without slots;
+    `_learn` with the second token; `NgramDrafter` without the last token."""
     model, tokens = model_of(kind), 90
     jobs = [Job([1 + n, 5, 7 + n], greedy(tokens, seed=n, temperature=0.5 * n)) for n in range(2)]
     plain = alone_once(serial_of(kind), jobs)
@@ -187,9 +185,7 @@ def test_captured_steps() -> None:
 
 def test_record_and_replay(tiny_model: torch.nn.Module, tmp_path: Path) -> None:
     """A replay has no drafts of its own: it takes the recorded ones, and chooses the same widths.
-
-    `Recorder` without drafts plans other widths.
-    """
+    `Recorder` without drafts plans other widths."""
     engine = ngram_engine(tiny_model, 3, lookahead=1, max_requests=3, max_tokens=40)
     recorder = Recorder(engine, tmp_path / "run.rec")
     jobs = [Job([1 + n, 5, 7], greedy(50)) for n in range(4)]

@@ -90,11 +90,8 @@ def test_an_admission_that_raises_is_made_later(
 
 
 def test_the_last_of_several_admissions_raises(make_tiny_engine, lookahead):
-    """The first one waits again, and may be aborted before the next plan: its slot's next owner
-    has a table of its own.
-
-    Break `start_again`: keep the block updates for the next plan.
-    """
+    """The first one waits again, and may be aborted before the next plan: its slot's next owner has
+    a table of its own. Break `start_again`: keep the block updates for the next plan."""
     serial = make_tiny_engine(lookahead=0, **POOL)
     expected = [r.generated_tokens for r in serial.generate(PROMPTS, greedy(TOKENS))]
     engine = make_tiny_engine(lookahead=lookahead, **POOL)

@@ -94,10 +94,8 @@ def test_a_step_whose_own_work_raises(engine, expected, place: str, call: int):
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 def test_a_failed_step_spares_its_slot_s_next_owner(make_tiny_engine, expected, lookahead):
-    """The step of a request that is aborted fails when another has its slot already.
-
-    Break `StepBooking._fail`: `held` all true.
-    """
+    """The step of a request that is aborted fails when another has its slot already. Break
+    `StepBooking._fail`: `held` all true."""
     engine = make_tiny_engine(lookahead=lookahead, device=LateDevice(), max_requests=2)
     fail_call(engine.controller.sampler, "sample", 5, MadeUpError)
     engine.add_request(0, PROMPTS[0], greedy(TOKENS))
@@ -112,10 +110,8 @@ def test_a_failed_step_spares_its_slot_s_next_owner(make_tiny_engine, expected, 
 
 
 def test_a_consumer_of_reports_that_raises(engine, expected):
-    """Its error comes out of `generate`; the requests are still there, and go on.
-
-    Break `generate`: close the engine, or abort the requests, when `on_step` raises.
-    """
+    """Its error comes out of `generate`; the requests are still there, and go on. Break `generate`:
+    close the engine, or abort the requests, when `on_step` raises."""
     calls = 0
 
     def on_step(report: dict[str, Any]) -> None:
@@ -189,10 +185,8 @@ def test_readers_and_futures_that_fail_stop_nobody(engine, expected):
 
 def test_a_detokenizer_that_raises(engine: DynamicInferenceEngine, expected: list[list[int]]):
     """In the match of stop words it fails its request; in a stream, its reader; in
-    `generated_text`, who asks. No step fails.
-
-    Break `StepBooking._emit`: no `except` around `_finish_reason`.
-    """
+    `generated_text`, who asks. No step fails. Break `StepBooking._emit`: no `except` around
+    `_finish_reason`."""
 
     class Faulty(Letters):
         """Cannot decode a certain token of each of the first three answers."""

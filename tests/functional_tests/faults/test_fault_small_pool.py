@@ -19,10 +19,8 @@ their limits and more of them on their way there, but pays for evictions with pr
 @pytest.mark.parametrize("limit", [None, 1e-9], ids=["pauses", "evicts"])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_many_requests_over_blocks_for_two(make_tiny_engine, lookahead, limit: float | None):
-    """Eight slots compete for the blocks of two requests.
-
-    Break `_make_room`: `if False:` instead of `if self.blocks.allocatable == 0:`, and it stands
-    still."""
+    """Eight slots compete for the blocks of two requests. Break `_make_room`: `if False:` instead
+    of `if self.blocks.allocatable == 0:`, and it stands still."""
     settings = {"lookahead": lookahead, "block_size_tokens": BLOCK, "max_tokens": 40}
     counts = {}
     tokens = {}

@@ -131,10 +131,8 @@ def test_by_text_as_megatron_gives_them(make_tiny_engine: EngineFactory) -> None
 def test_memory_does_not_grow_with_the_batch(
     make_tiny_engine: EngineFactory, lookahead: int, top_n: int, most_bytes: int
 ) -> None:
-    """What a token keeps, beside 31 rows that ask too (164 bytes each, 5,248 together).
-
-    Break `add_generated`: keep `words`, which is a view of all rows'.
-    """
+    """What a token keeps, beside 31 rows that ask too (164 bytes each, 5,248 together). Break
+    `add_generated`: keep `words`, which is a view of all rows'."""
     rows = 32
     engine = make_tiny_engine(lookahead=lookahead, max_requests=rows)
     asks = greedy(120, return_log_probs=True, top_n_logprobs=top_n, skip_prompt_log_probs=True)

@@ -156,11 +156,8 @@ def test_random_schedules_give_the_serial_answers(part: int) -> None:
 
 
 def test_an_abort_before_a_late_launch() -> None:
-    """The only request goes while the launch of its next step waits.
-
-    Break it, and it fails: `abort_request_during_async_step` does not look again what the step
-    finds.
-    """
+    """The only request goes while the launch of its next step waits. Break it, and it fails:
+    `abort_request_during_async_step` does not look again what the step finds."""
     machine, before = EngineMachine(), EngineMachine.counts.copy()
     config = {
         "lookahead": 1, "late_launch": True, "max_requests": 3, "max_tokens": 3,

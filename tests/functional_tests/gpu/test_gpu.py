@@ -160,10 +160,8 @@ def test_copies_of_a_step(make_gpu_engine: EngineFactory, lookahead: int, asks: 
 
 
 def test_a_graph_after_others_are_gone() -> None:
-    """While a tensor of their pool is alive torch refuses to capture into that pool.
-
-    Break it: keep `_graph_pool` whatever has become of its graphs.
-    """
+    """While a tensor of their pool is alive torch refuses to capture into that pool. Break it: keep
+    `_graph_pool` whatever has become of its graphs."""
     device, kept = CudaDevice(), []
 
     def work() -> None:

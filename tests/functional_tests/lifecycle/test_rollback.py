@@ -285,9 +285,8 @@ class FedTokens(PerSlotState):
 @pytest.mark.parametrize("words", [1, 33], ids=["small", "large"])
 def test_other_state_joins(make_tiny_engine, whole: list[list[int]], words: int):
     """A state without a method for the policy: a small one forgets the discarded steps, for the
-    requests that go on; requests with a large one are prefilled again.
-
-    Break it: in `SlotShadows`, save no state; or lose no request."""
+    requests that go on; requests with a large one are prefilled again. Break it: in `SlotShadows`,
+    save no state; or lose no request."""
     params, cut = stopped(whole, "stop tokens")
     params[1], cut[1] = greedy(TOKENS), whole[1]
     engine = make_tiny_engine(lookahead=2, invalidation="rollback", max_tokens=16)

@@ -208,11 +208,9 @@ class Counting(np.ndarray):
 @pytest.mark.usefixtures("at_every_step")
 @pytest.mark.parametrize("with_pieces", [False, True], ids=["any tokenizer", "byte-level"])
 def test_a_long_answer_costs_what_is_new(make_tiny_engine, lookahead, with_pieces: bool):
-    """Tokens that are read and detokenized, counted: no chunk touches what earlier chunks had.
-
-    A stream that reads the whole answer each time reads 90,000 tokens of these 300, once when it is
-    woken and once before it waits again.
-    """
+    """Tokens that are read and detokenized, counted: no chunk touches what earlier chunks had. A
+    stream that reads the whole answer each time reads 90,000 tokens of these 300, once when it is
+    woken and once before it waits again."""
     length, decoded = 300, 0
 
     class Letters:

@@ -63,10 +63,8 @@ def serial(model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
 
 @pytest.mark.parametrize("budget", [200, 13])
 def test_equal_prompts_cost_one_prefill(model, serial, lookahead, budget: int):
-    """They arrive together; the prompt takes one step, or several.
-
-    Break it, and it fails: `Scheduler._may_admit` does not wait for what the planned step writes.
-    """
+    """They arrive together; the prompt takes one step, or several. Break it, and it fails:
+    `Scheduler._may_admit` does not wait for what the planned step writes."""
     jobs = [Job(TEXT[:40], greedy(6)) for _ in range(8)]
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_tokens=budget)
@@ -118,10 +116,8 @@ def test_a_prompt_of_whole_blocks(model, serial, lookahead, size: int):
 
 
 def test_experts_meet_a_token_that_is_computed_again() -> None:
-    """Such a token writes to the dummy block, and is no dummy.
-
-    Break it, and it fails: `route.reference` takes each token that writes there for a dummy.
-    """
+    """Such a token writes to the dummy block, and is no dummy. Break it, and it fails:
+    `route.reference` takes each token that writes there for a dummy."""
     engine = make_engine(
         make_model(DUMMY_SHAPES["tiny-moe"]), block_size_tokens=4, max_requests=4, lookahead=1,
         enable_prefix_caching=True,
@@ -223,10 +219,7 @@ def test_salts_keep_tenants_apart(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_hash_alone_is_not_believed(model, serial, monkeypatch, lookahead):
     """Where all blocks at one place have one hash, only blocks with the same tokens are shared, and
-    only within a salt.
-
-    Break `_find`: believe hashes, or forget the salt.
-    """
+    only within a salt. Break `_find`: believe hashes, or forget the salt."""
 
     def few_hashes(tokens: Any, size: int, salt: bytes = b"", parent: bytes = b"") -> list[bytes]:
         first = int.from_bytes(parent or bytes(16)) + 1

@@ -119,9 +119,7 @@ def test_equal_prompts_cost_one_prefill(model, serial, lookahead, budget: int):
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_where_prompts_part(model: HybridAttentionModel, serial: DynamicInferenceEngine, lookahead):
     """The second that begins alike leaves its state where they part; the third one begins there.
-
-    Break it, and it fails: `StateRows.begin` marks no junction.
-    """
+    Break it, and it fails: `StateRows.begin` marks no junction."""
     jobs = [Job([*TEXT[:300], *OTHER[n : n + 200]], greedy(6)) for n in range(5)]
     engine = caching(model, lookahead=lookahead, prefix_caching_mamba_interval=0)
     found = [computed(engine, job) for job in jobs]
@@ -179,10 +177,8 @@ def test_one_state_of_decoding_is_kept(model: HybridAttentionModel) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_live_requests_take_the_rows_of_snapshots(model, serial, lookahead):
-    """Rows for few requests: one may have to go on in the very row that it begins from.
-
-    Break it, and it fails: `StateRows._is_in_use` says no.
-    """
+    """Rows for few requests: one may have to go on in the very row that it begins from. Break it,
+    and it fails: `StateRows._is_in_use` says no."""
     jobs = [
         Job([*(TEXT, OTHER)[n // 3 % 2][: 150 + 7 * n], n % VOCABULARY], greedy(3 + n % 5))
         for n in range(12)

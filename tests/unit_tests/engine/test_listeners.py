@@ -127,10 +127,8 @@ def test_every_fifth_step(caplog):
 
 
 def test_logging_waits_for_nothing(caplog, monkeypatch):
-    """The host waits for as many recorded events with a line for each step as without: a step's.
-
-    A late launch asks for the event of the step before it a second time.
-    """
+    """The host waits for as many recorded events with a line for each step as without: a step's. A
+    late launch asks for the event of the step before it a second time."""
     wait, waits = CpuEvent.wait, set()
 
     def counted(event):

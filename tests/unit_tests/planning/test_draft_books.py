@@ -79,10 +79,8 @@ def served(rng, drafts, lookahead, found, right, stays, tokens, width=None):
 
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_little_is_lost_and_much_is_won(drafts, lookahead):
-    """However often there are drafts, and however often they are right.
-
-    With `LEARNING_SHIFT` 6 requests of 192 tokens lose 5 %.
-    """
+    """However often there are drafts, and however often they are right. With `LEARNING_SHIFT` 6
+    requests of 192 tokens lose 5 %."""
     rng = np.random.default_rng(0)
     for found in (0.05, 0.4, 1.0):
         for right in (0.0, 0.05, 0.2, 0.7, 0.95):

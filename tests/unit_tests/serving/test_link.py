@@ -191,9 +191,7 @@ SAID: dict[str, Callable[[Peer], bytes]] = {
 @pytest.mark.parametrize("said", SAID)
 def test_strangers_have_little_time_and_memory(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say too little are cut off after a while, all others that are wrong at once.
-
-    Break it: `_end_strangers` ends nobody; `STRANGER_BYTES` is `MOST_BYTES`.
-    """
+    Break it: `_end_strangers` ends nobody; `STRANGER_BYTES` is `MOST_BYTES`."""
     is_late = said in ("nothing", "half a length", "half a proof")
     monkeypatch.setattr(coordinator_module, "STRANGER_S", 0.3 if is_late else 3600.0)
     with served() as service:
@@ -236,10 +234,8 @@ def test_thousands_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_open_files_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator serves those that it has, ends strangers, and tries again later.
-
-    Break it: `_accept` raises.
-    """
+    """The coordinator serves those that it has, ends strangers, and tries again later. Break it:
+    `_accept` raises."""
     failures = [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED]
 
     class Full:

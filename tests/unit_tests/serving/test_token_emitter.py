@@ -126,10 +126,8 @@ def test_what_is_flushed_or_forgotten_does_not_come_later(monkeypatch: Any) -> N
 
 
 def test_first_tokens_leave_before_the_step_is_over(monkeypatch: Any) -> None:
-    """They wait for no turn of the loop, but with an end, which comes in the next turn.
-
-    Break it: `_send_soon` for all of them.
-    """
+    """They wait for no turn of the loop, but with an end, which comes in the next turn. Break it:
+    `_send_soon` for all of them."""
 
     async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
         emitter.booked(output(1, first=0))
@@ -145,10 +143,8 @@ def test_first_tokens_leave_before_the_step_is_over(monkeypatch: Any) -> None:
 
 
 def test_steps_of_the_same_requests_are_rows_of_several_tokens(monkeypatch: Any) -> None:
-    """Who reads the message pays for each row.
-
-    Break it: `_are_one_each` returns False; or `by_row` makes the table without its `.T`.
-    """
+    """Who reads the message pays for each row. Break it: `_are_one_each` returns False; or `by_row`
+    makes the table without its `.T`."""
 
     async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
         for step in (1, 2, 3):

@@ -59,10 +59,8 @@ def test_compiled(joins):
 @pytest.mark.parametrize("name", ["triton", "warpgroup"])
 def test_a_chain_of_layers_in_a_graph(name, decode, prompts, monkeypatch):
     """Layers that append keys and values, attend and read what attention wrote, by kernels that
-    start early, have the bits of layers in which attention runs one after the other.
-
-    Break it: `is_beside` behind another kernel than the prompts', or without the wait at its end.
-    """
+    start early, have the bits of layers in which attention runs one after the other. Break it:
+    `is_beside` behind another kernel than the prompts', or without the wait at its end."""
     torch.manual_seed(0)
     layers, block_size, hidden = 8, 64, HEADS * DIM
     lengths = [*decode, *(2 * length for length in prompts)]

@@ -91,11 +91,9 @@ def test_reference():
 
 @pytest.mark.parametrize("tile", [2048, 16])
 def test_kernel(device, monkeypatch, tile):
-    """With small tiles a row is searched by several programs.
-
-    Break one of these, and it fails: `place < last` as `place <= last`; `>= first` as `> first`;
-    the row's score without the place; `_copy_kernel` without `place == last`.
-    """
+    """With small tiles a row is searched by several programs. Break one of these, and it fails:
+    `place < last` as `place <= last`; `>= first` as `> first`; the row's score without the place;
+    `_copy_kernel` without `place == last`."""
     monkeypatch.setattr(ngram_lookup, "TILE", tile)
     check_all(device, ngram_lookup.ngram_drafts_gpu)
 

@@ -338,12 +338,10 @@ def _as_python(
 
 @dataclass
 class EmulatedKernel:
-    """Takes a kernel's place in its module.
-
-    Arguments `written_before` may be descriptors of what the kernel before writes, and those
-    `stored_again` point to what a launch finds as an earlier one left it; all others that are
-    written hold NaN. Programs and partitions run in an order drawn by `seed`.
-    """
+    """Takes a kernel's place in its module. Arguments `written_before` may be descriptors of what
+    the kernel before writes, and those `stored_again` point to what a launch finds as an earlier
+    one left it; all others that are written hold NaN. Programs and partitions run in an order drawn
+    by `seed`."""
 
     module: ModuleType
     name: str

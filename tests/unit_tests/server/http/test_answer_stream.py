@@ -50,10 +50,8 @@ def played(play):
 
 
 def test_the_first_token_is_in_the_write_that_begins_the_answer():
-    """Before the flush returns: no task, and no turn of the loop, is in between.
-
-    Break it: `begin` that leaves `_news` to `write`.
-    """
+    """Before the flush returns: no task, and no turn of the loop, is in between. Break it: `begin`
+    that leaves `_news` to `write`."""
 
     async def play():
         one = Played()
@@ -93,10 +91,7 @@ def test_what_comes_before_the_form_of_the_answer_is_there_waits_for_it():
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_answer_that_fails_at_once_is_not_begun(failing):
     """Also if no message brought the failure, so that nobody flushes; and if the other choice's
-    token came with it.
-
-    Break it: `_hear` that leaves failures to `begin`.
-    """
+    token came with it. Break it: `_hear` that leaves failures to `begin`."""
 
     async def play():
         one = Played(2)
@@ -130,10 +125,7 @@ def test_an_answer_that_cannot_be_begun_fails_alone():
 
 
 def test_an_answer_that_cannot_be_continued_fails_alone():
-    """Also the streams behind it in the same pass are written.
-
-    Break it: `write` that raises.
-    """
+    """Also the streams behind it in the same pass are written. Break it: `write` that raises."""
 
     async def play():
         one, two = Played(), Played()

@@ -149,10 +149,8 @@ def test_who_does_not_read_a_whole_answer_is_cut_off(served):
 
 def test_events_begin_in_one_write(served):
     """Answers begin as uvicorn would begin them: also for requests that were sent before the answer
-    to the first one, in HTTP/1.0, and where the client wants the connection to end.
-
-    Break it: `begin_events` of the connection's newest cycle instead of the request's.
-    """
+    to the first one, in HTTP/1.0, and where the client wants the connection to end. Break it:
+    `begin_events` of the connection's newest cycle instead of the request's."""
     both = b"data: 0\n\ndata: 1\n\n"
 
     async def test(port, _):
@@ -193,10 +191,8 @@ FRAMED = [
 @pytest.mark.parametrize("framed", FRAMED, ids=["length", "chunks", "empty", "none"])
 @pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
 def test_another_protocol_is_not_spoken(served, framed, upgrade, size):
-    """The request is one as any other (RFC 9110, 7.8), also its body, and so is the next one.
-
-    Break it: `_parse` without a new parser.
-    """
+    """The request is one as any other (RFC 9110, 7.8), also its body, and so is the next one. Break
+    it: `_parse` without a new parser."""
     body = 20 if framed in FRAMED[:2] else 0
     asked = (b"POST /echo/x HTTP/1.1\r\n" + HEAD + b"Connection: Upgrade, HTTP2-Settings\r\n"
              b"HTTP2-Settings: AAEAAEAAAAIAAAAB\r\nContent-Type: application/json\r\n"
@@ -289,10 +285,8 @@ def test_errors_are_objects(served, request_bytes, status, text):
 
 
 def test_trailers_are_no_headers(served):
-    """A proxy checks headers; what comes behind the body must not replace them.
-
-    Break it: `on_header` without `has_body_to_come`.
-    """
+    """A proxy checks headers; what comes behind the body must not replace them. Break it:
+    `on_header` without `has_body_to_come`."""
 
     async def test(port, _):
         reader, writer = await connect(port)

@@ -53,10 +53,8 @@ def test_a_few_are_written_at_once():
 
 
 def test_many_are_written_together():
-    """Each at most every 5 ms, and none is forgotten when nothing follows.
-
-    Break it: `flush` without its timer.
-    """
+    """Each at most every 5 ms, and none is forgotten when nothing follows. Break it: `flush`
+    without its timer."""
 
     async def play(hub):
         streams = [Stream() for _ in range(AT_ONCE + 1)]
@@ -78,10 +76,8 @@ def test_many_are_written_together():
 
 
 def test_costly_writes_are_rarer():
-    """Writing takes at most a third of the time, however many streams there are.
-
-    Break it: `every_s = EVERY_S`.
-    """
+    """Writing takes at most a third of the time, however many streams there are. Break it: `every_s
+    = EVERY_S`."""
 
     class Costly(Stream):
         def write(self, now):
@@ -135,10 +131,8 @@ def test_silent_streams_are_looked_at(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_stream_that_begins_is_written_before_others():
-    """An answer begins in the flush that brings its news; others are written one turn later.
-
-    Break it: `flush` without its first branch; or `_write_due` called there at once.
-    """
+    """An answer begins in the flush that brings its news; others are written one turn later. Break
+    it: `flush` without its first branch; or `_write_due` called there at once."""
 
     async def play(hub):
         old, new = Stream(), Stream()
