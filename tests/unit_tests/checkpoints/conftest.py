@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_async.checkpoints import LoadedModel, load_model
-from tests.unit_tests.checkpoints.hybrid_families import FAMILIES
+from tests.unit_tests.checkpoints.hybrid_families import FAMILIES, save_hybrid
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +46,12 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a hybrid -> folder of a random model as transformers saves it."""
+    return cache(lambda name: save_hybrid(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """Families of tiny models, made by transformers with random weights, and how weights compare."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,15 @@ def save_hybrid(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
     """Save it as transformers does."""
     make_hybrid(name).to(dtype).save_pretrained(folder)
     return folder
+
+
+def edited(folder: Path, target: Path, **changes: Any) -> Path:
+    """A copy of a model folder with other values in config.json; "absent" removes a key."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if value != "absent"}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ from tests.unit_tests.checkpoints.hybrid_families import (
     COMMON,
     HYBRIDS,
     assert_same_weights,
+    edited,
     make_hybrid,
     their_logits,
 )
@@ -34,17 +35,6 @@ VISION = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 4,
     "out_hidden_size": 64, "num_position_embeddings": 16,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def delta_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        make_hybrid(name).save_pretrained(folder)
-        return folder
-
-    return make
 
 
 @cache
@@ -83,19 +73,19 @@ def check_engine(folder: Path, name: str, prompts: list[list[int]], **settings: 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 127, 128, 129])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_prompts_in_chunks(name: str, chunk: int, delta_folder: Any) -> None:
+def test_prompts_in_chunks(name: str, chunk: int, hybrid_folder: Any) -> None:
     lookahead = chunk % 3
     settings = {"max_requests": 1, "max_tokens": chunk, "lookahead": lookahead}
     # One border of 128 for small chunks, each of which is a step; two for those of its size.
     prompt = TOKENS[: 140 if chunk < 100 else 300]
-    check_engine(delta_folder(name), name, [prompt], **settings)
+    check_engine(hybrid_folder(name), name, [prompt], **settings)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_prompts_beside_others(name: str, lookahead: int, delta_folder: Any) -> None:
+def test_prompts_beside_others(name: str, lookahead: int, hybrid_folder: Any) -> None:
     """Chunks and decode rows in the same steps; fewer slots than requests."""
     settings = {"max_requests": 3, "max_tokens": 140, "lookahead": lookahead}
-    check_engine(delta_folder(name), name, PROMPTS, **settings)
+    check_engine(hybrid_folder(name), name, PROMPTS, **settings)
 
 
 def with_vision(name: str, folder: Path) -> Any:
@@ -148,17 +138,17 @@ def test_the_language_model_beside_a_vision_tower(name: str, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
-def test_both_forms_of_experts(name: str, delta_folder: Any, tmp_path: Path) -> None:
+def test_both_forms_of_experts(name: str, hybrid_folder: Any, tmp_path: Path) -> None:
     """Published folders have a tensor for each expert, or, as transformers' modules, one of all."""
     state = make_hybrid(name).state_dict()
     assert "model.layers.0.mlp.experts.gate_up_proj" in state
-    stored = load_file(delta_folder(name) / "model.safetensors")
+    stored = load_file(hybrid_folder(name) / "model.safetensors")
     assert "model.layers.0.mlp.experts.5.gate_proj.weight" in stored
-    shutil.copytree(delta_folder(name), tmp_path / "m")
+    shutil.copytree(hybrid_folder(name), tmp_path / "m")
     save_file(dict(state), tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     found, expected = (
         load_model(folder, torch.float32, CPU).model
-        for folder in (tmp_path / "m", delta_folder(name))
+        for folder in (tmp_path / "m", hybrid_folder(name))
     )
     assert_same_weights(dict(found.named_parameters()), dict(expected.named_parameters()))
 
@@ -183,14 +173,11 @@ def test_bits_of_bfloat16_stay(name: str, tmp_path: Path) -> None:
         assert torch.equal(found[key], tensor.to(found[key].dtype)), key
 
 
-def test_layers_by_an_interval(delta_folder: Any, tmp_path: Path) -> None:
+def test_layers_by_an_interval(hybrid_folder: Any, tmp_path: Path) -> None:
     """Older configurations do not list them."""
-    shutil.copytree(delta_folder("qwen3.5"), tmp_path / "m")
-    file = tmp_path / "m" / "config.json"
-    config = json.loads(file.read_text()) | {"full_attention_interval": 2}
-    del config["layer_types"]
-    file.write_text(json.dumps(config))
-    assert open_model(tmp_path / "m").architecture.pattern == "G-*-G-*-"
+    changes: dict[str, Any] = {"full_attention_interval": 2, "layer_types": "absent"}
+    folder = edited(hybrid_folder("qwen3.5"), tmp_path / "m", **changes)
+    assert open_model(folder).architecture.pattern == "G-*-G-*-"
 
 
 @pytest.mark.parametrize(
@@ -201,8 +188,8 @@ def test_layers_by_an_interval(delta_folder: Any, tmp_path: Path) -> None:
         ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function = 'sigmoid'"),
     ],
 )
-def test_what_has_no_folder(change: dict[str, Any], message: str, delta_folder: Any) -> None:
+def test_what_has_no_folder(change: dict[str, Any], message: str, hybrid_folder: Any) -> None:
     """A model that transformers' class would compute otherwise is not written as if it were it."""
-    architecture = replace(open_model(delta_folder("qwen3.5")).architecture, **change)
+    architecture = replace(open_model(hybrid_folder("qwen3.5")).architecture, **change)
     with pytest.raises(CheckpointError, match=message):
         write_config(architecture, "float32")

@@ -20,7 +20,7 @@ from megatron_async.json_objects import LARGEST_JSON, read_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.sizes import size_problem
 from megatron_async.text.tokenizer import Tokenizer, TokenizerError
-from tests.unit_tests.checkpoints.hybrid_families import save_hybrid
+from tests.unit_tests.checkpoints.hybrid_families import edited
 from tests.unit_tests.checkpoints.test_delta_folders import with_vision
 from tests.unit_tests.checkpoints.test_gguf import write_gguf
 from tests.unit_tests.checkpoints.training_checkpoints import parsed_args, save_run, trained_model
@@ -43,11 +43,6 @@ HYBRID_SIZES = {
     "qwen3.5": ("num_hidden_layers", "linear_num_key_heads", "mtp_num_hidden_layers"),
 }
 NESTED = "[" * 200_000
-
-
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return lambda name: save_hybrid(name, tmp_path_factory.mktemp("hybrid"))
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -74,26 +69,19 @@ def test_sizes_of_transformers(family: str, family_folder: Callable[[str], Path]
 
 
 @pytest.mark.parametrize("family", HYBRID_SIZES)
-def test_sizes_of_hybrids(family: str, hybrid: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = hybrid(family)
+def test_sizes_of_hybrids(family: str, hybrid_folder, tmp_path: Path) -> None:
+    folder = edited(hybrid_folder(family), tmp_path / "m")
     if family.startswith("nemotron"):  # its pattern gives the number of layers
-        config = json.loads((folder / "config.json").read_text())
-        config.pop("layers_block_type", None)
-        config["hybrid_override_pattern"] = "M" * 5000
-        (folder / "config.json").write_text(json.dumps(config))
+        long = {"hybrid_override_pattern": "M" * 5000, "layers_block_type": "absent"}
         with pytest.raises(CheckpointError, match=r"config.json: num_layers = 5000 is more"):
-            model_info(folder, memory_gb=1)
-        config["hybrid_override_pattern"] = "MEM*-E"
-        (folder / "config.json").write_text(json.dumps(config))
-    copy = Path(shutil.copytree(folder, tmp_path / "m"))
-    refuse_sizes(folder, HYBRID_SIZES[family], copy)
+            model_info(edited(folder, tmp_path / "long", **long), memory_gb=1)
+        folder = edited(folder, tmp_path / "pattern", hybrid_override_pattern="MEM*-E")
+    refuse_sizes(folder, HYBRID_SIZES[family], tmp_path / "m")
 
 
 def test_many_experts_of_many_layers(family_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(family_folder("mixtral"), tmp_path / "m"))
-    config = json.loads((copy / "config.json").read_text())
-    config |= {"num_local_experts": 16384, "num_hidden_layers": 4096}
-    (copy / "config.json").write_text(json.dumps(config))
+    sizes = {"num_local_experts": 16384, "num_hidden_layers": 4096}
+    copy = edited(family_folder("mixtral"), tmp_path / "m", **sizes)
     with pytest.raises(CheckpointError, match=r"config.json: num_moe_experts = 16384 in 4096"):
         model_info(copy, memory_gb=1)
 
@@ -243,18 +231,16 @@ def test_sizes_beside_a_vision_tower(tmp_path: Path) -> None:
         model_info(tmp_path / "m", memory_gb=1)
 
 
-def test_lists_without_end(hybrid, family_folder, tmp_path):
+def test_lists_without_end(hybrid_folder, family_folder, tmp_path):
     """A list is not searched for each layer, and an error does not repeat all of it."""
     for folder, key, layers in (
-        (hybrid("bamba"), "attn_layer_indices", 4096),
+        (hybrid_folder("bamba"), "attn_layer_indices", 4096),
         (family_folder("qwen3-moe"), "mlp_only_layers", 4096),
         (family_folder("llama-tied"), "layer_types", 3),
     ):
-        copy = Path(shutil.copytree(folder, tmp_path / key))
+        changes = {"num_hidden_layers": layers, key: list(range(10**5, 3 * 10**5))}
+        copy = edited(folder, tmp_path / key, **changes)
         (copy / "model.safetensors").unlink()
-        config = json.loads((copy / "config.json").read_text())
-        config |= {"num_hidden_layers": layers, key: list(range(10**5, 3 * 10**5))}
-        (copy / "config.json").write_text(json.dumps(config))
         source = open_model(copy)
         if layers == 3:
             with pytest.raises(CheckpointError, match=r"config.json: layer_types = ") as error:

@@ -19,6 +19,7 @@ from megatron_async.models.rotary import RotaryTable, inverse_frequencies
 from tests.unit_tests.checkpoints.hybrid_families import (
     FAMILIES,
     assert_same_weights,
+    edited,
     huggingface_state,
 )
 
@@ -132,15 +133,6 @@ def test_written_folders_load_in_transformers_with_equal_logits(
         with torch.no_grad():
             logits.append(model(ids).logits)
     assert torch.equal(*logits)
-
-
-def edited(folder: Path, target: Path, **changes: Any) -> Path:
-    """A copy of a model folder with other values in config.json; None removes a key."""
-    shutil.copytree(folder, target, dirs_exist_ok=True)
-    config = json.loads((target / "config.json").read_text()) | changes
-    config = {key: value for key, value in config.items() if value != "absent"}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 def test_spelling_of_transformers_4(family_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.unit_tests.checkpoints.hybrid_families import (
     ATTENDING,
     HYBRIDS,
     assert_same_weights,
+    edited,
     make_hybrid,
     save_hybrid,
     their_logits,
@@ -26,15 +26,6 @@ from tests.unit_tests.checkpoints.hybrid_families import (
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 128, (45,), generator=torch.Generator().manual_seed(4)).tolist()
-
-
-@pytest.fixture(scope="module")
-def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def make(name: str) -> Path:
-        return save_hybrid(name, tmp_path_factory.mktemp(name))
-
-    return make
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -147,15 +138,13 @@ def test_names_of_transformers_modules(hybrid_folder: Any, tmp_path: Path) -> No
 def test_both_published_forms_of_a_pattern(hybrid_folder: Any, tmp_path: Path) -> None:
     expected = open_model(hybrid_folder("nemotron-3")).architecture
     assert expected.pattern == "MEM*-E"
-    shutil.copytree(hybrid_folder("nemotron-3"), tmp_path / "m")
-    file = tmp_path / "m" / "config.json"
-    config = json.loads(file.read_text())
-    assert config.pop("layers_block_type")[:2] == ["linear_attention", "moe"]
-    for form in ({"hybrid_override_pattern": "MEM*-E"}, {"layers_block_type": [
-        "mamba", "moe", "mamba", "attention", "mlp", "moe"
-    ]}):  # fmt: skip
-        file.write_text(json.dumps(config | form))
-        assert open_model(tmp_path / "m").architecture == expected
+    config = json.loads((hybrid_folder("nemotron-3") / "config.json").read_text())
+    assert config["layers_block_type"][:2] == ["linear_attention", "moe"]
+    names = ["mamba", "moe", "mamba", "attention", "mlp", "moe"]
+    for pattern, blocks in (("MEM*-E", "absent"), ("absent", names)):
+        form = {"hybrid_override_pattern": pattern, "layers_block_type": blocks}
+        folder = edited(hybrid_folder("nemotron-3"), tmp_path / "m", **form)
+        assert open_model(folder).architecture == expected
 
 
 @pytest.mark.parametrize(
@@ -198,9 +187,6 @@ def test_both_published_forms_of_a_pattern(hybrid_folder: Any, tmp_path: Path) -
 def test_folders_that_are_refused(
     name: str, changes: dict[str, Any], message: str, hybrid_folder: Any, tmp_path: Path
 ) -> None:
-    shutil.copytree(hybrid_folder(name), tmp_path / "m")
-    file = tmp_path / "m" / "config.json"
-    config = {k: v for k, v in (json.loads(file.read_text()) | changes).items() if v is not None}
-    file.write_text(json.dumps(config))
+    folder = edited(hybrid_folder(name), tmp_path / "m", **changes)
     with pytest.raises(CheckpointError, match=message):
-        load_model(tmp_path / "m", torch.float32, CPU)
+        load_model(folder, torch.float32, CPU)

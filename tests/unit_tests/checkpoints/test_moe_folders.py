@@ -1,6 +1,5 @@
 """Models with experts: both spellings of weights, tokens as transformers', parts for ranks."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from tests.support.ranks import run_ranks
-from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights
+from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights, edited
 
 CPU = torch.device("cpu")
 MOE_FAMILIES = ("mixtral", "qwen3-moe")
@@ -129,10 +128,7 @@ def test_experts_in_one_tensor_are_spread_over_ranks(whole, family_folder, tmp_p
     ],
 )
 def test_folders_that_cannot_be_served(changes: dict, message: str, family_folder, tmp_path):
-    folder = tmp_path / "m"
-    shutil.copytree(family_folder("qwen3-moe"), folder)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = edited(family_folder("qwen3-moe"), tmp_path / "m", **changes)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder, torch.float32, CPU)
 

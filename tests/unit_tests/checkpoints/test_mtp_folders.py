@@ -1,7 +1,6 @@
 """Hugging Face folders with multi-token prediction: what is read where, and what it computes."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -22,7 +21,7 @@ from megatron_async.cli.main import main
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from tests.support.whole_sequence import WholeSequence, whole_pass
-from tests.unit_tests.checkpoints.hybrid_families import their_logits
+from tests.unit_tests.checkpoints.hybrid_families import edited, their_logits
 from tests.unit_tests.checkpoints.mtp_folders import (
     MTP_FAMILIES,
     make_layers,
@@ -46,11 +45,6 @@ def mtp_folder(tmp_path_factory: pytest.TempPathFactory) -> MakeFolder:
         return folder, write_folder(name, folder)
 
     return make
-
-
-def copied(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target)
-    return target
 
 
 @pytest.mark.parametrize("name", MTP_FAMILIES)
@@ -142,7 +136,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 def test_experts_of_a_depth_in_one_tensor(mtp_folder: MakeFolder, tmp_path: Path) -> None:
     """As in published Qwen3.5-MoE, whatever form the trunk's have."""
     folder, tensors = mtp_folder("qwen3.5-moe")
-    copied(folder, tmp_path / "m")
+    edited(folder, tmp_path / "m")
     prefix = "mtp.layers.0.mlp.experts."
     stacked = {key: t for key, t in tensors.items() if not key.startswith(prefix)}
     parts = {
@@ -179,12 +173,9 @@ def test_missing_weights_are_named_with_a_remedy(name: str, mtp_folder: MakeFold
     lost = MTP_FAMILIES[name].names["eh_proj"]
     count = len(tensors)
     for number, kept in enumerate(({}, {k: t for k, t in tensors.items() if k != lost})):
-        target = copied(folder, tmp_path / f"m{number}")
-        config = json.loads((target / "config.json").read_text())
-        if name == "qwen3-next":  # whose configuration tells nothing
-            (target / "config.json").write_text(
-                json.dumps(config | {"num_nextn_predict_layers": 1})
-            )
+        # The configuration of Qwen3-Next tells nothing.
+        told = {"num_nextn_predict_layers": 1} if name == "qwen3-next" else {}
+        target = edited(folder, tmp_path / f"m{number}", **told)
         replace_mtp(target, kept)
         load_model(target, torch.float32, CPU)
         some = f"one of {count - len(kept)} of {count}" if kept else f"one of {count} of {count}"
@@ -207,7 +198,7 @@ def test_tensors_that_do_not_fit(mtp_folder: MakeFolder, tmp_path: Path) -> None
         "packed": ({"mtp.fc.weight": torch.zeros(64, 128, dtype=torch.int8)}, "stored as I8"),
     }  # fmt: skip
     for name, (others, message) in changes.items():
-        target = copied(folder, tmp_path / name)
+        target = edited(folder, tmp_path / name)
         replace_mtp(target, tensors | others)
         load_model(target, torch.float32, CPU)
         with pytest.raises(CheckpointError, match=message):
