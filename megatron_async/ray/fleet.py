@@ -49,8 +49,8 @@ class RayFleet:
         """Let a replica end a request; nothing if the replica is gone."""
         if replica in self.replicas():
             with contextlib.suppress(RayError, *LOST, TimeoutError):
-                answer = self._handle.abort.remote(number, replica)
-                await asyncio.wait_for(_awaited(answer), 10.0)
+                async with asyncio.timeout(10.0):
+                    await self._handle.abort.remote(number, replica)
 
     async def hello(self, replica: str) -> bytes:
         """What a replica says of itself, encoded."""
@@ -68,10 +68,6 @@ class RayFleet:
     def replicas(self) -> Statuses:
         """By name what replicas have told of themselves."""
         return replicas_of(self._application)
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer
 
 
 def _first_line(error: BaseException) -> str:

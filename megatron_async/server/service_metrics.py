@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -60,9 +60,7 @@ def metrics_text(stats: Mapping[str, Any], names: str, model_name: str) -> bytes
     """The answer of `/metrics`, of content type `CONTENT_TYPE`. `names`: "own", or "vllm" for the
     names of vLLM's boards beside them; `model_name` is the label of these, from the configuration.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServiceCollector(stats, names, model_name))
-    return generate_latest(registry)
+    return generate_latest(ServiceCollector(stats, names, model_name))
 
 
 def _of_service(stats: Mapping[str, Any]) -> Iterator[Metric]:

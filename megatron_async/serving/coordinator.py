@@ -100,7 +100,8 @@ class Coordinator:
         self._secret = secret
         self._listener, self.address = listen(address)
         is_tcp = self.address.startswith("tcp://")
-        if secret is None and is_tcp and not is_loopback(_host(self.address)):
+        host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if secret is None and is_tcp and not is_loopback(host):
             logger.warning(
                 "Every peer that reaches %s can send requests and stop replicas: there is no "
                 "authentication. Give a secret, or bind 127.0.0.1.", self.address,
@@ -306,8 +307,3 @@ class Coordinator:
                 self._selector.unregister(peer.link.fileno())
                 peer.link.close()
             self.dispatcher.lost(identity, reason, time.monotonic())
-
-
-def _host(address: str) -> str:
-    """The IP address in "tcp://ADDRESS:PORT"."""
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")

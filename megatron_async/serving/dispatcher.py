@@ -30,9 +30,7 @@ from megatron_async.serving.messages import (
     Pong,
     Refused,
     ReplicaHello,
-    ReplicaInfo,
     ReplicaStatus,
-    SetPaused,
     StepTokens,
     ToClient,
     ToCoordinator,
@@ -131,8 +129,10 @@ class Dispatcher(RequestBooks):
             self._replica_there = now
         elif self.verbs.holds_queue:
             pass
-        elif self.queue and now - self._replica_there >= config.no_replica_timeout_s:
-            self._fail_queue(now)
+        elif self.queue and (waited := now - self._replica_there) >= config.no_replica_timeout_s:
+            why = why_nobody_serves(self.replicas.values(), self._departed, waited)
+            for request in self.queue.in_order():
+                self._end_here(request, "ReplicaLost", why)
         self._dispatch(now)
 
     def ping(self) -> None:
@@ -160,7 +160,11 @@ class Dispatcher(RequestBooks):
             return
         self.lost(identity, "it said hello again", now)
         if isinstance(hello, ReplicaHello):
-            self._replace(hello.info, now)
+            for old in list(
+                self.replicas.values()
+            ):  # one that comes again has dropped its requests
+                if old.info.instance == hello.info.instance:
+                    self._lose(old, "it connected again", now, in_order=False)
             refusal = why_refused(hello.info, self.replicas.values())
             if refusal:
                 logger.warning("Replica %s is refused: %s", one_line(hello.info.name), refusal)
@@ -176,12 +180,6 @@ class Dispatcher(RequestBooks):
             client = ClientRecord(identity, now, next(self._indexes))
             self.clients[identity] = client
             self._send(identity, Welcome(self._config.silence_s))
-
-    def _replace(self, info: ReplicaInfo, now: float) -> None:
-        """A replica that connects again has dropped its requests."""
-        for old in list(self.replicas.values()):
-            if old.info.instance == info.instance:
-                self._lose(old, "it connected again", now, in_order=False)
 
     def _lose(self, replica: ReplicaRecord, reason: str, now: float, in_order: bool) -> None:
         del self.replicas[replica.identity]
@@ -243,7 +241,7 @@ class Dispatcher(RequestBooks):
             case Done():
                 self.verbs.done(replica.identity, message)
             case Leaving():
-                self._set_state(replica, ReplicaState.LEAVING)
+                self.set_state(replica, ReplicaState.LEAVING)
             case Helping():
                 replica.state = ReplicaState.HELPING
                 requests = list(replica.requests.values())
@@ -291,7 +289,14 @@ class Dispatcher(RequestBooks):
 
     def _ready(self, for_suspect: bool) -> list[ReplicaRecord]:
         """Replicas that have room."""
-        return [each for each in self.replicas.values() if self._has_room(each, for_suspect)]
+        most = self._config.requests_per_slot
+        return [
+            each
+            for each in self.replicas.values()
+            if each.state == ReplicaState.READY
+            and len(each.requests) < max(most * each.info.slots, 1)
+            and not (for_suspect and each.has_suspect)
+        ]
 
     def _give(self, request: RoutedRequest, ready: list[ReplicaRecord], now: float) -> None:
         """Give a request that is not queued, or not any more, to one of these replicas."""
@@ -318,11 +323,6 @@ class Dispatcher(RequestBooks):
         self._send(replica.identity, request.run())
         request.give_to(replica)
         request.given_at = now
-
-    def _has_room(self, replica: ReplicaRecord, for_suspect: bool) -> bool:
-        most = max(self._config.requests_per_slot * replica.info.slots, 1)
-        has_room = replica.state == ReplicaState.READY and len(replica.requests) < most
-        return has_room and not (for_suspect and replica.has_suspect)
 
     # ---- Clients -----------------------------------------------------------------------------
 
@@ -370,12 +370,6 @@ class Dispatcher(RequestBooks):
         else:
             self.queue.add(request)
 
-    def _fail_queue(self, now: float) -> None:
-        waited = now - self._replica_there
-        why = why_nobody_serves(self.replicas.values(), self._departed, waited)
-        for request in self.queue.in_order():
-            self._end_here(request, "ReplicaLost", why)
-
     # ---- Control and statistics --------------------------------------------------------------
 
     def _do(self, ask: Ask) -> dict[str, object]:
@@ -389,14 +383,8 @@ class Dispatcher(RequestBooks):
         replica = find_replica(ask.replica, self.replicas.values())
         state = state_after(ask.what, replica)
         if state != replica.state or not state.is_departing:
-            self._set_state(replica, state)
+            self.set_state(replica, state)
         return {}
-
-    def _set_state(self, replica: ReplicaRecord, state: ReplicaState) -> None:
-        replica.state = state
-        # A replica that leaves or drains has requests to finish, even if it was paused before.
-        self._send(replica.identity, SetPaused(state == ReplicaState.PAUSED))
-        self._let_go(replica)
 
     def stats(self) -> dict[str, object]:
         """Counters since the start, and all replicas by name."""

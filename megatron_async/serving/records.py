@@ -77,11 +77,6 @@ class CoordinatorConfig:
     no_replica_timeout_s: float = 30.0
     policy: RoutingPolicy = field(default_factory=RoutingPolicy)
 
-    @property
-    def most_retries(self) -> int:
-        """Times that a request of a lost replica is served again."""
-        return self.max_retries if self.on_replica_death == "retry" else 0
-
     def __post_init__(self) -> None:
         if self.on_replica_death not in ("retry", "fail"):
             raise ConfigurationError(
@@ -190,7 +185,8 @@ class RoutedRequest:
     def may_be_served_again(self, config: CoordinatorConfig) -> bool:
         """Whether another replica serves it, now that its replica has died."""
         self.early_deaths += not self.has_started
-        return self.early_deaths <= MOST_EARLY_DEATHS and self.attempts <= config.most_retries
+        most = config.max_retries if config.on_replica_death == "retry" else 0
+        return self.early_deaths <= MOST_EARLY_DEATHS and self.attempts <= most
 
     def run(self) -> Run:
         """The message to its replica."""

@@ -9,7 +9,15 @@ from collections.abc import Callable
 import msgspec
 
 from megatron_async.requests.traces import named
-from megatron_async.serving.messages import Abort, Ended, Leave, StepTokens, ToClient, ToReplica
+from megatron_async.serving.messages import (
+    Abort,
+    Ended,
+    Leave,
+    SetPaused,
+    StepTokens,
+    ToClient,
+    ToReplica,
+)
 from megatron_async.serving.records import (
     ClientRecord,
     CoordinatorConfig,
@@ -116,6 +124,13 @@ class RequestBooks:
         if request.replica is not None:
             request.replica.requests.pop(request.number, None)
             self._let_go(request.replica)
+
+    def set_state(self, replica: ReplicaRecord, state: ReplicaState) -> None:
+        """A replica changes its state, and is told."""
+        replica.state = state
+        # A replica that leaves or drains has requests to finish, even if it was paused before.
+        self._send(replica.identity, SetPaused(state == ReplicaState.PAUSED))
+        self._let_go(replica)
 
     def _let_go(self, replica: ReplicaRecord) -> None:
         """A replica that is to leave may, once it has nothing left."""

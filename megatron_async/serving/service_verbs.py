@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from megatron_async.serving.messages import Answer, Ask, Do, Done, SetPaused
+from megatron_async.serving.messages import Answer, Ask, Do, Done
 from megatron_async.serving.records import ReplicaRecord, ReplicaState
 from megatron_async.serving.request_books import RequestBooks
 
@@ -240,10 +240,8 @@ class ServiceVerbs:
         return {}
 
     def _set(self, replica: ReplicaRecord, state: ReplicaState) -> None:
-        if replica.state.is_departing:
-            return
-        replica.state = state
-        self._books.tell(replica.identity, SetPaused(state == ReplicaState.PAUSED))
+        if not replica.state.is_departing:
+            self._books.set_state(replica, state)
 
     def _abort(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         label, everything = fields.get("label"), fields.get("all") is True

@@ -53,7 +53,8 @@ def of_completion(
         name = _name(token, names, by_id)
         tokens.append(name)
         offsets.append(offset)
-        offset += num_characters(names.bytes_of(token))
+        # Characters begin in these bytes of UTF-8.
+        offset += sum((byte & 0xC0) != 0x80 for byte in names.bytes_of(token))
         if math.isnan(value):
             values.append(None)
             tops.append(None)
@@ -96,11 +97,6 @@ def of_prompt(
         entries.setdefault(str(token), _ranked(token, value, len(top) + 1, names))
         told.append(entries)
     return told[: len(prompt)]
-
-
-def num_characters(data: bytes) -> int:
-    """Characters that begin in some bytes of UTF-8."""
-    return sum((byte & 0xC0) != 0x80 for byte in data)
 
 
 def _ranked(token: int, value: float, rank: int, names: TokenNames) -> dict[str, Any]:

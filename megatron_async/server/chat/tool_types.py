@@ -65,7 +65,9 @@ class ToolTypes:
         found = self._found.get(key)
         if found is None:
             try:
-                found = self.of_schema(self._property(key))
+                found = self.of_schema(
+                    self.properties.get(key, self.schema.get("additionalProperties", True))
+                )
             except RequestError:
                 found = ValueTypes()
             self._found[key] = found
@@ -135,10 +137,6 @@ class ToolTypes:
                 self._targets[path] = resolve(self.root, path)
             schema = self._targets[path]
         return {}
-
-    def _property(self, key: str) -> Any:
-        found = self.properties
-        return found[key] if key in found else self.schema.get("additionalProperties", True)
 
     def _count(self, visits: int) -> None:
         self._visits_left -= visits

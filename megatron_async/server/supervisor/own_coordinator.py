@@ -78,8 +78,13 @@ class OwnCoordinator:
         return self._tell("abort", all=True)
 
     def _tell(self, what: str, **fields: Any) -> bool:
+        async def ask() -> None:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                async with AsyncCoordinatorClient(self.address, ASK_TIMEOUT_S) as client:
+                    await client.ask(what, **fields)
+
         try:
-            asyncio.run(_ask(self.address, what, fields))
+            asyncio.run(ask())
         except (CoordinatorLost, TimeoutError, ValueError) as error:
             logger.warning("The coordinator cannot be told to %s: %s", what, error)
             return False
@@ -102,10 +107,3 @@ class OwnCoordinator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-async def _ask(address: str, what: str, fields: dict[str, Any]) -> dict[str, Any]:
-    async with asyncio.timeout(ASK_TIMEOUT_S):
-        client = AsyncCoordinatorClient(address, ASK_TIMEOUT_S)
-        async with client:
-            return await client.ask(what, **fields)

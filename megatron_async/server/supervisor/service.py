@@ -78,7 +78,10 @@ class Supervisor:
             try:
                 for child in (*self._replicas, *self._fronts):
                     child.start()
-                self._say(f"{self._what()} at {self.url}{self._loading()}")
+                settings = self._settings
+                what = settings.model or f"the replicas of {settings.coordinator}"
+                loading = "" if self._coordinator is None else "; loading the model"
+                self._say(f"serving {what} at {self.url}{loading}")
                 while not signals.leave and not self._failure:
                     self._turn()
                     signals.wait(self._until_next())
@@ -126,13 +129,6 @@ class Supervisor:
                 ChildProcess(f"API process {number}", arguments, pipe, fds, given, environment)
             )
         return listener
-
-    def _what(self) -> str:
-        settings = self._settings
-        return f"serving {settings.model or f'the replicas of {settings.coordinator}'}"
-
-    def _loading(self) -> str:
-        return "" if self._coordinator is None else "; loading the model"
 
     # ---- Watching ----------------------------------------------------------------------------
 
