@@ -47,17 +47,35 @@ def gather_tokens(x: Tensor, routing: Routing, tokens: int, meeting: Meeting) ->
         ValueError: shapes, dtypes or strides do not fit, or there are more tokens than places.
     """
     own, hidden = x.shape
-    topk = routing.experts.size(1)
-    _check_gather(x, routing, tokens, meeting.places)
+    experts, weights = routing.experts, routing.weights
+    row = hidden * x.element_size()
+    if not own <= tokens <= meeting.places or row % WORD:
+        raise ValueError(
+            f"gather_tokens: there may be at most {tokens} tokens here and {meeting.places} on "
+            f"each rank, of whole words; found {own} of {row} bytes."
+        )
+    if experts.dtype != torch.int32 or weights.dtype != torch.float32:
+        raise ValueError(
+            f"gather_tokens: experts must be int32 and weights float32; found {experts.dtype} and "
+            f"{weights.dtype}."
+        )
+    if experts.shape != weights.shape or len(experts) != own:
+        raise ValueError(
+            f"gather_tokens: {own} tokens, but experts {tuple(experts.shape)} and weights "
+            f"{tuple(weights.shape)}."
+        )
+    if not (x.is_contiguous() and experts.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("gather_tokens: x and routing must be contiguous: call .contiguous().")
+    topk = experts.size(1)
     words = packed_row_bytes(hidden, topk, x.dtype) // WORD
-    x_words = hidden * x.element_size() // WORD
+    x_words = row // WORD
     out = torch.empty((len(meeting.pointers) * tokens, words), dtype=torch.int32, device=x.device)
     if tokens:
         block = triton.next_power_of_2(x_words)
         _gather_kernel[(tokens,)](
             x.view(torch.int32),
-            routing.experts,
-            routing.weights.view(torch.int32),
+            experts,
+            weights.view(torch.int32),
             out,
             meeting.pointers,
             meeting.turns,
@@ -74,28 +92,6 @@ def gather_tokens(x: Tensor, routing: Routing, tokens: int, meeting: Meeting) ->
             **launch_options(x),
         )
     return out.view(torch.uint8)
-
-
-def _check_gather(x: Tensor, routing: Routing, tokens: int, places: int) -> None:
-    own, row = x.size(0), x.size(1) * x.element_size()
-    experts, weights = routing.experts, routing.weights
-    if not own <= tokens <= places or row % WORD:
-        raise ValueError(
-            f"gather_tokens: there may be at most {tokens} tokens here and {places} on each rank, "
-            f"of whole words; found {own} of {row} bytes."
-        )
-    if experts.dtype != torch.int32 or weights.dtype != torch.float32:
-        raise ValueError(
-            f"gather_tokens: experts must be int32 and weights float32; found {experts.dtype} and "
-            f"{weights.dtype}."
-        )
-    if experts.shape != weights.shape or len(experts) != own:
-        raise ValueError(
-            f"gather_tokens: {own} tokens, but experts {tuple(experts.shape)} and weights "
-            f"{tuple(weights.shape)}."
-        )
-    if not (x.is_contiguous() and experts.is_contiguous() and weights.is_contiguous()):
-        raise ValueError("gather_tokens: x and routing must be contiguous: call .contiguous().")
 
 
 @triton.jit(do_not_specialize=["own", "tokens"])

@@ -46,7 +46,6 @@ from megatron_async.ops.linear.product_kernel import (
     Operands,
     Problem,
     ProductKernel,
-    Wants,
     check_copied,
     new_sums,
 )
@@ -150,10 +149,6 @@ def _tiles(
     chunk_bytes = (block_m + height * (2 if gated else 1)) * strips * STRIP * 2
     room = SHARED_MEMORY if block_m <= ONE_WARPGROUP else MORE_SHARED_MEMORY
     return StreamedPlan(pieces, splits, strips, room // chunk_bytes, programs, block_m)
-
-
-def _served(problem: Problem, wants: Wants, plan: StreamedPlan) -> set[str]:
-    return {"activation"}
 
 
 def streamed_product(
@@ -425,5 +420,9 @@ def streamed_kernel(
 
 
 STREAMED = ProductKernel(
-    "streamed", streamed_plan, _served, streamed_product, IN_ORDER._replace(factor="rows")
+    "streamed",
+    streamed_plan,
+    lambda *_: {"activation"},
+    streamed_product,
+    IN_ORDER._replace(factor="rows"),
 )

@@ -30,7 +30,6 @@ from megatron_async.ops.linear.product_kernel import (
     Problem,
     ProductKernel,
     Rounding,
-    Wants,
     new_sums,
 )
 
@@ -110,10 +109,6 @@ def tile_plan(problem: Problem) -> TilePlan | None:
         swap=few and block_n >= 64 and itemsize == 2,
         ahead=min(wanted, share * itemsize, k * itemsize) // 16 * 16,
     )
-
-
-def _served(problem: Problem, wants: Wants, plan: TilePlan) -> set[str]:
-    return {"activation"}
 
 
 def tile_product(
@@ -236,4 +231,6 @@ def tile_kernel(
     tl.store(target, sums.to(out.dtype.element_ty), mask=exists & (line < here)[None, :])
 
 
-TILE = ProductKernel("tile", tile_plan, _served, tile_product, Rounding("tiles in turn", "rows"))
+TILE = ProductKernel(
+    "tile", tile_plan, lambda *_: {"activation"}, tile_product, Rounding("tiles in turn", "rows")
+)

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.linear.rms_norm import MAX_HIDDEN
 from megatron_async.ops.ranks.all_reduce_norm import all_reduce_add_rms_norm
-from megatron_async.ops.ranks.symmetric_memory import make_meeting, make_on_all, share
+from megatron_async.ops.ranks.symmetric_memory import make_meeting, share
 
 TWO_SHOT_BYTES = 16 << 20
 """Largest sum of the two-shot kernel. With its copy it takes 84 microseconds at 16 MiB over 2
@@ -89,14 +89,3 @@ class SymmetricAllReduce:
         add_partial_sums(product, self._dtype, place.view(shape))
         torch.ops.symm_mem.two_shot_all_reduce_(place, "sum", self._group_name)
         return place.view(shape)
-
-
-def make_symmetric_all_reduce(
-    group: dist.ProcessGroup,
-    max_rows: int,
-    hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[SymmetricAllReduce | None, str]:
-    """Workspaces for a group, if all of its ranks can have them; see `make_on_all`."""
-    return make_on_all(group, lambda: SymmetricAllReduce(group, max_rows, hidden, dtype, device))

@@ -9,13 +9,12 @@ same token.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.ranks.symmetric_memory import Meeting, make_meeting, make_on_all, meet
+from megatron_async.ops.ranks.symmetric_memory import Meeting, meet
 from megatron_async.ops.sampling.slot_records import NO_TOKEN
 from megatron_async.ops.sampling.tile_scores import is_finite, nan_to_infinity
 
@@ -63,14 +62,6 @@ def choose_among_ranks(scores: Tensor, ids: Tensor, meeting: Meeting) -> Tensor:
             **launch_options(scores),
         )
     return tokens
-
-
-def make_symmetric_choice(
-    group: dist.ProcessGroup, max_rows: int, device: torch.device
-) -> tuple[Meeting | None, str]:
-    """A workspace for a group, if all of its ranks can have it; see `make_on_all`."""
-    rows = max(max_rows, LEAST_ROWS)
-    return make_on_all(group, lambda: make_meeting(group, rows, 1, torch.int64, device))
 
 
 @triton.jit

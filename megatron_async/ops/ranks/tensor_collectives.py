@@ -22,12 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.ops.linear.partial_sums import add_partial_sums
-from megatron_async.ops.ranks.symmetric_all_reduce import (
-    SymmetricAllReduce,
-    make_symmetric_all_reduce,
-)
-from megatron_async.ops.ranks.symmetric_choice import make_symmetric_choice
-from megatron_async.ops.ranks.symmetric_memory import Meeting
+from megatron_async.ops.ranks.symmetric_all_reduce import SymmetricAllReduce
+from megatron_async.ops.ranks.symmetric_choice import LEAST_ROWS
+from megatron_async.ops.ranks.symmetric_memory import Meeting, make_meeting, make_on_all
 
 
 class TensorCollectives:
@@ -64,8 +61,9 @@ class TensorCollectives:
             return
         if (hidden, dtype) in self.symmetric or self.fallback:
             return
-        made, self.fallback = make_symmetric_all_reduce(
-            self._group, max_rows, hidden, dtype, device
+        made, self.fallback = make_on_all(
+            self._group,
+            lambda: SymmetricAllReduce(self._group, max_rows, hidden, dtype, device),
         )
         if made is not None:
             self.symmetric[hidden, dtype] = made
@@ -74,7 +72,10 @@ class TensorCollectives:
         """Make the workspace for choosing the tokens of so many rows, after `prepare`; all ranks
         together."""
         if self.symmetric and self.choice is None:
-            self.choice, self._no_choice = make_symmetric_choice(self._group, max_rows, device)
+            group, rows = self._group, max(max_rows, LEAST_ROWS)
+            self.choice, self._no_choice = make_on_all(
+                group, lambda: make_meeting(group, rows, 1, torch.int64, device)
+            )
 
     @property
     def report(self) -> str | None:

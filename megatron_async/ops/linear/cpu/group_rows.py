@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic, register_jitable
 
+from megatron_async.ops.cpu.instructions import BYTE, REAL, WORD, Writer
 from megatron_async.ops.cpu.kept_loops import njit
+from megatron_async.ops.cpu.row_kernels import floats
 from megatron_async.ops.linear.cpu.group_tile import GROUP, INPUT_GROUP
 from megatron_async.ops.linear.cpu.integer_products import LARGEST_FINITE, MAGNITUDE
 
@@ -35,63 +37,35 @@ def _round_group(typingctx: Any, source: Any, target: Any, scale: Any) -> Any:
     inputs as rounded, float32: NaN, as the scale is, if one is not finite."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        real, word, byte = ir.FloatType(), ir.IntType(32), ir.IntType(8)
-        reals, words, integers = (ir.VectorType(t, INPUT_GROUP) for t in (real, word, byte))
-
-        def call(name: str, *arguments: Any, result: Any) -> Any:
-            kind = ir.FunctionType(result, [argument.type for argument in arguments])
-            found = builder.module.globals.get(name)
-            return builder.call(found or ir.Function(builder.module, kind, name), arguments)
-
-        def everywhere(value: Any) -> Any:
-            first = ir.Constant(word, 0)
-            vector = builder.insert_element(ir.Constant(reals, ir.Undefined), value, first)
-            return builder.shuffle_vector(vector, vector, ir.Constant(words, None))
-
-        source, target, scale_at = args
-        given = builder.load(builder.inttoptr(source, reals.as_pointer()), align=4)
+        reals, words, integers = (ir.VectorType(t, INPUT_GROUP) for t in (REAL, WORD, BYTE))
+        writer, (source, target, scale_at) = Writer(builder), args
+        given = writer.load(reals, source, align=4)
         # Without their signs numbers are ordered as their bits are as integers, and what is not
         # finite stands above all that is.
         sizes = builder.and_(
             builder.bitcast(given, words), ir.Constant(words, [int(MAGNITUDE)] * INPUT_GROUP)
         )
         suffix = f"v{INPUT_GROUP}"
-        largest = call(f"llvm.vector.reduce.smax.{suffix}i32", sizes, result=word)
-        is_finite = builder.icmp_signed("<=", largest, ir.Constant(word, int(LARGEST_FINITE)))
-        least = ir.Constant(real, LEAST)
-        most = builder.bitcast(largest, real)
+        largest = writer.call(f"vector.reduce.smax.{suffix}i32", WORD, sizes)
+        is_finite = builder.icmp_signed("<=", largest, ir.Constant(WORD, int(LARGEST_FINITE)))
+        least = ir.Constant(REAL, LEAST)
+        most = builder.bitcast(largest, REAL)
         most = builder.select(builder.fcmp_ordered(">", most, least), most, least)
-        factor = builder.fdiv(ir.Constant(real, LARGEST), most)
-        factor = builder.select(is_finite, factor, ir.Constant(real, 0.0))
-        scaled = builder.fmul(given, everywhere(factor))
+        factor = builder.fdiv(ir.Constant(REAL, LARGEST), most)
+        factor = builder.select(is_finite, factor, ir.Constant(REAL, 0.0))
+        scaled = builder.fmul(given, writer.everywhere(factor, reals))
         # Zero times what is not finite is NaN, which is no integer.
         kept = builder.select(is_finite, scaled, ir.Constant(reals, None))
-        rounded = call(f"llvm.rint.{suffix}f32", kept, result=reals)
+        rounded = writer.call(f"rint.{suffix}f32", reals, kept)
         rounded = builder.fptosi(rounded, words)
-        builder.store(
-            builder.trunc(rounded, integers),
-            builder.inttoptr(target, integers.as_pointer()),
-            align=1,
-        )
-        scale = builder.fdiv(most, ir.Constant(real, LARGEST))
-        scale = builder.select(is_finite, scale, ir.Constant(real, float("nan")))
-        builder.store(scale, builder.inttoptr(scale_at, real.as_pointer()), align=4)
-        total = call(f"llvm.vector.reduce.add.{suffix}i32", rounded, result=word)
-        return builder.fmul(builder.sitofp(total, real), scale)
+        writer.store(builder.trunc(rounded, integers), target, align=1)
+        scale = builder.fdiv(most, ir.Constant(REAL, LARGEST))
+        scale = builder.select(is_finite, scale, ir.Constant(REAL, float("nan")))
+        writer.store(scale, scale_at)
+        total = writer.call(f"vector.reduce.add.{suffix}i32", WORD, rounded)
+        return builder.fmul(builder.sitofp(total, REAL), scale)
 
     return types.float32(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _write(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write a float32 at an address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.inttoptr(args[0], ir.FloatType().as_pointer())
-        builder.store(args[1], place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), codegen
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -100,10 +74,11 @@ def round_groups(x: Any, rows: Any, k: Any, target: Any) -> None:  # pragma: no 
     multiple of `GROUP`, into `[rows, row_bytes(k)]` bytes."""
     for row in range(rows):
         source, place = x + 4 * row * k, target + row * row_bytes(k)
-        scales, sums = place + k, place + k + k // INPUT_GROUP * 4
+        scales = place + k
+        sums = carray(floats(scales + k // INPUT_GROUP * 4), (k // GROUP,))
         for group in range(k // GROUP):
             first, at = GROUP * group, scales + 8 * group
             total = _round_group(source + 4 * first, place + first, at)
             second = first + INPUT_GROUP
             total += _round_group(source + 4 * second, place + second, at + 4)
-            _write(sums + 4 * group, total)
+            sums[group] = total

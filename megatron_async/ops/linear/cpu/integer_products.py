@@ -63,7 +63,7 @@ def _tile(rows: int, outputs: int) -> Any:
             x, stride, weight, steps, factors, scales, out, columns, ahead, pace = args
             writer = TileWriter(builder, rows, outputs)
             totals = writer.totals(x, stride, weight, steps, ahead, pace)
-            writer.store(totals, factors, scales, out, columns)
+            writer.write(totals, factors, scales, out, columns)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), codegen

@@ -13,6 +13,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from megatron_async.ops.cpu.instructions import BYTE, LONG, REAL, SHORT, WORD, Writer, constant
 from megatron_async.ops.cpu.row_kernels import LINE, write_fetch
 
 IS_WIDE = bool(llvm.get_host_cpu_features().get("avx512bw", False))
@@ -27,26 +28,19 @@ STEPS_OF_PIECE = 256
 """Most steps whose sums have room in 32 bits: in each, a lane adds two products of at most 32,767 x
 127."""
 
-LONG, REAL = ir.IntType(64), ir.FloatType()
-BYTES, SHORTS = ir.VectorType(ir.IntType(8), STEP), ir.VectorType(ir.IntType(16), STEP)
-LANES = ir.VectorType(ir.IntType(32), STEP // 2)
-MULTIPLY = "llvm.x86.avx512.pmaddw.d.512" if IS_WIDE else "llvm.x86.avx2.pmadd.wd"
+BYTES, SHORTS = ir.VectorType(BYTE, STEP), ir.VectorType(SHORT, STEP)
+LANES = ir.VectorType(WORD, STEP // 2)
+MULTIPLY = "x86.avx512.pmaddw.d.512" if IS_WIDE else "x86.avx2.pmadd.wd"
 WIDE, NARROW = ir.VectorType(ir.DoubleType(), 4), ir.VectorType(REAL, 4)
 
 
-def _constant(value: int) -> Any:
-    return ir.Constant(LONG, value)
-
-
-class TileWriter:
+class TileWriter(Writer):
     """Writes a tile's instructions, where llvmlite's builder is; of fewer outputs than `OUTPUTS`
     rows are a multiple of four."""
 
     def __init__(self, builder: Any, rows: int, outputs: int) -> None:
-        self._builder, self._rows, self._outputs = builder, rows, outputs
-        kind = ir.FunctionType(LANES, [SHORTS, SHORTS])
-        module = builder.module
-        self._multiply = module.globals.get(MULTIPLY) or ir.Function(module, kind, MULTIPLY)
+        super().__init__(builder)
+        self._rows, self._outputs = rows, outputs
 
     def totals(
         self, x: Any, stride: Any, weight: Any, steps: Any, ahead: Any, pace: Any
@@ -54,8 +48,8 @@ class TileWriter:
         """The sums, float64 in four parts, for each row those of its outputs. With each step the
         cache is told to fetch `FETCHES` addresses from `ahead` on, `pace` bytes after each
         other."""
-        builder, count = self._builder, self._rows * self._outputs
-        sources = [builder.add(x, builder.mul(stride, _constant(r))) for r in range(self._rows)]
+        builder, count = self.builder, self._rows * self._outputs
+        sources = [builder.add(x, builder.mul(stride, constant(r))) for r in range(self._rows)]
         before = builder.block
         names = ("piece", "products", "piece_end", "end")
         piece, loop, piece_end, end = (builder.append_basic_block(name) for name in names)
@@ -63,11 +57,11 @@ class TileWriter:
 
         builder.position_at_end(piece)
         begin = builder.phi(LONG)
-        begin.add_incoming(_constant(0), before)
+        begin.add_incoming(constant(0), before)
         totals = [builder.phi(WIDE) for _ in range(count)]
         for total in totals:
             total.add_incoming(ir.Constant(WIDE, None), before)
-        stop = builder.add(begin, _constant(STEPS_OF_PIECE))
+        stop = builder.add(begin, constant(STEPS_OF_PIECE))
         stop = builder.select(builder.icmp_signed("<", stop, steps), stop, steps)
         builder.branch(loop)
 
@@ -78,10 +72,10 @@ class TileWriter:
         for lanes in sums:
             lanes.add_incoming(ir.Constant(LANES, None), piece)
         for number in range(FETCHES):
-            place = builder.add(builder.mul(step, _constant(FETCHES)), _constant(number))
+            place = builder.add(builder.mul(step, constant(FETCHES)), constant(number))
             write_fetch(builder, builder.add(ahead, builder.mul(place, pace)))
         added = self._products(step, sources, weight, sums)
-        following = builder.add(step, _constant(1))
+        following = builder.add(step, constant(1))
         step.add_incoming(following, loop)
         for lanes, now in zip(sums, added):
             lanes.add_incoming(now, loop)
@@ -96,72 +90,62 @@ class TileWriter:
         builder.position_at_end(end)
         return raised
 
-    def store(self, totals: list[Any], factors: Any, scales: Any, out: Any, columns: Any) -> None:
+    def write(self, totals: list[Any], factors: Any, scales: Any, out: Any, columns: Any) -> None:
         """Write the sums, each times its row's factor and its output's scale."""
-        builder, rows, outputs = self._builder, self._rows, self._outputs
-        stride = builder.mul(columns, _constant(4))
+        builder, rows, outputs = self.builder, self._rows, self._outputs
+        stride = builder.mul(columns, constant(4))
         for four in range(0, rows * outputs, OUTPUTS):
             if outputs == OUTPUTS:
                 row = four // outputs
                 sums = self._together(totals[four : four + OUTPUTS])
-                factor = self._load(REAL, factors, 4 * row, 4)
-                sums = builder.fmul(sums, self._everywhere(factor))
-                sums = builder.fmul(sums, self._load(NARROW, scales, 0, 4))
-                place = builder.add(out, builder.mul(stride, _constant(row)))
-                builder.store(sums, builder.inttoptr(place, NARROW.as_pointer()), align=4)
+                factor = self.load(REAL, factors, 4 * row, 4)
+                sums = builder.fmul(sums, self.everywhere(factor, NARROW))
+                sums = builder.fmul(sums, self.load(NARROW, scales, 0, 4))
+                place = builder.add(out, builder.mul(stride, constant(row)))
+                self.store(sums, place)
                 continue
             output, first = four // rows, four % rows
             mine = [totals[(first + i) * outputs + output] for i in range(OUTPUTS)]
-            sums = builder.fmul(self._together(mine), self._load(NARROW, factors, 4 * first, 4))
-            scale = self._load(REAL, scales, 4 * output, 4)
-            sums = builder.fmul(sums, self._everywhere(scale))
+            sums = builder.fmul(self._together(mine), self.load(NARROW, factors, 4 * first, 4))
+            scale = self.load(REAL, scales, 4 * output, 4)
+            sums = builder.fmul(sums, self.everywhere(scale, NARROW))
             for i in range(OUTPUTS):
-                place = builder.add(out, builder.mul(stride, _constant(first + i)))
-                place = builder.add(place, _constant(4 * output))
-                value = builder.extract_element(sums, ir.Constant(ir.IntType(32), i))
-                builder.store(value, builder.inttoptr(place, REAL.as_pointer()), align=4)
+                place = builder.add(out, builder.mul(stride, constant(first + i)))
+                place = builder.add(place, constant(4 * output))
+                value = builder.extract_element(sums, ir.Constant(WORD, i))
+                self.store(value, place)
 
     def _products(self, step: Any, sources: list[Any], weight: Any, sums: list[Any]) -> list[Any]:
         """The sums with a step's products."""
-        builder = self._builder
-        place = builder.add(weight, builder.mul(step, _constant(OUTPUTS * STEP)))
+        builder = self.builder
+        place = builder.add(weight, builder.mul(step, constant(OUTPUTS * STEP)))
         weights = [
-            builder.sext(self._load(BYTES, place, STEP * output, 1), SHORTS)
+            builder.sext(self.load(BYTES, place, STEP * output, 1), SHORTS)
             for output in range(self._outputs)
         ]
-        at, added = builder.mul(step, _constant(2 * STEP)), []
+        at, added = builder.mul(step, constant(2 * STEP)), []
         for row, source in enumerate(sources):
-            inputs = self._load(SHORTS, builder.add(source, at), 0, 2)
+            inputs = self.load(SHORTS, builder.add(source, at), 0, 2)
             for output, wide in enumerate(weights):
-                products = builder.call(self._multiply, [inputs, wide])
+                products = self.call(MULTIPLY, LANES, inputs, wide)
                 added.append(builder.add(sums[row * self._outputs + output], products))
         return added
-
-    def _load(self, kind: Any, address: Any, offset: int, align: int) -> Any:
-        place = self._builder.add(address, _constant(offset))
-        return self._builder.load(self._builder.inttoptr(place, kind.as_pointer()), align=align)
 
     def _fours(self, lanes: Any) -> Any:
         """Sums of 32 bits as four of float64."""
         fours = [self._pick(lanes, lanes, *range(i, i + 4)) for i in range(0, LANES.count, 4)]
-        first, *others = (self._builder.sitofp(four, WIDE) for four in fours)
-        return reduce(self._builder.fadd, others, first)
+        first, *others = (self.builder.sitofp(four, WIDE) for four in fours)
+        return reduce(self.builder.fadd, others, first)
 
     def _together(self, four: list[Any]) -> Any:
         """Four sums in four parts each as one vector of float32."""
-        add, pick = self._builder.fadd, self._pick
+        add, pick = self.builder.fadd, self._pick
         left, right = (
             add(pick(a, b, 0, 4, 2, 6), pick(a, b, 1, 5, 3, 7)) for a, b in (four[:2], four[2:])
         )
         sums = add(pick(left, right, 0, 1, 4, 5), pick(left, right, 2, 3, 6, 7))
-        return self._builder.fptrunc(sums, NARROW)
+        return self.builder.fptrunc(sums, NARROW)
 
     def _pick(self, left: Any, right: Any, *elements: int) -> Any:
-        kind = ir.VectorType(ir.IntType(32), len(elements))
-        return self._builder.shuffle_vector(left, right, ir.Constant(kind, list(elements)))
-
-    def _everywhere(self, value: Any) -> Any:
-        vector = self._builder.insert_element(
-            ir.Constant(NARROW, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
-        )
-        return self._pick(vector, vector, 0, 0, 0, 0)
+        kind = ir.VectorType(WORD, len(elements))
+        return self.builder.shuffle_vector(left, right, ir.Constant(kind, list(elements)))
