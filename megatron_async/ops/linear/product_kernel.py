@@ -124,7 +124,7 @@ class ProductKernel:
 
 class Operands:
     """A product's rows, bias and sums of squares as kernels take them: another tensor stands in for
-    one that is missing. Raises ValueError on what would read or write the wrong memory.
+    one that is missing.
 
     Attributes:
         rows: `[rows, k]`.
@@ -132,6 +132,9 @@ class Operands:
         parts: sums of squares of a row; 0: there are none.
         eps: of the norm.
         constants: what follows the sums.
+
+    Raises:
+        ValueError: what would read or write the wrong memory.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ def may_be_copied(rows: Tensor) -> bool:
 
 
 def check_copied(name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise ValueError where the copy engine does not take a product's operands."""
+    """Refuse operands that the copy engine does not take."""
     if not may_be_copied(x) or not may_be_copied(weight):
         raise ValueError(
             f"{name}: rows of x and weight must begin at multiples of 16 bytes; found "
@@ -173,7 +176,7 @@ def new_sums(x: Tensor, outputs: int, splits: int) -> Tensor:
 
 def norm_of(x: Tensor | Stream, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The residual of a `Stream`, its norm's weight, and a place for the new residual, which it is
-    given; x and the weight where there is none. Raises on what would read the wrong memory."""
+    given; x and the weight where there is none."""
     if not isinstance(x, Stream):
         return x, weight, x
     rows, residual, norm_weight, _ = x.norm_arguments
@@ -195,8 +198,7 @@ def norm_of(x: Tensor | Stream, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _squares_of(x: Tensor | Stream, activation: Activation) -> tuple[Tensor, int]:
-    """Sums of squares, and the parts of a row's; x and 0 where there are none. Raises on what would
-    read the wrong memory."""
+    """Sums of squares, and the parts of a row's; x and 0 where there are none."""
     if not isinstance(x, Stream):
         return x, 0
     squares, rows = x.squares, x.value
@@ -214,8 +216,7 @@ def _squares_of(x: Tensor | Stream, activation: Activation) -> tuple[Tensor, int
 
 
 def added_to(given: Operands, added: Tensor | None) -> Tensor:
-    """What a product of one row is added to; the row where there is nothing. Raises ValueError
-    where it does not fit."""
+    """What a product of one row is added to, if it fits; the row where there is nothing."""
     row, n = given.rows, given.outputs
     if added is None:
         return row
@@ -228,7 +229,7 @@ def added_to(given: Operands, added: Tensor | None) -> Tensor:
 
 
 def _outputs_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:
-    """Number of outputs; raises on what would read or write the wrong memory."""
+    """Number of outputs."""
     gated = activation == "swiglu"
     n = weight.size(0) // 2 if gated else weight.size(0)
     if x.dim() != 2 or weight.dim() != 2 or x.size(1) != weight.size(1):

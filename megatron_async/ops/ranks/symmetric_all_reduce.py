@@ -36,7 +36,7 @@ quarters)."""
 
 class SymmetricAllReduce:
     """Workspaces of a group, made once, and the kernels on them; the arguments are those of
-    `TensorCollectives.prepare`. Raises RuntimeError where the memory cannot be shared.
+    `TensorCollectives.prepare`.
 
     The two-shot kernel's elements are written by this rank's copy, then by the kernel on any rank,
     which ends only when all ranks are done with them; the result is read before the next sum
