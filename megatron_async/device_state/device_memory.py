@@ -268,18 +268,8 @@ def _make_attention(
         prefill = PrefillChoice.of_one(TritonPrefill(shape, first_key))
     else:
         prefill = choose_prefill(config.attention_backend, shape, device, choices)
-    return GpuPagedAttention(
-        config.block_size_tokens,
-        max_blocks,
-        config.max_rows if first_key else config.max_requests,
-        heads,
-        kv_heads,
-        dim,
-        device.torch_device,
-        prefill,
-        config.decode_width,
-        first_key,
-    )
+    rows = config.max_rows if first_key else config.max_requests
+    return GpuPagedAttention(shape, rows, prefill, config.decode_width, first_key)
 
 
 MOST_INTERVAL = 8192

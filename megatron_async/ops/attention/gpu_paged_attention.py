@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, override
 import torch
 from torch import Tensor
 
-from megatron_async.ops.attention.backends.base import PrefillBackend, PrefillRows
+from megatron_async.ops.attention.backends.base import AttentionShape, PrefillBackend, PrefillRows
 from megatron_async.ops.attention.backends.selection import PrefillChoice
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
@@ -22,24 +22,21 @@ class GpuPagedAttention(TorchPagedAttention):
 
     def __init__(
         self,
-        block_size: int,
-        max_blocks: int,
+        shape: AttentionShape,
         max_rows: int,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        device: torch.device,
         prefill: PrefillChoice,
         max_width: int = 1,
         first_key: int = 0,
     ) -> None:
-        super().__init__(block_size, max_blocks, device, first_key)
+        super().__init__(shape.block_size, shape.max_blocks, shape.device, first_key)
         self.captures_prefill = prefill.captures
         self.report = str(prefill)
         self.prefill_backends = tuple(backend.name for backend in prefill.backends)
         self._choice = prefill
         self._backend: PrefillBackend | None = None
-        self._workspace = DecodeWorkspace(max_rows, heads, kv_heads, dim, device, max_width)
+        self._workspace = DecodeWorkspace(
+            max_rows, shape.heads, shape.kv_heads, shape.dim, shape.device, max_width
+        )
 
     @override
     def begin_step(

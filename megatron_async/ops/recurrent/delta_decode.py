@@ -66,8 +66,8 @@ def delta_decode_gpu(
     out: Tensor | None = None,
 ) -> Tensor:
     shape, out = begin_decode("delta_decode", shape_of, qkvzba, params, pools, step, rule, out)
-    row_index, positions, bases, width = step
-    rows, window = row_index.numel(), triton.next_power_of_2(rule.window(width))
+    rows, width = step.row_index.numel(), step.width
+    window = triton.next_power_of_2(rule.window(width))
     tokens, inner, device = rows * width, shape.value_inner, qkvzba.device
     if not rows:
         return out
@@ -77,7 +77,7 @@ def delta_decode_gpu(
         torch.empty((tokens, shape.value_heads), device=device),
         torch.empty((tokens, shape.key_heads, 2, window), device=device),
     )
-    layer, at = (inputs, pools, pools.strides), (row_index, positions, bases)
+    layer, at = (inputs, pools, pools.strides), step[:3]
     constants = {"shape": shape, "width": width, "ring": pools.ring_xb.size(1), "window": window}
     options = launch_options(qkvzba)
     parts = shape.key_heads + triton.cdiv(inner, CHANNELS)

@@ -52,8 +52,7 @@ def mamba_decode_gpu(
 ) -> Tensor:
     op = "mamba_decode"
     shape, out = begin_decode(op, shape_of, zxbcdt, params, pools, step, rule, out)
-    row_index, positions, bases, width = step
-    rows = row_index.numel()
+    rows, width = step.row_index.numel(), step.width
     if gating is not None:
         check_gating(op, gating, shape, rows, width)
     if not rows:
@@ -71,9 +70,7 @@ def mamba_decode_gpu(
         inputs,
         pools,
         strides,
-        row_index,
-        positions,
-        bases,
+        *step[:3],
         out if gating is None else gating.weight,
         out if gating is None else gating.squares,
         out,

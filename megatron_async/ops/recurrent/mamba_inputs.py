@@ -70,8 +70,7 @@ def take_inputs(
     `is_gated` makes gates too, of rows of one query token: here a thread makes one or two of them,
     and the second kernel would make each in 32 threads.
     """
-    row_index, positions, bases, width = step
-    rows, window = row_index.numel(), window_of(rule, width)
+    rows, width, window = step.row_index.numel(), step.width, window_of(rule, step.width)
     tokens, device = rows * width, zxbcdt.device
     c = torch.empty((tokens, shape.bc_dim), dtype=zxbcdt.dtype, device=device)
     weights = torch.empty((tokens, shape.heads, window), dtype=torch.float32, device=device)
@@ -86,9 +85,7 @@ def take_inputs(
         params,
         pools,
         strides,
-        row_index,
-        positions,
-        bases,
+        *step[:3],
         inputs,
         shape=shape,
         width=width,
@@ -310,14 +307,12 @@ def _inputs_kernel(
     d_inner: tl.constexpr = shape.d_inner
     blocks: tl.constexpr = (shape.group_heads + heads_tile - 1) // heads_tile
     group_parts: tl.constexpr = shape.groups * blocks
-    layer = (zxbcdt, input_stride, parameters, pools, strides)
+    layer = (zxbcdt, input_stride, parameters, pools, strides, row_index, positions)
     if part < group_parts:
         _take_group(
             part,
             row,
             *layer,
-            row_index,
-            positions,
             bases,
             outputs,
             shape,
@@ -330,9 +325,7 @@ def _inputs_kernel(
         )
     else:
         own = part - group_parts
-        _convolve_into_ring(
-            own, row, *layer, row_index, positions, shape, width, ring, conv_ring, tile, overlap
-        )
+        _convolve_into_ring(own, row, *layer, shape, width, ring, conv_ring, tile, overlap)
         if is_gated:
             channel = own * tile + tl.arange(0, tile)
             inside = channel < d_inner

@@ -41,19 +41,16 @@ def outputs_by_matrix_units(
 ) -> None:
     """Outputs `[decode rows * width, d_inner]`, bfloat16, of a step's decode rows after
     `take_inputs`."""
-    row_index, positions, bases, width = step
     tiles = triton.cdiv(shape.head_dim, 16 * warps)
-    _products_kernel[(shape.heads * tiles, row_index.numel())](
+    _products_kernel[(shape.heads * tiles, step.row_index.numel())](
         inputs,
         pools,
         pools.strides,
-        row_index,
-        positions,
-        bases,
+        *step[:3],
         out,
         out.stride(0),
         shape=shape,
-        width=width,
+        width=step.width,
         ring=pools.ring_xb.size(1),
         window=inputs.weights.size(2),
         warps=warps,

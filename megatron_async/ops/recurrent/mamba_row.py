@@ -42,17 +42,14 @@ def decode_row(
     out: Tensor,
 ) -> None:
     """`mamba_decode` of rows of one query token; the arguments are checked there."""
-    row_index, positions, bases, _width = step
     window = window_of(rule, 1)
-    _row_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), row_index.numel())](
+    _row_kernel[(shape.heads * triton.cdiv(shape.head_dim, LANES), step.row_index.numel())](
         zxbcdt,
         zxbcdt.stride(0),
         params,
         pools,
         pools.strides,
-        row_index,
-        positions,
-        bases,
+        *step[:3],
         out,
         out.stride(0),
         shape=shape,

@@ -135,16 +135,10 @@ def keeps(
 def noise_of(
     record: tl.tensor, position: tl.tensor, start: tl.tensor, tile: tl.constexpr
 ) -> tl.tensor:
-    """`gumbel` with the seed of a row."""
+    """Noise of `ops/sampling/philox.py`, with the seed of a row, for the tokens start ..
+    start + tile - 1, four from one counter."""
     low = tl.load(record + SEED_LOW).to(tl.int64) & 0xFFFFFFFF
-    high = tl.load(record + SEED_HIGH).to(tl.int64)
-    return gumbel((high << 32) | low, position, start, tile)
-
-
-@triton.jit
-def gumbel(seed: tl.tensor, position: tl.tensor, start: tl.tensor, tile: tl.constexpr) -> tl.tensor:
-    """Noise of `ops/sampling/philox.py` for the tokens start .. start + tile - 1, four from one
-    counter."""
+    seed = (tl.load(record + SEED_HIGH).to(tl.int64) << 32) | low
     group = start // 4 + tl.arange(0, tile // 4)
     w0, w1, w2, w3 = tl.philox(seed, group, position.to(tl.int32), 0, 0)
     # join makes the last dimension: [group, 2, 2] whose flat order is w0, w1, w2, w3.

@@ -102,9 +102,7 @@ def test_a_chain_of_layers_in_a_graph(name, decode, prompts, monkeypatch):
     except BackendUnavailable as reason:
         pytest.skip(str(reason))
     choice = PrefillChoice.of_one(backend)
-    attention = GpuPagedAttention(
-        block_size, max(blocks), len(lengths), HEADS, KV_HEADS, DIM, of.device, choice
-    )
+    attention = GpuPagedAttention(of, len(lengths), choice)
     kv_lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
     def chain():

@@ -158,7 +158,7 @@ def test_gpu_kernels(block_size, decode, prefill, kv_heads, group, dim, dummies,
         choice = PrefillChoice.of_one(BACKENDS["triton"](shape))
         rows = len(decode) + len(prefill) + dummies
         with processors(7):
-            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, where, choice)
+            return GpuPagedAttention(shape, rows, choice)
 
     check(
         backend, device, block_size, decode, prefill, kv_heads, group, dim, 1e-4, dummies=dummies
@@ -203,7 +203,7 @@ class TestOnGpu:
             cuda = torch.device("cuda")
             shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, cuda)
             choice = PrefillChoice.of_one(BACKENDS[name](shape))
-            return GpuPagedAttention(size, blocks, rows, heads, kv_heads, dim, cuda, choice, 5)
+            return GpuPagedAttention(shape, rows, choice, 5)
 
         for width in (1, 2, 5):
             check(backend, "cuda", block_size, decode, prefill, kv_heads, group, dim, 1e-4, width)
