@@ -7,7 +7,6 @@ split each by itself, its strips. Loaders ask `Weight.pieces` and `Weight.stored
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -354,7 +353,3 @@ class Weight:
             return parts
         places = self.places(parameter)
         return {name: place.flatten(0, 1).contiguous() for name, place in places.items()}
-
-    def num_elements(self) -> int:
-        """Number of elements of the parameter on this rank."""
-        return math.prod(self.shape)

@@ -55,13 +55,10 @@ def linear(
     return ops.product(x, weight, bias)
 
 
-class InferenceColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's `ColumnParallelLinear`.
+class SharedLinear:
+    """What linear layers of this file have beside Megatron's."""
 
-    With `sequence_parallel` it takes this rank's rows and works on all: tokens, padded to a
-    multiple of the ranks.
-    """
-
+    tp_group: Any
     packed_weight: KeptWeight | None = None
     ops = LayerOps()
 
@@ -69,6 +66,14 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
     def collectives(self) -> TensorCollectives:
         """Collectives of the ranks that share this layer."""
         return collectives_of(self.tp_group)
+
+
+class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
+    """Megatron's `ColumnParallelLinear`.
+
+    With `sequence_parallel` it takes this rank's rows and works on all: tokens, padded to a
+    multiple of the ranks.
+    """
 
     def forward(
         self,
@@ -120,20 +125,12 @@ class InferenceColumnParallelLinear(ColumnParallelLinear):
         return self.ops.product(rows, self.weight, bias, choice, places=places)
 
 
-class InferenceRowParallelLinear(RowParallelLinear):
+class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
     """Megatron's `RowParallelLinear`.
 
     With `sequence_parallel` it takes all rows and gives this rank's, of the tokens padded to a
     multiple of the ranks.
     """
-
-    packed_weight: KeptWeight | None = None
-    ops = LayerOps()
-
-    @property
-    def collectives(self) -> TensorCollectives:
-        """Collectives of the ranks that share this layer."""
-        return collectives_of(self.tp_group)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`[..., in of this rank]` -> `[..., out]`, and the bias where the caller adds it later."""

@@ -15,11 +15,15 @@ from megatron_async import errors
 from megatron_async.errors import ConfigurationError
 
 
-class ContextOverflowError(megatron_contexts.ContextOverflowError, errors.RequestError):
-    """A request that cannot be served, for a reason that Megatron has no class for."""
+class _Lasting(megatron_contexts.ContextOverflowError):
+    """Not transient."""
 
     def __init__(self, request_id: int | None, message: str) -> None:
-        super().__init__(request_id, message, is_transient=False)  # type: ignore[call-arg]
+        super().__init__(request_id, message, is_transient=False)
+
+
+class ContextOverflowError(_Lasting, errors.RequestError):
+    """A request that cannot be served, for a reason that Megatron has no class for."""
 
 
 class MaxSequenceLengthOverflowError(
@@ -28,18 +32,12 @@ class MaxSequenceLengthOverflowError(
     """Prompt and generation are longer than `max_sequence_length`."""
 
 
-class TokenOverflowError(megatron_contexts.TokenOverflowError, errors.PromptTooLong):
+class TokenOverflowError(_Lasting, megatron_contexts.TokenOverflowError, errors.PromptTooLong):
     """The prompt is longer than `max_tokens`, without chunked prefill."""
 
-    def __init__(self, request_id: int | None, message: str) -> None:
-        super().__init__(request_id, message, is_transient=False)  # type: ignore[call-arg]
 
-
-class BlockOverflowError(megatron_contexts.BlockOverflowError, errors.PoolTooSmall):
+class BlockOverflowError(_Lasting, megatron_contexts.BlockOverflowError, errors.PoolTooSmall):
     """The KV pool does not hold the request."""
-
-    def __init__(self, request_id: int | None, message: str) -> None:
-        super().__init__(request_id, message, is_transient=False)  # type: ignore[call-arg]
 
 
 class EngineSuspendedError(megatron_engines.EngineSuspendedError, errors.EngineStopped):

@@ -14,8 +14,6 @@ from megatron_async.requests.sampling_params import SamplingParams
 
 MEGATRON_FIELDS = frozenset(field.name for field in fields(MegatronParams))
 OWN_FIELDS = frozenset(field.name for field in fields(SamplingParams))
-BY_ENGINE = frozenset({"return_segments", "return_prompt_tokens", "return_prompt_top_n_logprobs"})
-"""Fields of Megatron's that say what a finished request carries, or follow from others."""
 
 
 class RefusedParams(SamplingParams):

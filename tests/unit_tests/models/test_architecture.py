@@ -105,7 +105,7 @@ def test_the_whole_of_a_cut_shape_has_the_size_of_its_name():
 def test_the_counts_are_those_of_the_weights(architecture):
     names = [weight.name for weight in weights(architecture)]
     assert len(set(names)) == len(names)
-    assert sum(w.num_elements() for w in weights(architecture)) == architecture.num_parameters
+    assert sum(math.prod(w.shape) for w in weights(architecture)) == architecture.num_parameters
 
 
 def test_dictionaries_of_before_the_pattern_was_stored():
