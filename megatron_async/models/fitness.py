@@ -23,8 +23,8 @@ from megatron_async.models.mlp import UNGATED, InferenceMLP
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.norm import InferenceRMSNorm
 from megatron_async.models.partition import local_heads, recurrent_layers
-from megatron_async.models.positions import LEARNED, rotary_of
 from megatron_async.models.recurrent_layers import RecurrentMixer
+from megatron_async.models.rotary import LEARNED, rotary_of
 from megatron_async.models.sizes import SIZES_OF
 
 ATTENTION = {

@@ -3,17 +3,25 @@
 Rotary embedding: Su et al. 2021. The Llama-3 frequency scaling follows the published Llama 3.1
 reference: wavelengths beyond the original context are stretched, those far inside are kept, and
 those between are blended.
+
+Megatron's models compute a tensor of angles in every forward and pass it to attention. Here
+`PagedSelfAttention` rotates by a table. So the frequencies of a model's `RotaryEmbedding` are read
+when the model is wrapped, and the module is not called any more. Learned positions are part of the
+embedding, which is not changed.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_async.models.architecture import LINEAR, RopeScaling
+
+if TYPE_CHECKING:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 
 def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = None) -> Tensor:
@@ -39,7 +47,7 @@ def inverse_frequencies(dim: int, base: float, scaling: RopeScaling | None = Non
 
 def described_frequencies(config: Any) -> Tensor:
     """Inverse frequencies of the rope that a model's configuration describes. Empty for Megatron's
-    own configuration, which has no rope fields (`models/positions.py` reads the model)."""
+    own configuration, which has no rope fields (`take_over_positions` reads the model)."""
     kind = getattr(config, "position_embedding_type", "rope")
     if kind == "none" or not hasattr(config, "rotary_base"):
         return torch.empty(0, device="cpu")
@@ -77,3 +85,47 @@ class RotaryTable:
         angles = torch.cat((angles, angles), dim=-1)
         self.cos = angles.cos().to(device)
         self.sin = angles.sin().to(device)
+
+
+LEARNED = "learned_absolute"
+
+
+class AppliedInAttention(nn.Module):
+    """Replaces a model's `RotaryEmbedding`, which is kept for its frequencies, and returns no
+    angles."""
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        """Nothing is to be computed."""
+        return 0
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """No angles."""
+
+
+def rotary_of(model: nn.Module) -> Any:
+    """The rotary embedding of a model, Megatron's module; None if it has none."""
+    found: Any = getattr(model, "rotary_pos_emb", None)
+    return found.rotary if isinstance(found, AppliedInAttention) else found
+
+
+def take_over_positions(
+    model: nn.Module, max_length: int, device: torch.device
+) -> RotaryTable | None:
+    """The table of the frequencies of `model`, one that `check_model` has passed, for sequences of
+    `max_length`; the model computes no angles from then on. None for a model without a rotary
+    embedding of its own: it keeps what its configuration describes, which is nothing for Megatron's
+    `TransformerConfig`."""
+    rotary = rotary_of(model)
+    frequencies, interpolation = torch.empty(0), None
+    if rotary is not None:
+        # With their scaling, and in the number that the rotated share of a head has.
+        frequencies = rotary.inv_freq.float().cpu()  # sync-ok: before the first step
+        interpolation = rotary.seq_len_interpolation_factor
+        model.rotary_pos_emb = AppliedInAttention(rotary)
+    elif getattr(model, "position_embedding_type", None) != LEARNED:
+        return None
+    return RotaryTable(frequencies, max_length, device, interpolation)

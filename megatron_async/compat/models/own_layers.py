@@ -28,7 +28,7 @@ from megatron_async.models.hybrid import lay_out
 from megatron_async.models.hybrid_stack import hybrid_stack_spec
 from megatron_async.models.model_config import ModelConfig
 from megatron_async.models.pipeline import stage_of
-from megatron_async.models.positions import AppliedInAttention, rotary_of
+from megatron_async.models.rotary import AppliedInAttention, rotary_of
 
 OTHER_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     ATTENTION: {"input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight",)},

@@ -48,7 +48,7 @@ SERVING: dict[str, Any] = {
 }
 """Fields that belong to training, to how weights are first made, or to Megatron's own engine, and
 what they are while the engine serves. None of them changes a token: sequence parallelism is another
-place of the same sums, rope is applied by the engine's table (`models/positions.py`), drafts never
+place of the same sums, rope is applied by the engine's table (`models/rotary.py`), drafts never
 change what is sampled."""
 
 
