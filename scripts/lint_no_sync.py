@@ -1,7 +1,7 @@
 """Our own lint: nothing on the step path waits for the device, and the house stays in order.
 
-    python scripts/lint_no_sync.py            # the whole package
-    python scripts/lint_no_sync.py FILE ...   # some files of it (pre-commit)
+    python scripts/lint_no_sync.py            # the whole package, tests and pages
+    python scripts/lint_no_sync.py FILE ...   # some of these files (pre-commit)
 
 On the step path (`STEP_PATH`) a call that reads a device tensor on the CPU, or uploads a Python
 value, makes the CPU wait for everything launched before: the GPU then idles while the next step is
@@ -15,9 +15,9 @@ says so, with the reason:
 Everywhere in the package, a public function, method or class has a docstring; a method may inherit
 the docstring from a base class of the package. A docstring does not begin with a pronoun and does
 not send its reader elsewhere (`EMPTY_BEGINNING`); docstrings and comments name their things
-(`HIDDEN_NOUN`). A file has at most `MAX_LINES` lines and `MAX_CLASSES` public classes, small ones
-and records apart. The lint reads syntax, not types, so it cannot tell an array from a tensor: the
-reason on the line does.
+(`HIDDEN_NOUN`), those of tests too, and so do pages. A file has at most `MAX_LINES` lines and
+`MAX_CLASSES` public classes, small ones and records apart. The lint reads syntax, not types, so it
+cannot tell an array from a tensor: the reason on the line does.
 """
 
 import argparse
@@ -46,6 +46,8 @@ STEP_PATH = (
 )
 HOST_ONLY = ("cpu",)
 """Folders of `ops` that run on a CPU and nowhere else: their tensors are in host memory."""
+PAGES = ("", "docs", "deploy")
+"""Folders of pages. Records keep the words of their day."""
 MAX_LINES = 540
 MAX_CLASSES = 2
 SMALL_CLASS = 40
@@ -65,6 +67,8 @@ HIDDEN_NOUN = re.compile(
 """Words in docstrings and comments for which a reader has to look for a noun."""
 PERSON = re.compile(r"(?i:users?|operators?|people|person|(?:any|every|no|some)body)[\s#]+who\b")
 """Nouns that "who" may follow."""
+CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
+"""Code in a page, which is no prose."""
 
 READ = "keep the value on the device, or copy it with the step's samples and read it in resolve"
 UPLOAD = "put it into the step's bookkeeping buffer, or make it once, outside the step"
@@ -188,12 +192,27 @@ def prose(source: str) -> str:
     return "\n".join(lines)
 
 
-def hidden_nouns(source: str) -> Iterator[tuple[int, str]]:
-    """Line and words of each `HIDDEN_NOUN` in the prose of a file."""
+def check_words(path: Path, source: str) -> list[Finding]:
+    """Findings of each `HIDDEN_NOUN` in the prose of a file or a page, and of paragraphs of a page
+    with an `EMPTY_BEGINNING`."""
+    findings = []
+
+    def blank(match: re.Match[str]) -> str:
+        return "\n" * match[0].count("\n")
+
+    if path.suffix == ".md":
+        source = CODE.sub(blank, source)
+        for match in re.finditer(rf"(?<=\n\n){EMPTY_BEGINNING.pattern}", source):
+            line = source.count("\n", 0, match.start()) + 1
+            why = f"the paragraph begins with {match[0]!r}: begin with a noun or a verb"
+            findings.append(Finding(path, line, why))
     if HIDDEN_NOUN.search(source):
-        text = PERSON.sub(lambda match: "\n" * match[0].count("\n"), prose(source))
+        text = PERSON.sub(blank, source if path.suffix == ".md" else prose(source))
         for match in HIDDEN_NOUN.finditer(text):
-            yield text.count("\n", 0, match.start()) + 1, re.sub(r"[\s#]+", " ", match[0])
+            words = re.sub(r"[\s#]+", " ", match[0])
+            why = f'{words!r} hides what is meant: write the noun ("which" for a thing)'
+            findings.append(Finding(path, text.count("\n", 0, match.start()) + 1, why))
+    return findings
 
 
 def public_definitions(body: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef]:
@@ -279,9 +298,7 @@ def check_house(
         if isinstance(text, ast.Constant) and (found := EMPTY_BEGINNING.match(str(text.value))):
             why = f"the docstring begins with {found[0]!r}: begin with a noun or a verb"
             findings.append(Finding(path, text.lineno, why))
-    for line, words in hidden_nouns(source):
-        why = f'{words!r} hides what is meant: write the noun ("which" for a thing)'
-        findings.append(Finding(path, line, why))
+    findings += check_words(path, source)
     for line, name in undocumented(tree, documented):
         findings.append(Finding(path, line, f"{name} has no docstring: say what it does"))
     return findings
@@ -303,12 +320,16 @@ def serves_hosts(node: ast.AST) -> bool:
 
 
 def lint(paths: list[Path], package: Path) -> tuple[list[Finding], int]:
-    """All findings in the given files of `package`, sorted, and the number of waived calls."""
+    """All findings in the given files of `package`, and of words in others, sorted, and the number
+    of waived calls."""
     findings: list[Finding] = []
     waived = 0
     documented = documented_methods(ast.parse(p.read_bytes()) for p in package.rglob("*.py"))
     for path in paths:
         source = path.read_text(encoding="utf-8")
+        if not path.is_relative_to(package):
+            findings += check_words(path, source)
+            continue
         findings += check_house(path, source, documented)
         if on_step_path(path.relative_to(package)):
             found, allowed = check_sync(path, source)
@@ -318,17 +339,15 @@ def lint(paths: list[Path], package: Path) -> tuple[list[Finding], int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Lint the package, or the given files of it; 1 if a rule is broken."""
+    """Lint the package, tests and pages, or the given files of them; 1 if a rule is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="*", type=Path, help="default: the whole package")
+    parser.add_argument("files", nargs="*", type=Path, help="default: all")
     arguments = parser.parse_args(argv)
     package = ROOT / PACKAGE
     given = [path.resolve() for path in arguments.files]
-    paths = [
-        path
-        for path in (given or sorted(package.rglob("*.py")))
-        if path.suffix == ".py" and path.is_relative_to(package)
-    ]
+    pages = [page for folder in PAGES for page in (ROOT / folder).glob("*.md")]
+    everything = sorted([*package.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *pages])
+    paths = [path for path in everything if not given or path in given]
     findings, waived = lint(paths, package)
     for finding in findings:
         print(finding)

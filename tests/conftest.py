@@ -77,7 +77,7 @@ def _count_cards() -> int:
     return torch.cuda.device_count()
 
 
-@pytest.hookimpl(trylast=True)  # behind -k and -m: who names a case gets it
+@pytest.hookimpl(trylast=True)  # behind -k and -m: a case that is named runs
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what pairs do not need, and what runs on other cards; put the rest in order.
 
@@ -134,7 +134,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add a test's CPU time to that of its file; with workers, in the process that reports."""
+    """Add a test's CPU time to its file's; with workers, in the process that reports."""
     if report.when == "call":
         _spent[report.location[0]] += dict(report.user_properties).get(CPU_S, 0.0)
 

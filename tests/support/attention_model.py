@@ -53,7 +53,7 @@ class OutputLayer(nn.Module):
 
 
 class AttentionModel(nn.Module):
-    """What `GPTInferenceWrapper` wants of a model; `seed` is that of its random weights."""
+    """What `GPTInferenceWrapper` wants of a model; `seed` makes its random weights."""
 
     share_embeddings_and_output_weights = False
 

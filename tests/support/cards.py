@@ -35,8 +35,8 @@ class Cards(NamedTuple):
         return Cards(int(each), int(there))
 
     def runs(self, needed: int) -> bool:
-        """Whether a test that needs so many cards belongs to this run. Those that need more than
-        there are belong to that of one card, which says why it skips them."""
+        """Whether a test that needs so many cards belongs to this run. Tests that need more
+        than there are belong to the run of one card, which says why it skips them."""
         return (1 if needed > self.there else needed) == self.each
 
     def of_worker(self, number: int, names: Sequence[str] = ()) -> list[str]:

@@ -126,7 +126,7 @@ def gpt_model(
 @torch.no_grad()
 def fill(model: torch.nn.Module, seed: int = 0, first_layer: int = 0) -> None:
     """Lively weights, changed in place. They depend on a weight's name in the whole model
-    (`first_layer` is that of this pipeline stage), and where ranks share it on the rank."""
+    (`first_layer` of this pipeline stage), and where ranks share it on the rank."""
     rank = int(os.environ.get("RANK", "0"))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "local_tokens" in name:

@@ -90,8 +90,7 @@ class NgramWatch(DraftWatch):
 
 class WholeSequences:
     """Drafts from scratch: the trunk's hidden states by a serial engine of its own, in one chunk,
-    and the layer in plain torch. `draft_vocab_size` is that of the engine whose drafts these must
-    be."""
+    and the layer in plain torch. `draft_vocab_size` of the engine whose drafts these must be."""
 
     draft_vocab_size: int | None = None
 

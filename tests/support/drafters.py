@@ -23,7 +23,7 @@ class Oracle:
     ) -> None:
         count, longest = room or (len(answers), max(map(len, answers)))
         self.vocab_size = vocab_size
-        # The last answer is that of all seeds that nobody has taught: nothing.
+        # The last answer is for all seeds that nobody has taught: nothing.
         self._answers = torch.full((count + 1, longest), -1, dtype=torch.int64)
         self._seeds = torch.full((count,), -(2**40), dtype=torch.int64)
         self._taught = 0

@@ -1,4 +1,4 @@
-"""The house in numbers: who imports whom, and how large everything is.
+"""The house in numbers: which room imports which, and how large everything is.
 
 `python -m tests.support.house` prints today's numbers as `tests/house.toml` has them.
 """

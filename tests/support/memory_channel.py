@@ -70,7 +70,7 @@ class MemoryChannel:
 
 class FollowingEngine:
     """A second engine, made like the leader (with check_ranks_agree), that follows it on a thread
-    of its own. `communicator` is that of a leader that shares experts. `error` is what `follow`
+    of its own. `communicator`: a leader's that shares experts. `error` is what `follow`
     raised, `ended` the ended requests by id."""
 
     def __init__(

@@ -35,8 +35,8 @@ class EmbeddingTable(nn.Module):
 
 class MtpLayer(nn.Module):
     """`[tokens, 1, hidden]` embeddings and `[tokens, hidden]` hidden states -> `[tokens, 1,
-    hidden]`. By `embedding`, `[vocabulary, hidden]`, a token is known again; `head` is that of the
-    output layer."""
+    hidden]`. By `embedding`, `[vocabulary, hidden]`, a token is known again; `head` is the
+    output layer's."""
 
     def __init__(self, generator: torch.Generator, embedding: Tensor, head: Tensor) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, **ops: Callable[..., Any]) -> None:
 
 
 def _plant_in_prefill(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
-    """In that of every kind of recurrent layer."""
+    """In the prefill op of every kind of recurrent layer."""
 
     def changed(op: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: op(*change(*arguments))

@@ -1,5 +1,5 @@
-"""KV blocks and recurrent states that nobody owns hold NaN: whoever reads what the last owner left,
-or writes to a block without an owner or one that requests share, is found out."""
+"""KV blocks and recurrent states that nobody owns hold NaN: a read of what the last owner left,
+and a write to a block without an owner or to one that requests share, are found out."""
 
 import math
 from functools import partial
@@ -129,7 +129,7 @@ def poison_blocks(engine: DynamicInferenceEngine) -> PoisonedBlocks:
 
 
 def poison_states(engine: DynamicInferenceEngine) -> None:
-    """Fill all rows of an engine's state pools, that of the dummy slot too, and from now on each
+    """Fill all rows of an engine's state pools, the dummy slot's too, and from now on each row
     that is released. It happens on the compute stream, in order with the steps: those in flight
     when a row is released may still use its state, later ones may not. Without recurrent layers
     nothing happens."""

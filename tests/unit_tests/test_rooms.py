@@ -1,4 +1,4 @@
-"""The house: who imports whom, and how large everything is, against `tests/house.toml`."""
+"""The house: which room imports which, and how large everything is, against `tests/house.toml`."""
 
 import ast
 import re

@@ -44,7 +44,7 @@ def test_requests_come_back_as_from_the_engine_itself(tiny_model: torch.nn.Modul
         assert engine.state is EngineState.RUNNING
         found = listening(psutil.Process())
         assert address.removeprefix("tcp://") in found["tcp"]
-        # On a thread: this loop answers who knocks at its sockets.
+        # On a thread: this loop answers at its sockets.
         assert await asyncio.to_thread(reachable, found) == []
         client = InferenceClient(address, deserialize=True)
         client.start()
@@ -160,7 +160,7 @@ def test_a_late_confirmation_is_of_its_own_signal_alone() -> None:
         states.confirm(other)
         assert states.state is EngineState.PAUSING
     states.confirm(Signal.PAUSE)
-    states.confirm(Signal.PAUSE)  # of a second client, who paused what stood still already
+    states.confirm(Signal.PAUSE)  # a second client's: all stands still already
     assert states.state is EngineState.PAUSED
 
 

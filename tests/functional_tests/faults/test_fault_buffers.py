@@ -1,4 +1,4 @@
-"""Buffers that are shared with a copy in flight: whoever is early or late, no token changes.
+"""Buffers that are shared with a copy in flight: early or late, no token changes.
 
 Streams of a `LateDevice` do their work at the first or at the last moment that events allow. So a
 buffer that is used again too early, or a wait that is missing, gives a wrong token every time.

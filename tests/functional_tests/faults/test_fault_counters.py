@@ -125,7 +125,7 @@ def test_an_abort_leaves_no_counter_behind(make_watched, expected, name: str):
 
     Break one of these, and it fails:
 
-    - `abort_request`: do not look among those who wait (`self.context.waiting.remove`)
+    - `abort_request`: do not look among waiting requests (`self.context.waiting.remove`)
     - `abort_request`: `self.lookahead = 0` besides (overlap off for the rest of the run)
     """
     settings = {

@@ -185,7 +185,7 @@ def test_readers_and_futures_that_fail_stop_nobody(engine, expected):
 
 def test_a_detokenizer_that_raises(engine: DynamicInferenceEngine, expected: list[list[int]]):
     """In the match of stop words it fails its request; in a stream, its reader; in
-    `generated_text`, who asks. No step fails. Break `StepBooking._emit`: no `except` around
+    `generated_text`, its reader. No step fails. Break `StepBooking._emit`: no `except` around
     `_finish_reason`."""
 
     class Faulty(Letters):

@@ -63,8 +63,8 @@ def test_lost_updates_harm_nobody_else(
     where: str,
     error: BaseException,
 ) -> None:
-    """Whichever step fails, who does not fail with it says what it says alone. Break it, and it
-    fails: `DynamicInferenceEngine._book_oldest` without `evict_all`."""
+    """Whichever step fails, requests that do not fail with it give the tokens that they give alone.
+    Break it, and it fails: `DynamicInferenceEngine._book_oldest` without `evict_all`."""
     survivors = 0
     for call in CALLS:
         engine = make_tiny_engine(

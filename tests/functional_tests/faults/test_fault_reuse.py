@@ -130,7 +130,7 @@ def test_an_abort_in_the_middle_of_a_prompt(poisoned_engines, expected, lookahea
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("lookahead", [1, 3])
 def test_a_slot_changes_hands_with_rows_in_flight(poisoned_engines, expected, lookahead, kind: str):
-    """There is one slot, so each request takes over that of the one before.
+    """There is one slot, so each request takes over the slot of the one before.
 
     Break one of these, and it fails:
 

@@ -1,4 +1,4 @@
-"""A stream that breaks outside of any step: whoever waits is told, by `step_modern` as by
+"""A stream that breaks outside of any step: all that wait are told, by `step_modern` as by
 `async_step`, and on a device that must be asked as on one that tells."""
 
 import asyncio

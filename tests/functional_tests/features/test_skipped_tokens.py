@@ -34,7 +34,7 @@ ASKED: list[dict[str, Any]] = [
     {},
     {"return_log_probs": True, "skip_prompt_log_probs": True, **PENALTIES},
 ]
-"""What those who share ask for; `with_bad_words` adds to it."""
+"""What requests that share blocks ask for; `with_bad_words` adds to it."""
 EARLIER: list[dict[str, Any]] = [
     PENALTIES, {"logit_bias": {2: 7.0}}, {"structured_output": StructuredOutput(regex="[a-d]{12}")},
     {"bad_words": [[1], [5, 7], [9, 2, 4]], **PENALTIES}, {**EDITS, "frequency_penalty": -2.0},

@@ -1,6 +1,6 @@
-"""Closing an engine: who waits is told and keeps what is booked; who comes later is refused. Aborts
-in every phase of a request's life, which nobody else notices. Calls of other threads, which an
-engine at work refuses: it would serve them late or break over them."""
+"""Closing an engine: waiting callers are told, and keep what is booked; later ones are refused.
+Aborts in every phase of a request's life, which nobody else notices. Calls of other threads, which
+an engine at work refuses: it would serve them late or break over them."""
 
 import asyncio
 import contextlib
@@ -109,9 +109,8 @@ def test_no_request_enters_a_closed_engine(tiny_model, expected: list[list[int]]
         with pytest.raises(EngineStopped, match="the engine is closed: make a new"):
             engine.add_request(1, PROMPTS[1], greedy(3))
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(
-                two_steps(engine), PATIENCE_S
-            )  # the first may report who was aborted
+            # The first may report aborts.
+            await asyncio.wait_for(two_steps(engine), PATIENCE_S)
         with pytest.raises(EngineStopped):
             engine.resume()
         if future is not None:
@@ -312,7 +311,7 @@ def test_a_step_and_generate_under_way(make_tiny_engine: EngineFactory) -> None:
 
 
 def test_threads_may_take_turns(make_tiny_engine: EngineFactory, lookahead: int) -> None:
-    """An engine belongs to whoever works with it, one after the other."""
+    """An engine belongs to the threads that work with it, one after the other."""
     engine = make_tiny_engine(lookahead=lookahead)
     expected = engine.generate(TWO, greedy(6))
     with ThreadPoolExecutor(1) as pool:
@@ -323,7 +322,7 @@ def test_threads_may_take_turns(make_tiny_engine: EngineFactory, lookahead: int)
 
 
 def check_idle_after_an_error(engine: DynamicInferenceEngine) -> None:
-    """Whoever left with an error has left."""
+    """A thread that left with an error has left."""
 
     def fails(report: dict[str, Any]) -> None:
         raise ZeroDivisionError

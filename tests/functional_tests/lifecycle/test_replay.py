@@ -95,7 +95,7 @@ def test_another_schedule_is_noticed(make_tiny_engine, tmp_path, monkeypatch):
     path = tmp_path / "run.rec"
     record_schedule(make_tiny_engine, 3, path)
     recording = load_recording(path)
-    # A scheduler that serves the last who came first.
+    # A scheduler that serves the last request first.
     monkeypatch.setattr(dynamic_context, "rank_of", lambda arrival, priority: -arrival)
     with pytest.raises(RecordingError, match=r"step \d+ differs from the recording, first in '"):
         Replay(recording).run()

@@ -45,7 +45,7 @@ ASKED: list[dict[str, Any]] = [
     {"bad_words": [[3], [5, 7], [9, 2, 4], [1, 1]], "temperature": 1.3},
     {"return_log_probs": True, "skip_prompt_log_probs": True, "frequency_penalty": 0.8},
 ]
-"""What the slots' former owners ask for, and then, in another order, those who share."""
+"""What the slots' former owners ask for, and then, in another order, requests that share blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +339,7 @@ def test_a_failed_steps_blocks_are_not_found(model, serial, lookahead, failing: 
     assert sum(request.error is not None for request in ended) > 0
     for request, tokens in zip(ended, expected):
         assert request.error is not None or request.generated_tokens == tokens
-    # Whoever comes later finds what was written, and nothing else.
+    # Later requests find what was written, and nothing else.
     late = [engine.add_request(10 + n, job.prompt, job.params) for n, job in enumerate(jobs)]
     drain(engine)
     assert [future.result().generated_tokens for future in late] == expected

@@ -128,7 +128,7 @@ def test_where_prompts_part(model: HybridAttentionModel, serial: DynamicInferenc
     stats = engine.stats()
     assert stats["prefix_cache_lost_no_state"] == 288 + 3 * 32
     assert stats["prefix_cache_snapshot_hits"] == 3
-    # Those of the ends, and the one where they part.
+    # Snapshots of the ends, and the one where they part.
     assert stats["prefix_cache_snapshots"] == 5 + 1
 
 

@@ -1,9 +1,9 @@
-"""Ranks that share experts agree on a width; who brings no drafts pads its rows, and says the same.
+"""Ranks that share experts agree on a width; a rank without drafts pads its rows: the same tokens.
 
 Break one of these, and a test fails:
 
 - `HostStaging.pack`: write `plan.dims.width` as `decode_width`
-- `unpack_rows`: take the step's width for that of its rows
+- `unpack_rows`: take the step's width for its rows' own
 - `SharedExperts.agree`: keep each rank's own width
 """
 

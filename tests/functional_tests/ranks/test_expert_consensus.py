@@ -149,7 +149,7 @@ def test_twice_and_with_nothing_to_do_anywhere():
 
 
 def test_idle_engines_wake_when_another_has_work():
-    """Served by event loops: who has nothing sleeps, and is woken by who has."""
+    """Served by event loops: a rank without work sleeps, and one with work wakes it."""
     ranks = ExpertRanks(2, lookahead=1)
     done = threading.Barrier(2)
 
@@ -275,7 +275,7 @@ def idle(tiny_model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
 
 def test_an_idle_engine_reports_the_steps_of_its_stop(idle: DynamicInferenceEngine) -> None:
     """The loop of an idle engine sleeps until there is a request; nobody else reports these
-    steps, and whoever waits until nothing is left would wait for ever."""
+    steps, and a caller that waits until nothing is left would wait for ever."""
 
     async def stop() -> None:
         loop = asyncio.create_task(idle.run_engine())

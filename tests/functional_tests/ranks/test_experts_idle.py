@@ -1,4 +1,4 @@
-"""Ranks that share experts have arrivals of their own: who is idle sleeps, and wakes for others."""
+"""Ranks that share experts have own arrivals: an idle rank sleeps, and wakes for others."""
 
 import asyncio
 import random

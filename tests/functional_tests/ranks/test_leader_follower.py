@@ -257,7 +257,7 @@ def test_a_dead_rank_ends_the_job(pair_of):
     with pytest.raises(RankLost):
         drain(pair.leader)
     assert isinstance(future.result().error, RankLost)
-    # Nobody waits for ever for what comes later, and nothing is sent to those who are gone.
+    # Nobody waits for ever for what comes later, and nothing is sent to ranks that are gone.
     later = pair.leader.add_request(1, PROMPTS[0], PARAMS[3])
     error = later.result().error
     assert isinstance(error, RankLost)

@@ -31,7 +31,7 @@ GPUS = [pytest.param("cuda", marks=pytest.mark.gpus(2))]
 
 
 def assert_lost(outcomes: list[RankOutcome], rank: int) -> None:
-    """All others said who was lost and ended. A device that waits for the lost rank never ends, and
+    """All others named the lost rank and ended. A device that waits for that rank never ends, and
     the death watch then ends the process."""
     for outcome in outcomes:
         if outcome.exit_code == EXIT_CODE_RANK_LOST and not outcome.error:
@@ -84,7 +84,7 @@ def test_a_rank_is_killed_while_the_job_is_idle(tmp_path, rank, device):
     ],
 )
 def test_a_step_fails_on_one_rank_alone(device, layout, rank):
-    """Nobody is lost, so no watch ends who waits for a GPU in vain."""
+    """Nobody is lost, so no watch ends a rank that waits for a GPU in vain."""
     options = {**LAYOUTS[layout], "device": device}
     short = {"MEGATRON_ASYNC_LOSS_GRACE_S": "3"}
     for outcome in Ranks(2, fail_alone, options, rank, environment=short).join(PATIENCE_S):

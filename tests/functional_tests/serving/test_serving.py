@@ -1,4 +1,4 @@
-"""Replicas in processes of their own behind a coordinator: one engine's tokens, whoever dies.
+"""Replicas in processes of their own behind a coordinator: one engine's tokens, whichever dies.
 Messages that are too large fail alone: questions, answers, and what a stranger sends."""
 
 import asyncio

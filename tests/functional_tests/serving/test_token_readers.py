@@ -1,6 +1,6 @@
 """Readers of a client: tokens, log probs and ends of a real engine, in the order of the steps,
-however little the sockets take at once; its own text where the tokenizer cannot be sent; and whose
-fault fails whom."""
+however little the sockets take at once; its own text where the tokenizer cannot be sent; and which
+fault fails which request."""
 
 import asyncio
 import os

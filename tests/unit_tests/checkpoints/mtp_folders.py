@@ -1,7 +1,7 @@
 """Folders of tiny models with multi-token prediction (MTP), their tensors named as published ones.
 
 A depth of MTP is made from a model of transformers that has the layers of one depth and nothing
-else; its final norm is that of the depth. So what a depth computes is what this model makes of
+else; its final norm is the depth's. So what a depth computes is what this model makes of
 `eh_proj`'s output, given as `inputs_embeds`. Names, and the order in which `eh_proj` takes its two
 inputs, are written down here from vLLM's loaders and forwards (`qwen3_next_mtp.py`,
 `qwen3_5_mtp.py`, `nemotron_h_mtp.py`, `mimo_mtp.py`), and from lists of published tensors.

@@ -89,7 +89,7 @@ def test_objects_of_unknown_classes_do_not_stop_loading(lost: Any, tmp_path: Pat
     )
     model = trained_model(args)
     save_run(model, tmp_path / "m", args)
-    (tmp_path / "ran").unlink(missing_ok=True)  # whoever copied the arguments ran it
+    (tmp_path / "ran").unlink(missing_ok=True)  # copying the arguments ran it
     sys.modules.pop(LOST)
     loaded = load_model(tmp_path / "m", torch.float32, CPU)
     assert loaded.architecture.layernorm_epsilon == args.layernorm_epsilon

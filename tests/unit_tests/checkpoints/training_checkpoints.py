@@ -171,7 +171,7 @@ def save_run(
     **state: Any,
 ) -> None:
     """What `save_checkpoint` of Megatron-LM gives to `dist_checkpointing.save` for this rank's
-    part; collective. `metadata` is that of the model's `sharded_state_dict`, by default as training
+    part; collective. `metadata` is for the model's `sharded_state_dict`, by default as training
     has it; without a `strategy` a shard's main replica writes all; `rename` gives a key another
     name; `state` has further entries, such as the optimizer's."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,7 @@ def test_tune_measures(capsys: Any) -> None:
 
 
 def test_info_shows_the_rows_of_a_model(card: Path, capsys: Any) -> None:
-    """Those of the GPU and of the model's heads, from the table and from the cache."""
+    """Rows of the GPU and of the model's heads, from the table and from the cache."""
     heads = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16", "block_size": 256}
     row = Row("prefill attention", "NVIDIA H200", heads, choices.versions(), {"backends": ["a"]})
     others = [

@@ -101,7 +101,7 @@ def test_software_that_differs():
 def _come_without(missing):
     if int(os.environ["RANK"]) in missing:
         return None
-    # Rank 2 waits longer: who gives up first is a lost rank to the other.
+    # Rank 2 waits longer: the first to give up is a lost rank to the other.
     return _join_as({}, timeout_s=1.0 + int(os.environ["RANK"]))
 
 

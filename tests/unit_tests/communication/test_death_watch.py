@@ -1,4 +1,4 @@
-"""A rank that dies is named on all others, whatever they were doing; who leaves is not dead."""
+"""A rank that dies is named on all others, whatever they do; one that leaves is not dead."""
 
 import asyncio
 import ctypes
@@ -219,7 +219,7 @@ def _leave():
     with pytest.raises(RankLost, match=r"rank 1 \(.*\) left the job in order.*barrier 'without"):
         rounds.barrier("without one")
     found = [job.watch.has_left(rank) for rank in range(3)]
-    time.sleep(2)  # or the other, who may be late, finds that this rank has left too
+    time.sleep(2)  # or the other, which may be late, finds that this rank has left too
     return found
 
 

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Who asks for the device runs on a GPU, but for the interpreter's."""
+    """Tests that ask for the device run on a GPU, but for the interpreter's."""
     if not INTERPRETED and "device" in getattr(item, "fixturenames", ()):
         item.add_marker("gpu")
 

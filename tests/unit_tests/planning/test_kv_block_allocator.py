@@ -73,7 +73,7 @@ def test_remembered_blocks_are_the_last_to_go_and_the_oldest_first():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_owners(seed):
-    """Against books of the simplest kind: who owns what, and what is remembered.
+    """Against books of the simplest kind: owners of blocks, and what is remembered.
 
     Break one of these, and it fails:
 

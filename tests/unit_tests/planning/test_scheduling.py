@@ -256,7 +256,7 @@ def test_paused_buffer_limit_evicts_early(make_context):
     book(context, context.prepare_step())
     book(context, context.prepare_step())
     plan = context.prepare_step()
-    # Blocks of the evicted go to the paused request, not to whoever waits.
+    # Blocks of the evicted go to the paused request, not to a waiting one.
     assert ids(context, plan) == [0]
     paused = context.slots.state == SlotState.PAUSED
     assert context.slots.num_blocks[paused].sum() <= 1

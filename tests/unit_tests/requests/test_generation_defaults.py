@@ -1,4 +1,4 @@
-"""What a request that says nothing is answered with: one rule, whoever asks."""
+"""What a request that says nothing is answered with: one rule for all ways in."""
 
 import logging
 from types import SimpleNamespace

@@ -157,7 +157,7 @@ def test_every_field_of_megatrons_is_a_setting_or_answered() -> None:
 
 
 def test_a_short_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Megatron's `max_tokens` keeps its meaning; who means an answer's length reads the name."""
+    """Megatron's `max_tokens` keeps its meaning; for an answer's length users read the name."""
     for budget, told in ((255, 1), (256, 0)):
         caplog.clear()
         check_engine_names({"max_tokens": budget}, ["max_tokens"])

@@ -145,7 +145,7 @@ def test_a_loop_that_no_longer_runs_holds_up_no_other(is_closed):
     stale = first.run_until_complete(start())
     first.run_until_complete(turns())
     wakeups._rests_until = Clock.now + EVERY_S
-    wakeups.booked(*output([0]))  # its timer is that of the first loop
+    wakeups.booked(*output([0]))  # its timer is the first loop's
     if is_closed:
         first.run_until_complete(stale.stop())
         first.close()

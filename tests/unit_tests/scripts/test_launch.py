@@ -153,7 +153,7 @@ def copy_setup(checkout):
 
 @pytest.mark.parametrize("state", ["empty", "unfinished", "of another checkout"])
 def test_setup_clears_no_environment_behind_a_link(tmp_path, state):
-    """A worktree's `.venv` may be a link to that of the checkout. This Python clears nothing."""
+    """A worktree's `.venv` may be a link to the checkout's. This Python clears nothing."""
     copy_setup(tmp_path)
     (bin_ := tmp_path / "shared" / "bin").mkdir(parents=True)
     if state != "empty":

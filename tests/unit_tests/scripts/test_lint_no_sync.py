@@ -129,6 +129,14 @@ def test_docstrings_and_comments_name_their_things(words):
     assert lint_no_sync.check_house(Path("f.py"), source) == []
 
 
+def test_pages_and_tests_name_their_things(tmp_path):
+    package, page, test = (tmp_path / name for name in ("package", "a.md", "test_a.py"))
+    page.write_text("# A\n\nIts words. `what is there`\n\n```\nthat of\n```\n\nRanks who wait.\n")
+    test.write_text("def f():\n    n = x.item()  # whoever reads it\n")
+    findings, _ = lint_no_sync.lint([page, test], package)
+    assert [(each.path, each.line) for each in findings] == [(page, 3), (page, 9), (test, 2)]
+
+
 def test_method_docstring_is_inherited_from_a_base_in_the_package():
     base = 'class A:\n    """A."""\n    def f(self):\n        """F."""\n'
     child = 'class B(x.A[int]):\n    """B."""\n    def f(self): ...\n    def g(self): ...\n'

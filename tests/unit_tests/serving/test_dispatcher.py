@@ -1,4 +1,4 @@
-"""Who serves what when replicas and clients come, stop and leave: no sockets, made-up time."""
+"""Choices of replicas as these and clients come, stop and leave: no sockets, made-up time."""
 
 import math
 
@@ -341,7 +341,7 @@ def test_a_trace_goes_with_its_request_to_each_replica(caplog: pytest.LogCapture
 
 
 def test_the_protocol_has_the_version_of_its_messages() -> None:
-    """Whoever changes what is sent raises `PROTOCOL`, and says here what it is now."""
+    """A change of what is sent raises `PROTOCOL`, and stands here too."""
     assert PROTOCOL == 12
     assert Run.__struct_fields__ == ("number", "prompt", "params", "priority", "traceparent")
     assert Generate.__struct_fields__ == (

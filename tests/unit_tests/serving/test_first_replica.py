@@ -43,7 +43,7 @@ def answer(peer: Peer, *failures: tuple[str, str] | None) -> None:
 
 
 def test_requests_wait_for_a_replica_that_loads(coordinator: Coordinator, caplog):
-    """Longer than the coordinator keeps what nobody serves; who waits is told once."""
+    """Longer than the coordinator keeps what nobody serves; a waiting client is told once."""
     peers: list[Peer] = []
 
     def load() -> None:

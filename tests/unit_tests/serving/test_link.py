@@ -216,7 +216,7 @@ def test_who_was_refused_must_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_thousands_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of strangers the oldest go; who is known stays. Break it: `_accept` counts nobody."""
+    """The oldest of strangers go; known peers stay. Break it: `_accept` counts nobody."""
     monkeypatch.setattr(coordinator_module, "MOST_STRANGERS", 20)
     with served() as service, CoordinatorClient(service.address) as client:
         ends = [connected(service.address) for _ in range(300)]

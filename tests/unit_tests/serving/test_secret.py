@@ -1,4 +1,4 @@
-"""A coordinator with a secret: who has it gets in, encrypted; nobody else says or hears a word."""
+"""A coordinator with a secret: peers that have it get in, encrypted; others hear no word."""
 
 import select
 import socket

@@ -143,8 +143,8 @@ def test_first_tokens_leave_before_the_step_is_over(monkeypatch: Any) -> None:
 
 
 def test_steps_of_the_same_requests_are_rows_of_several_tokens(monkeypatch: Any) -> None:
-    """Who reads the message pays for each row. Break it: `_are_one_each` returns False; or `by_row`
-    makes the table without its `.T`."""
+    """Its reader pays for each row of a message. Break it: `_are_one_each` returns False; or
+    `by_row` makes the table without its `.T`."""
 
     async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
         for step in (1, 2, 3):

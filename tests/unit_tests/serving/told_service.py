@@ -98,7 +98,7 @@ class Service:
         self.say(name, number, [7])
 
     def wait(self, seconds: float, alive: str = "") -> None:
-        """Time goes by; who is alive answers."""
+        """Time goes by; peers that are alive answer."""
         for _ in range(round(seconds * 2)):
             self.now += 0.5
             self.dispatcher.tick(self.now)

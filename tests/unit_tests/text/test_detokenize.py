@@ -1,4 +1,4 @@
-"""Text token by token is the text of all tokens, and that of a request the engine's."""
+"""Text token by token is the text of all tokens, and a request's is the engine's."""
 
 import random
 from functools import cache

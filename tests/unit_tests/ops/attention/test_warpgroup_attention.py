@@ -217,7 +217,7 @@ def test_weights_are_computed_beside_a_product(dim, block_size, group, divides, 
     assert spilled_bytes(kernel.asm, tmp_path) <= 32
     loops = 2 * tile.warpgroups  # with a mask and without
     text = instructions(kernel, tmp_path)
-    # From the end of the scores' product to that of the values'.
+    # From the end of the scores' product to the end of the values'.
     between = re.findall(
         r"DEPBAR\.LE gsb0, 0x1\b(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", text, re.DOTALL
     )

@@ -74,7 +74,7 @@ def run_rank(rank, ranks, gathers, combines):
         own = own_tokens(rank, call)
         mine = sums_of(rank, call, ranks).flatten(0, 1)
         expected = sums_of(0, call, ranks)[rank, :own]
-        for peer in range(1, ranks):  # in the order of ranks, whoever adds
+        for peer in range(1, ranks):  # in the order of ranks, on each of them
             expected = expected + sums_of(peer, call, ranks)[rank, :own]
         if call % 3:
             residual = torch.randn(own, HIDDEN + 1)[:, 1:]

@@ -105,7 +105,7 @@ def test_reference_routing_by_sigmoids():
     plain = route.reference(x, weight, 2, False, sigmoid=True, scale=2.5)
     assert plain.experts.tolist() == [[1, 0], [0, 1], [0, 1]]
     torch.testing.assert_close(plain.weights[0], 2.5 * s[[1, 0]] / (s[0] + s[1]))
-    # The bias changes who is chosen, and no weight.
+    # The bias changes which experts are chosen, and no weight.
     bias = torch.tensor([0.0, -1.0, 0.5])
     biased = route.reference(x, weight, 2, False, sigmoid=True, bias=bias)
     assert biased.experts.tolist() == [[2, 0]] * 3

@@ -55,7 +55,7 @@ class Pointer:
 
 @dataclass
 class Barrier:
-    """Of `count` arrivals a phase; who expects copies arrives."""
+    """`count` arrivals a phase; a partition that expects copies arrives."""
 
     count: int = 1
     phase: int = 0

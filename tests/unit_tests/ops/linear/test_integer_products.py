@@ -1,4 +1,4 @@
-"""Products that several threads compute: exact, whoever takes which part, and nobody hangs."""
+"""Products that several threads compute: exact, whichever takes which part, and nobody hangs."""
 
 import os
 import subprocess

@@ -45,7 +45,7 @@ def rows_asking(
     positions: Sequence[int] | Tensor,
     **numbers: Words,
 ) -> SamplingRows:
-    """Rows in random slots; the last slot's record is that of dummy rows. `numbers` are words of
+    """Rows in random slots; the last slot's record serves dummy rows. `numbers` are words of
     the header in small letters, `[rows]` or one for all."""
     columns = {
         name: torch.as_tensor(value).expand(count).tolist() for name, value in numbers.items()

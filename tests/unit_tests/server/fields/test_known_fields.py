@@ -144,7 +144,7 @@ def test_an_answer_without_a_limit(
     for path in ("/v1/chat/completions", "/v1/responses"):
         found = asked(path, served).choices[0].params.num_tokens_to_generate
         assert found == expected
-        # Who wants so many at least gets them.
+        # A request for so many at least gets them.
         least = asked(path, served, min_tokens=1500).choices[0].params
         assert least.min_tokens == 1500
         assert least.num_tokens_to_generate == (expected and max(expected, 1500))

@@ -145,7 +145,7 @@ class Replica:
 
 
 class Coordinator:
-    """Says who has joined, and hears whether there is hope."""
+    """Says which replicas have joined, and hears whether there is hope."""
 
     is_alive = True
 
@@ -239,7 +239,7 @@ def test_all_ends_within_the_limit(limit_s: float, done_s: float, slow_s: float,
     supervisor._fronts, supervisor._replicas = [front], [replica]
     assert supervisor._leave(clock) == 0
     assert clock.now <= max(limit_s, 2.0) + 1e-6
-    # Requests have more than half of the time; who has more to do is told, then ended.
+    # Requests have more than half of the time; a client of a longer one is told, then it ends.
     is_in_time = done_s < limit_s / 2
     assert (coordinator.aborted_at is None) == is_in_time
     if not is_in_time:
