@@ -128,8 +128,8 @@ def test_an_unsound_measurement_is_not_kept(folder: Path) -> None:
     assert not [*folder.rglob("*.json")]
 
 
-NESTED = b'{"rows":' + b"[" * 100_000
-HUGE = b" " * (choices.MOST_BYTES + 1)
+NESTED = b'{"rows": [{"value": {"names": ' + b"[" * 100_000
+HUGE = b'{"rows": []}' + b" " * choices.MOST_BYTES
 
 
 def hostile(file: Path, what: Any) -> None:
@@ -153,6 +153,12 @@ def linked_nowhere(file: Path) -> None:
     file.symlink_to(file.with_name("nowhere"))
 
 
+def a_tebibyte(file: Path) -> None:
+    """It takes no place on the disk, and more than there is in memory."""
+    file.touch()
+    os.truncate(file, 1 << 40)
+
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -171,6 +177,7 @@ def linked_nowhere(file: Path) -> None:
         {"value": None},
         {"shape": []},
         {"code": "import os"},
+        a_tebibyte,
         linked,
         linked_nowhere,
         os.mkfifo,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_async import InferenceConfig, SamplingParams
+from megatron_async.choices import Question
 from megatron_async.errors import RecordingError
 from megatron_async.lab import recording
 from megatron_async.lab.fit import fit_machine
@@ -16,6 +17,7 @@ from megatron_async.lab.model_shape import ModelShape
 from megatron_async.lab.recorder import Recorder
 from megatron_async.lab.recording import Launched, Recording, Resolved, load_recording
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.planning.graph_shapes import MixedRow
 
 SHAPE = ModelShape.of_architecture(DUMMY_SHAPES["tiny"], "float32")
 CONFIG = InferenceConfig(num_kv_blocks=16, block_size_tokens=8)
@@ -143,6 +145,24 @@ def test_truncated_recordings(path, how):
     recording = load_recording(path, allow_truncated=True)
     assert not recording.is_complete
     assert recording.events == whole.events[: len(recording.events)]
+
+
+def test_the_rows_used_are_in_the_header(tmp_path):
+    """And a recording of before there were any is read as well."""
+    path = tmp_path / "run.rec"
+    engine = ModelLessEngine(SHAPE, CONFIG, Ones())
+    choices, rule = engine.context.choices, MixedRow([64], 64)
+    choices.keep(Question("mixed steps", {"vocab": 8}, rule, lambda row: None), rule, False)
+    Recorder(engine, path).close()
+    first, *rest = lines(path)
+    header = json.loads(first)
+    (row,) = header.pop("choices")
+    assert (row["kind"], row["shape"], row["source"]) == ("mixed steps", {"vocab": 8}, "measured")
+    assert row["value"] == {"sizes": [64], "step_tokens": 64}
+    assert load_recording(path).config == CONFIG
+    del header["config"]["choices"]
+    write(path, [json.dumps(header) + "\n", *rest])
+    assert load_recording(path).config == CONFIG
 
 
 def test_only_a_fresh_engine_is_recorded(tmp_path):

@@ -1,6 +1,7 @@
 """Which steps are captured, and which graph serves a step."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_async import (
     choices,
 )
 from megatron_async.cache_folders import VARIABLE, cache_folder
+from megatron_async.choices import Choices
 from megatron_async.devices import CpuDevice, cpu
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
@@ -37,6 +39,7 @@ from megatron_async.step.step_graphs import (
     StepGraphs,
 )
 from tests.support.harness import make_model
+from tests.support.ranks import run_ranks
 
 
 class NamedGraph:
@@ -149,6 +152,32 @@ def test_the_leaders_times_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "leaders", lambda name, times: [10.0, 12.0])
     graphs.time_mixed_shapes(shapes, nothing)
     assert list(shapes.mixed_sizes) == [64, 128]
+
+
+def _measured_on_rank() -> tuple[list[int], list[int], int | None]:
+    """The second rank's host is slow for longer, and another size is slow on its device."""
+    rank = int(os.environ["RANK"])
+    graphs, shapes = StepGraphs(SlowToLaunch()), shapes_of(64, 96, 128, 192, 256)
+    cheap_from = (256, 192)[rank]
+
+    def launch(dims: BatchDimensions, *_: Any) -> EagerStep:
+        return EagerStep(dims.tokens, 0, 0.5 if dims.tokens >= cheap_from else 8.0, 9.0)
+
+    graphs._measure = launch  # type: ignore[method-assign]
+    graphs.measure_mixed_shapes(shapes, nothing, run)
+    captured = list(shapes.mixed_sizes)
+    graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
+    slow = (96, 128)[rank]
+    graphs._replay_ms = lambda graph, dims, prepare: (  # type: ignore[method-assign]
+        dims.tokens + 90.0 * (dims.tokens == slow)
+    )
+    graphs.time_mixed_shapes(shapes, nothing)
+    return captured, shapes.row.sizes, shapes.row.step_tokens
+
+
+def test_ranks_capture_what_the_leader_has_measured() -> None:
+    of_leader = [64, 96, 128, 192], [64, 128, 192], 64
+    assert run_ranks(2, _measured_on_rank) == [of_leader, of_leader]
 
 
 def test_a_size_that_another_process_kept_is_captured_too() -> None:
@@ -278,6 +307,19 @@ def test_two_starts_capture_the_same(own_cache, tiny_model, device):
     fourth, report = start(tiny_model, device, {}, "shipped")
     assert "(shipped)" in str(report)
     assert plans(fourth) == plans(third)
+
+
+def test_sizes_of_a_process_that_was_first_have_graphs(
+    own_cache: None,
+    tiny_model: torch.nn.Module,
+    device: SlowToLaunch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep, first = Choices.keep, MixedRow([64, 96], 96)
+    monkeypatch.setattr(Choices, "keep", lambda mine, question, row: keep(mine, question, first))
+    device.launch_ms = 0.5  # by its own times it would capture none
+    shapes, _ = start(tiny_model, device, {})
+    assert shapes.row == first
 
 
 def test_by_rule_all_sizes_are_captured(own_cache, tiny_model, device):

@@ -1,7 +1,9 @@
 """Prefill backends against a gathered softmax in float64, and the choice among them."""
 
+import os
 import random
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -26,6 +28,7 @@ from megatron_async.ops.attention.backends.selection import (
     choose_prefill,
     layers_of_step,
 )
+from tests.support.ranks import run_ranks
 from tests.unit_tests.ops.attention.decode_batch import processors
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 
@@ -233,6 +236,30 @@ def test_ours_serves_if_it_cannot_be_timed(two_candidates, caplog):
     assert choice.dropped == ("nothing was timed (RuntimeError: made up)",)
     assert "prefill chunks triton (not timed), short chunks triton (not timed)" in str(choice)
     assert "attention backend triton could not be timed" in caplog.text
+
+
+def _chosen_on_rank(folder, failing):
+    """Names of a rank whose own times would choose otherwise; a backend may fail on the second."""
+    rank = int(os.environ["RANK"])
+    os.environ["MEGATRON_ASYNC_CACHE"] = f"{folder}/{rank}"
+    selection.CANDIDATES = ("triton", "torch")
+    times = {"triton": (10.0, 5.0)[rank], "torch": (5.0, 10.0)[rank]}
+
+    def time_backend(backend, *_):
+        if rank and backend.name == failing:
+            raise RuntimeError("made up")
+        return times[backend.name]
+
+    selection.time_backend = time_backend
+    _, names = chosen()
+    return names, len([*Path(folder).rglob("*.json")])
+
+
+@pytest.mark.parametrize(("failing", "wanted"), [("", "torch"), ("torch", "triton")])
+def test_ranks_use_the_leaders_backends(failing, wanted, tmp_path):
+    """If they work on all of them; a choice that lacks one is measured again."""
+    of_rank = [[wanted] * 2] * 2, int(not failing)
+    assert run_ranks(2, _chosen_on_rank, str(tmp_path), failing) == [of_rank, of_rank]
 
 
 @pytest.fixture
