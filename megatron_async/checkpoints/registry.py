@@ -222,7 +222,7 @@ def open_model(name_or_path: str | Path, draft_layer: str | Path | None = None) 
 def shipped_draft_layer(name_or_path: str | Path) -> Path | None:
     """The draft layer that this package has for a model; None if it has none.
 
-    The demo model's was trained by `scripts/train_draft_layer.py` (docs/speculation.md has the
+    The demo model's was trained by `scripts/train_draft_layer.py` (docs/records/figures.md has the
     figures). A layer is drafts alone: no token of an answer depends on it.
     """
     return DEMO_DRAFT_LAYER if str(name_or_path) == DEMO else None

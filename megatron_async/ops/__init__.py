@@ -2,5 +2,5 @@
 and implementations for a GPU and, of some, for a CPU.
 
 `all_ops.py` binds them once for an engine. No op waits for the device or reads a plan: what
-shapes a tensor comes from `BatchDimensions`. docs/gpus.md has a table of ops.
+shapes a tensor comes from `BatchDimensions`. docs/gpus.md has the list of ops.
 """

@@ -163,13 +163,13 @@ def test_a_property_raises_its_own_error() -> None:
         _ = context.length
 
 
-def table(names: ClassNames) -> str:
+def listing(names: ClassNames) -> str:
     rows = {"our class, so `compat` too": names.own, "`compat`": names.compat}
-    rows |= {f"another thing: {text}": each for text, each in names.otherwise.items()}
-    rows |= {f"not here: {text}": each for text, each in names.absent.items()}
-    lines = ["| where, or what instead | names |", "| --- | --- |"]
+    rows |= {f"another thing ({text})": each for text, each in names.otherwise.items()}
+    rows |= {f"not here ({text})": each for text, each in names.absent.items()}
+    lines = []
     for text, each in rows.items():
-        lines.append(f"| {text} | {', '.join(f'`{name}`' for name in sorted(each.split()))} |")
+        lines.append(f"- {text}: {', '.join(f'`{name}`' for name in sorted(each.split()))}")
     return "\n".join(lines) + "\n"
 
 
@@ -181,7 +181,7 @@ def made() -> str:
         other = len(all_of(names)) - own - compat - absent
         parts.append(
             f"\n## {kind}\n\n{len(all_of(names))} names. Of our class: {own}; of `compat` besides: "
-            f"{compat}; another thing: {other}; not here: {absent}.\n\n{table(names)}"
+            f"{compat}; another thing: {other}; not here: {absent}.\n\n{listing(names)}"
         )
     return "".join(parts)
 

@@ -32,7 +32,7 @@ def test_tokens_do_not_depend_on_the_schedule(model: str) -> None:
 
 
 def test_log_probs_are_near_float32s(smollm2_llm: LLM) -> None:
-    """docs/models.md has a longer comparison: 0.046 on the model's own answers."""
+    """docs/records/figures.md has a longer comparison: 0.046 on the model's own answers."""
     text = "The Moon goes around the Earth, and the Earth goes around the Sun once a year."
     params = SamplingParams(
         num_tokens_to_generate=1,
