@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from megatron_async.communication.host import is_loopback
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig
-from megatron_async.server.supervisor.listener import is_loopback, resolve
+from megatron_async.server.supervisor.listener import resolve
 from megatron_async.serving.routing import make_policy
 
 SMALLEST_BATCH_S = 0.005

@@ -24,6 +24,23 @@ NO_LORA = "LoRA adapters are not served: leave it out"
 NO_STORE = "this server stores no responses: "
 USE_STRUCTURED = "it is not served: use structured_outputs"
 
+_OF_CHATS = (
+    "documents", "reasoning", "reasoning_effort", "thinking", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "truncate_prompt_tokens", "truncation_side", "truncation",
+)  # fmt: skip
+_ELSEWHERE = (
+    "max_tokens", "max_completion_tokens", "max_output_tokens", "stop", "stop_sequences",
+    "logit_bias", "bad_words", "logprobs", "top_logprobs", "prompt_logprobs", "response_format",
+    "structured_outputs", "text", "output_config", "output_format", "echo", "skip_special_tokens",
+    "include_stop_str_in_output", "include_reasoning", "return_token_ids",
+    "return_tokens_as_token_ids", "request_id",
+)  # fmt: skip
+"""Fields that other endpoints have."""
+_OLDER = (
+    "allowed_token_ids", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_json_object", "guided_whitespace_pattern",
+)  # fmt: skip
 OF_PROMPTS: Mapping[str, str] = {
     "messages": NOT_HERE,
     "prompt": NOT_HERE,
@@ -31,17 +48,7 @@ OF_PROMPTS: Mapping[str, str] = {
     "system": IN_MESSAGES,
     "instructions": IN_MESSAGES,
     "tools": "tools are for chats: send messages to /v1/chat/completions",
-    "documents": NOT_HERE,
-    "reasoning": NOT_HERE,
-    "reasoning_effort": NOT_HERE,
-    "thinking": NOT_HERE,
-    "chat_template_kwargs": NOT_HERE,
-    "add_generation_prompt": NOT_HERE,
-    "continue_final_message": NOT_HERE,
-    "add_special_tokens": NOT_HERE,
-    "truncate_prompt_tokens": NOT_HERE,
-    "truncation_side": NOT_HERE,
-    "truncation": NOT_HERE,
+    **dict.fromkeys(_OF_CHATS, NOT_HERE),
     "chat_template": "templates of requests are not served: the model's own is used",
     "functions": "the old form of tools is not served: use tools",
     "prompt_embeds": "embeddings as prompts are not served: send text or token ids",
@@ -57,37 +64,10 @@ OF_PROMPTS: Mapping[str, str] = {
 """Field that changes a prompt -> what to do."""
 OF_ANSWERS: Mapping[str, str] = {
     "n": "this endpoint gives one answer: send several requests",
-    "max_tokens": NOT_HERE,
-    "max_completion_tokens": NOT_HERE,
-    "max_output_tokens": NOT_HERE,
-    "stop": NOT_HERE,
-    "stop_sequences": NOT_HERE,
-    "logit_bias": NOT_HERE,
-    "bad_words": NOT_HERE,
-    "logprobs": NOT_HERE,
-    "top_logprobs": NOT_HERE,
-    "prompt_logprobs": NOT_HERE,
-    "response_format": NOT_HERE,
-    "structured_outputs": NOT_HERE,
-    "text": NOT_HERE,
-    "output_config": NOT_HERE,
-    "output_format": NOT_HERE,
-    "echo": NOT_HERE,
-    "skip_special_tokens": NOT_HERE,
-    "include_stop_str_in_output": NOT_HERE,
-    "include_reasoning": NOT_HERE,
-    "return_token_ids": NOT_HERE,
-    "return_tokens_as_token_ids": NOT_HERE,
-    "request_id": NOT_HERE,
+    **dict.fromkeys(_ELSEWHERE, NOT_HERE),
     "use_beam_search": "beam search is not served: leave it out",
     "length_penalty": "it belongs to beam search, which is not served: leave it out",
-    "allowed_token_ids": USE_STRUCTURED,
-    "guided_json": USE_STRUCTURED,
-    "guided_regex": USE_STRUCTURED,
-    "guided_choice": USE_STRUCTURED,
-    "guided_grammar": USE_STRUCTURED,
-    "guided_json_object": USE_STRUCTURED,
-    "guided_whitespace_pattern": USE_STRUCTURED,
+    **dict.fromkeys(_OLDER, USE_STRUCTURED),
     "guided_decoding_backend": "there is one backend of grammars here: leave it out",
     "structural_tag": USE_STRUCTURED,
     "thinking_token_budget": "it is not served: leave it out, and limit max_tokens",

@@ -32,11 +32,6 @@ def resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
     return int(family), (str(address[0]), port)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this host reach an address; "0.0.0.0" and "::" are all of them."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
 def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """A socket that listens; children inherit it. Port 0 takes a free one. `is_shared`: other
     processes of this user may listen there too: the kernel gives each connection to one of them.

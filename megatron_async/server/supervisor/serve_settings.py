@@ -11,10 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_async.communication.host import is_loopback
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig, HttpSettings, TlsFiles, check_keys
 from megatron_async.server.chat.call_formats import format_of_template
-from megatron_async.server.supervisor.listener import is_loopback, resolve
+from megatron_async.server.supervisor.listener import resolve
 from megatron_async.server.tracing import check_endpoint
 from megatron_async.serving.records import CoordinatorConfig
 
