@@ -30,6 +30,7 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
+from megatron_async.ops.compile_kernels import describe_gpu, start_kernels
 from megatron_async.ops.cpu.compile_loops import compile_missing
 from megatron_async.other_names import answers_keywords, check_engine_names
 from megatron_async.planning.default_length import default_max_sequence_length
@@ -58,6 +59,12 @@ RECORDER = "megatron_async.lab.recorder"
 """Module of `Recorder`: by name, as its room stands beside the engine and no other imports it."""
 LOADING_TIMEOUT_S = 3600.0
 """Seconds by which ranks may differ in the time to load their weights (a cold disk)."""
+
+OF_NO_KERNEL = (
+    "device", "inference_sampling_seed", "logging_step_interval", "nvtx", "check_integrity",
+    "check_ranks_agree", "late_launch", "target_tpot_ms", "async_sched_mode",
+)  # fmt: skip
+"""Settings that change no kernel."""
 
 
 class LLM:
@@ -130,20 +137,24 @@ class LLM:
         self.generation_defaults = generation_defaults(told)
         tell_passed_over(getattr(told, "generation_config", {}), source.name)
         device = resolve_device_name(device)
-        self.dtype = _resolve_dtype(dtype, device)
+        self.dtype = resolve_dtype(dtype, device)
         asked = [inference_config.get(name) for name in ("lookahead", "async_sched_mode")]
         if pipeline_model_parallel_size > 1 and asked == [None, None]:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = min(pipeline_model_parallel_size, MOST_LOOKAHEAD)
-        config = _make_config(inference_config, device, source.architecture, self.dtype)
+        config = make_config(inference_config, device, source.architecture, self.dtype)
         # Before anything is done together: ranks that differ would wait for each other in it.
         job = join_job()
         job.check_same("model", source.architecture.to_dict() | {"dtype": self.dtype})
         job.check_same("parallel sizes", asdict(sizes))
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
+        self._kernels: Any = None
         if self._device.torch_device.type == "cpu":
             compile_missing(progress)
+        else:
+            program = program_of(source.architecture, self.dtype, config, sizes, transformer_impl)
+            self._kernels = start_kernels(program | describe_gpu(self._device.torch_device))
         check_weights_fit(source.architecture, self.dtype, sizes, self._device.free_memory())
         weights = build_model(
             source.architecture,
@@ -154,6 +165,8 @@ class LLM:
             with_mtp=config.speculative_method == "mtp",
         )
         source.load_weights(weights, progress=progress)
+        if self._kernels is not None:
+            self._kernels.join(progress)
         job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)
         self.timeline = Timeline() if timeline else None
         context = DynamicInferenceContext(
@@ -170,6 +183,8 @@ class LLM:
         for report in reports:
             if progress and report is not None:
                 tqdm.write(str(report), file=sys.stderr)
+        if self._kernels is not None:
+            self._kernels.keep()
         group, self._place = join_group(config.check_ranks_agree)
         self.engine = DynamicInferenceEngine(controller, context, group)
         self._recorder = None
@@ -356,6 +371,8 @@ class LLM:
                     self._recorder.close()
             finally:
                 self.engine.close()
+                if self._kernels is not None:  # those that steps have compiled since the start
+                    self._kernels.keep()
 
     def __enter__(self) -> LLM:
         return self
@@ -371,15 +388,38 @@ def _is_one_prompt(prompts: Any) -> bool:
     return not isinstance(first, str) and not hasattr(first, "__len__")
 
 
-def _resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
+def program_of(
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    config: InferenceConfig,
+    sizes: ParallelSizes,
+    transformer_impl: str = "local",
+) -> dict[str, Any]:
+    """What an engine's kernels depend on, beside the GPU and the versions, as JSON has it."""
+    return {
+        "architecture": architecture.to_dict(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "config": {n: v for n, v in asdict(config).items() if n not in OF_NO_KERNEL},
+        "sizes": asdict(sizes),
+        "transformer_impl": transformer_impl,
+    }
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
+    """The torch dtype; None: the default of the device."""
     if dtype is None:
         return torch.float32 if device == "cpu" else torch.bfloat16
     return parse_dtype(dtype)
 
 
-def _make_config(
+def make_config(
     values: dict[str, Any], device: str, architecture: ModelArchitecture, dtype: torch.dtype
 ) -> InferenceConfig:
+    """The settings that were given, checked, and the model's own.
+
+    Raises:
+        ConfigurationError: an unknown setting, or a value that the model does not support.
+    """
     known = [field.name for field in fields(InferenceConfig)]
     own = inspect.signature(LLM).parameters.values()
     of_llm = [parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]

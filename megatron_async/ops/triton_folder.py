@@ -1,4 +1,5 @@
-"""Where Triton keeps compiled kernels: its own folder, or another one where that takes nothing."""
+"""Where Triton keeps compiled kernels: our folder of this version, or another where that takes
+nothing. Whoever names a folder to Triton has that one."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import logging
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from functools import cache
 
+from megatron_async.cache_folders import cache_folder
 from megatron_async.errors import ConfigurationError
 
 logger = logging.getLogger("megatron_async")
@@ -20,13 +23,16 @@ PROBE = bytes(1 << 16)
 
 @cache
 def choose_triton_folder() -> None:
-    """Let Triton, which needs a folder, have one of this process where its own cannot be written.
+    """Let Triton have our folder, or one of this process where no other can be written.
 
     Raises:
         ConfigurationError: nor can the folder for temporary files.
     """
     from triton import knobs
 
+    if not {VARIABLE, "TRITON_HOME"} & os.environ.keys():
+        with suppress(OSError):  # a user without a home
+            knobs.cache.dir = str(cache_folder("kernels"))
     folder = knobs.cache.dir
     try:
         os.makedirs(folder, exist_ok=True)

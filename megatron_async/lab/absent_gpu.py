@@ -1,0 +1,273 @@
+"""A program's kernels, found without a GPU: an engine of the model starts on a GPU that is not
+there. Tensors have no memory, streams run nothing, and a kernel's launch is noted, not made.
+
+For a process that does nothing else: it changes torch and Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, override
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+import megatron_async.models.compile_later  # noqa: F401  # isort: skip  # before Megatron-Core
+
+from megatron_async.config import InferenceConfig
+from megatron_async.devices.base import Device, Event, Graph, Stream
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.hybrid import build_model
+from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.ops.attention.backends.base import BackendUnavailable
+from megatron_async.ops.kernel_list import Kernel, describe, full_name
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.step.text_generation_controller import TextGenerationController
+
+GPU = torch.device("cuda", 0)
+FREE = 64 << 30
+"""Bytes of the KV pool; nothing is allocated."""
+
+
+def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
+    """The kernels that an engine's start compiles on one GPU.
+
+    Args:
+        program: of `llm.program_of`.
+
+    Raises:
+        ConfigurationError: settings that no engine takes.
+        ValueError: a model over several ranks.
+    """
+    sizes = ParallelSizes(**program["sizes"])
+    if sizes != ParallelSizes():
+        raise ValueError("kernels of a model over several ranks are known after its first start")
+    found: dict[str, Kernel] = {}
+    _take_the_place_of_a_gpu(program["capability"], program["processors"], found)
+    architecture = few_layers(ModelArchitecture.from_dict(program["architecture"]))
+    dtype = getattr(torch, program["dtype"])
+    config = InferenceConfig(**program["config"])
+    with _AbsentMemory(), torch.no_grad():
+        _start(architecture, dtype, sizes, config, program)
+        if config.attention_backend is None:
+            # All are timed at a start, but of those equal here the first serves the steps.
+            with suppress(BackendUnavailable):
+                other = replace(config, attention_backend="warpgroup")
+                _start(architecture, dtype, sizes, other, program)
+    return list(found.values())
+
+
+def few_layers(architecture: ModelArchitecture) -> ModelArchitecture:
+    """The beginning of a model, in which any two kinds of layers that follow each other do so."""
+    pattern, per_layer = architecture.pattern, len(architecture.pattern) // architecture.num_layers
+
+    def pairs(end: int) -> set[str]:
+        return {pattern[at : at + 2] for at in range(end - 1)}
+
+    end = per_layer
+    while pairs(end) != pairs(len(pattern)):
+        end += per_layer
+    return replace(architecture, pattern=pattern[:end], num_layers=end // per_layer)
+
+
+def _start(
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    sizes: ParallelSizes,
+    config: InferenceConfig,
+    program: Mapping[str, Any],
+) -> None:
+    with_mtp = config.speculative_method == "mtp"
+    weights = build_model(
+        architecture, dtype, GPU, program["transformer_impl"], sizes, with_mtp=with_mtp
+    )
+    context = DynamicInferenceContext(weights.config, config, _AbsentDevice())
+    TextGenerationController(GPTInferenceWrapper(weights, context), None).create_cuda_graphs(False)
+
+
+class _AbsentEvent(Event):
+    """Always reached, at the same time: no step is cheap enough to run eagerly."""
+
+    @override
+    def query(self) -> bool:
+        return True
+
+    @override
+    def wait(self) -> None:
+        return
+
+    @override
+    def wait_for(self, seconds: float) -> bool:
+        return True
+
+    @override
+    def time_us(self) -> float:
+        return 0.0
+
+
+class _AbsentStream(Stream):
+    @override
+    def launch(self, work: Callable[[], None]) -> None:
+        work()
+
+    @override
+    def record(self, event: Event) -> None:
+        return
+
+    @override
+    def wait(self, event: Event) -> None:
+        return
+
+
+class _AbsentDevice(Device):
+    captures_graphs = True
+
+    def __init__(self) -> None:
+        self.torch_device = GPU
+        self.compute = self.copy = self.upload = _AbsentStream()
+
+    @override
+    def event(self, timing: bool = False) -> Event:
+        return _AbsentEvent()
+
+    @override
+    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    @override
+    def free_memory(self) -> int:
+        return FREE
+
+    @override
+    def fence(self) -> None:
+        return
+
+    @override
+    def capture(self, work: Callable[[], None]) -> Graph:
+        return SimpleNamespace(replay=lambda: None)  # it has run before, eagerly
+
+    @override
+    def close(self, wait: bool = True) -> None:
+        return
+
+
+class _AbsentTensor(Tensor):
+    """Says that it is on the GPU; `meta` has its shape and strides, as torch's device of that name
+    computes them."""
+
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls: Any, meta: Tensor) -> _AbsentTensor:
+        with torch.inference_mode(False):  # as the engine's own memory: views work in all modes
+            made: _AbsentTensor = Tensor._make_wrapper_subclass(
+                cls, meta.size(), strides=meta.stride(), storage_offset=meta.storage_offset(),
+                dtype=meta.dtype, device=GPU,
+            )  # fmt: skip
+        made.meta = meta
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _compute(function, args, kwargs or {})
+
+
+class _AbsentMemory(TorchDispatchMode):
+    """Inside, tensors on a GPU are `_AbsentTensor`s; those of the host stay what they are."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _compute(function, args, kwargs or {})
+
+
+def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    absent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _AbsentTensor)]
+    place = kwargs.get("device")
+    on_gpu = bool(absent) if place is None else torch.device(place).type == "cuda"
+    if absent and place is not None and not on_gpu:  # to the host
+        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+    if function is torch.ops.aten.copy_.default and not isinstance(args[0], _AbsentTensor):
+        return args[0] if absent else function(*args, **kwargs)
+    if not on_gpu:
+        return function(*args, **kwargs)
+    if function is torch.ops.aten._local_scalar_dense.default:
+        return 0
+
+    def enter(x: Any) -> Any:
+        if isinstance(x, _AbsentTensor):
+            return x.meta
+        return x.to("meta") if isinstance(x, Tensor) and x.dim() else x
+
+    inner = tree_map(enter, kwargs)
+    if place is not None:
+        inner["device"] = torch.device("meta")
+        inner.pop("pin_memory", None)
+    result = function(*tree_map(enter, args), **inner)
+
+    def leave(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_meta:
+            return x
+        same = [each for each in absent if each.meta is x]  # changed in place
+        return same[0] if same else _AbsentTensor(x)
+
+    return tree_map(leave, result)
+
+
+class _Pointer:
+    """What Triton asks of a tensor: all memory begins at a round address."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._at = int(tensor.storage_offset()) * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._at
+
+
+def _take_the_place_of_a_gpu(
+    capability: list[int], processors: int, found: dict[str, Kernel]
+) -> None:
+    """Note launches of our kernels in `found`, by what they are compiled for."""
+    major, minor = capability
+    backend = make_backend(GPUTarget("cuda", 10 * major + minor, 32))
+    binders: dict[Any, Any] = {}
+
+    def point(x: Any) -> Any:
+        return _Pointer(x) if isinstance(x, _AbsentTensor) else x
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if (bind := binders.get(id(kernel))) is None:
+            bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+            binders[id(kernel)] = bind
+        options |= {"debug": False, "instrumentation_mode": ""}
+        given = {name: point(value) for name, value in options.items()}
+        bound, specialization, others = bind(*map(point, args), **given)
+        key = f"{full_name(kernel)} {specialization} {others}"
+        if key not in found:
+            packed = kernel._pack_args(backend, given, bound, specialization, others)
+            chosen, signature, constants, attributes = packed
+            found[key] = describe(kernel, signature, constants, attributes, vars(chosen))
+
+    properties: Any = SimpleNamespace(multi_processor_count=processors, major=major, minor=minor)
+    JITFunction.run = run
+    torch.cuda.get_device_capability = lambda device=None: (major, minor)
+    torch.cuda.get_device_properties = lambda device=None: properties
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda._lazy_init = lambda: None
+    # As torch's own FakeTensorMode: guards of a device do nothing, `torch.tensor` makes tensors on
+    # the host first.
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._set_only_lift_cpu_tensors(True)
