@@ -41,7 +41,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 """Values that are offered for options without `choices`, by the option's field."""
 MODELS = ("model", "model_name", "source")
 """Fields whose value is a model. (`bench serve --model` is not one: a server knows its names.)"""
-FILES = ("FILE", "TEXT_OR_FILE", "TARGET")
+FILES = ("FILE", "FOLDER", "TEXT_OR_FILE", "TARGET")
 """Metavars that stand for a file's or a folder's name."""
 
 

@@ -1,5 +1,5 @@
-"""The command line: `megatron-async chat`, `generate`, `convert`, `info`, `profile`, `replay`,
-`simulate`, `simulate-fleet`, `tune`, `serve`, `coordinator`, `replica`, `replicas` and
+"""The command line: `megatron-async chat`, `generate`, `convert`, `compile`, `tune`, `info`,
+`profile`, `replay`, `simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica`, `replicas` and
 `completion`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
@@ -86,6 +86,7 @@ COMMANDS = (
     "cli.main.add_generate",
     "lab.bench_command.add_bench",
     "cli.convert.add_convert",
+    "cli.compile.add_compile",
     "cli.main.add_info",
     "lab.profile_command.add_profile",
     "lab.simulate_command.add_replay_and_simulate",

@@ -6,6 +6,8 @@ For a process that does nothing else: it changes torch and Triton.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import megatron_async.models.compile_later  # noqa: F401  # isort: skip  # before Megatron-Core
 
+from megatron_async.cache_folders import VARIABLE
 from megatron_async.config import InferenceConfig
 from megatron_async.devices.base import Device, Event, Graph, Stream
 from megatron_async.models.architecture import ModelArchitecture
@@ -56,13 +59,17 @@ def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
     architecture = few_layers(ModelArchitecture.from_dict(program["architecture"]))
     dtype = getattr(torch, program["dtype"])
     config = InferenceConfig(**program["config"])
-    with _AbsentMemory(), torch.no_grad():
-        _start(architecture, dtype, sizes, config, program)
-        if config.attention_backend is None:
-            # All are timed at a start, but of those equal here the first serves the steps.
+    device = _AbsentDevice(program["gpu"])
+    with _AbsentMemory(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        os.environ[VARIABLE] = folder  # what is measured here is no measurement
+        measures = config.choices != "shipped"
+        config = replace(config, choices="measure" if measures else "shipped")
+        _start(architecture, dtype, sizes, config, program, device)
+        if measures and config.attention_backend is None:
+            # All backends were timed, but of those equal here the first serves the steps.
             with suppress(BackendUnavailable):
-                other = replace(config, attention_backend="warpgroup")
-                _start(architecture, dtype, sizes, other, program)
+                other = replace(config, choices="shipped", attention_backend="warpgroup")
+                _start(architecture, dtype, sizes, other, program, device)
     return list(found.values())
 
 
@@ -85,12 +92,13 @@ def _start(
     sizes: ParallelSizes,
     config: InferenceConfig,
     program: Mapping[str, Any],
+    device: Device,
 ) -> None:
     with_mtp = config.speculative_method == "mtp"
     weights = build_model(
         architecture, dtype, GPU, program["transformer_impl"], sizes, with_mtp=with_mtp
     )
-    context = DynamicInferenceContext(weights.config, config, _AbsentDevice())
+    context = DynamicInferenceContext(weights.config, config, device)
     TextGenerationController(GPTInferenceWrapper(weights, context), None).create_cuda_graphs(False)
 
 
@@ -131,9 +139,14 @@ class _AbsentStream(Stream):
 class _AbsentDevice(Device):
     captures_graphs = True
 
-    def __init__(self) -> None:
-        self.torch_device = GPU
+    def __init__(self, name: str) -> None:
+        self.torch_device, self._name = GPU, name
         self.compute = self.copy = self.upload = _AbsentStream()
+
+    @property
+    @override
+    def name(self) -> str:
+        return self._name
 
     @override
     def event(self, timing: bool = False) -> Event:

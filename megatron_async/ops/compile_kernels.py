@@ -29,6 +29,7 @@ import triton
 from tqdm import tqdm
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, libcuda_dirs
 from triton.runtime.jit import JITFunction
 
 from megatron_async.ops.kernel_list import (
@@ -49,6 +50,10 @@ DERIVE = "megatron_async.lab.absent_gpu"
 """Module that finds a program's kernels without a GPU: by name, as its room stands beside the
 engine."""
 PACKAGE_PARENT = str(Path(__file__).parents[2])
+NO_LAUNCHER = contextlib.suppress(
+    ImportError, OSError, RuntimeError, AssertionError, subprocess.SubprocessError
+)
+"""What building a module of C raises where there is no compiler for it, or no libcuda to load."""
 STALL_S = 180.0
 """Seconds without a compiled kernel after which nobody waits any longer. The slowest take 10."""
 
@@ -121,7 +126,7 @@ class KernelStart:
         is_known = self.list.read()
         missing = self.list.missing()
         if compiles and (missing or not is_known):
-            job = {"capability": program["capability"], "workers": workers or max(1, _cores() - 1)}
+            job = {"capability": program["capability"], "workers": workers or max(1, cores() - 1)}
             job |= {"kernels": missing} if is_known else {"program": program}
             self.total = None
             self._start(job)
@@ -224,6 +229,7 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
     """What the kernels of a program depend on, of a GPU of this machine."""
     properties = torch.cuda.get_device_properties(device)
     return {
+        "gpu": properties.name,
         "capability": [properties.major, properties.minor],
         "processors": properties.multi_processor_count,
     }
@@ -238,7 +244,8 @@ def start_kernels(program: Mapping[str, Any]) -> KernelStart | None:
     return KernelStart(program, compiles=os.environ.get("LOCAL_RANK", "0") == "0")
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -284,6 +291,8 @@ def main() -> None:
                 _work(numbers, kernels, functions, target, say)
             workers.append(pid)
         threading.Thread(target=_end_with_input, daemon=True).start()  # none before the forks
+        with NO_LAUNCHER:
+            CudaUtils()  # Triton's module of C for what is not a launch
         for pid in workers:
             os.waitpid(pid, 0)
 
@@ -323,21 +332,15 @@ def _compile(kernel: Kernel, functions: Mapping[str, JITFunction[Any]], target: 
     compiled = triton.compile(source, target=target, options=options)
     # The module of C that launches kernels of this signature. Where libcuda is absent it cannot be
     # loaded, but is in the cache by then.
-    with contextlib.suppress(
-        ImportError, OSError, RuntimeError, AssertionError, subprocess.SubprocessError
-    ):
-        from triton.backends.nvidia.driver import CudaLauncher
-
+    with NO_LAUNCHER:
         CudaLauncher(source, compiled.metadata)
     return str(compiled.hash)
 
 
 def _make_linkable(folder: str) -> None:
     """Have launchers linked against an empty libcuda.so.1 where the machine has none."""
-    from triton.backends.nvidia import driver
-
-    with contextlib.suppress(AssertionError, OSError, subprocess.SubprocessError):
-        driver.libcuda_dirs()
+    with NO_LAUNCHER:
+        libcuda_dirs()
         return
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is not None:

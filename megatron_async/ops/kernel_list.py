@@ -38,8 +38,8 @@ OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "enable_reflect_ftz",
     "launch_cooperative_grid", "launch_pdl", "debug", "sanitize_overflow",
 )  # fmt: skip
-"""Of Triton's options, those that a launch may set. The others follow from the GPU's architecture
-and from the environment, or name files."""
+"""Triton's options that a launch may set. The others follow from the GPU's architecture and from the
+environment, or name files."""
 ATTRIBUTES = ("tt.divisibility", "tt.pointer_range")
 TYPE = re.compile(
     r"constexpr|nvTmaDesc|\*?k?[a-z]{1,4}\d{1,2}(e\d)?(b\d+)?(nv)?"
@@ -168,17 +168,19 @@ class KernelList:
 
     Args:
         folder: of Triton's cache; the list lies below it.
-        program: facts on which kernels depend, as JSON has them; with the versions and the GPU.
+        program: facts on which kernels depend, as JSON has them; "gpu", a name, counts not.
 
     Attributes:
+        folder: as given.
         hashes: by kernel, as text: the hash under which Triton keeps it, or "".
     """
 
     def __init__(self, folder: str | os.PathLike[str], program: Mapping[str, Any]) -> None:
-        facts = json.dumps([triton.__version__, program], sort_keys=True, default=str)
+        counting = {name: fact for name, fact in program.items() if name != "gpu"}
+        facts = json.dumps([triton.__version__, counting], sort_keys=True, default=str)
         name = blake2b(facts.encode(), digest_size=16).hexdigest()
-        self._folder = Path(folder)
-        self._file = self._folder / "lists" / f"{name}.json"
+        self.folder = Path(folder)
+        self._file = self.folder / "lists" / f"{name}.json"
         self.hashes: dict[str, str] = {}
         self._written: dict[str, str] = {}
 
@@ -222,7 +224,7 @@ class KernelList:
         except ValueError:
             return False
         name = str(json.loads(text).get("kernel")).rpartition(".")[2][:150]
-        return bool(hash_) and (self._folder / key / f"__grp__{name}.json").is_file()
+        return bool(hash_) and (self.folder / key / f"__grp__{name}.json").is_file()
 
     def write(self) -> None:
         """Write the file, if there is something new.

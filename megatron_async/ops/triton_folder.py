@@ -1,5 +1,5 @@
-"""Where Triton keeps compiled kernels: our folder of this version, or another where that takes
-nothing. Whoever names a folder to Triton has that one."""
+"""Where Triton keeps compiled kernels: the folder that the user names to Triton, else ours of this
+version, or another where that one takes nothing."""
 
 from __future__ import annotations
 

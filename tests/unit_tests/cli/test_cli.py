@@ -3,8 +3,10 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from megatron_async import DynamicInferenceEngine, DynamicInferenceRequest, Samp
 from megatron_async.cli import main as cli
 from megatron_async.cli import output as cli_output
 from megatron_async.errors import RequestError
+from megatron_async.ops import compile_kernels
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 from tests.unit_tests.cli.cli_runs import TINY, fails
 
@@ -36,7 +39,7 @@ def test_help_needs_no_torch():
 
 
 @pytest.mark.parametrize(
-    "command", ["", "generate", "convert", "info", "profile", "replay", "simulate"]
+    "command", ["", "generate", "convert", "compile", "info", "profile", "replay", "simulate"]
 )
 def test_help_of_every_command(command, capsys):
     with pytest.raises(SystemExit) as exit_:
@@ -354,6 +357,26 @@ def test_info_as_text_and_json(capsys):
     assert info["architecture"]["num_layers"] == 2
     assert info["free_bytes"] == 2**30
     assert info["fits"] is True
+
+
+def test_compile_makes_the_kernels_of_a_program_that_are_missing(capsys, tmp_path, monkeypatch):
+    def start(program, workers):
+        asked.append((program, workers))
+        found = SimpleNamespace(folder=tmp_path, hashes={"a": "", "b": ""})
+        return SimpleNamespace(join=asked.append, keep=tuple, list=found, failures=failures)
+
+    asked, failures = [], []
+    monkeypatch.setattr(compile_kernels, "KernelStart", start)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "set again behind the test")
+    command = ["compile", "dummy:tiny", "--gpu", "h100", "--max-requests", "7", "--no-progress"]
+    assert cli.main([*command, "--to", str(tmp_path / "kernels")]) == 0
+    assert capsys.readouterr().out.startswith("2 kernels for h100, None of them compiled in 0 s")
+    (program, workers), bar = asked
+    assert (program["capability"], program["dtype"], bar) == ([9, 0], "bfloat16", False)
+    assert (program["config"]["max_requests"], workers) == (7, compile_kernels.cores())
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels")
+    failures.append("tile_kernel: no ptxas")
+    assert "1 failed; the first of them: tile_kernel: no ptxas" in fails(capsys, *command)
 
 
 def test_convert_and_generate_from_the_result(capsys, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.triton_folder import VARIABLE, choose_triton_folder
+from megatron_async.version import __version__
 
 knobs = pytest.importorskip("triton").knobs
 
@@ -51,3 +52,19 @@ def test_a_folder_that_takes_files_stays(monkeypatch, tmp_path, caplog):
         assert knobs.cache.dir == str(tmp_path / "new" / "cache")
     choose_triton_folder.cache_clear()
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("named", [None, VARIABLE, "TRITON_HOME"])
+def test_kernels_are_kept_by_version_unless_triton_was_told(named, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path / "ours"))
+    for variable in (VARIABLE, "TRITON_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    if named is not None:
+        monkeypatch.setenv(named, str(tmp_path / "theirs"))
+    choose_triton_folder.cache_clear()
+    with knobs.cache.scope():
+        theirs = knobs.cache.dir
+        choose_triton_folder()
+        ours = str(tmp_path / "ours" / __version__ / "kernels")
+        assert knobs.cache.dir == (ours if named is None else theirs)
+    choose_triton_folder.cache_clear()
