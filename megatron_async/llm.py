@@ -30,8 +30,9 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.timeline import Timeline
-from megatron_async.ops.compile_kernels import describe_gpu, start_kernels
+from megatron_async.ops.compile_kernels import KernelStart, cores, describe_gpu, start_kernels
 from megatron_async.ops.cpu.compile_loops import compile_missing
+from megatron_async.ops.triton_folder import choose_triton_folder
 from megatron_async.other_names import answers_keywords, check_engine_names
 from megatron_async.planning.default_length import default_max_sequence_length
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
@@ -137,23 +138,23 @@ class LLM:
         self.generation_defaults = generation_defaults(told)
         tell_passed_over(getattr(told, "generation_config", {}), source.name)
         device = resolve_device_name(device)
-        self.dtype = resolve_dtype(dtype, device)
+        self.dtype = _resolve_dtype(dtype, device)
         asked = [inference_config.get(name) for name in ("lookahead", "async_sched_mode")]
         if pipeline_model_parallel_size > 1 and asked == [None, None]:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = min(pipeline_model_parallel_size, MOST_LOOKAHEAD)
-        config = make_config(inference_config, device, source.architecture, self.dtype)
+        config = _make_config(inference_config, device, source.architecture, self.dtype)
         # Before anything is done together: ranks that differ would wait for each other in it.
         job = join_job()
         job.check_same("model", source.architecture.to_dict() | {"dtype": self.dtype})
         job.check_same("parallel sizes", asdict(sizes))
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
-        self._kernels: Any = None
+        self._kernels: KernelStart | None = None
         if self._device.torch_device.type == "cpu":
             compile_missing(progress)
         else:
-            program = program_of(source.architecture, self.dtype, config, sizes, transformer_impl)
+            program = _program_of(source.architecture, self.dtype, config, sizes, transformer_impl)
             self._kernels = start_kernels(program | describe_gpu(self._device.torch_device))
         check_weights_fit(source.architecture, self.dtype, sizes, self._device.free_memory())
         weights = build_model(
@@ -388,7 +389,33 @@ def _is_one_prompt(prompts: Any) -> bool:
     return not isinstance(first, str) and not hasattr(first, "__len__")
 
 
-def program_of(
+def compile_ahead(
+    model: str,
+    gpu: Mapping[str, Any],
+    dtype: str | torch.dtype | None = None,
+    draft_layer: str | Path | None = None,
+    **inference_config: Any,
+) -> KernelStart:
+    """Begin to compile what `LLM` with these arguments would on a GPU, which need not be there.
+
+    Args:
+        model, dtype, draft_layer, inference_config: as `LLM` takes them.
+        gpu: as `describe_gpu` describes it.
+
+    Raises:
+        ConfigurationError: as `LLM`.
+    """
+    if draft_layer is None and inference_config.get("speculative_method") == "mtp":
+        draft_layer = shipped_draft_layer(model)
+    architecture = open_model(model, draft_layer).architecture
+    weights = _resolve_dtype(dtype, "cuda")
+    config = _make_config(inference_config, "cuda", architecture, weights)
+    choose_triton_folder()
+    program = _program_of(architecture, weights, config, ParallelSizes())
+    return KernelStart({**program, **gpu}, workers=cores())
+
+
+def _program_of(
     architecture: ModelArchitecture,
     dtype: torch.dtype,
     config: InferenceConfig,
@@ -405,21 +432,15 @@ def program_of(
     }
 
 
-def resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
-    """The torch dtype; None: the default of the device."""
+def _resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
     if dtype is None:
         return torch.float32 if device == "cpu" else torch.bfloat16
     return parse_dtype(dtype)
 
 
-def make_config(
+def _make_config(
     values: dict[str, Any], device: str, architecture: ModelArchitecture, dtype: torch.dtype
 ) -> InferenceConfig:
-    """The settings that were given, checked, and the model's own.
-
-    Raises:
-        ConfigurationError: an unknown setting, or a value that the model does not support.
-    """
     known = [field.name for field in fields(InferenceConfig)]
     own = inspect.signature(LLM).parameters.values()
     of_llm = [parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]

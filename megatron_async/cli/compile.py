@@ -67,24 +67,13 @@ def run_compile(arguments: argparse.Namespace) -> int:
         check_folder("--to", folder)
         os.environ["TRITON_CACHE_DIR"] = str(folder)
     with importing_engine():
-        from megatron_async.checkpoints import open_model
-        from megatron_async.checkpoints.registry import shipped_draft_layer
-        from megatron_async.llm import make_config, program_of, resolve_dtype
-        from megatron_async.models.parallel_state import ParallelSizes
-        from megatron_async.ops.compile_kernels import KernelStart, cores
-        from megatron_async.ops.triton_folder import choose_triton_folder
+        from megatron_async.llm import compile_ahead
 
     raise_interrupts()
-    draft_layer = arguments.draft_layer
-    if draft_layer is None and options.get("speculative_method") == "mtp":
-        draft_layer = shipped_draft_layer(model)
-    architecture = open_model(model, draft_layer).architecture
-    dtype = resolve_dtype(arguments.dtype, "cuda")
-    config = make_config(options, "cuda", architecture, dtype)
-    gpu, start = GPUS[arguments.gpu], time.perf_counter()
-    choose_triton_folder()
-    program = program_of(architecture, dtype, config, ParallelSizes()) | gpu
-    kernels = KernelStart(program, workers=cores())
+    start = time.perf_counter()
+    kernels = compile_ahead(
+        model, GPUS[arguments.gpu], arguments.dtype, arguments.draft_layer, **options
+    )
     made = kernels.join(not arguments.no_progress)
     kernels.keep()
     if kernels.failures:

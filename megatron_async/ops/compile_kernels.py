@@ -32,6 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, libcuda_dirs
 from triton.runtime.jit import JITFunction
 
+from megatron_async.communication.rendezvous import VARIABLES
 from megatron_async.ops.kernel_list import (
     MOST_BYTES,
     BadKernel,
@@ -84,8 +85,9 @@ class Compilations:
         self.all.append(Compilation(src.name, told["cache_hit"], told["times"].total / 1e6))
         function = getattr(src, "fn", None)
         if isinstance(function, JITFunction) and full_name(function).startswith("megatron_async."):
-            with contextlib.suppress(BadKernel):
+            with contextlib.suppress(BadKernel, TypeError, ValueError):
                 kernel = describe(function, src.signature, src.constants, src.attrs, metadata)
+                json.dumps(kernel)
                 self.hashes.append((kernel, metadata["hash"]))
         if self._next is not None:
             self._next(src=src, metadata=metadata, **told)
@@ -134,7 +136,8 @@ class KernelStart:
     def _start(self, job: dict[str, Any]) -> None:
         # Fresh, and not forked: this process may have threads, and a GPU.
         paths = [PACKAGE_PARENT, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {
+        alone = {n: v for n, v in os.environ.items() if n not in (*VARIABLES, "LOCAL_RANK")}
+        environment = alone | {
             "CUDA_VISIBLE_DEVICES": "",
             "TRITON_CACHE_DIR": knobs.cache.dir,
             "PYTHONPATH": os.pathsep.join(paths),

@@ -38,8 +38,8 @@ OPTIONS = (
     "num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion", "enable_reflect_ftz",
     "launch_cooperative_grid", "launch_pdl", "debug", "sanitize_overflow",
 )  # fmt: skip
-"""Triton's options that a launch may set. The others follow from the GPU's architecture and from the
-environment, or name files."""
+"""Triton's options that a launch may set. The others follow from the GPU's architecture and from
+the environment, or name files."""
 ATTRIBUTES = ("tt.divisibility", "tt.pointer_range")
 TYPE = re.compile(
     r"constexpr|nvTmaDesc|\*?k?[a-z]{1,4}\d{1,2}(e\d)?(b\d+)?(nv)?"

@@ -11,11 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_async import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams, Status
+from megatron_async import (
+    DynamicInferenceEngine,
+    DynamicInferenceRequest,
+    SamplingParams,
+    Status,
+    llm,
+)
 from megatron_async.cli import main as cli
 from megatron_async.cli import output as cli_output
 from megatron_async.errors import RequestError
-from megatron_async.ops import compile_kernels
+from megatron_async.ops.compile_kernels import cores
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 from tests.unit_tests.cli.cli_runs import TINY, fails
 
@@ -366,14 +372,14 @@ def test_compile_makes_the_kernels_of_a_program_that_are_missing(capsys, tmp_pat
         return SimpleNamespace(join=asked.append, keep=tuple, list=found, failures=failures)
 
     asked, failures = [], []
-    monkeypatch.setattr(compile_kernels, "KernelStart", start)
+    monkeypatch.setattr(llm, "KernelStart", start)
     monkeypatch.setenv("TRITON_CACHE_DIR", "set again behind the test")
     command = ["compile", "dummy:tiny", "--gpu", "h100", "--max-requests", "7", "--no-progress"]
     assert cli.main([*command, "--to", str(tmp_path / "kernels")]) == 0
     assert capsys.readouterr().out.startswith("2 kernels for h100, None of them compiled in 0 s")
     (program, workers), bar = asked
     assert (program["capability"], program["dtype"], bar) == ([9, 0], "bfloat16", False)
-    assert (program["config"]["max_requests"], workers) == (7, compile_kernels.cores())
+    assert (program["config"]["max_requests"], workers) == (7, cores())
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels")
     failures.append("tile_kernel: no ptxas")
     assert "1 failed; the first of them: tile_kernel: no ptxas" in fails(capsys, *command)

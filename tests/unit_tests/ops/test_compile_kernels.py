@@ -11,7 +11,6 @@ from itertools import pairwise
 import pytest
 import torch
 import triton
-from tests.support.launches import HOPPER
 from triton import knobs
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -30,6 +29,7 @@ from megatron_async.ops.kernel_list import (
     source_of,
 )
 from megatron_async.ops.linear.activations import squared_relu, swiglu
+from tests.support.compiled_kernels import HOPPER
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -136,10 +136,20 @@ def test_the_end_of_the_starting_process_ends_its_workers(folder, three):
 
 
 def test_no_worker_can_start(folder, three, monkeypatch, caplog):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    def start(command, env, **_):
+        seen.update(env)
+        raise OSError("no process is left")
+
+    seen = {}
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     write_list(folder, three)
     assert KernelStart(PROGRAM).join() == 0
-    assert "were not compiled beforehand ([Errno 2]" in caplog.messages[0]
+    assert "were not compiled beforehand (no process is left)" in caplog.messages[0]
+    # It sees no GPU, and takes no rank's place in a job.
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["TRITON_CACHE_DIR"]) == ("", str(folder))
+    assert not {"RANK", "WORLD_SIZE"} & seen.keys()
 
 
 @pytest.mark.parametrize(
