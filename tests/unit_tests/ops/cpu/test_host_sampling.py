@@ -1,4 +1,4 @@
-"""A CPU's loops choose the tokens of the references, and write their log probs."""
+"""A CPU's loops choose the tokens of the references."""
 
 import numpy as np
 import pytest
@@ -7,21 +7,12 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.sampling.cpu import host_sampling
-from megatron_async.ops.sampling.log_probs import log_probs
-from megatron_async.ops.sampling.logits_processing import ProcessingRows, TokenMemory
 from megatron_async.ops.sampling.philox import gumbel_noise
 from megatron_async.ops.sampling.sampling import (
     SamplingMode,
     SamplingRows,
     best_tokens,
     sample,
-)
-from megatron_async.ops.sampling.slot_records import (
-    MAX_TOP_N,
-    OUT_WORDS,
-    WINDOW,
-    Header,
-    RowFeature,
 )
 from tests.unit_tests.ops.sampling.cases import rows_asking
 
@@ -122,48 +113,3 @@ def test_a_slot_that_does_not_exist_is_an_error() -> None:
         rows.slots[1] = wrong
         with pytest.raises(IndexError, match="a slot that does not exist"):
             host_sampling.sample_cpu(torch.zeros(2, 10), rows, SamplingMode.SOFTMAX)
-
-
-def processing_rows(rng: np.random.Generator, count: int, vocabulary: int) -> ProcessingRows:
-    rows = random_rows(rng, count, vocabulary)
-    rows.records[:, Header.TOP_N] = torch.from_numpy(
-        rng.integers(0, MAX_TOP_N + 1, len(rows.records))
-    )
-    kinds = (
-        0, RowFeature.LOG_PROBS, RowFeature.LOG_PROBS | RowFeature.PROCESSED_LOG_PROBS,
-        RowFeature.LOG_PROBS | RowFeature.CONSTRAINED,
-    )  # fmt: skip
-    features = torch.from_numpy(rng.choice([int(kind) for kind in kinds], count)).int()
-    memory = TokenMemory(
-        *(rows.records.new_zeros(len(rows.records), n) for n in (vocabulary, WINDOW))
-    )
-    return ProcessingRows(rows.slots, rows.positions, rows.records, features, memory)
-
-
-@pytest.mark.parametrize("vocabulary", [1, 5, 300, 3001])
-def test_log_probs(vocabulary: int) -> None:
-    rng = np.random.default_rng(vocabulary)
-    for _ in range(20):
-        count = int(rng.integers(1, 12))
-        logits, rows = (make(rng, count, vocabulary) for make in (random_logits, processing_rows))
-        processed = logits + torch.from_numpy(rng.normal(size=logits.shape)).float()
-        if rng.random() < 0.3:
-            logits[0, 0] = torch.nan
-        tokens = torch.from_numpy(rng.integers(-1, vocabulary, count))
-        rings = [torch.full((3, count + 2, OUT_WORDS), -5, dtype=torch.int32) for _ in range(2)]
-        entry = torch.tensor([2], dtype=torch.int32)
-        for ring, write in zip(
-            rings, (log_probs.reference, host_sampling.log_probs_cpu), strict=True
-        ):
-            write(logits, processed, tokens, None, rows, ring, entry)
-        expected, found = rings
-        floats = [ring.view(torch.float32) for ring in rings]
-        for part in (slice(0, 1), slice(1 + MAX_TOP_N, None)):
-            ours, theirs = (words[:, :, part] for words in floats[::-1])
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5, equal_nan=True)
-        numbers = floats[0][:, :, 1 + MAX_TOP_N :]
-        sound = torch.isfinite(numbers) & (numbers.view(torch.int32) != -5)
-        ids = slice(1, 1 + MAX_TOP_N)
-        assert torch.equal(found[:, :, ids][sound], expected[:, :, ids][sound])
-        rest = expected == -5
-        assert torch.equal(found[rest], expected[rest])
