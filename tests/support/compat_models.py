@@ -199,6 +199,7 @@ def make_gpt(
     mask: AttnMaskType = AttnMaskType.causal,
     q_norm: Any = WrappedTorchNorm,
     k_norm: Any = WrappedTorchNorm,
+    linear: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear),
     **options: Any,
 ) -> GPTModel:
     """A float32 model on the CPU whose tokens depend on the whole sequence before them; its weights
@@ -208,14 +209,14 @@ def make_gpt(
         module=PagedSelfAttention if paged else SelfAttention,
         params={"attn_mask_type": mask},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=linear[0],
             core_attention=PagedCoreAttention if paged else DotProductAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=linear[1],
             q_layernorm=q_norm if config.qk_layernorm else None,
             k_layernorm=k_norm if config.qk_layernorm else None,
         ),
     )
-    products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    products = MLPSubmodules(linear_fc1=linear[0], linear_fc2=linear[1])
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -227,11 +228,11 @@ def make_gpt(
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    options = {"position_embedding_type": "rope", "max_sequence_length": LENGTH, **options}
+    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": LENGTH}
+    options = {"position_embedding_type": "rope", **sizes, **options}
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer,
-        vocab_size=VOCABULARY,
         pg_collection=ensure_process_groups(),
         **options,
     )

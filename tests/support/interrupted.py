@@ -1,7 +1,6 @@
 """Interrupts in the middle of an engine's turns: prompts, moments, fixtures of two files."""
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,14 +26,6 @@ def expected(model: AttentionModel) -> list[list[int]]:
     found = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(TOKENS))]
     engine.close()
     return found
-
-
-@pytest.fixture(autouse=True)
-def usual_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
 
 
 class At(EngineListener):

@@ -1,7 +1,5 @@
-"""A tokenizer with a token for each byte of ASCII, for tests of grammars.
-
-`Pieces`: a tokenizer for `AttentionModel`'s vocabulary, with grammars and stop words.
-"""
+"""Tokenizers of letters: bytes of ASCII, for tests of grammars; one for the tiny model; and one for
+`AttentionModel`'s vocabulary, with grammars and stop words."""
 
 import itertools
 
@@ -35,6 +33,18 @@ def _byte_alphabet() -> list[str]:
             letters[byte] = chr(256 + hidden)
             hidden += 1
     return letters
+
+
+class Letters:
+    """A tokenizer for the tiny model: each token is one character of its own."""
+
+    eod = -1
+
+    def tokenize(self, text: str) -> list[int]:
+        return [ord(character) - 200 for character in text]
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return "".join(chr(200 + token) for token in tokens)
 
 
 class Pieces:

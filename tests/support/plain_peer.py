@@ -3,11 +3,13 @@
 import contextlib
 import selectors
 import socket
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_async.serving.address import target_of
+from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.link import Greeting, Link
 from megatron_async.serving.messages import MOST_BYTES, Message, decode_for_client, encode
 from megatron_async.serving.secret import PEER, encryption, proof_of
@@ -21,6 +23,17 @@ def connected(address: str) -> socket.socket:
     end.settimeout(PATIENCE_S)
     end.connect(target)
     return end
+
+
+@contextlib.contextmanager
+def running(coordinator: Coordinator) -> Iterator[Coordinator]:
+    """The coordinator, which serves on a thread of its own."""
+    thread = threading.Thread(target=coordinator.run, daemon=True)
+    thread.start()
+    yield coordinator
+    coordinator.stop()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
 
 
 class Peer:

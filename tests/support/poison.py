@@ -165,3 +165,19 @@ def poison_states(engine: DynamicInferenceEngine) -> None:
     else:
         context.slots.release = release_and_poison  # type: ignore[method-assign]
     context.device.compute.launch(partial(poison, slice(None)))
+
+
+def spoil_logits(
+    engine: DynamicInferenceEngine, position: int, column: Any = 7, value: float = torch.nan
+) -> None:
+    """Spoil a logit of every row from which a token at `position` or behind it is drawn."""
+    wrapper = engine.controller.inference_wrapped_model
+    forward = wrapper.forward
+
+    def forward_and_spoil(view: Any) -> torch.Tensor:
+        logits = forward(view).clone()
+        rows = (view.step.sample_positions >= position).nonzero()[:, 0]
+        logits[rows, column] = value
+        return logits
+
+    wrapper.forward = forward_and_spoil  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from tests.support.drafters import DRAFTERS
 from tests.support.harness import Job, drain, greedy, make_engine
 from tests.support.late_device import LateDevice
 from tests.support.pipeline_scenarios import GRAMMARS, JOBS, PROMPTS, letter_tokenizer, stage_model
+from tests.support.poison import spoil_logits
 
 PIECES = [chr(97 + n % 26) + "yz"[n % 2] * (n % 3) for n in range(VOCABULARY)]
 TOKENS, DRAFTS = 22, 3
@@ -129,20 +130,6 @@ def test_stop_words_inside_a_row(model: torch.nn.Module, lookahead, tokenizer: t
     assert engine.stats()["accepted_tokens"] > len(jobs) * 3
 
 
-def damage(engine: DynamicInferenceEngine, position: int, column: int) -> None:
-    """Spoil a logit of every row from which a token at `position` or behind it is drawn."""
-    wrapper = engine.controller.inference_wrapped_model
-    forward = wrapper.forward
-
-    def forward_and_spoil(view: Any) -> torch.Tensor:
-        logits = forward(view).clone()
-        rows = (view.step.sample_positions >= position).nonzero()[:, 0]
-        logits[rows, column] = torch.nan
-        return logits
-
-    wrapper.forward = forward_and_spoil  # type: ignore[method-assign]
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "filtered": {"temperature": 0.9, "top_k": 9, "seed": 0},
@@ -161,7 +148,7 @@ def test_no_token_inside_a_row(model: torch.nn.Module, kind: str, lookahead: int
             model, drafter=DRAFTERS["oracle"]([answer], VOCABULARY), lookahead=lookahead,
             num_speculative_tokens=DRAFTS, max_requests=4, block_size_tokens=4,
         )  # fmt: skip
-        damage(engine, position, 7)
+        spoil_logits(engine, position)
         failed, sound = engine.generate([PROMPT, PROMPT], [long, short])
         drain(engine)
         assert isinstance(failed.error, NoTokenToChoose)

@@ -1,5 +1,8 @@
 """What the tests of faults compare with."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,3 +19,12 @@ def expected(tiny_model: torch.nn.Module, request: pytest.FixtureRequest) -> lis
     tokens = [r.generated_tokens for r in engine.generate(request.module.PROMPTS, params)]
     engine.close()
     return tokens
+
+
+@pytest.fixture
+def usual_handler() -> Iterator[None]:
+    """Ctrl-C raises, and does so afterwards."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)

@@ -9,7 +9,7 @@ the host's table of which the device was never told.
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,13 +36,9 @@ ACTS = {"signal": ctrl_c, "raised": interrupt}
 
 
 @pytest.fixture(autouse=True)
-def usual_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_grid(usual_handler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences pass as many borders of states as long ones do; Ctrl-C raises."""
     use_small_grid(monkeypatch.setattr)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(params=MODELS)

@@ -12,6 +12,7 @@ from megatron_async.errors import StepFailed
 from megatron_async.requests.streaming import RequestStream
 from tests.support.harness import EngineFactory, drain, fail_call, greedy, random_prompts
 from tests.support.late_device import LateDevice
+from tests.support.letter_tokenizers import Letters
 from tests.support.step_watch import StepWatch
 
 TOKENS = 16
@@ -20,18 +21,6 @@ PROMPTS = random_prompts(61, (7, 12, 4, 9))
 
 class MadeUpError(Exception):
     """Raised by tests alone."""
-
-
-class Letters:
-    """A tokenizer whose tokens are one letter each."""
-
-    eod = -1
-
-    def tokenize(self, text: str) -> list[int]:
-        return [ord(letter) - 200 for letter in text]
-
-    def detokenize(self, tokens: list[int]) -> str:
-        return "".join(chr(200 + token) for token in tokens)
 
 
 @pytest.fixture(params=[0, 1, 2])

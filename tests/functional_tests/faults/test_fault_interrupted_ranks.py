@@ -15,11 +15,11 @@ from tests.support.interrupted import (
     expected,
     model,
     right,
-    usual_handler,
 )
 from tests.support.memory_channel import FollowingEngine, MemoryChannel
 
-__all__ = ["expected", "model", "usual_handler"]
+__all__ = ["expected", "model"]
+pytestmark = pytest.mark.usefixtures("usual_handler")
 
 
 def test_ctrl_c_while_other_ranks_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

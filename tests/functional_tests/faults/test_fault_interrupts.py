@@ -23,11 +23,11 @@ from tests.support.interrupted import (
     expected,
     model,
     right,
-    usual_handler,
 )
 from tests.support.patience import PATIENCE_S
 
-__all__ = ["expected", "model", "usual_handler"]
+__all__ = ["expected", "model"]
+pytestmark = pytest.mark.usefixtures("usual_handler")
 STRIDE = 97
 """Of the bytecodes of a call's end, one is tried, then the one so many behind it."""
 

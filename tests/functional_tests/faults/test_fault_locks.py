@@ -4,7 +4,6 @@ Python's own `threading.Event`, `Future` and executors lock in Python: an interr
 begins that unlocks leaves them locked.
 """
 
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -28,14 +27,7 @@ from tests.support.memory_channel import FollowingEngine
 from tests.support.patience import PATIENCE_S
 
 PROMPTS = random_prompts(5, (5, 9, 3), VOCABULARY)
-
-
-@pytest.fixture(autouse=True)
-def usual_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("usual_handler")
 
 
 def interrupted_everywhere(begin: Callable[[], Any], act: Callable[[Any], Any]) -> Iterator[Any]:

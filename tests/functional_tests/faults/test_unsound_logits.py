@@ -21,6 +21,7 @@ from tests.support.harness import (
     run_alone,
 )
 from tests.support.letter_tokenizers import make_ascii_tokenizer
+from tests.support.poison import spoil_logits
 
 PROMPTS = random_prompts(3, (30, 5, 17, 9))
 POSITION = 41
@@ -33,20 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "filtered": {"temperature": 0.9, "top_k": 9, "top_p": 0.9, "seed": 1},
     "processed": {"repetition_penalty": 1.3, "bad_words": [[3, 4]], "return_log_probs": True},
 }
-
-
-def damage(engine: DynamicInferenceEngine, value: float = torch.nan, column: Any = 7) -> None:
-    """Spoil a logit of every row whose next token stands at `POSITION` or behind it."""
-    wrapper = engine.controller.inference_wrapped_model
-    forward = wrapper.forward
-
-    def forward_and_spoil(view: Any) -> torch.Tensor:
-        logits = forward(view).clone()
-        rows = (view.step.kv_lengths >= POSITION).nonzero()[:, 0]
-        logits[rows, column] = value
-        return logits
-
-    wrapper.forward = forward_and_spoil  # type: ignore[method-assign]
 
 
 def jobs(**changes: Any) -> list[Job]:
@@ -77,7 +64,7 @@ def sound(tiny_model: torch.nn.Module) -> dict[str, list[list[int]]]:
 def test_it_fails_alone(make_tiny_engine, sound, kind: str, lookahead, invalidation):
     work, alone = jobs(**KINDS[kind]), sound[kind]
     engine = make_tiny_engine(lookahead=lookahead, invalidation=invalidation)
-    damage(engine)
+    spoil_logits(engine, POSITION)
     failed, *others = run(engine, work)
     assert failed.status == Status.FAILED
     assert failed.finish_reason == "error"
@@ -103,7 +90,7 @@ def test_it_fails_alone(make_tiny_engine, sound, kind: str, lookahead, invalidat
 )
 def test_other_logits_that_leave_no_token(make_tiny_engine, value: float, column: Any):
     engine = make_tiny_engine(lookahead=1)
-    damage(engine, value, column)
+    spoil_logits(engine, POSITION, column, value)
     failed, *others = run(engine, jobs())
     assert isinstance(failed.error, NoTokenToChoose)
     assert all(request.error is None for request in others)
@@ -112,7 +99,7 @@ def test_other_logits_that_leave_no_token(make_tiny_engine, value: float, column
 def test_the_first_token_of_a_prompt_in_chunks(make_tiny_engine: EngineFactory) -> None:
     """Chunks that leave part of a prompt have no token to choose: their logits do not matter."""
     engine = make_tiny_engine(lookahead=1, max_tokens=16, max_requests=4)
-    damage(engine)
+    spoil_logits(engine, POSITION)
     long = random_prompts(5, (70,))[0]
     failed, sound = run(engine, [Job(long, greedy(4)), Job(PROMPTS[1], greedy(20))])
     assert isinstance(failed.error, NoTokenToChoose)
@@ -134,7 +121,7 @@ def test_a_row_under_a_grammar(make_tiny_engine, lookahead, invalidation: str):
         engine = make_tiny_engine(
             lookahead=lookahead, invalidation=invalidation, tokenizer=tokenizer
         )
-        damage(engine, column=column)
+        spoil_logits(engine, POSITION, column)
         failed, *others = run(engine, work)
         assert isinstance(failed.error, NoTokenToChoose)
         assert failed.generated_tokens == whole[0][:BEFORE]
@@ -143,7 +130,7 @@ def test_a_row_under_a_grammar(make_tiny_engine, lookahead, invalidation: str):
 
 def test_a_recorded_run_replays(make_tiny_engine, tmp_path, lookahead):
     engine = make_tiny_engine(lookahead=lookahead)
-    damage(engine)
+    spoil_logits(engine, POSITION)
     recorder = Recorder(engine, tmp_path / "run.rec")
     failed, *_ = run(engine, jobs())
     recorder.close()

@@ -24,6 +24,7 @@ from tests.support.harness import (
     random_prompts,
     run_at,
 )
+from tests.support.letter_tokenizers import Letters
 
 TOKENS = 30
 PROMPTS = random_prompts(9, (5, 33, 2, 14, 40, 21, 8, 1))
@@ -146,18 +147,6 @@ def test_the_longest_bad_word(make_tiny_engine: EngineFactory) -> None:
 
 PROMPT_LENGTHS = (3, 17, 40, 8, 25, 1)
 LONG = 40
-
-
-class Letters:
-    """A tokenizer for the tiny model: each token is one character of its own."""
-
-    eod = -1
-
-    def tokenize(self, text: str) -> list[int]:
-        return [ord(character) - 200 for character in text]
-
-    def detokenize(self, tokens: list[int]) -> str:
-        return "".join(chr(200 + token) for token in tokens)
 
 
 class ByteLetters(Letters):

@@ -1,19 +1,11 @@
 """The interface as the README writes it, and the trio by hand with Megatron-Core's names."""
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_async import (
     LLM,
@@ -26,14 +18,13 @@ from megatron_async import (
     TextGenerationController,
 )
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.attention import PagedCoreAttention, PagedSelfAttention
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.linear import InferenceColumnParallelLinear, InferenceRowParallelLinear
-from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.requests.defaults import NUM_TOKENS
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.serving.replica_status import card_of
 from megatron_async.text.tokenizer import RAW_CHAT
+from tests.support.compat_models import make_gpt
 from tests.support.harness import (
     TINY,
     EngineFactory,
@@ -257,39 +248,14 @@ def build_gpt_model() -> GPTModel:
     config = transformer_config(TINY, torch.float32)
     config.hybrid_layer_pattern = None
     config.num_layers = TINY.num_layers
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
-            self_attention=ModuleSpec(
-                module=PagedSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=InferenceColumnParallelLinear,
-                    core_attention=PagedCoreAttention,
-                    linear_proj=InferenceRowParallelLinear,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=partial(
-                MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(
-                    linear_fc1=InferenceColumnParallelLinear, linear_fc2=InferenceRowParallelLinear
-                ),
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=layer,
+    return make_gpt(
+        config,
+        linear=(InferenceColumnParallelLinear, InferenceRowParallelLinear),
         vocab_size=TINY.vocab_size,
         max_sequence_length=TINY.max_position_embeddings,
         parallel_output=False,
         share_embeddings_and_output_weights=TINY.tie_word_embeddings,
         position_embedding_type="none",
-        pg_collection=ensure_process_groups(),
     ).requires_grad_(False)
 
 

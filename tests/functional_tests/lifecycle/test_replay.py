@@ -33,20 +33,8 @@ from tests.support.harness import (
     make_model,
     random_prompts,
 )
-from tests.support.letter_tokenizers import make_ascii_tokenizer
+from tests.support.letter_tokenizers import Letters, make_ascii_tokenizer
 from tests.support.schedules import random_schedule, run_schedule, sharing_schedule
-
-
-class Letters:
-    """A tokenizer for the tiny model: each token is one character of its own."""
-
-    eod = -1
-
-    def tokenize(self, text: str) -> list[int]:
-        return [ord(character) - 200 for character in text]
-
-    def detokenize(self, tokens: list[int]) -> str:
-        return "".join(chr(200 + token) for token in tokens)
 
 
 def record_schedule(

@@ -2,7 +2,6 @@
 
 import json
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -16,17 +15,6 @@ from tests.support.served import KEY, Served
 pytestmark = pytest.mark.usefixtures("smollm2_llm")
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with Served(
-        log, "smollm2", "--device", "cpu", "--block-size-tokens", "16", "--max-requests", "8",
-        "--no-progress", "--api-processes", "1",
-    ) as served:  # fmt: skip
-        served.wait_until_ready()
-        yield served
 
 
 @pytest.fixture(scope="module")

@@ -44,17 +44,6 @@ x = y ** 2  # **not bold**
 End."""
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    log = tmp_path_factory.mktemp("serve") / "log"
-    with Served(
-        log, "smollm2", "--device", "cpu", "--block-size-tokens", "16", "--max-requests", "8",
-        "--no-progress", "--api-processes", "1",
-    ) as served:  # fmt: skip
-        served.wait_until_ready()
-        yield served
-
-
 @pytest.fixture
 def page(service: Served, tmp_path: Path) -> Iterator[Browser]:
     """The page, the key given."""

@@ -16,7 +16,7 @@ from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.messages import Abort, Ended, Goodbye, Run
 from megatron_async.serving.readers import TokenLogProbs, TokenReader
 from megatron_async.serving.records import CoordinatorConfig
-from tests.support.patience import PATIENCE_S
+from tests.support.plain_peer import running
 from tests.unit_tests.serving.test_malformed_messages import Peer, replica
 from tests.unit_tests.serving.told_service import tokens_of
 
@@ -25,12 +25,8 @@ from tests.unit_tests.serving.told_service import tokens_of
 def coordinator() -> Iterator[Coordinator]:
     """One that keeps requests without a replica for half a second."""
     config = CoordinatorConfig(ping_interval_s=0.1, no_replica_timeout_s=0.5)
-    coordinator = Coordinator("tcp://127.0.0.1:*", config)
-    thread = threading.Thread(target=coordinator.run, daemon=True)
-    thread.start()
-    yield coordinator
-    coordinator.stop()
-    thread.join(PATIENCE_S)
+    with running(Coordinator("tcp://127.0.0.1:*", config)) as found:
+        yield found
 
 
 def answer(peer: Peer, *failures: tuple[str, str] | None) -> None:

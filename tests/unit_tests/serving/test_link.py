@@ -6,7 +6,8 @@ import errno
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from megatron_async.serving.messages import PROTOCOL, ClientHello, Refused, Welc
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.secret import encryption
 from tests.support.patience import PATIENCE_S, eventually
-from tests.support.plain_peer import Peer, connected
+from tests.support.plain_peer import Peer, connected, running
 
 MOST = 1000
 
@@ -158,15 +159,8 @@ def test_another_users_process_is_no_friend(monkeypatch: pytest.MonkeyPatch) -> 
         peer.close()
 
 
-@contextlib.contextmanager
-def served(address: str = "tcp://127.0.0.1:*") -> Iterator[Coordinator]:
-    coordinator = Coordinator(address, CoordinatorConfig(ping_interval_s=0.05))
-    thread = threading.Thread(target=coordinator.run, daemon=True)
-    thread.start()
-    yield coordinator
-    coordinator.stop()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+def served(address: str = "tcp://127.0.0.1:*") -> AbstractContextManager[Coordinator]:
+    return running(Coordinator(address, CoordinatorConfig(ping_interval_s=0.05)))
 
 
 def is_cut_off(end: socket.socket) -> bool:

@@ -44,7 +44,7 @@ from megatron_async.serving.model_card import ModelCard
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.secret import COORDINATOR, proof_of
 from tests.support.patience import PATIENCE_S, eventually
-from tests.support.plain_peer import Peer
+from tests.support.plain_peer import Peer, running
 from tests.unit_tests.serving.told_service import Service, info, status, tokens_of
 
 PARAMS = msgspec.Raw(msgspec.msgpack.encode({}))
@@ -52,13 +52,9 @@ PARAMS = msgspec.Raw(msgspec.msgpack.encode({}))
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    coordinator = Coordinator("tcp://127.0.0.1:*", CoordinatorConfig(ping_interval_s=0.1))
-    thread = threading.Thread(target=coordinator.run, daemon=True)
-    thread.start()
-    yield coordinator
-    coordinator.stop()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+    config = CoordinatorConfig(ping_interval_s=0.1)
+    with running(Coordinator("tcp://127.0.0.1:*", config)) as found:
+        yield found
 
 
 def request(number: int, **changes: Any) -> bytes:

@@ -15,7 +15,7 @@ from megatron_async.serving.link import PROOF_BYTES, Link, connect_here
 from megatron_async.serving.messages import MOST_BYTES, PROTOCOL, ClientHello, Welcome, encode
 from megatron_async.serving.secret import encryption, read_secret
 from tests.support.patience import PATIENCE_S, eventually
-from tests.support.plain_peer import Peer, connected
+from tests.support.plain_peer import Peer, connected, running
 
 SECRET = b"0123456789abcdef"
 
@@ -23,13 +23,8 @@ SECRET = b"0123456789abcdef"
 @pytest.fixture(params=["tcp://127.0.0.1:*", "ipc"])
 def coordinator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Coordinator]:
     address = request.param if request.param != "ipc" else f"ipc://{tmp_path}/c"
-    coordinator = Coordinator(address, secret=SECRET)
-    thread = threading.Thread(target=coordinator.run, daemon=True)
-    thread.start()
-    yield coordinator
-    coordinator.stop()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+    with running(Coordinator(address, secret=SECRET)) as found:
+        yield found
 
 
 def test_who_has_it_gets_in(coordinator: Coordinator) -> None:

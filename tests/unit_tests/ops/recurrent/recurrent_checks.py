@@ -1,5 +1,7 @@
 """What is asked of recurrent ops, of Mamba-2 or Gated DeltaNet, references or kernels."""
 
+from copy import copy
+
 import torch
 
 from megatron_async.ops.recurrent.recurrent_pools import DecodeRows, FlushRule, PrefillRows
@@ -182,13 +184,8 @@ def check_snapshots(layer, ops, steps=30):
         places = [p % runner.pools.conv.size(1) for p in range(border - 3, border)]
         raw = layer.conv_inputs(sequence.inputs[border - 3 : border])
         assert torch.equal(runner.pools.conv[row][places], raw)
-        warm = Sequence(layer, 1, row=1)
-        warm.inputs, warm.expected, warm.states = (
-            sequence.inputs,
-            sequence.expected,
-            sequence.states,
-        )
-        warm.length = border
+        warm = copy(sequence)
+        warm.row, warm.length = 1, border
         chunk = Chunk(warm, 300 - border, True, read_row=row)
         assert torch.equal(runner.step(chunks=[chunk])[0], cold[border - 127 :])
         # Short chunks carry the snapshot's inputs into their own row.
@@ -213,13 +210,8 @@ def check_saves(layer, ops, steps=20, cases=((23, 32), (32, 32), (1, 16))):
         kept = [pool[4].clone() for pool in runner.pools]
         runner.compare(runner.pools.state[4], sequence.states[border - 1])
         runner.decode(sequence, 17)  # over the next flush
-        warm = Sequence(layer, 1, row=2)
-        warm.inputs, warm.expected, warm.states = (
-            sequence.inputs,
-            sequence.expected,
-            sequence.states,
-        )
-        warm.length = border
+        warm = copy(sequence)
+        warm.row, warm.length = 2, border
         runner.step([Decode(other)], chunks=[Chunk(warm, 1, False, read_row=4)])
         runner.prefill(warm, 2, 5)
         runner.decode(warm, steps)
