@@ -21,6 +21,7 @@ from megatron_async.checkpoints.files import check_number, check_size
 from megatron_async.checkpoints.huggingface_defaults import DEFAULTS
 from megatron_async.checkpoints.huggingface_delta import MODEL_TYPES, language_model_config
 from megatron_async.checkpoints.huggingface_hybrid import (
+    HYBRIDS,
     check_written,
     read_hybrid,
     refuse_family,
@@ -179,8 +180,6 @@ class Family:
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     has_experts: bool = False
-    is_hybrid: bool = False
-    """Described by `checkpoints/huggingface_hybrid.py`."""
     rotary_percent: float | None = 1.0
     """Share of a head that rope turns; None: the file tells it."""
 
@@ -195,13 +194,13 @@ FAMILIES = {
         Family("mimo", "MiMoForCausalLM", add_qkv_bias=True),
         Family("mixtral", "MixtralForCausalLM", has_experts=True),
         Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_layernorm=True, has_experts=True),
-        Family("nemotron_h", "NemotronHForCausalLM", is_hybrid=True),
-        Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", is_hybrid=True),
-        Family("bamba", "BambaForCausalLM", is_hybrid=True, rotary_percent=0.5),
-        Family("mamba2", "Mamba2ForCausalLM", is_hybrid=True),
-        Family("qwen3_next", "Qwen3NextForCausalLM", is_hybrid=True, rotary_percent=None),
-        Family("qwen3_5", "Qwen3_5ForCausalLM", is_hybrid=True, rotary_percent=None),
-        Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", is_hybrid=True, rotary_percent=None),
+        Family("nemotron_h", "NemotronHForCausalLM"),
+        Family("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
+        Family("bamba", "BambaForCausalLM", rotary_percent=0.5),
+        Family("mamba2", "Mamba2ForCausalLM"),
+        Family("qwen3_next", "Qwen3NextForCausalLM", rotary_percent=None),
+        Family("qwen3_5", "Qwen3_5ForCausalLM", rotary_percent=None),
+        Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM", rotary_percent=None),
     )
 }
 """Supported families by Hugging Face class name."""
@@ -265,7 +264,9 @@ def read_architecture(
         # MiMo's are of q, k and v alone, as Qwen2 has them without a word.
         is_fixed = key == "attention_bias" and settings.default(key)
         settings.only(key, *((True,) if is_fixed else supported))
-    found = read_hybrid(settings) if family.is_hybrid else _transformer(settings, family)
+    found = (
+        read_hybrid(settings) if family.model_type in HYBRIDS else _transformer(settings, family)
+    )
     found |= {
         "hidden_size": settings.size("hidden_size"),
         "vocab_size": settings.size("vocab_size"),
@@ -334,7 +335,7 @@ def write_config(architecture: ModelArchitecture, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    if family.is_hybrid:
+    if a.model_type in HYBRIDS:
         rope = write_rope(a) if a.position_embedding_type == "rope" else {}
         config = common | {"rms_norm_eps": a.layernorm_epsilon} | rope | write_hybrid(a)
         where = f"a {a.model_type} model's config.json"

@@ -17,13 +17,13 @@ is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface_delta import (
     DELTA_FIXED,
-    MODEL_TYPES,
     read_delta,
     write_delta,
 )
@@ -42,46 +42,6 @@ LAYER_NAMES = {
 """Kinds of layers by their names, those of transformers 5 and those before it."""
 NEMOTRON_KINDS = MAMBA + ATTENTION + MLP + EXPERTS
 """Kinds of Megatron's layers that Nemotron-H has."""
-FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "nemotron_h": {
-        "mlp_hidden_act": ("relu2",),
-        "mamba_hidden_act": ("silu",),
-        "use_bias": (False,),
-        "mamba_proj_bias": (False,),
-        "use_conv_bias": (True,),
-        "conv_kernel": (CONV_KERNEL,),
-        "n_group": (1,),
-        "topk_group": (1,),
-        "norm_topk_prob": (True,),
-        "moe_latent_size": (),
-        "residual_in_fp32": (False,),
-        "sliding_window": (),
-        "time_step_min": (0.001, 0),
-    },
-    "granitemoehybrid": {
-        "mamba_conv_bias": (True,),
-        "mamba_proj_bias": (False,),
-        "mamba_d_conv": (CONV_KERNEL,),
-        "mamba_n_groups": (1,),
-        "position_embedding_type": ("nope", "none", "rope"),
-    },
-    "bamba": {
-        "mamba_conv_bias": (True,),
-        "mamba_proj_bias": (False,),
-        "mamba_d_conv": (CONV_KERNEL,),
-        "mamba_n_groups": (1,),
-        "partial_rotary_factor": (0.5,),
-        "layer_types": (),
-    },
-    "mamba2": {
-        "use_bias": (False,),
-        "use_conv_bias": (True,),
-        "conv_kernel": (CONV_KERNEL,),
-        "layer_types": (),
-    },
-    **DELTA_FIXED,
-}
-"""Settings that change the computation, and the values that are supported (None always is)."""
 MAMBA2_MAX_POSITIONS = 32768
 """Mamba2's configuration has no longest sequence, and neither has the model."""
 
@@ -100,25 +60,19 @@ def refuse_family(config: dict[str, Any], where: str) -> None:
     if kind in REFUSED:
         raise CheckpointError(
             f"{where}: model_type = {kind!r} is not supported: {REFUSED[kind]}. Supported hybrid "
-            f"families: {', '.join(FIXED)}"
+            f"families: {', '.join(HYBRIDS)}"
         )
 
 
 def read_hybrid(config: Settings) -> dict[str, Any]:
-    """The fields of `ModelArchitecture` that a hybrid family of `FIXED` has its own words for;
+    """The fields of `ModelArchitecture` that a hybrid family of `HYBRIDS` has its own words for;
     positions, vocabulary and tokens are the caller's."""
-    for key, supported in FIXED[config.family].items():
+    family = HYBRIDS[config.family]
+    for key, supported in family.fixed.items():
         config.only(key, *supported)
-    if config.family in DELTA_FIXED:
-        return read_delta(config)
-    _check_time_steps(config)
-    readers = {
-        "nemotron_h": _nemotron,
-        "granitemoehybrid": _granite,
-        "bamba": _bamba,
-        "mamba2": _mamba2,
-    }
-    return readers[config.family](config)
+    if config.knows("time_step_limit"):
+        _check_time_steps(config)
+    return family.read(config)
 
 
 def _check_time_steps(config: Settings) -> None:
@@ -288,16 +242,8 @@ NAMES_OF_KINDS = {
 
 
 def write_hybrid(a: ModelArchitecture) -> dict[str, Any]:
-    """Entries of a `config.json` that only hybrid families have, for one of `FIXED`."""
-    if a.model_type in MODEL_TYPES:
-        return write_delta(a)
-    writers = {
-        "nemotron_h": _write_nemotron,
-        "granitemoehybrid": _write_granite,
-        "bamba": _write_bamba,
-        "mamba2": _write_mamba2,
-    }
-    return writers[a.model_type](a)
+    """Entries of a `config.json` that only hybrid families have, for one of `HYBRIDS`."""
+    return HYBRIDS[a.model_type].write(a)
 
 
 def check_written(a: ModelArchitecture, read_back: ModelArchitecture) -> None:
@@ -393,3 +339,63 @@ def _write_mamba2(a: ModelArchitecture) -> dict[str, Any]:
         "layer_norm_epsilon": a.layernorm_epsilon,
         "residual_in_fp32": False,
     }
+
+
+class Hybrid(NamedTuple):
+    """A hybrid family: reader and writer of its own words, and the settings that change the
+    computation, with the values that are supported (None always is)."""
+
+    read: Callable[[Settings], dict[str, Any]]
+    write: Callable[[ModelArchitecture], dict[str, Any]]
+    fixed: dict[str, tuple[Any, ...]]
+
+
+_MAMBA_LAYERS: dict[str, tuple[Any, ...]] = {
+    "mamba_conv_bias": (True,),
+    "mamba_proj_bias": (False,),
+    "mamba_d_conv": (CONV_KERNEL,),
+    "mamba_n_groups": (1,),
+}
+HYBRIDS = {
+    "nemotron_h": Hybrid(
+        _nemotron,
+        _write_nemotron,
+        {
+            "mlp_hidden_act": ("relu2",),
+            "mamba_hidden_act": ("silu",),
+            "use_bias": (False,),
+            "mamba_proj_bias": (False,),
+            "use_conv_bias": (True,),
+            "conv_kernel": (CONV_KERNEL,),
+            "n_group": (1,),
+            "topk_group": (1,),
+            "norm_topk_prob": (True,),
+            "moe_latent_size": (),
+            "residual_in_fp32": (False,),
+            "sliding_window": (),
+            "time_step_min": (0.001, 0),
+        },
+    ),
+    "granitemoehybrid": Hybrid(
+        _granite,
+        _write_granite,
+        _MAMBA_LAYERS | {"position_embedding_type": ("nope", "none", "rope")},
+    ),
+    "bamba": Hybrid(
+        _bamba,
+        _write_bamba,
+        _MAMBA_LAYERS | {"partial_rotary_factor": (0.5,), "layer_types": ()},
+    ),
+    "mamba2": Hybrid(
+        _mamba2,
+        _write_mamba2,
+        {
+            "use_bias": (False,),
+            "use_conv_bias": (True,),
+            "conv_kernel": (CONV_KERNEL,),
+            "layer_types": (),
+        },
+    ),
+    **{name: Hybrid(read_delta, write_delta, fixed) for name, fixed in DELTA_FIXED.items()},
+}
+"""By `ModelArchitecture.model_type`."""
