@@ -65,29 +65,6 @@ def test_kernel(device):
     check_prefill(KERNELS, device)
 
 
-@pytest.mark.parametrize("lag", [0, 3])
-def test_random_steps(lag, device):
-    random = torch.Generator().manual_seed(lag)
-
-    def draw(most, size):
-        return torch.randint(most, (size,), generator=random).tolist()
-
-    for rows, count, width in ((0, 7, 1), (300, 0, 3), (130, 40, 1)):
-        lengths = draw(300, count)
-        starts = [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()]
-        prefill = chunks(
-            starts, draw(1000, count), list(range(rows, rows + count)), draw(2, count), device
-        )
-        found = [*draw(1000, rows + count), 0]
-        arguments = (found, list(range(rows)), draw(1100, rows * width), width)
-        prefill = prefill if count else None
-        results = [
-            run(ops, *arguments, prefill, FlushRule(8, lag), device)
-            for ops in (REFERENCES, KERNELS)
-        ]
-        assert results[0] == results[1]
-
-
 def test_bad_input():
     base, none = torch.zeros(3, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
     rows, positions = torch.tensor([0, 1]), torch.tensor([4, 5])

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
-from megatron_async.ops.recurrent.bases import next_bases
 from megatron_async.ops.recurrent.cpu import host_recurrent
 from megatron_async.ops.recurrent.flush import flush
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, RecurrentPools
+from tests.unit_tests.ops.cases import Numbers
+from tests.unit_tests.ops.recurrent.cases import base_arguments
 
 pytestmark = pytest.mark.skipif(
     not compiler.compiles(), reason="Numba is not here, or switched off"
@@ -114,29 +115,6 @@ def test_what_the_loop_does_not_take_goes_to_the_reference() -> None:
     host_recurrent.flush_cpu(whole, ints(), ints(), ints(), FlushRule())
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_next_bases(width: int, kind: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(width)
-    for lag in (0, 2, 20):
-        rule = FlushRule(period=16, lag=lag)
-        for _ in range(30):
-            base = torch.randint(0, 64, (ROWS,), generator=generator, dtype=torch.int32)
-            index = torch.randperm(ROWS - 1, generator=generator)[:4].to(kind)
-            first = torch.randint(0, 100, (6,), generator=generator) * torch.tensor(
-                [1, 1, 0, 1, 0, 0]
-            )
-            positions = (first[:, None] + torch.arange(width)).flatten()
-            index = torch.cat((index, torch.tensor([ROWS - 1] * 2).to(kind)))
-            positions = torch.where(first.repeat_interleave(width) > 0, positions, 0)
-            other = base.clone()
-            found = host_recurrent.next_bases_cpu(base, index, positions, width, None, rule)
-            expected = next_bases.reference(other, index, positions, width, None, rule)
-            for one, wanted in zip((*found, base), (*expected, other), strict=True):
-                assert one.dtype == torch.int32
-                assert torch.equal(one, wanted)
-
-
 def test_steps_with_chunks_are_the_references() -> None:
     base, rule = ints(0, 5, 16, 0), FlushRule()
     chunks = PrefillRows(ints(0, 40), ints(0), ints(1), ints(1), torch.tensor([True]))
@@ -162,5 +140,6 @@ def test_a_loop_is_compiled_once_for_a_dtype() -> None:
     before = [len(loop.signatures) for loop in loops]
     for kind in (torch.float32, torch.float64):
         test_flush(4, 2, 2, kind, torch.int64)
-    test_next_bases(1, torch.int32)
+    at = Numbers("cpu", torch.float32)
+    host_recurrent.next_bases_cpu(*base_arguments(at, 6, 0, 1, torch.int32, FlushRule()))
     assert before == [len(loop.signatures) for loop in loops]
