@@ -7,7 +7,7 @@ all-to-all. But sizes do not depend on the routing, so the host need not read th
 can be captured in a CUDA graph.
 
 On GPUs of one host, small steps exchange through symmetric memory by the engine's own kernels
-(`ops/experts/symmetric_exchange.py`); the other exchanges are NCCL's, or gloo's.
+(`ops/experts/expert_exchange.py`); the other exchanges are NCCL's, or gloo's.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.ops.experts.expert_exchange import (
+    SymmetricExchange,
     combine_add_rms_norm,
     combine_sums,
+    exchange_of,
     gather_tokens,
     packed_row_bytes,
 )
 from megatron_async.ops.experts.expert_routing import Routing
-from megatron_async.ops.experts.symmetric_exchange import SymmetricExchange, exchange_of
 
 
 class StackedLinear(nn.Module):

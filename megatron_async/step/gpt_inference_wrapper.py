@@ -27,7 +27,7 @@ from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import take_over_positions
 from megatron_async.names_of_megatron import NamesOfMegatron
-from megatron_async.ops.experts.symmetric_exchange import exchange_of
+from megatron_async.ops.experts.expert_exchange import exchange_of
 from megatron_async.ops.ranks.tensor_collectives import collectives_of
 
 if TYPE_CHECKING:

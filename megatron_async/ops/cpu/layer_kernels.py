@@ -76,10 +76,10 @@ FACTORS = ("eps", "head_eps", "scale")
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _multiply(
-    control: Any, least: Any, chunk_bytes: Any, scratch: Any, rows: Any, k: Any, weight: Any,
-    scales: Any, outputs: Any, out: Any,
-) -> None:  # pragma: no cover - compiled  # fmt: skip
+    work: Any, k: Any, weight: Any, scales: Any, outputs: Any, out: Any
+) -> None:  # pragma: no cover - compiled
     """`multiply_rounded`, in chunks of so many bytes if the weight has at least `least`."""
+    control, least, chunk_bytes, scratch, rows = work
     blocks, of_block = outputs // outputs_of_block(scales), block_bytes(k, scales)
     size = max(chunk_bytes // of_block, 1) if blocks * of_block >= least else blocks
     multiply_rounded(control, scratch, rows, k, weight, blocks, scales, out, size)
@@ -115,7 +115,7 @@ def run_layers(
     is_shared = least < NEVER
     some_rows = rows_of_chunk(rows, is_shared)
     some_sequences = (sequences + ROW_CHUNKS - 1) // ROW_CHUNKS if is_shared else sequences
-    residual = x
+    residual, work = x, (control, least, chunk_bytes, scratch, rows)
     for layer in range(len(table)):
         one = table[layer]
         scales, weight = one[QKV_SCALES], one[ATTENTION_NORM]
@@ -127,9 +127,7 @@ def run_layers(
             )  # fmt: skip
             residual = other
         share(control, NORM, rows, some_rows, arguments)
-        _multiply(
-            control, least, chunk_bytes, scratch, rows, hidden, one[QKV], scales, qkv_width, qkv,
-        )  # fmt: skip
+        _multiply(work, hidden, one[QKV], scales, qkv_width, qkv)
         if one[QKV_BIAS] != 0:
             _add_bias(qkv, one[QKV_BIAS], rows, qkv_width)
         keys = keys_at + 4 * layer_floats * one[CACHE]
@@ -149,23 +147,17 @@ def run_layers(
             block_size, last, width, first_key, scale, decode_attention, scales, scratch,
         )  # fmt: skip
         share(control, ATTEND, sequences, some_sequences, attend)
-        _multiply(
-            control, least, chunk_bytes, scratch, rows, heads * dim, one[PROJ], scales, hidden, out,
-        )  # fmt: skip
+        _multiply(work, heads * dim, one[PROJ], scales, hidden, out)
         scales, weight = one[FC1_SCALES], one[MLP_NORM]
         arguments = (
             out, hidden, scales, scratch, residual, weight, eps, stream, normed, add_norm,
         )  # fmt: skip
         share(control, NORM, rows, some_rows, arguments)
         residual = stream
-        _multiply(
-            control, least, chunk_bytes, scratch, rows, hidden, one[FC1], scales, 2 * ffn, both,
-        )  # fmt: skip
+        _multiply(work, hidden, one[FC1], scales, 2 * ffn, both)
         scales = one[FC2_SCALES]
         share(control, ACTIVATE, rows, some_rows, (both, ffn, scales, scratch, activated))
-        _multiply(
-            control, least, chunk_bytes, scratch, rows, ffn, one[FC2], scales, hidden, out,
-        )  # fmt: skip
+        _multiply(work, ffn, one[FC2], scales, hidden, out)
 
 
 @cache

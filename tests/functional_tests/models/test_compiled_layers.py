@@ -42,7 +42,7 @@ Answers = list[tuple[list[int], list[float]]]
 
 @pytest.fixture(autouse=True)
 def our_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit, "widens", lambda: True)
+    monkeypatch.setattr(eight_bit, "multiplies_integers", lambda: True)
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
-from megatron_async.ops.cpu.rows import serves
-from megatron_async.ops.cpu.threads import run_shares
+from megatron_async.ops.cpu.rows import run_shares, serves
 
 if TYPE_CHECKING:
     from megatron_async.ops.batch_dimensions import BatchDimensions

@@ -1,4 +1,5 @@
-"""Memory that compiled loops of several threads share: numbers read and written whole, in order.
+"""Memory that compiled loops of several threads share: numbers read and written whole, in order;
+and where in it threads tell each other of a job.
 
 Imported only where loops are compiled. An address is an integer, as `array.ctypes.data` gives it;
 the number there has 64 bits. Every access is sequentially consistent.
@@ -10,11 +11,20 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 ORDER = "seq_cst"
 NUMBER = ir.IntType(64)
 BYTES = 8
+TICKET, FINISHED, AWAKE, HELD, JOB = range(0, 5 * 64, 64)
+"""Bytes from the start of `control`, 64 apart so that no two share a cache line: the ticket; chunks
+that are done; helpers that wait for a job; whether jobs follow each other in one call, so that
+helpers do not lose patience; and the job's numbers."""
+KIND, LENGTH, SIZE, *_rest = (JOB + 8 * number for number in range(3 + 20))
+"""The job's numbers: its kind, its length, and what a chunk has of that."""
+ARGUMENT = tuple(_rest)
+"""The numbers of its kind."""
+CONTROL_BYTES = ARGUMENT[-1] + 8
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -84,3 +94,9 @@ def pause(typingctx: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@register_jitable
+def argument(control: int, number: int) -> int:
+    """A number of the job's kind."""
+    return read(control + JOB + 8 * (3 + number))

@@ -52,10 +52,14 @@ class EightBitWeight:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        check_available()
+        if not is_available():
+            raise ConfigurationError(
+                f"quantization='int8' needs torch's {ENGINE} kernels, which are for x86 CPUs; this "
+                f"torch has {torch.backends.quantized.supported_engines}: leave it None."
+            )
         self.looped: LoopedWeight | None = None
         self.format = INT8
-        if widens():
+        if multiplies_integers():
             grid = find_grid(weight)
             self.looped = WidenedWeight(weight) if grid is None else GroupedWeight(*grid)
             self.format, self.nbytes = self.looped.format, self.looped.nbytes
@@ -108,23 +112,9 @@ class EightBitWeight:
         return sums[:count].view(*x.shape[:-1], -1)
 
 
-def check_available() -> None:
-    """Raise ConfigurationError where torch cannot multiply 8-bit integers like this."""
-    if not is_available():
-        raise ConfigurationError(
-            f"quantization='int8' needs torch's {ENGINE} kernels, which are for x86 CPUs; this "
-            f"torch has {torch.backends.quantized.supported_engines}: leave it None."
-        )
-
-
 def is_available() -> bool:
     """Whether torch has the kernels that 8-bit weights can need."""
     return ENGINE in torch.backends.quantized.supported_engines
-
-
-def widens() -> bool:
-    """Whether weights are widened to 16 bits here instead of multiplied by fbgemm."""
-    return multiplies_integers()
 
 
 def has_vnni() -> bool:

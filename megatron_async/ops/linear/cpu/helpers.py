@@ -34,7 +34,7 @@ class _Desk:
     """What one product at a time works with: `control`, what its threads tell each other."""
 
     def __init__(self) -> None:
-        from megatron_async.ops.linear.cpu.control import CONTROL_BYTES
+        from megatron_async.ops.linear.cpu.atomics import CONTROL_BYTES
 
         self.control = np.zeros(CONTROL_BYTES // 8, np.int64)
         self.address = self.control.ctypes.data

@@ -1,7 +1,7 @@
 """Work that threads share: each thread takes the next chunk, until there is none.
 
 One thread has a job at a time, and shares it; the others are in `serve`. What they tell each other
-is in `control.py`'s memory of all of them. A job is a product (`integer_products.py`,
+is in memory of all of them (`atomics.py`). A job is a product (`integer_products.py`,
 `group_products.py`), cut by outputs, or what stands between two products (`row_jobs.py`), cut by
 rows.
 
@@ -18,7 +18,7 @@ from numba.extending import register_jitable
 
 from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.linear.cpu import atomics, row_jobs
-from megatron_async.ops.linear.cpu.control import (
+from megatron_async.ops.linear.cpu.atomics import (
     ARGUMENT,
     AWAKE,
     FINISHED,

@@ -17,8 +17,7 @@ from numba.extending import register_jitable
 from megatron_async.ops.cpu.kept_loops import njit
 from megatron_async.ops.cpu.pointers import call_at
 from megatron_async.ops.cpu.row_kernels import floats, integers, longs, swiglu, words
-from megatron_async.ops.linear.cpu.atomics import read
-from megatron_async.ops.linear.cpu.control import LENGTH, argument
+from megatron_async.ops.linear.cpu.atomics import LENGTH, argument, read
 from megatron_async.ops.linear.cpu.group_rows import round_groups, row_bytes
 from megatron_async.ops.linear.cpu.integer_products import round_rows, whole_tiles
 from megatron_async.ops.linear.cpu.integer_tile import STEP

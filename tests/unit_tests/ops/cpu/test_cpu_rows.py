@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.linear.activations import swiglu
+from megatron_async.ops.linear.cpu import eight_bit
 from megatron_async.ops.linear.cpu.eight_bit import EightBitWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.recurrent.gated_norms import gated_head_norm, gated_rms_norm
@@ -80,7 +81,7 @@ def test_what_the_loops_do_not_take_goes_to_the_references() -> None:
 
 def test_eight_bits_with_and_without_loops() -> None:
     """The same sums of integers: only the scales round otherwise."""
-    with mock.patch("megatron_async.ops.linear.cpu.eight_bit.widens", return_value=False):
+    with mock.patch.object(eight_bit, "multiplies_integers", return_value=False):
         packed = EightBitWeight(torch.randn(96, 200))
     x = torch.randn(5, 1, 200)
     found = packed.product(x)

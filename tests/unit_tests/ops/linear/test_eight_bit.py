@@ -49,9 +49,10 @@ def pack(weight, kind):
         weight = (((groups - low) / step).round() * step + low).flatten(1)
     # Weights of equal numbers are on a grid of 4 bits.
     find = eight_bit.find_grid if kind == "grouped" else lambda weight: None
+    is_ours = kind in ("widened", "grouped")
     with (
         mock.patch.object(eight_bit, "has_vnni", return_value=kind == "vnni"),
-        mock.patch.object(eight_bit, "widens", return_value=kind in ("widened", "grouped")),
+        mock.patch.object(eight_bit, "multiplies_integers", return_value=is_ours),
         mock.patch.object(eight_bit, "find_grid", find),
     ):
         packed = EightBitWeight(weight)

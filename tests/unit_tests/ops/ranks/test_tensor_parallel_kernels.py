@@ -6,7 +6,7 @@ import torch
 
 from megatron_async.ops.linear.partial_sums import add_partial_sums, launch_sum
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.ranks.all_reduce_norm import all_reduce_add_rms_norm
+from megatron_async.ops.ranks.symmetric_all_reduce import all_reduce_add_rms_norm
 from megatron_async.ops.ranks.symmetric_memory import Meeting
 from megatron_async.ops.ranks.vocab_embedding import vocab_embedding, vocab_embedding_gpu
 from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
