@@ -245,20 +245,16 @@ def write_rows(path: Path, rows: Iterable[Row], replaces: bool = True) -> None:
             os.unlink(temporary)
 
 
-def read_table(path: Path) -> list[Row]:
-    """The rows of a table that is to be written anew; none where there is no file.
+def merged(path: Path, new: Sequence[Row]) -> list[Row]:
+    """The rows of a table, which need not be there, and new ones in place of those of their keys.
 
     Raises:
-        OSError, ValueError: it is there, and is none that can be read.
+        OSError, ValueError: it is there, and is no table that can be read.
     """
     try:
-        return read_rows(path) if path.exists() else []
+        rows = read_rows(path) if path.exists() else []
     except ValueError as error:
         raise ValueError(f"{path}: {error}; name a table of rows, or a new file.") from error
-
-
-def merged(rows: Iterable[Row], new: Sequence[Row]) -> list[Row]:
-    """The rows of a table, of which new ones replace those of the same keys."""
     keys = [row.key for row in new]
     kept = [row for row in rows if row.key not in keys]
     return sorted([*kept, *new], key=lambda row: (row.gpu, row.kind, row.file_name))

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from megatron_async.models.parallel_state import ParallelSizes
 
 GIB = 1024**3
-OF_A_START = ("block_size", "longest", "backends", "max_requests", "max_tokens")
-"""What decides about a choice beside the model, and is shown."""
 TOKEN_ID_BYTES = 4
 """Bytes of a token id beside the keys, which the prefix cache reads
 (`PagedKVCache.block_tokens`)."""
@@ -336,26 +334,16 @@ def model_program(
 def _choices_lines(model: ModelConfig, gpu: str) -> list[str]:
     """The rows of `Choices` for a model on one rank, whatever the settings of an engine."""
     from megatron_async.choices import known_rows
+    from megatron_async.models.model_config import DECIDING_TIMES
 
-    dtype = _dtype_name(model.params_dtype)
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    facts_of = {
-        "prefill attention": {"heads": heads, "kv_heads": groups, "dim": model.kv_channels},
-        "mixed steps": {
-            "hybrid_layer_pattern": model.hybrid_layer_pattern,
-            "hidden_size": model.hidden_size,
-            "ffn_hidden_size": model.ffn_hidden_size,
-            "vocab": model.vocab_size,
-            "tensor_model_parallel_size": 1,
-        },
-    }
-    lines = []
-    for row, source in known_rows(gpu):
-        facts = facts_of.get(row.kind, {"kind": ""}) | {"dtype": dtype}
-        if facts.items() <= row.shape.items():
-            others = {name: value for name, value in row.shape.items() if name in OF_A_START}
-            value, where = json.dumps(row.value), json.dumps(others)
-            lines.append(f"{row.kind}, {row.gpu} ({source}): {value} for {where}")
+    facts = {name: getattr(model, name, None) for name in DECIDING_TIMES}
+    facts |= {"dtype": _dtype_name(model.params_dtype), "vocab": model.vocab_size}
+    lines = [
+        f"{row.kind}, {row.gpu} ({source}): {json.dumps(row.value)} for "
+        + json.dumps({name: row.shape[name] for name in row.shape if name not in facts})
+        for row, source in known_rows(gpu)
+        if all(facts.get(name, fact) == fact for name, fact in row.shape.items())
+    ]
     return lines or [
         f"no choice by time is known for {gpu}: the first start measures it, or `tune`; a rule "
         "chooses with choices='shipped'"

@@ -71,7 +71,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
         check_writable("--into", arguments.into)
 
     with importing_engine():
-        from megatron_async.choices import merged, read_table, write_rows
+        from megatron_async.choices import merged, write_rows
         from megatron_async.devices import resolve_device_name
         from megatron_async.llm import LLM
 
@@ -80,7 +80,8 @@ def run_tune(arguments: argparse.Namespace) -> int:
             "there is nothing to tune on a CPU: only kernels and sizes of a GPU are chosen by "
             "their times, so run this on a machine with the GPU, and without --device cpu."
         )
-    rows = [] if table is None else read_table(table)
+    if table is not None:
+        merged(table, [])  # it is told now that the file is none
     progress = not arguments.no_progress and is_first_rank()
     with LLM(
         model, dtype=arguments.dtype, transformer_impl=arguments.transformer_impl,
@@ -92,7 +93,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
             llm.follow()
     if is_first_rank():
         if table is not None:
-            write_rows(table, merged(rows, [row for row, _ in choices.used.values()]))
+            write_rows(table, merged(table, [row for row, _ in choices.used.values()]))
         if arguments.json:
             print_json({"choices": choices.records()})
         else:

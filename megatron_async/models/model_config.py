@@ -74,6 +74,18 @@ SAME_OF_EXPERTS = (
     "moe_shared_expert_gate",
 )
 """Further ones of a model with experts."""
+DECIDING_TIMES = (
+    "hybrid_layer_pattern", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+    "num_query_groups", "kv_channels", "qk_layernorm", "attention_output_gate",
+    "gated_linear_unit", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim",
+    "mamba_num_groups", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "mtp_pattern", "mtp_num_depths", "transformer_impl",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "sequence_parallel",
+)  # fmt: skip
+"""Fields that decide how long a step takes: of the whole model, and over how many ranks it is
+split."""
 
 
 def transformer_config(

@@ -3,20 +3,10 @@
 from torch import nn
 
 from megatron_async.choices import Fact, Question
+from megatron_async.models.model_config import DECIDING_TIMES
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.planning.graph_shapes import FINE_TOKENS, MixedRow
 
-OF_MODEL = (
-    "hybrid_layer_pattern", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
-    "num_query_groups", "kv_channels", "qk_layernorm", "attention_output_gate",
-    "gated_linear_unit", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim",
-    "mamba_num_groups", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
-    "linear_value_head_dim", "mtp_pattern", "mtp_num_depths", "transformer_impl",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-    "sequence_parallel",
-)  # fmt: skip
-"""Fields of Megatron's configuration: of the whole model, and over how many ranks it is split."""
 OF_CONFIG = (
     "block_size_tokens", "max_requests", "max_tokens", "cuda_graph_mixed_prefill_count",
     "speculative_method", "num_speculative_tokens", "draft_vocab_size", "mamba_ssm_states_dtype",
@@ -42,7 +32,7 @@ def mixed_question(
         "dtype": str(context.model_config.params_dtype).removeprefix("torch."),
         "attention": [*context.gpu_view.prefill_backends],
     }
-    for owner, names in (context.model_config, OF_MODEL), (context.config, OF_CONFIG):
+    for owner, names in (context.model_config, DECIDING_TIMES), (context.config, OF_CONFIG):
         found = {name: getattr(owner, name, None) for name in names}
         facts |= {name: value for name, value in found.items() if value}
     tokens = FINE_TOKENS if asked and asked[-1] > FINE_TOKENS else None

@@ -104,12 +104,15 @@ def test_tune_measures(capsys: Any) -> None:
 
 def test_info_shows_the_rows_of_a_model(card: Path, capsys: Any) -> None:
     """Rows of the GPU and of the model's heads, from the table and from the cache."""
-    heads = {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": "bfloat16", "block_size": 256}
+    heads = {
+        "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128, "dtype": "bfloat16",
+        "block_size": 256,
+    }  # fmt: skip
     row = Row("prefill attention", "NVIDIA H200", heads, choices.versions(), {"backends": ["a"]})
     others = [
         msgspec.structs.replace(row, gpu="NVIDIA H100 80GB HBM3"),
-        msgspec.structs.replace(row, shape=heads | {"heads": 16}),
-        msgspec.structs.replace(row, kind="colours"),
+        msgspec.structs.replace(row, shape=heads | {"num_attention_heads": 16}),
+        msgspec.structs.replace(row, shape=heads | {"dtype": "float16"}),
     ]
     write_rows(choices.SHIPPED, [row, *others])
     asked = ["info", "dummy:llama-3.1-8b", "--program", "--gpu"]

@@ -265,9 +265,9 @@ def question_of(shape: AttentionShape, at_hand: Sequence[str]) -> Question[Prefi
             raise ValueError(f"it names the backends {', '.join(sorted(unknown))}")
 
     facts: dict[str, Fact] = {
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "dim": shape.dim,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.dim,
         "block_size": shape.block_size,
         "longest": min(shape.longest_sequence, max(each.kv for each in STEP_CLASSES)),
         "dtype": str(shape.dtype).removeprefix("torch."),
