@@ -130,7 +130,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until a signal."""
     from megatron_async.observe.log_lines import log_to_stderr, said_line
     from megatron_async.server.supervisor.serve_settings import ServeSettings
-    from megatron_async.server.supervisor.service import serve
+    from megatron_async.server.supervisor.service import Supervisor
 
     # Told here, and not by a replica or an API process after the address is announced.
     check_early(arguments.model, engine_options(arguments), parallel_sizes(arguments))
@@ -140,7 +140,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(said_line(SUPERVISOR, text), flush=True)
 
-    return serve(settings, say)
+    return Supervisor(settings, say).run()
 
 
 def read_settings(arguments: argparse.Namespace) -> Any:

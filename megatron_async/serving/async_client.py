@@ -302,10 +302,7 @@ class AsyncCoordinatorClient(TokenClient):
             raise
 
     async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        priority: int = 0,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0
     ) -> AsyncIterator[TokenChunk]:
         """The tokens and text of one request while they are made. To stop reading (`aclose`) aborts
         the request.

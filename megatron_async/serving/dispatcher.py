@@ -202,11 +202,7 @@ class Dispatcher(RequestBooks):
             self._dispatch(now)
 
     def _hand_over(
-        self,
-        replica: ReplicaRecord,
-        requests: Sequence[RoutedRequest],
-        reason: str,
-        in_order: bool,
+        self, replica: ReplicaRecord, requests: Sequence[RoutedRequest], reason: str, in_order: bool
     ) -> None:
         """Requests that a replica will not finish are served again elsewhere, or fail."""
         for request in requests:

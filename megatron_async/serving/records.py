@@ -13,12 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.serving.messages import (
-    Generate,
-    ReplicaInfo,
-    ReplicaStatus,
-    Run,
-)
+from megatron_async.serving.messages import Generate, ReplicaInfo, ReplicaStatus, Run
 from megatron_async.serving.routing import (
     Candidate,
     PrefixTable,

@@ -74,9 +74,7 @@ OF_REPLICAS = ("sleep", "wake", "reset_prefix_cache", "profile", "watch", "signa
 VERBS = ("health", "pause", "resume", "drain", "abort", "shutdown", *OF_REPLICAS)
 UNASKED = -1
 """Number of a `Do` that nobody waits for."""
-REFUSALS = {
-    ServiceState.DRAINING: "the service ends, or was told to take no further requests",
-}
+REFUSALS = {ServiceState.DRAINING: "the service ends, or was told to take no further requests"}
 PAUSE_MODES = ("keep", "abort")
 
 

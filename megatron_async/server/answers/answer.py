@@ -10,11 +10,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_async.server.answers.choice_text import (
-    ChoiceText,
-    finish_reason,
-    piece_reader,
-)
+from megatron_async.server.answers.choice_text import ChoiceText, finish_reason, piece_reader
 from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind, UsageCount
 from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, Piece, Thought
 from megatron_async.server.fields.asked import Asked, AskedChoice

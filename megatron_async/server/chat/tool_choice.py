@@ -163,8 +163,7 @@ def _only_named(schema: dict[str, Any]) -> dict[str, Any]:
 def _checked(kind: str, function: FunctionTool | None, place: int) -> FunctionTool:
     if kind != "function" or function is None:
         raise Refusal(
-            f"tools[{place}] is no function: only tools of type function are served.",
-            param="tools",
+            f"tools[{place}] is no function: only tools of type function are served.", param="tools"
         )
     if not TOOL_NAME.fullmatch(function.name):
         allowed = "1 to 128 of the characters A-Z a-z 0-9 _ . -"

@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import Headers, reply, reply_json
+from megatron_async.server.http.service_routes import NoFields
 from megatron_async.serving.token_client import TokenClient
 
 FOLDER = Path(__file__).parents[1] / "page"
@@ -77,10 +76,6 @@ REASON = "no_overlap_"
 """Begin of the names of counters of steps that did not overlap."""
 
 
-class WatchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of /watch: an object without fields."""
-
-
 class LiveRoutes:
     """Handlers of /live and /watch."""
 
@@ -102,7 +97,7 @@ class LiveRoutes:
         await self._tell(exchange, stats, {name: _told(engines[name]) for name in engines})
 
     async def _watch(self, exchange: Exchange, _: str) -> None:
-        decode_body(await exchange.body(LIMITS.body_bytes), WatchRequest, LIMITS)
+        decode_body(await exchange.body(LIMITS.body_bytes), NoFields, LIMITS)
         looked = await self._client.ask("watch")
         await self._tell(exchange, await self._client.ask("stats"), looked["replicas"])
 

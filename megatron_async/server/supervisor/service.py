@@ -248,8 +248,3 @@ class Supervisor:
             for child in children:
                 child.reap()
             time.sleep(0.01)
-
-
-def serve(settings: ServeSettings, say: Callable[[str], None]) -> int:
-    """Run a service; see `Supervisor.run`."""
-    return Supervisor(settings, say).run()
