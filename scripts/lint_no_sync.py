@@ -192,9 +192,9 @@ def prose(source: str) -> str:
     return "\n".join(lines)
 
 
-def check_words(path: Path, source: str) -> list[Finding]:
-    """Findings of each `HIDDEN_NOUN` in the prose of a file or a page, and of paragraphs of a page
-    with an `EMPTY_BEGINNING`."""
+def check_words(path: Path, source: str, tree: ast.AST | None = None) -> list[Finding]:
+    """Findings of each `HIDDEN_NOUN` in the prose of a file or a page, and of docstrings and
+    paragraphs with an `EMPTY_BEGINNING`."""
     findings = []
 
     def blank(match: re.Match[str]) -> str:
@@ -206,6 +206,11 @@ def check_words(path: Path, source: str) -> list[Finding]:
             line = source.count("\n", 0, match.start()) + 1
             why = f"the paragraph begins with {match[0]!r}: begin with a noun or a verb"
             findings.append(Finding(path, line, why))
+    for node in ast.walk(tree or ast.parse("" if path.suffix == ".md" else source)):
+        said = node.value if isinstance(node, ast.Expr) else None  # of an attribute, too
+        if isinstance(said, ast.Constant) and (found := EMPTY_BEGINNING.match(str(said.value))):
+            why = f"the docstring begins with {found[0]!r}: begin with a noun or a verb"
+            findings.append(Finding(path, said.lineno, why))
     if HIDDEN_NOUN.search(source):
         text = PERSON.sub(blank, source if path.suffix == ".md" else prose(source))
         for match in HIDDEN_NOUN.finditer(text):
@@ -293,12 +298,7 @@ def check_house(
         why = f"{extra.name} is a public class too many, at most {MAX_CLASSES}: one idea a file"
         findings.append(Finding(path, extra.lineno, why))
     documented = documented_methods([tree]) if documented is None else documented
-    for node in ast.walk(tree):
-        text = node.value if isinstance(node, ast.Expr) else None  # of an attribute, too
-        if isinstance(text, ast.Constant) and (found := EMPTY_BEGINNING.match(str(text.value))):
-            why = f"the docstring begins with {found[0]!r}: begin with a noun or a verb"
-            findings.append(Finding(path, text.lineno, why))
-    findings += check_words(path, source)
+    findings += check_words(path, source, tree)
     for line, name in undocumented(tree, documented):
         findings.append(Finding(path, line, f"{name} has no docstring: say what it does"))
     return findings

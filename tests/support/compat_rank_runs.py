@@ -21,7 +21,7 @@ LENGTHS = (30, 3, 17)
 
 
 class RankFound(NamedTuple):
-    """Of one rank."""
+    """What one rank found."""
 
     tokens: list[list[list[int]]]
     """By lookahead, by prompt."""

@@ -27,7 +27,7 @@ class CyclingModel(AttentionModel):
         inference_context: ContextGPUView,
         runtime_gather_output: bool,
     ) -> Tensor:
-        """As `AttentionModel.forward`."""
+        """What `AttentionModel.forward` does."""
         view = inference_context
         logits = super().forward(
             token_ids, position_ids, attention_mask, view, runtime_gather_output
@@ -40,7 +40,7 @@ class CyclingModel(AttentionModel):
 
 
 class CyclingHybridModel(CyclingModel, HybridAttentionModel):
-    """The same of a model with recurrent layers."""
+    """A cycling model with recurrent layers."""
 
     strength = 450.0
 

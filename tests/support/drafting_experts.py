@@ -41,8 +41,8 @@ JOBS = [
 ]
 """A job's number is its seed, by which drafters know it."""
 NUMBERS = ((0, 1, 2, 3), (8, 5, 6, 7, 4, 9))
-"""Of each rank's jobs. The second begins with a prompt of two chunks: while it is prefilled, the
-first rank drafts already."""
+"""Numbers of each rank's jobs. The second begins with a prompt of two chunks: while it is
+prefilled, the first rank drafts already."""
 SETTINGS: tuple[dict[str, Any], ...] = ({"num_kv_blocks": 80}, {"num_kv_blocks": 19})
 """The second rank's blocks run short, so that its rows do without drafts."""
 SHARED: dict[str, Any] = {
@@ -54,11 +54,11 @@ class SeenStep(NamedTuple):
     """A launched step."""
 
     agreed_width: int
-    """Of the shape that the ranks agreed on."""
+    """Width of the shape that the ranks agreed on."""
     dims_width: int
     is_captured: bool
     width: int
-    """Of this rank's plan."""
+    """Width of this rank's plan."""
     decode_rows: int
     chunks: int
 

@@ -55,7 +55,7 @@ def drawn_jobs(chooser: random.Random, count: int, size: int) -> list[Job]:
 
 
 def undrafted(job: Job) -> Job:
-    """The same for an engine without drafts."""
+    """A job for an engine without drafts."""
     return Job(job.prompt, replace(job.params, num_speculative_tokens=None))
 
 

@@ -64,7 +64,7 @@ class OnlyMamba(nn.Module):
 
 
 class OnlyDelta(nn.Module):
-    """The same of a Gated DeltaNet layer."""
+    """A model of one Gated DeltaNet layer."""
 
     def __init__(self, layer: int, generator: torch.Generator) -> None:
         super().__init__()

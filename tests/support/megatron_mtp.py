@@ -39,7 +39,7 @@ class PlainCore(torch.nn.Module):
 
 
 def megatron_layer(config: Any, pattern: str) -> MultiTokenPredictionLayer:
-    """Of attention and MLP layers, all parts but the core of attention being Megatron's."""
+    """A layer of attention and MLP, all parts but the core of attention being Megatron's."""
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -24,7 +24,7 @@ class Range(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its own text."""
+        """The range's own text."""
         return self.path[-1]
 
 

@@ -1,4 +1,4 @@
-"""Of a full product of parameters, the cases in which every two values still meet.
+"""Cases of a full product of parameters in which every two values still meet.
 
 A bug that needs three values at once is rarer than the time that all cases take is dear. A test
 says so itself, with `@pytest.mark.pairs`; `MEGATRON_ASYNC_ALL_CASES=1` runs the whole product.

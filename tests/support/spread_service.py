@@ -29,7 +29,7 @@ STATES = [
     * 2,
     "PAUSING", "PAUSED", "STOPPING", "STOPPED",
 ]  # fmt: skip
-"""Of every rank in `serve_spread`."""
+"""Options of every rank in `serve_spread`."""
 LONGEST_S = 60
 AFTER_LOSS_S = 3.0
 """Seconds for which the replica that is left goes on; longer than the grace period of the test."""

@@ -40,7 +40,7 @@ def question(kind: str = "colours", **changed: Any) -> Question[Value]:
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of the cache; nothing is shipped."""
+    """The cache's folder; nothing is shipped."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(choices, "SHIPPED", tmp_path / "shipped.json")
     return tmp_path / "cache"
@@ -154,7 +154,7 @@ def linked_nowhere(file: Path) -> None:
 
 
 def a_tebibyte(file: Path) -> None:
-    """It takes no place on the disk, and more than there is in memory."""
+    """A hole: no place on the disk, and more than there is in memory."""
     file.touch()
     os.truncate(file, 1 << 40)
 
@@ -277,7 +277,7 @@ def _on_rank(folder: str) -> list[Any]:
 
 
 def test_ranks_use_the_leaders_rows(tmp_path: Path) -> None:
-    """Its measurement, and the row of its cache; what it measures is kept by it alone."""
+    """The leader's measurement, or the row of its cache, which it alone keeps."""
     chosen = [("two", "measured"), ("two", "cached")]
     assert run_ranks(2, _on_rank, str(tmp_path)) == [
         [chosen, ["one"], 2],

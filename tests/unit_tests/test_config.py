@@ -10,7 +10,7 @@ from megatron_async.errors import ConfigurationError
 
 
 class SchedMode(Enum):
-    """As Megatron's own enum of this setting."""
+    """Like Megatron's own enum of this setting."""
 
     ASYNC = "async"
 

@@ -101,7 +101,8 @@ FILES = {
 
 
 def test_imports_are_seen(tmp_path):
-    """Of modules and names, at the top, in functions, for type checkers; the face takes part."""
+    """Imports of modules and names, at the top, in functions, for type checkers; the face takes
+    part."""
     package = tmp_path / "house"
     for name, text in FILES.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ def test_tokens_are_megatrons(name: str) -> None:
 
 
 def test_norms_that_multiply_by_one_plus_weight() -> None:
-    """Their factors are made from the weights, and again when these have changed."""
+    """Factors of norms are made from the weights, and again when these have changed."""
     model = as_transformer_engine(gpt_model({"qk_layernorm": True}), centered=True).eval()
     engine = engine_of(model, lookahead=1)
     before = check_tokens(engine, model)

@@ -172,7 +172,8 @@ def test_a_model_of_the_engines_loader_is_served_as_it_is() -> None:
 
 
 def test_a_context_makes_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken most of the memory; it gives that back, and then takes of what is left."""
+    """A context has taken most of the memory; it gives that back, and then takes of what is
+    left."""
     model = gpt_model(EXPERTS, UNTIED).eval()
     copies = serve_model(model).weights
     assert copies is not None
@@ -273,7 +274,7 @@ def test_wrappers_of_training_are_looked_through() -> None:
 
 
 def test_the_layers_are_those_of_a_model_that_the_engine_loads() -> None:
-    """The same modules launch the same kernels."""
+    """Equal modules launch equal kernels."""
     served = serve_model(gpt_model({"qk_layernorm": True})).served
     shape = ModelArchitecture(
         "qwen3", 2, 32, 4, 2, 16, 48, 96, qk_layernorm=True, tie_word_embeddings=True

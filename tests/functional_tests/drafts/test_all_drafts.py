@@ -18,7 +18,7 @@ from tests.support.mtp_model import MTP_MODELS
 METHODS = ("oracle", "wrong", "fickle", "ngram", "mtp")
 COMBINATIONS = list(itertools.product(MTP_MODELS, METHODS, (1, 2, 3, 4), (0, 1, 2), MODES))
 DRAWN = 36
-"""Of these, in the suite."""
+"""Cases of these that the suite runs."""
 
 
 def chosen() -> list[tuple[str, str, int, int, str]]:

@@ -73,10 +73,10 @@ def whole_of(name: str) -> WholeSequences:
 @pytest.mark.parametrize("name", MTP_MODELS)
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_text_that_it_knows(name: str, lookahead: int, count: int) -> None:
-    """It takes about as many steps fewer as drafts were right, at every lookahead: a stale read
-    would show here. Break one of these, and it fails: `lay_out_entries.reference` with `source` one
-    token late; `MtpDrafter.propose` without the noise of the position (`entries.lengths` without
-    `number`)."""
+    """A known text takes about as many steps fewer as drafts were right, at every lookahead: a
+    stale read would show here. Break one of these, and it fails: `lay_out_entries.reference` with
+    `source` one token late; `MtpDrafter.propose` without the noise of the position
+    (`entries.lengths` without `number`)."""
     model, tokens = model_of(name), 90
     jobs = [Job([1 + n, 5, 7 + n], greedy(tokens, seed=n, temperature=0.5 * n)) for n in range(2)]
     plain = alone_once(serial_of(name), jobs)
@@ -139,9 +139,9 @@ def test_requests_that_want_fewer() -> None:
 
 
 def test_an_answer_under_a_grammar_is_not_shared() -> None:
-    """Its tokens are chosen behind the step, so their entries are not those of the layer; the
-    blocks of its prompt are shared. Break it: `PrefixCache._held` without `is_constrained`, and the
-    watch finds a wrong draft."""
+    """Tokens under a grammar are chosen behind the step, so their entries are not those of the
+    layer; the blocks of its prompt are shared. Break it: `PrefixCache._held` without
+    `is_constrained`, and the watch finds a wrong draft."""
     model = model_of("MtpModel")
     engine = make_engine(
         model, tokenizer=Pieces(), block_size_tokens=1, speculative_method="mtp",
@@ -164,7 +164,7 @@ def test_an_answer_under_a_grammar_is_not_shared() -> None:
 @pytest.mark.parametrize("name", ["MtpModel", "MtpDeepModel"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_prompt_of_whole_blocks(name: str, size: int) -> None:
-    """Its last token is computed again; the draft model's entries are in the shared block too.
+    """The last token is computed again; the draft model's entries are in the shared block too.
 
     Break one of these, and it fails:
 
@@ -194,7 +194,7 @@ def test_a_draft_vocabulary_larger_than_the_models() -> None:
 
 @pytest.mark.parametrize("decode_rows", [0, 2])
 def test_a_step_of_dummy_rows(decode_rows: int) -> None:
-    """As graphs are captured with: chunks of no token, whose last one is no token's index. Break
+    """What graphs are captured with: chunks of no token, whose last one is no token's index. Break
     it: `ends_of_rows` without `clamp`."""
     model = make_model(replace(TINY, mtp_pattern="*-", mtp_num_depths=2), with_mtp=True)
     engine = make_engine(model, speculative_method="mtp", num_speculative_tokens=3)

@@ -94,9 +94,9 @@ def replayed(answer: list[int], prompt: int, count: int) -> int:
 @pytest.mark.parametrize("kind", [CyclingModel, CyclingHybridModel])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_text_that_repeats_itself(kind: type[AttentionModel], lookahead: int, count: int) -> None:
-    """It takes about the steps that its drafts allow: a stale read would show here. Break one of
-    these, and it fails: `DraftBooks.width_for` always 1; `store_drafts.reference` without slots;
-    `_learn` with the second token; `NgramDrafter` without the last token."""
+    """Such a text takes about the steps that its drafts allow: a stale read would show here. Break
+    one of these, and it fails: `DraftBooks.width_for` always 1; `store_drafts.reference` without
+    slots; `_learn` with the second token; `NgramDrafter` without the last token."""
     model, tokens = model_of(kind), 90
     jobs = [Job([1 + n, 5, 7 + n], greedy(tokens, seed=n, temperature=0.5 * n)) for n in range(2)]
     plain = alone_once(serial_of(kind), jobs)

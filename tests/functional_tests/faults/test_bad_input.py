@@ -273,7 +273,8 @@ class OutOfLuck(RuntimeError):
 
 @pytest.mark.parametrize("fails_in", ["forward", "sample"])
 def test_exception_in_a_step(make_tiny_engine, lookahead, fails_in: str):
-    """Its requests fail with the cause; those that join later are served, and served right."""
+    """Requests of the step fail with the cause; those that join later are served, and served
+    right."""
     job = Job([9, 8, 7], greedy(20))
     want = run_together(make_tiny_engine(lookahead=0), [job])[0]
     engine = make_tiny_engine(lookahead=lookahead, max_requests=2, block_size_tokens=4)

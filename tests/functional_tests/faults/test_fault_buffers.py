@@ -16,7 +16,7 @@ from tests.support.late_device import LateDevice
 TOKENS = 14
 PROMPTS = random_prompts(31, (5, 21, 9, 14, 3, 17))
 VICTIM = 1
-"""It is aborted, and its id is used again at once."""
+"""The request that is aborted; its id is used again at once."""
 EAGER = [(), ("upload",), ("compute",), ("copy",), ("upload", "compute"), ("upload", "copy")]
 SAME_AGAIN = {"max_requests": 4, "max_tokens": 12, "block_size_tokens": 4}
 

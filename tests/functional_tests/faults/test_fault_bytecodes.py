@@ -28,9 +28,9 @@ PROMPTS = random_prompts(3, (5, 9, 3, 12), VOCABULARY)
 NEXT = random_prompts(4, (6, 2, 11), VOCABULARY)
 MODELS = {"attention": AttentionModel, "hybrid": MixedAttentionModel}
 STRIDE = 5 if os.environ.get(ALL_CASES) == "1" else 1709
-"""Of the bytecodes of a step, one is tried, then the one so many behind it."""
+"""One bytecode of a step is tried, then the one so many behind it."""
 STEPS = 10
-"""Of a run, that are interrupted: with all of `PROMPTS`' prefills, and the ends of most."""
+"""Steps of a run that are interrupted: with all of `PROMPTS`' prefills, and the ends of most."""
 MOST_STEPS = 200
 ACTS = {"signal": ctrl_c, "raised": interrupt}
 

@@ -99,7 +99,7 @@ def test_a_failed_step_spares_its_slot_s_next_owner(make_tiny_engine, expected, 
 
 
 def test_a_consumer_of_reports_that_raises(engine, expected):
-    """Its error comes out of `generate`; the requests are still there, and go on. Break `generate`:
+    """The error comes out of `generate`; the requests are still there, and go on. Break `generate`:
     close the engine, or abort the requests, when `on_step` raises."""
     calls = 0
 

@@ -39,7 +39,7 @@ def test_ctrl_c_while_other_ranks_are_let_go(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_leader_that_is_interrupted(model, expected, moment: str):
-    """Its follower does what it did, and serves the next call."""
+    """The follower does what the leader did, and serves the next call."""
     leader, follower = (
         make_engine(model, lookahead=1, max_requests=4, max_sequence_length=64) for _ in range(2)
     )

@@ -29,7 +29,7 @@ from tests.support.patience import PATIENCE_S
 __all__ = ["expected", "model"]
 pytestmark = pytest.mark.usefixtures("usual_handler")
 STRIDE = 97
-"""Of the bytecodes of a call's end, one is tried, then the one so many behind it."""
+"""One bytecode of a call's end is tried, then the one so many behind it."""
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_ctrl_c_waits_for_the_end_of_a_turn(engine, expected, moment: str, monke
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_what_an_interrupted_generate_leaves(engine, expected, moment: str):
-    """Its own requests are aborted, and are in nobody's reports; those of others go on. Break
+    """The call's requests are aborted, and are in nobody's reports; those of others go on. Break
     `_abandon`: no abort, or no `forget_ended`."""
     other = engine.add_request(77, PROMPTS[0], greedy(TOKENS))
     engine.listeners.append(At(moment, ctrl_c))
@@ -343,7 +343,7 @@ def test_a_loop_that_is_cancelled_at_any_await_begins_again(engine, expected):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_holds_interrupts_too() -> None:
-    """Its main thread is the thread that has forked. Break it: no `register_at_fork`."""
+    """A child's main thread is the thread that has forked. Break it: no `register_at_fork`."""
     codes = []
 
     def fork() -> None:

@@ -134,7 +134,7 @@ def test_a_recording_of_a_step_that_was_cut_short_is_incomplete(tmp_path: Path) 
 
 
 def test_a_leader_that_was_cut_short_ends_its_job() -> None:
-    """Its followers may have done more: break `mend` of an engine that is not alone."""
+    """Followers may have done more: break `mend` of an engine that is not alone."""
     leader, follower = (make_engine(AttentionModel(), max_sequence_length=64) for _ in range(2))
     following = FollowingEngine(leader, follower)
     leader.listeners.append(Failing())

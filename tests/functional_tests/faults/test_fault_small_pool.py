@@ -12,8 +12,8 @@ BLOCK = 2
 LONGEST = max(map(len, PROMPTS)) + TOKENS
 TWO_REQUESTS = 2 * -(-(LONGEST - 1) // BLOCK)
 LEAST_SHARE = 0.9
-"""Of the tokens a step that two slots give in a large pool. The small one holds two requests at
-their limits and more of them on their way there, but pays for evictions with prefill."""
+"""Share of the tokens a step that two slots give in a large pool. The small one holds two requests
+at their limits and more of them on their way there, but pays for evictions with prefill."""
 
 
 @pytest.mark.parametrize("limit", [None, 1e-9], ids=["pauses", "evicts"])

@@ -17,7 +17,7 @@ from megatron_async.engine import arrival
 from tests.support.harness import greedy, make_engine, random_prompts
 
 PATIENCE_S = 30.0
-"""Of a test: far more than anything here takes."""
+"""Time for a test: far more than anything here takes."""
 SLOW_S = 0.05
 
 

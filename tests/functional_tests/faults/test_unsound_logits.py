@@ -25,7 +25,7 @@ from tests.support.poison import spoil_logits
 
 PROMPTS = random_prompts(3, (30, 5, 17, 9))
 POSITION = 41
-"""Of the first token that cannot be chosen; sequences that stay shorter are sound."""
+"""Position of the first token that cannot be chosen; sequences that stay shorter are sound."""
 BEFORE = POSITION - len(PROMPTS[0])
 """Tokens that the first prompt's request generates before."""
 KINDS: dict[str, dict[str, Any]] = {

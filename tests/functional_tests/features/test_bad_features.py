@@ -119,7 +119,7 @@ def test_bad_priorities_fail_alone(make_tiny_engine: EngineFactory) -> None:
 
 @pytest.mark.parametrize("method", ["abort_request", "stream", "get_request"])
 def test_ids_that_nobody_has(make_tiny_engine: EngineFactory, method: str) -> None:
-    """They raise KeyError, or TypeError where they cannot be an id, and change nothing."""
+    """Such ids raise KeyError, or TypeError where they cannot be an id, and change nothing."""
     engine = make_tiny_engine(lookahead=1)
     served = engine.add_request(7, [3, 1, 4], greedy(12))
     bad = [value for value in NUMBERS if value not in (7, 7.0)] + [-1, 8, 10**9, "7"]
@@ -170,7 +170,8 @@ class LettersOnly:
 def test_large_bad_words_are_refused_before_they_are_tokenized(
     make_tiny_engine: EngineFactory, words: list[str], message: str
 ) -> None:
-    """They would hold up the engine's thread. Break `_bad_words`: count only what was tokenized."""
+    """Many words would hold up the engine's thread. Break `_bad_words`: count only what was
+    tokenized."""
     tokenizer = LettersOnly()
     engine = make_tiny_engine(tokenizer=tokenizer)
     request = engine.add_request(0, [1, 2], greedy(3, bad_words=words)).result()

@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Of the range around what a thread does for it."""
+        """Text of the range around what a thread does for the step."""
         kinds = {(False, False): "Dummy", (True, False): "Decode", (False, True): "Prefill"}
         kind = kinds.get((self.decode_rows > 0, self.chunks > 0), "Mixed")
         return f"{kind} step {self.number} rows {self.decode_rows + self.chunks}"
@@ -75,7 +75,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def work_for(log: NvtxLog, step: Step) -> list[list[str]]:
-    """Of each range that names a step, the paths inside it by their starts; sorted."""
+    """Paths inside each range that names a step, by their starts; sorted."""
     found: dict[int, list[str]] = {}
     outer = [each for each in log.ranges if each.path == (step.text,)]
     for each in log.ranges:

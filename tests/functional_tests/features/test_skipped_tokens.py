@@ -62,7 +62,7 @@ def serial(model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
 
 @pytest.fixture(scope="module")
 def earlier() -> list[Job]:
-    """Of other prompts than those of `later`."""
+    """Jobs of other prompts than `later` has."""
     return [
         Job([number, number + 1], greedy(12, seed=number, **asked))
         for number, asked in enumerate(EARLIER)

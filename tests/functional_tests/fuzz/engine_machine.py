@@ -66,12 +66,12 @@ NGRAM = "ngram"
 """The drafter that needs no answers: the engine's own. In half of all cases the model has an MTP
 layer, and that drafts."""
 ROOM = (8, MAX_SEQUENCE)
-"""Of a drafter: answers, and tokens of one."""
+"""Room of a drafter: answers, and tokens of one."""
 COUNTED = (
     "steps", "pauses", "evictions", "zombie_rows", "discarded_steps", "accepted_tokens",
     "prefix_cache_hits", "prefix_cache_evictions", "prefix_cache_snapshot_hits",
 )  # fmt: skip
-"""Of an engine's statistics."""
+"""Names of an engine's statistics."""
 some_request = st.integers(0, 5)
 """Which of the unfinished requests, counted round and round in the order of their ids."""
 needs_a_request = precondition(lambda machine: machine.unfinished)

@@ -192,7 +192,7 @@ class ExpertMachine(EngineMachine):
 
     @rule(steps=st.integers(0, MOST_STEPS))
     def others_run(self, steps: int) -> None:
-        """So many steps of others are left at the next stops."""
+        """Steps of others, as many as are left at the next stops."""
         self.script.append(f"# at each stop, {steps} steps for others")
         self.engine.group.steps = steps
 

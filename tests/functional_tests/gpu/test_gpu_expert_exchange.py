@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 
 HIDDEN, TOPK, EPS, MOST = 512, 3, 1e-5, 256
 TOKENS = (1, 3, 64, 256, 300, 2)
-"""Of each rank; the workspaces hold all but 300."""
+"""Tokens of each rank; the workspaces hold all but 300."""
 TURNS = 20
 
 
@@ -48,7 +48,7 @@ def prepare(exchange: ExpertExchange, dtype: torch.dtype) -> None:
 def exchanged(
     dispatcher: TokenDispatcher, rank: int, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of many turns: tokens and their routing from all ranks, without padding, and sums."""
+    """Many turns: tokens and their routing from all ranks, without padding, and sums."""
     found = []
     tolerance = tolerance_of(dtype)
     for turn in range(TURNS):

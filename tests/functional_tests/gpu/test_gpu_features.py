@@ -227,7 +227,7 @@ def test_no_step_waits_in_secret(make_gpu_engine: EngineFactory, ascii_tokenizer
 
 
 def kernels_and_copies(engine: DynamicInferenceEngine, params: SamplingParams) -> Counter[str]:
-    """Of one decode step."""
+    """Counts of one decode step."""
     for number, prompt in enumerate(random_prompts(4, (5, 9, 14, 20), SHAPE.vocab_size)):
         engine.add_request(number, prompt, params)
     for _ in range(6):

@@ -34,7 +34,7 @@ SHAPES = {
     ),
 }
 VOCABULARY = MAMBA.vocab_size
-"""Of both."""
+"""Vocabulary of both."""
 LENGTHS = (1, 5, 33, 64, 17, 100, 2, 48, 300, 128, 129, 3)
 TOKENS = 48
 ROOM = {"num_kv_blocks": 128, "max_requests": 12, "block_size_tokens": 16}

@@ -40,12 +40,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 HALF = {"params_dtype": torch.bfloat16, "bf16": True}
 TOLERANCE = 0.01
-"""Of log probs in float32."""
+"""Distance of log probs in float32."""
 
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are there, and Triton makes a float32 product of three in TF32, which has 10 bits."""
+    """Packages are there, and Triton makes a float32 product of three in TF32, which has 10
+    bits."""
     pytest.importorskip("mamba_ssm", reason="mamba-ssm is not installed")
     pytest.importorskip("causal_conv1d", reason="causal-conv1d is not installed")
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")

@@ -64,7 +64,7 @@ def make_collectives(dtype: torch.dtype) -> TensorCollectives:
 
 
 def summands(rows: int, splits: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Of all ranks, on this one."""
+    """Summands of all ranks, on this one."""
     found = []
     for rank in range(world_size()):
         generator = torch.Generator().manual_seed(10 * rows + rank)

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norms that multiply by 1 + weight": ({"layernorm_zero_centered_gamma": True}, {}),
 }
 TOLERANCE = 0.01
-"""Of log probs."""
+"""Distance of log probs."""
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 """TransformerEngine multiplies float32 in TF32, which has 10 bits of mantissa. cuBLAS reads this
 when it is first used, so run this file in a process of its own."""

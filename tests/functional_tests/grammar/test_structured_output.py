@@ -73,7 +73,8 @@ JOBS = [Job(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=Tr
 
 
 def compile_grammars(engine: DynamicInferenceEngine, params: list[SamplingParams]) -> None:
-    """So that requests are admitted at once, and their schedules are the same in every run."""
+    """Compile ahead: requests are admitted at once, and their schedules are the same in every
+    run."""
     for each in params:
         if each.structured_output is not None:
             engine.grammars.begin(each.structured_output).result()

@@ -177,7 +177,7 @@ def test_a_wish_that_is_cut_is_told_once(make_tiny_engine, caplog):
 
 
 def make_trio(model: torch.nn.Module, **config: Any) -> DynamicInferenceEngine:
-    """As in a Megatron-Core script."""
+    """Make the three parts like a Megatron-Core script."""
     inference_config = InferenceConfig(
         device="cpu",
         num_kv_blocks=64,

@@ -82,7 +82,8 @@ def test_requests_of_a_lost_job_keep_their_tokens(tiny_model, expected: list[lis
 
 
 def test_no_request_enters_a_closed_engine(tiny_model, expected: list[list[int]], lookahead):
-    """Its runner ends in order, idle or in the middle of a wait. Break one of these, and it fails:
+    """A closed engine's runner ends, idle or in the middle of a wait. Break one of these, and it
+    fails:
 
     - `add_request`: no `check_is_open`
     - `async_step`: book a step behind the end
@@ -154,7 +155,7 @@ THREE = random_prompts(21, (9, 14, 40))
 
 
 def state(engine: DynamicInferenceEngine) -> SlotState | None:
-    """Of the victim's slot; None while it has none."""
+    """State of the victim's slot; None without one."""
     slots, request = engine.context.slots, engine.get_request(VICTIM)
     if request not in slots.requests:
         return None

@@ -58,7 +58,7 @@ SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture
 def megatron_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own rope and attention ask for the current GPU and its random numbers."""
+    """Megatron's rope and attention ask for the current GPU and its random numbers."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     no_tracker = SimpleNamespace(fork=nullcontext)
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: no_tracker)

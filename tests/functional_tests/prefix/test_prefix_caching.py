@@ -63,7 +63,7 @@ def serial(model: torch.nn.Module) -> Iterator[DynamicInferenceEngine]:
 
 @pytest.mark.parametrize("budget", [200, 13])
 def test_equal_prompts_cost_one_prefill(model, serial, lookahead, budget: int):
-    """They arrive together; the prompt takes one step, or several. Break it, and it fails:
+    """Equal prompts arrive together; a prompt takes one step, or several. Break it, and it fails:
     `Scheduler._may_admit` does not wait for what the planned step writes."""
     jobs = [Job(TEXT[:40], greedy(6)) for _ in range(8)]
     expected = alone_once(serial, jobs)
@@ -88,7 +88,7 @@ def test_warm_equals_cold(model, serial, lookahead, length: int):
 
 @pytest.mark.parametrize("size", [2, 4, 1])
 def test_a_prompt_of_whole_blocks(model, serial, lookahead, size: int):
-    """Its last token alone is computed again, by several requests at once; nobody writes to the
+    """The last token alone is computed again, by several requests at once; nobody writes to the
     blocks that they share.
 
     Break one of these, and it fails:

@@ -108,7 +108,7 @@ def test_bit_for_bit(model: HybridAttentionModel) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("budget", [2048, 200, 150])
 def test_equal_prompts_cost_one_prefill(model, serial, lookahead, budget: int):
-    """They arrive together; the prompt takes one step, or several."""
+    """Equal prompts arrive together; a prompt takes one step, or several."""
     jobs = [Job(TEXT[:400], greedy(4)) for _ in range(8)]
     expected = alone_once(serial, jobs)
     engine = caching(model, lookahead=lookahead, max_tokens=budget, max_requests=16)
@@ -167,7 +167,7 @@ def test_a_conversation_computes_what_is_new(model, serial, lookahead):
 
 
 def test_one_state_of_decoding_is_kept(model: HybridAttentionModel) -> None:
-    """Of a long answer the last; others that were found meanwhile stay."""
+    """The last of a long answer; others that were found meanwhile stay."""
     engine = caching(model, num_state_snapshots=20, prefix_caching_mamba_interval=0)
     answer = run_at(engine, {0: [Job(TEXT[:20], greedy(380))]})[0]
     assert engine.stats()["prefix_cache_snapshots"] == 1

@@ -33,7 +33,7 @@ Alone = tuple[list[list[int]], list[Any]]
 
 
 Runs = list[tuple[RankRun, RankRun]]
-"""Of both ranks, by lookahead."""
+"""Runs of both ranks, by lookahead."""
 
 
 def plain(device: torch.device) -> Alone:

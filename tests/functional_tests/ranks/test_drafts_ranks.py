@@ -65,7 +65,7 @@ def test_ranks_took_the_same_steps(two_stages: list[Any]) -> None:
 Drafts = dict[tuple[int, ...], list[int]]
 PROMPTS = ([1, 2, 3], [4] * 9, list(range(40, 90)), [7], list(range(30)))
 HALVES = ([0, 1], [2, 3, 4])
-"""Of ranks with requests of their own. The second rank's are longer, and in chunks: the first one
+"""Jobs of ranks with own requests. The second rank's are longer, and in chunks: the first one
 decodes beside them, and ends first."""
 SETTINGS: dict[str, Any] = {
     "num_kv_blocks": 64, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 4,

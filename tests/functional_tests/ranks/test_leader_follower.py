@@ -225,7 +225,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_job(pair_of, failing, monkeypatc
 
 
 def test_who_waits_in_a_step_learns_that_another_rank_failed_in_it(pair_of, monkeypatch):
-    """As in a collective: the leader's step ends only if the follower's does."""
+    """Like a collective: the leader's step ends only if the follower's does."""
     monkeypatch.setattr(leader, "CONFIRMATION_TIMEOUT_S", 0.3)
     pair = pair_of()
     _fail_in_step(pair.follower, 3)

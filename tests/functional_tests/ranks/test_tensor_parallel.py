@@ -185,9 +185,9 @@ def test_log_probs_are_those_of_one_rank(folder: Path) -> None:
 
 @mock.patch.object(structured_output, "ALLOWANCE_S", 60.0)
 def constrained_tokens(name: str, ranks: int) -> list[list[int]]:
-    """Of rows under a grammar and others, which share steps. Each rank schedules for itself here,
-    and ends no request for the CPU time of its grammar: its clock is its own, and the other rank
-    would go on with that request."""
+    """Tokens of rows under a grammar and others, which share steps. Each rank schedules for itself
+    here, and ends no request for the CPU time of its grammar: its clock is its own, and the other
+    rank would go on with that request."""
     tokenizer = make_ascii_tokenizer()
     engine = make_engine(load(name, ranks), tokenizer=tokenizer, lookahead=2, **PLENTY)
     params = [

@@ -86,7 +86,7 @@ def test_https_in_front_of_a_secret(service: Served) -> None:
 
 
 def test_the_secret_is_asked_for(service: Served, tmp_path, monkeypatch, caplog):
-    """Of an API process; those of `service` have the right one."""
+    """An API process is asked; those of `service` have the right one."""
     wrong = tmp_path / "wrong"
     wrong.write_bytes(b"not the secret of that service")
     wrong.chmod(0o600)

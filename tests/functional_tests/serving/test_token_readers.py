@@ -69,7 +69,7 @@ Run = Callable[[Callable[[AsyncCoordinatorClient], Coroutine[Any, Any, None]]], 
 
 
 class Told(Exception):
-    """Of a tokenizer of a user's own."""
+    """The error of a tokenizer of a user's own."""
 
 
 class Own:

@@ -52,7 +52,7 @@ class MtpFamily:
     config: dict[str, Any]
     """What its `config.json` says of MTP."""
     pattern: str
-    """Of a depth."""
+    """Pattern of a depth."""
     layers: dict[str, Any]
     """Options of a model of transformers that has the layers of one depth."""
     is_hidden_first: bool = False
@@ -128,7 +128,7 @@ def make_layers(name: str) -> Any:
 
 
 def saved_tensors(model: Any, folder: Path) -> dict[str, Tensor]:
-    """As transformers writes them, which is as they are published."""
+    """Tensors in the form that transformers writes, which is the published one."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 

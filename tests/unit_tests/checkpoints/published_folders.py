@@ -125,7 +125,7 @@ BY_NAME = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def with_names(config: dict[str, Any]) -> dict[str, Any]:
-    """The same in the form of transformers 5: layers by their names."""
+    """A configuration in the form of transformers 5: layers by their names."""
     pattern = config["hybrid_override_pattern"]
     rest = {key: value for key, value in config.items() if key != "hybrid_override_pattern"}
     return rest | {"layers_block_type": [BY_NAME[kind] for kind in pattern]}

@@ -236,7 +236,7 @@ def test_published_files_of_older_forms_are_known(caplog: pytest.LogCaptureFixtu
 
 
 def test_biases_of_mimo_need_no_key() -> None:
-    """Its published code is Qwen2's, which has them without a word."""
+    """MiMo's published code is Qwen2's, which has them without a word."""
     mimo = plain_config("qwen2") | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     assert "attention_bias" not in mimo
     assert read(mimo) == read(mimo | {"attention_bias": True})

@@ -80,7 +80,7 @@ class ExpertSpread:
 
 
 def spread(monkeypatch, architecture, batch, name):
-    """Of prefill (4 tokens for each of `batch` requests) and decode."""
+    """Spread of prefill (4 tokens for each of `batch` requests) and decode."""
     monkeypatch.setitem(DUMMY_SHAPES, "spread", architecture)
     with LLM(
         name, device="cpu", max_requests=batch, max_sequence_length=64, block_size_tokens=64,

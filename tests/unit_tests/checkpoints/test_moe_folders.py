@@ -27,7 +27,7 @@ MOE_FAMILIES = ("mixtral", "qwen3-moe")
 
 
 def stacked_folder(folder: Path, target: Path) -> Path:
-    """The same model with the tensors that transformers' modules hold: one for all experts."""
+    """A copy of the model with the tensors that transformers' modules hold: one for all experts."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -49,7 +49,7 @@ def mtp_folder(tmp_path_factory: pytest.TempPathFactory) -> MakeFolder:
 
 @pytest.mark.parametrize("name", MTP_FAMILIES)
 def test_a_depth_says_what_transformers_and_vllm_say(name: str, mtp_folder: MakeFolder) -> None:
-    """So each tensor is where it should be, and `eh_proj` takes its inputs in the right order."""
+    """Each tensor is where it should be, and `eh_proj` takes its inputs in the right order."""
     folder, tensors = mtp_folder(name)
     family = MTP_FAMILIES[name]
     loaded = load_model(folder, torch.float32, CPU, with_mtp=True)
@@ -71,7 +71,7 @@ def test_a_depth_says_what_transformers_and_vllm_say(name: str, mtp_folder: Make
 
 @torch.inference_mode()
 def _final_hidden(trunk: Any, is_before_norm: bool) -> Tensor:
-    """Of transformers: what stands before or behind the last norm."""
+    """Hidden states of transformers: what stands before or behind the last norm."""
     seen: list[Tensor] = []
     norm = getattr(trunk.model, "norm", None) or trunk.model.norm_f
     norm.register_forward_hook(lambda _m, inputs, output: seen.extend((inputs[0], output)))
@@ -134,7 +134,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_of_a_depth_in_one_tensor(mtp_folder: MakeFolder, tmp_path: Path) -> None:
-    """As in published Qwen3.5-MoE, whatever form the trunk's have."""
+    """One tensor like published Qwen3.5-MoE's, whatever form the trunk's have."""
     folder, tensors = mtp_folder("qwen3.5-moe")
     edited(folder, tmp_path / "m")
     prefix = "mtp.layers.0.mlp.experts."

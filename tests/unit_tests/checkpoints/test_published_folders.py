@@ -47,14 +47,14 @@ TOKENS = torch.randint(0, 512, (20,), generator=torch.Generator().manual_seed(4)
 
 
 def few_rows(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Of a vocabulary 512 rows; of all else everything."""
+    """512 rows of a vocabulary; all of anything else."""
     is_vocabulary = "embed" in name or name.startswith("lm_head")
     return values_of(name, (512, *shape[1:]) if is_vocabulary else shape)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_weight_is_a_published_tensor(name: str, tmp_path: Path) -> None:
-    """Of whole models, in shards of 5 GB as they are published, whose numbers are holes."""
+    """Weights of whole models, in shards of 5 GB as they are published, whose numbers are holes."""
     config, shape = CONFIGS[name], name.partition(",")[0]
     folder = write_folder(config, tmp_path / "model")
     source = open_model(folder)

@@ -337,8 +337,8 @@ def test_what_is_written_is_read(shape: str, tmp_path: Path) -> None:
 
 
 def test_keys_are_those_of_megatrons_layer(tmp_path: Path) -> None:
-    """Of its own class, with its own sharded state; norms but for `eh_proj`'s have the names of the
-    linear layers behind them, as in Megatron's TransformerEngine spec."""
+    """Keys of Megatron's class, with its own sharded state; norms but for `eh_proj`'s have the
+    names of the linear layers behind them, as in Megatron's TransformerEngine spec."""
     a = DUMMY_SHAPES["tiny-mtp"]
     model: Any = build_model(a, torch.float32, CPU, with_mtp=True)
     prefix = "mtp.layers.0."

@@ -68,7 +68,7 @@ def training_state(model: Any) -> dict[str, Any]:
 
 
 def test_optimizer_states_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Their bytes are overwritten, and nobody notices. Other tensors are named."""
+    """Bytes of optimizer states are overwritten, and nobody notices. Other tensors are named."""
     args = parsed_args()
     model = trained_model(args)
     save_run(model, tmp_path / "bare", args)
@@ -229,7 +229,7 @@ METADATA: dict[str, dict[str, Any]] = {
     "stacked": {"non_homogeneous_layers": False},
     "singleton": {"singleton_local_shards": True},
 }
-"""Of `sharded_state_dict`: the ways in which Megatron-Core stores the same weights."""
+"""Metadata of `sharded_state_dict`: the ways in which Megatron-Core stores the same weights."""
 STORED = ("llama", "shared-expert", "qwen2-moe-mixed")
 """Models that are stored in all these ways."""
 
@@ -271,7 +271,7 @@ def test_served_as_megatron_computes(name: str, kind: str, tmp_path: Path) -> No
 
 
 def test_names_of_transformer_engine(tmp_path: Path) -> None:
-    """Of Megatron's TransformerEngine spec the norm before experts is a module of its own, which
+    """In Megatron's TransformerEngine spec the norm before experts is a module of its own, which
     the local spec stores under the name of a norm in `linear_fc1`. All other keys, those of
     grouped experts too, are equal (`TEGroupedMLP.sharded_state_dict`)."""
     args = parsed_args(**QWEN2_MOE)

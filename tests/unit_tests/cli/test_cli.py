@@ -246,7 +246,7 @@ def test_real_run_for_people(capsys):
 
 
 def test_a_single_answer_is_shown_token_by_token(capfd):
-    """The same as beside another prompt, but written in parts."""
+    """The answer is the one beside another prompt, but written in parts."""
     written = []
 
     class Screen(io.StringIO):
@@ -277,7 +277,7 @@ def test_the_end_of_a_single_answer_that_fails(capsys):
 
 
 def test_each_answer_is_shown_when_it_ends(monkeypatch, capsys):
-    """Of two prompts, the short one's answer is on the screen while the other is made."""
+    """The shorter answer of two is on the screen while the other is made."""
     shown = []
     step = DynamicInferenceEngine.step_modern
 

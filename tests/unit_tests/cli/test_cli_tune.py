@@ -68,7 +68,7 @@ def test_what_was_measured_is_kept_and_told(card: Path, capsys: Any) -> None:
 
 
 def test_into_a_table(card: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its row of the same key is replaced, all others stay."""
+    """A row of the same key is replaced, all others stay."""
     table = card / "table.json"
     other = Row("colours", "NVIDIA H100", SHAPE, choices.versions(), {"number": 1})
     write_rows(table, [other])

@@ -229,7 +229,7 @@ def test_packed_shapes_hold_every_step_and_pad_little(requests, tokens):
 
 
 def test_few_decode_rows_and_prompts_have_64_rows_of_logits():
-    """So many rows of the vocabulary's product take the least for a row."""
+    """64 rows of the vocabulary's product take the least for a row."""
     config = InferenceConfig(max_requests=256, max_tokens=2048)
     shapes = make_graph_shapes(config, captures_graphs=True, captures_prefill=True)
     for tokens in (100, 256, 480):

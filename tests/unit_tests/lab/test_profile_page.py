@@ -15,7 +15,7 @@ from tests.support.browser import Browser, find_chromium
 from tests.unit_tests.lab.made_timeline import LATE, made_timeline
 
 LEFT, RIGHT = 52, 8
-"""Of server/page/lanes.js."""
+"""Margins of server/page/lanes.js."""
 FACTS = {"model": "<m&m>", "workload": "steady", "lookahead": 1}
 
 

@@ -29,7 +29,7 @@ TINY = DUMMY_SHAPES["tiny-gated-delta"]
 
 
 def arguments_of(trained: ModelArchitecture, **others: Any) -> dict[str, Any]:
-    """Of a training run of Megatron-LM, which say what the model is."""
+    """Arguments of a training run of Megatron-LM, which say what the model is."""
     values = trained.to_dict()
     names = [*ARGUMENTS, *(MAMBA_ARGUMENTS if "M" in trained.pattern else DELTA_ARGUMENTS)]
     names += MOE_ARGUMENTS if trained.num_moe_experts else ()

@@ -24,7 +24,7 @@ class Numbers:
     dtype: torch.dtype
 
     def rows(self, *size: int, pad: int = 0, scale: float = 1.0) -> Tensor:
-        """Of this size, with so many elements between the end of a row and the next one."""
+        """Rows of this size, with so many elements between the end of a row and the next one."""
         whole = torch.randn(*size[:-1], size[-1] + pad, device=self.device)
         return (scale * whole).to(self.dtype)[..., : size[-1]]
 

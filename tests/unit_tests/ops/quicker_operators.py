@@ -17,7 +17,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 Operation = Callable[[TritonSemantic, Any, Any], Any]
-"""Of a semantic and two operands."""
+"""An operation of a semantic and two operands."""
 
 SHAPING = {"create_splat": -1, "create_expand_dims": 0, "create_broadcast": 0}
 """What the builder does to operands that NumPy does as well, and which argument is the operand."""

@@ -298,7 +298,7 @@ STOP = 0
 LONGEST = 40
 SCHEDULES, GROUPS = 200, 8
 STAGES = (1, 1, 2, 4)
-"""Of the pipelines that the schedules are for."""
+"""Stages of the pipelines that the schedules are for."""
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_first_tokens_and_ends_do_not_wait():
 
 
 def test_many_readers_leave_turns_to_others():
-    """Of 200 readers no more than a slice is woken between two turns of the engine."""
+    """No more than a slice of 200 readers is woken between two turns of the engine."""
 
     async def run():
         wakeups, count = StreamWakeups(), 200

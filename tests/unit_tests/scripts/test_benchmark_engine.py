@@ -137,7 +137,7 @@ def test_arrivals_at_one_replica(tmp_path):
 
 
 def test_a_prefix_cache_is_measured(tmp_path):
-    """Of a hybrid model: what is cached is not computed, and snapshots stand where they should."""
+    """A hybrid model: what is cached is not computed, and snapshots stand where they should."""
     options = ["--models", "dummy:tiny-hybrid", "--device", "cpu", "--repeats", 1, "--batch", 2]
     options += ["--loads", "tail", "turns", "unique", "snapshots", "--prefix-tokens", 256]
     options += ["--tails", 16, "--turns", 2, "--turn-tokens", 140, "--output-tokens", 3]

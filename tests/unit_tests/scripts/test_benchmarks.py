@@ -123,7 +123,7 @@ def test_prefill(tmp_path):
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
 def test_prefill_floor_counts_every_product(shape):
-    """As many multiplications as are counted by hand, two operations each."""
+    """Multiplications are as many as counted by hand, two operations each."""
     a = DUMMY_SHAPES[shape]
     with LLM(f"dummy:{shape}", device="cpu", max_requests=2, num_kv_blocks=4) as llm:
         model = llm.engine.controller.inference_wrapped_model.model

@@ -132,9 +132,10 @@ def test_docstrings_and_comments_name_their_things(words):
 def test_pages_and_tests_name_their_things(tmp_path):
     package, page, test = (tmp_path / name for name in ("package", "a.md", "test_a.py"))
     page.write_text("# A\n\nIts words. `what is there`\n\n```\nthat of\n```\n\nRanks who wait.\n")
-    test.write_text("def f():\n    n = x.item()  # whoever reads it\n")
+    test.write_text('def f():\n    """Its f."""\n    n = x.item()  # whoever reads it\n')
     findings, _ = lint_no_sync.lint([page, test], package)
-    assert [(each.path, each.line) for each in findings] == [(page, 3), (page, 9), (test, 2)]
+    places = [(each.path, each.line) for each in findings]
+    assert places == [(page, 3), (page, 9), (test, 2), (test, 3)]
 
 
 def test_method_docstring_is_inherited_from_a_base_in_the_package():

@@ -292,7 +292,7 @@ def test_a_cache_that_has_lost_a_prefix_does_not_attract() -> None:
 
 
 def test_what_a_replica_is_yet_to_compute_is_not_forgotten() -> None:
-    """It has told what it has lost before it knew of the request that will bring it back."""
+    """A replica has told what it has lost before it knew of the request that will bring it back."""
     prompt = list(range(40))
     service = Service("a", "b")
     service.ask(0, prompt=prompt)

@@ -36,12 +36,12 @@ def output(token: int, rows: int = MANY, first: int = -1) -> StepOutput:
 
 
 def tokens(message: StepTokens) -> list[int]:
-    """Of request 0."""
+    """Tokens of request 0."""
     return of_request(message, 0)
 
 
 def of_request(message: StepTokens, number: int) -> list[int]:
-    """Its tokens, in their order."""
+    """A request's tokens, in their order."""
     message = by_row(message)
     counts = np.frombuffer(message.counts, np.int32)
     owners = np.repeat(np.frombuffer(message.numbers, np.int64), counts)
@@ -126,8 +126,8 @@ def test_what_is_flushed_or_forgotten_does_not_come_later(monkeypatch: Any) -> N
 
 
 def test_first_tokens_leave_before_the_step_is_over(monkeypatch: Any) -> None:
-    """They wait for no turn of the loop, but with an end, which comes in the next turn. Break it:
-    `_send_soon` for all of them."""
+    """First tokens wait for no turn of the loop, but with an end, which comes in the next turn.
+    Break it: `_send_soon` for all of them."""
 
     async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:
         emitter.booked(output(1, first=0))
@@ -143,7 +143,7 @@ def test_first_tokens_leave_before_the_step_is_over(monkeypatch: Any) -> None:
 
 
 def test_steps_of_the_same_requests_are_rows_of_several_tokens(monkeypatch: Any) -> None:
-    """Its reader pays for each row of a message. Break it: `_are_one_each` returns False; or
+    """Each row of a message costs its reader time. Break it: `_are_one_each` returns False; or
     `by_row` makes the table without its `.T`."""
 
     async def scene(emitter: TokenEmitter, sent: list[StepTokens]) -> None:

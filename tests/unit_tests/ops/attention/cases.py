@@ -32,7 +32,8 @@ def rope_arguments(
     has_gate: bool = False,
     positions: int = 200,
 ) -> Arguments:
-    """Of `rope_append`; the caches are full of NaN, so what a kernel writes elsewhere is seen."""
+    """Arguments of `rope_append`; the caches are full of NaN, so what a kernel writes elsewhere is
+    seen."""
     width = kv_heads * (group * (1 + has_gate) + 2) * dim
     qkv = at.rows(tokens, width, pad=pad)
     cos, sin = tables(positions, dim if rotated is None else rotated, at.device)
@@ -46,7 +47,7 @@ def rope_arguments(
 
 
 def gate_arguments(at: Numbers, tokens: int, kv_heads: int, group: int, dim: int) -> Arguments:
-    """Of `output_gate`: of the rows of `linear_qkv` the gates alone are numbers."""
+    """Arguments of `output_gate`: the gates alone of the rows of `linear_qkv` are numbers."""
     mixed = torch.full((tokens, kv_heads, 2 * group + 2, dim), torch.nan, device=at.device)
     mixed[:, :, group : 2 * group] = 3 * torch.randn(tokens, kv_heads, group, dim, device=at.device)
     padded = torch.nn.functional.pad(mixed.flatten(1).to(at.dtype), (0, 5))

@@ -101,7 +101,7 @@ class PrefillBatch:
         return chunks
 
     def rows(self, chunks=(), max_query_length=None):
-        """As a backend sees them; without `chunks` as in a captured step."""
+        """Rows for a backend; without `chunks` like those of a captured step."""
         bounds = len(self.query), max_query_length or len(self.query), self.longest
         if chunks:
             queries, lengths = zip(*chunks, strict=True)

@@ -334,7 +334,7 @@ class TestOnGpu:
 
     @every_backend
     def test_engine(self, backend_name):
-        """The same tokens as the reference's, or near ties: here by their share."""
+        """Tokens are the reference's, or near ties: here by their share."""
         settings = {"device": "cuda", "max_tokens": 256, "max_requests": 8, "num_kv_blocks": 64}
         prompts = [list(range(5, 5 + 37 * length)) for length in range(1, 9)]
         params = SamplingParams(temperature=0.0, num_tokens_to_generate=8, termination_id=-1)

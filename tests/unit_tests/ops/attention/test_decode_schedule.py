@@ -53,7 +53,7 @@ def test_schedule(count, kv_heads, tile, device):
 
 @pytest.mark.parametrize("present", [0, 1, 33, 70, 900])
 def test_rows_from_the_limit_on_have_no_items(present, device):
-    """Their lengths are any numbers, and take nobody's share."""
+    """Lengths of such rows are any numbers, and take nobody's share."""
     with processors(7):
         schedule = DecodeSchedule(70, 8, 64, device)
     lengths = [1 + 97 * row % 1000 for row in range(70)]

@@ -67,7 +67,7 @@ def test_only_the_first_elements_are_rotated(kv_heads, group, dim, rotated, dtyp
 def test_gates_behind_the_queries_are_passed_over(
     kv_heads, group, dim, rotated, dtype, norm, device
 ):
-    """The same bits as without them, and nothing of them is read."""
+    """Bits are those without them, and nothing of them is read."""
     plain = inputs(5, kv_heads, group, dim, dtype, device, norm, rotated=rotated)
     expected = check(plain)
     heads = plain[0].unflatten(1, (kv_heads, group + 2, dim))

@@ -80,7 +80,7 @@ def test_what_the_loops_do_not_take_goes_to_the_references() -> None:
 
 
 def test_eight_bits_with_and_without_loops() -> None:
-    """The same sums of integers: only the scales round otherwise."""
+    """Sums of integers are equal: only the scales round otherwise."""
     with mock.patch.object(eight_bit, "multiplies_integers", return_value=False):
         packed = EightBitWeight(torch.randn(96, 200))
     x = torch.randn(5, 1, 200)

@@ -61,20 +61,20 @@ def drafted_step(
 
 
 def entry_arguments(at: Numbers, *sizes: int, **named: int) -> Arguments:
-    """Of `lay_out_entries`."""
+    """Arguments of `lay_out_entries`."""
     of = drafted_step(at, *sizes, **named)
     return of, torch.randint(-1, 1000, (of.dims.sample_rows,), device=at.device)
 
 
 def draft_arguments(at: Numbers, number: int, **sizes: int) -> Arguments:
-    """Of `lay_out_draft`."""
+    """Arguments of `lay_out_draft`."""
     of, sampled = entry_arguments(at, **sizes)
     tokens = torch.randint(-1, 1000, (of.dims.rows,), device=at.device)
     return of, lay_out_entries.reference(of, sampled), tokens, number
 
 
 def keep_arguments(at: Numbers, size: int) -> Arguments:
-    """Of `keep_hidden`, of which no two tokens are kept for one block of four places."""
+    """Arguments of `keep_hidden`, of which no two tokens are kept for one block of four places."""
     places = torch.randperm(40, device=at.device)
     ends = (places % 4 == 3).nonzero()[:, 0]
     ends = torch.cat((ends[:1], ends[:1], ends[4:6]))
@@ -85,13 +85,13 @@ def keep_arguments(at: Numbers, size: int) -> Arguments:
 
 
 def gather_arguments(at: Numbers, size: int) -> Arguments:
-    """Of `gather_hidden`."""
+    """Arguments of `gather_hidden`."""
     source = torch.randint(-11, 40, (60,), device=at.device)
     return at.rows(40, size), at.rows(11, size), source
 
 
 def store_arguments(at: Numbers, rows: int, count: int) -> Arguments:
-    """Of `store_drafts`, in the second of three entries of the rings."""
+    """Arguments of `store_drafts`, in the second of three entries of the rings."""
     slots = torch.randperm(rows + 20, device=at.device)[:rows]
     drafts = torch.randint(-1, 50, (rows, count), device=at.device)
     by_slot = torch.full((rows + 20, count), -9, device=at.device)

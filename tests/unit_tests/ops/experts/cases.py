@@ -5,7 +5,7 @@ from tests.unit_tests.ops.cases import Arguments, Numbers, grid
 
 
 def gate_arguments(at: Numbers, tokens: int, hidden: int) -> Arguments:
-    """Of `add_shared_expert`."""
+    """Arguments of `add_shared_expert`."""
     rows = [at.rows(tokens, hidden) for _ in range(3)]
     return *rows, at.rows(1, hidden, scale=hidden**-0.5)
 

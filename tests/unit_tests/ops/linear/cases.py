@@ -8,13 +8,13 @@ from tests.unit_tests.ops.cases import Arguments, Axes, Numbers, grid
 def norm_arguments(
     at: Numbers, tokens: int, hidden: int, has_residual: bool = True, pad: int = 0
 ) -> Arguments:
-    """Of `add_rms_norm`."""
+    """Arguments of `add_rms_norm`."""
     x, residual = at.rows(tokens, hidden, pad=pad), at.rows(tokens, hidden, pad=2 * pad, scale=3.0)
     return x, residual if has_residual else None, at.rows(hidden), 1e-5
 
 
 def activation_arguments(at: Numbers, tokens: int, width: int, pad: int = 0) -> Arguments:
-    """Of `swiglu` and `squared_relu`."""
+    """Arguments of `swiglu` and `squared_relu`."""
     return (at.rows(tokens, width, pad=pad, scale=4.0),)
 
 

@@ -177,7 +177,7 @@ class Program:
 
     @property
     def products(self) -> list[Product]:
-        """Of the partition that runs, those that nobody waited for."""
+        """Products of the partition that runs which nobody waited for."""
         return self.products_of[self.partitions.number]
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Barriers:

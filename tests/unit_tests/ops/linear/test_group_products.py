@@ -100,7 +100,7 @@ def test_who_shares_and_how_many_rows_change_no_bit(monkeypatch: pytest.MonkeyPa
 
 
 def tile_kinds() -> list[tuple[int, bool]]:
-    """Of this CPU: lanes, and whether VNNI is used."""
+    """Kinds of tiles of this CPU: lanes, and whether VNNI is used."""
     features = llvm.get_host_cpu_features()
     wide = features.get("avx512vnni", False) and features.get("avx512bw", False)
     return [(8, False)] + [(8, True)] * bool(features.get("avxvnni")) + [(16, True)] * bool(wide)

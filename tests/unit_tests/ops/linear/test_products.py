@@ -84,7 +84,7 @@ def assert_close(found, expected, dtype, roundings=1):
 
 
 def check_product(product, rows, n, k, plan, activation, dtype, device):
-    """Of rows that are not adjacent, and with a bias; gives the product's arguments and itself."""
+    """Check rows that are not adjacent, and a bias; gives the product's arguments and itself."""
     weight = weight_of(2 * n if activation == "swiglu" else n, k, dtype, device)
     x = random(rows, k + 24, dtype=dtype, device=device)[:, 8 : k + 8]
     found = product(x, weight, None, activation, plan)

@@ -7,7 +7,7 @@ from tests.unit_tests.ops.cases import Arguments, Numbers, grid
 
 
 def lookup_arguments(at: Numbers, hidden: int, first: int, scale: float) -> Arguments:
-    """Of `vocab_embedding`, of whose tokens some are another rank's."""
+    """Arguments of `vocab_embedding`, of whose tokens some are another rank's."""
     tokens = torch.tensor([0, 11, 4, 5, 4, 7], device=at.device)
     return tokens, at.rows(4, hidden), first, scale
 

@@ -9,14 +9,14 @@ from tests.unit_tests.ops.cases import Arguments, Numbers, grid
 
 
 def group_arguments(at: Numbers, tokens: int, groups: int, size: int, pad: int = 0) -> Arguments:
-    """Of `gated_rms_norm`."""
+    """Arguments of `gated_rms_norm`."""
     channels = groups * size
     z = at.rows(tokens, channels, pad=pad, scale=2.0)
     return at.rows(tokens, channels), z, at.rows(channels), groups, 1e-5
 
 
 def head_arguments(at: Numbers, tokens: int, heads: int, size: int, pad: int = 0) -> Arguments:
-    """Of `gated_head_norm`."""
+    """Arguments of `gated_head_norm`."""
     y, z, *_ = group_arguments(at, tokens, heads, size, pad)
     return y, z, at.rows(size), 1e-6
 
@@ -24,7 +24,7 @@ def head_arguments(at: Numbers, tokens: int, heads: int, size: int, pad: int = 0
 def base_arguments(
     at: Numbers, rows: int, chunks: int, width: int, kind: torch.dtype, rule: FlushRule
 ) -> Arguments:
-    """Of `next_bases`; some rows bring nothing, and some chunks have no tokens."""
+    """Arguments of `next_bases`; some rows bring nothing, and some chunks have no tokens."""
 
     def draw(most: int, *size: int) -> torch.Tensor:
         return torch.randint(most, size, device=at.device)

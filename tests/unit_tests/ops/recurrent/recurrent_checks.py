@@ -27,7 +27,7 @@ SPLITS = [
 ]
 """Prompts, and how they are cut into chunks."""
 FEW_SPLITS = SPLITS[::3]
-"""Of these for the interpreter, which takes a second for a hundred tokens."""
+"""Some of these for the interpreter, which takes a second for a hundred tokens."""
 RULES = [(1, 0), (8, 2), (16, 20), (128, 3)]
 """Period and lag of a `FlushRule`."""
 FEW_RULES = RULES[::2]

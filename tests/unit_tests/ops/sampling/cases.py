@@ -67,7 +67,8 @@ def rows_asking(
 
 
 def parameters(rows: int, device: str, **numbers: Any) -> SamplingRows:
-    """Of rows with random seeds and positions, at temperature 1 if not told otherwise."""
+    """Parameters of rows with random seeds and positions, at temperature 1 if not told
+    otherwise."""
     seeds, positions = torch.randint(2**62, (rows,)), torch.randint(2**20, (rows,))
     numbers = {"temperature": 1.0} | numbers
     return rows_asking(rows, device, seeds=seeds, positions=positions, **numbers)
@@ -91,7 +92,8 @@ def mixed_parameters(rows: int, device: str) -> SamplingRows:
 
 
 def sample_arguments(at: Numbers, mode: SamplingMode, rows: int, vocab: int) -> Arguments:
-    """Of `sample`: logits that are flat, peaked, with ties, and of tokens that are banned."""
+    """Arguments of `sample`: logits that are flat, peaked, with ties, and of tokens that are
+    banned."""
     logits = pick([0.0, 0.1, 1.0, 4.0, 12.0], rows)[:, None].to(at.device) * torch.randn(
         rows, vocab + 3, device=at.device
     )
@@ -102,7 +104,7 @@ def sample_arguments(at: Numbers, mode: SamplingMode, rows: int, vocab: int) -> 
 
 
 def random_record(rng: random.Random, vocab: int, top_n: int) -> Tensor:
-    """Of a request that asks for anything; quotients by its penalty are exact."""
+    """Record of a request that asks for anything; quotients by its penalty are exact."""
     tokens = rng.sample(range(vocab), min(vocab, rng.choice([0, 1, 40, 500])))
     edits = [(token, rng.uniform(-9, 9), rng.choice([FOREVER, 3, 30])) for token in tokens]
     edits += [(token, -torch.inf, rng.choice([3, 30])) for token in tokens[:5]]
@@ -165,7 +167,7 @@ def random_rows(at: Numbers, vocab: int, count: int, width: int = 1) -> Processi
 
 
 def process_arguments(at: Numbers, vocab: int, rows: int, width: int) -> Arguments:
-    """Of `process_logits`."""
+    """Arguments of `process_logits`."""
     processing = random_rows(at, vocab, rows, width)
     count = len(processing.slots)
     out = torch.full((count + 2, vocab), 7.0, device=at.device)
@@ -173,7 +175,7 @@ def process_arguments(at: Numbers, vocab: int, rows: int, width: int) -> Argumen
 
 
 def count_arguments(at: Numbers, vocab: int, rows: int, width: int) -> Arguments:
-    """Of `count_tokens`; for some rows no token could be chosen."""
+    """Arguments of `count_tokens`; for some rows no token could be chosen."""
     processing = random_rows(at, vocab, rows, width)
     tokens = torch.randint(vocab, processing.slots.shape, device=at.device)
     return tokens.masked_fill(torch.rand(tokens.shape, device=at.device) < 0.1, -1), processing
@@ -193,8 +195,8 @@ def random_blocks(lengths: Tensor, vocab: int, size: int) -> CachedTokens:
 def chunk_arguments(
     at: Numbers, vocab: int, decode: int, lengths: Sequence[int], before: int, block_size: int
 ) -> Arguments:
-    """Of `begin_chunks`, behind decode rows and before two dummy rows: of chunks of these lengths,
-    each after `before` tokens, cached ones if there are blocks."""
+    """Arguments of `begin_chunks`, behind decode rows and before two dummy rows: of chunks of these
+    lengths, each after `before` tokens, cached ones if there are blocks."""
     end, whole = decode + len(lengths), [*lengths, 0, 0]
     rows = random_rows(at, vocab, decode + len(whole))
     rows.features[end:], rows.slots[end:] = 0, len(rows.records) - 1
@@ -208,7 +210,7 @@ def chunk_arguments(
 
 
 def mask_arguments(at: Numbers, vocab: int, rows: int) -> Arguments:
-    """Of `apply_token_mask`, in rows of a wider array; a NaN stays, allowed or not."""
+    """Arguments of `apply_token_mask`, in rows of a wider array; a NaN stays, allowed or not."""
     logits = torch.randn(rows, vocab, device=at.device)
     logits[0, vocab // 2] = torch.nan
     words = torch.randint(-(2**31), 2**31, (rows, mask_words(vocab) + 3), device=at.device)

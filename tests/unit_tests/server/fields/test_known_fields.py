@@ -216,7 +216,7 @@ def test_errors_name_the_fields_of_their_endpoint(path: str) -> None:
 
 
 FORMAT: dict[str, Any] = {"type": "json_schema", "schema": {}}
-"""Of Messages and Responses."""
+"""Format of Messages and Responses."""
 OF_OPENAI = {"type": "json_schema", "json_schema": {"schema": {}}}
 AS_REGEX = {"structured_outputs": {"regex": "a"}}
 
