@@ -106,7 +106,7 @@ def shape_of(
     value_heads, value_dim, key_dim, key_heads = sizes_of(pools)
     shape = DeltaShape(key_heads, key_dim, value_heads, value_dim)
     check_dims(op, key_dim, value_dim)
-    sizes = (shape.in_proj, shape.ring_dim, shape.conv_dim, GATES)
+    sizes = (key_heads, shape.in_proj, shape.ring_dim, shape.conv_dim, GATES)
     check_layer(op, qkvzba, params, pools, rule, width, *sizes, DeltaParams._fields[1:])
     return shape
 

@@ -127,6 +127,6 @@ def shape_of(
     shape = MambaShape(heads, head_dim, groups, d_state)
     if d_state < LEAST_STATE or d_state & (d_state - 1):
         raise ValueError(f"{op}: d_state {d_state} must be a power of two from {LEAST_STATE} on.")
-    sizes = (shape.in_proj, shape.ring_dim, shape.conv_dim, GATES)
+    sizes = (groups, shape.in_proj, shape.ring_dim, shape.conv_dim, GATES)
     check_layer(op, zxbcdt, params, pools, rule, width, *sizes, MambaParams._fields[2:])
     return shape

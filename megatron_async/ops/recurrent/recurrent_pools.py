@@ -152,6 +152,7 @@ def check_layer(
     pools: RecurrentPools,
     rule: FlushRule,
     width: int,
+    groups: int,
     in_proj: int,
     ring_dim: int,
     conv_dim: int,
@@ -160,7 +161,7 @@ def check_layer(
 ) -> None:
     """Refuse, with a ValueError, what does not fit a layer of these sizes: inputs, pools, and
     parameters, of which those called `names` are last and have a number a head."""
-    heads, size, columns, groups = sizes_of(pools)
+    rows, heads, size, columns = pools.state.shape
     if groups < 1 or heads % groups or inputs.size(1) != in_proj:
         raise ValueError(
             f"{op}: a state of {heads} heads x {size} x {columns} and a ring of "
@@ -168,7 +169,7 @@ def check_layer(
             f"{in_proj if groups > 0 else 'no size'}; found rows of {inputs.size(1)}: pass "
             "in_proj's output and this layer's pools."
         )
-    rows, ring, conv_ring = len(pools.state), pools.ring_xb.size(1), pools.conv.size(1)
+    ring, conv_ring = pools.ring_xb.size(1), pools.conv.size(1)
     fits = pools.ring_xb.size(0) == rows and pools.ring_xb.size(2) == ring_dim
     fits = fits and pools.ring_gates.shape == (rows, ring, gates, heads)
     if not fits or pools.conv.shape != (rows, conv_ring, conv_dim):
