@@ -186,6 +186,7 @@ CHANGES = {
     "a layout with a call": {"signature": {"x": "tensordesc<bf16[2],NVMMASharedLayout(a=exit())>"}},
     "no dictionary": {"signature": 5},
     "a file's name": {"options": {"ir_override": "/etc/passwd"}},
+    "an option that follows from the GPU": {"options": {"ptx_version": 80}},
     "a library": {"options": {"extern_libs": [["libdevice", "/etc/passwd"]]}},
     "words for ptxas": {"options": {"num_warps": "4 --evil"}},
     "no constants": {"constants": [[1, 2, 3]]},

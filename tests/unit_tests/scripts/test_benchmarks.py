@@ -59,6 +59,20 @@ def tiny(lookahead=1, **settings):
 # ---- Scripts -----------------------------------------------------------------------------------
 
 
+def test_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/of/another/start")
+    engine = "device=cpu", "max_requests=2", "choices=shipped"
+    record = run_script(
+        "benchmark_start", tmp_path, "dummy:tiny", "--engine", *engine, "--caches", "cold",
+        "--runs", 1,
+    )  # fmt: skip
+    (row,) = record["figures"]
+    seconds = row["seconds"]
+    assert 0 < seconds["import"] < seconds["ready"] < seconds["first_token"]
+    assert seconds["token"] > 0 < seconds["build"]
+    assert (row["caches"], row["compiled_here"], row["same_choices"]) == ("cold", 0, True)
+
+
 def test_decode(tmp_path):
     record = run_script(
         "benchmark_engine",
