@@ -279,7 +279,4 @@ def _on_rank(folder: str) -> list[Any]:
 def test_ranks_use_the_leaders_rows(tmp_path: Path) -> None:
     """The leader's measurement, or the row of its cache, which it alone keeps."""
     chosen = [("two", "measured"), ("two", "cached")]
-    assert run_ranks(2, _on_rank, str(tmp_path)) == [
-        [chosen, ["one"], 2],
-        [chosen, ["one"], 1],
-    ]
+    assert run_ranks(2, _on_rank, str(tmp_path)) == [[chosen, ["one"], 2], [chosen, ["one"], 1]]

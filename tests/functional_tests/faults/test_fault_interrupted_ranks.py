@@ -7,15 +7,7 @@ from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
 from tests.support.bytecodes import ctrl_c
 from tests.support.harness import drain, greedy, make_engine
-from tests.support.interrupted import (
-    MOMENTS,
-    PROMPTS,
-    TOKENS,
-    At,
-    expected,
-    model,
-    right,
-)
+from tests.support.interrupted import MOMENTS, PROMPTS, TOKENS, At, expected, model, right
 from tests.support.memory_channel import FollowingEngine, MemoryChannel
 
 __all__ = ["expected", "model"]

@@ -15,15 +15,7 @@ from megatron_async.interrupts import HeldInterrupts
 from tests.support.attention_model import AttentionModel
 from tests.support.bytecodes import AtBytecode, ctrl_c
 from tests.support.harness import drain, fail_call, greedy, make_engine
-from tests.support.interrupted import (
-    MOMENTS,
-    PROMPTS,
-    TOKENS,
-    At,
-    expected,
-    model,
-    right,
-)
+from tests.support.interrupted import MOMENTS, PROMPTS, TOKENS, At, expected, model, right
 from tests.support.patience import PATIENCE_S
 
 __all__ = ["expected", "model"]

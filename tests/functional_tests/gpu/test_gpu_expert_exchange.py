@@ -11,11 +11,7 @@ from torch import Tensor
 from megatron_async.devices import make_device
 from megatron_async.models.moe_experts import TokenDispatcher
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
-from megatron_async.ops.experts.expert_exchange import (
-    LIMIT_VARIABLE,
-    ExpertExchange,
-    exchange_of,
-)
+from megatron_async.ops.experts.expert_exchange import LIMIT_VARIABLE, ExpertExchange, exchange_of
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from tests.support.cards import on_cards

@@ -8,12 +8,7 @@ from torch import Tensor
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.sampling.cpu import host_sampling
 from megatron_async.ops.sampling.philox import gumbel_noise
-from megatron_async.ops.sampling.sampling import (
-    SamplingMode,
-    SamplingRows,
-    best_tokens,
-    sample,
-)
+from megatron_async.ops.sampling.sampling import SamplingMode, SamplingRows, best_tokens, sample
 from tests.unit_tests.ops.sampling.cases import rows_asking
 
 pytestmark = pytest.mark.skipif(not compiles(), reason="Numba is not here, or switched off")

@@ -13,10 +13,7 @@ from triton.compiler import ASTSource
 from megatron_async.errors import ConfigurationError
 from megatron_async.lab import forced_acceptance
 from megatron_async.lab.simulate_command import parse_chances
-from megatron_async.ops.drafting.draft_tokens import (
-    lay_out_draft_gpu,
-    lay_out_entries_gpu,
-)
+from megatron_async.ops.drafting.draft_tokens import lay_out_draft_gpu, lay_out_entries_gpu
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 from tests.support.attention_model import AttentionModel
 from tests.support.compiled_kernels import compile_launches
