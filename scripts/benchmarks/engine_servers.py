@@ -121,17 +121,9 @@ COMMANDS = {
 def model_folder(
     model: str, folder: Path, write: bool, tokenizer: str | None = None
 ) -> tuple[Path, int]:
-    """A model as a Hugging Face folder.
-
-    Args:
-        model: what `open_model` takes.
-        folder: where it is written, if it is no such folder yet.
-        write: whether anybody needs it.
-        tokenizer: a folder with the tokenizer of a dummy model; None: the demo model's is taken.
-
-    Returns:
-        the folder, and the size of the vocabulary. Of a dummy model there is no more than
-        `config.json`, and a tokenizer, because servers want one.
+    """A model as a Hugging Face folder (written to `folder`, if it is no such folder yet and
+    `write`), and the size of the vocabulary. Of a dummy model there is no more than `config.json`,
+    and a tokenizer, because servers want one.
 
     Raises:
         ConfigurationError: the demo model, whose tokenizer is wanted, is not installed.
@@ -152,15 +144,8 @@ def model_folder(
 
 @contextmanager
 def serving(engine: str, python: str, settings: EngineSettings) -> Iterator[str]:
-    """A server while it runs.
-
-    Args:
-        engine: a name in `COMMANDS`.
-        python: of its environment.
-        settings: what it is told.
-
-    Yields:
-        its URL, up to and with `/v1`.
+    """A server of `COMMANDS` while it runs in the environment of `python`: its URL, up to and with
+    `/v1`.
 
     Raises:
         SystemExit: it ended before it was ready, or took too long; its own words stand above.

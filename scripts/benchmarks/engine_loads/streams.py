@@ -53,12 +53,8 @@ COLUMNS = (
 
 
 class StepClock(EngineListener):
-    """Notes when steps are booked, and wakes the waiters for the last of them.
-
-    Args:
-        engine: whose own CPU time is noted too.
-        steps: to be noted after the warm-up.
-    """
+    """Notes when steps are booked, after the warm-up, with the engine's own CPU time, and wakes the
+    waiters for the last of them."""
 
     def __init__(self, engine: DynamicInferenceEngine, steps: int) -> None:
         self._engine = engine

@@ -22,12 +22,8 @@ when it begins again."""
 
 
 class Need(NamedTuple):
-    """What one layer, or one call, cannot do without.
-
-    Attributes:
-        moved: bytes read from and written to memory.
-        operations: of the matrix units.
-    """
+    """What one layer, or one call, cannot do without: bytes read from and written to memory, and
+    operations of the matrix units."""
 
     moved: float
     operations: float = 0.0
@@ -35,12 +31,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of a GPU.
-
-    Attributes:
-        bandwidth: bytes a second.
-        matrix_rate: operations a second.
-    """
+    """Rates of a GPU: bytes and operations a second."""
 
     bandwidth: float = BANDWIDTH
     matrix_rate: float = MATRIX_RATE
@@ -75,13 +66,8 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Chain:
-    """What one graph holds.
-
-    Attributes:
-        run: enqueues `links` layers, or calls, one after the other.
-        links: times are of one of them.
-        captured: False where `run` cannot be captured; it is then launched as it is.
-    """
+    """What one graph holds: `run` enqueues `links` layers, or calls, one after the other, and times
+    are of one of them. Where `run` cannot be captured, it is launched as it is."""
 
     run: Callable[[], None]
     links: int = 1
@@ -90,15 +76,9 @@ class Chain:
 
 @dataclass(frozen=True)
 class Work:
-    """A case on the GPU, ready to be timed.
-
-    Attributes:
-        chains: by column; `OURS` is there.
-        floor_us: microseconds that one link takes at the least.
-        figures: what else the record says.
-        refused: by column, why a reference cannot be had here.
-        candidates: named variants of the kernel, of which the best are told.
-    """
+    """A case on the GPU, ready to be timed. By column: `chains` (`OURS` is there), and why a
+    reference cannot be had here. `floor_us` is what one link takes at the least, `figures` what
+    else the record says; of named variants of the kernel (`candidates`) the best are told."""
 
     chains: Mapping[str, Chain]
     floor_us: float
@@ -109,13 +89,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel, or one chain of kernels, at one size; nothing is on the GPU yet.
-
-    Attributes:
-        name: unique in its family.
-        keys: what tells its figures from others of the family in a record.
-        prepare: puts it on the GPU.
-    """
+    """One kernel, or one chain of kernels, at one size; nothing is on the GPU yet, `prepare` puts
+    it there. `keys` tell its figures from others of the family in a record."""
 
     name: str
     keys: Mapping[str, Any]

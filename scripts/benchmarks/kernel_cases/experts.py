@@ -53,12 +53,7 @@ EPS = 1e-5
 
 
 class ExpertSizes:
-    """Elements and bytes of a layer's weights.
-
-    Args:
-        shape: of the whole model.
-        itemsize: bytes of an element.
-    """
+    """Elements and bytes of a layer's weights."""
 
     def __init__(self, shape: ModelArchitecture, itemsize: int) -> None:
         self.gated = shape.activation == "silu"
@@ -72,25 +67,14 @@ class ExpertSizes:
 
     def need(self, hit: int, pairs: int, tokens: int) -> Need:
         """What a layer needs: the weights of the experts that are hit, of the shared one and of the
-        router; the experts' products and those of the shared one.
-
-        Args:
-            hit: experts that some token goes to.
-            pairs: of a token and an expert of it.
-            tokens: in the step.
-        """
+        router; the experts' products (`pairs` of a token and an expert of it) and those of the
+        shared one."""
         elements = pairs * self.expert_elements + tokens * self.shared_elements
         return Need(hit * self.expert_bytes + self.always_bytes, 2.0 * elements)
 
 
 class Layers:
-    """Random weights of several layers of one rank.
-
-    Args:
-        shape: of the whole model.
-        ranks: over which its experts are spread.
-        dtype: of the weights.
-    """
+    """Random weights of several layers of one rank of those over which experts are spread."""
 
     def __init__(self, shape: ModelArchitecture, ranks: int, dtype: torch.dtype) -> None:
         self.shape = shape

@@ -70,12 +70,7 @@ def multiply(
 
 
 class Layers:
-    """Random weights of several layers, and their products.
-
-    Args:
-        shape: of the model.
-        dtype: of the weights and of the inputs.
-    """
+    """Random weights of several layers, and their products."""
 
     def __init__(self, shape: ModelArchitecture, dtype: torch.dtype) -> None:
         self.heads = shape.num_attention_heads * shape.kv_channels
