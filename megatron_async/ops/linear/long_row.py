@@ -94,8 +94,8 @@ def long_row_product(
     """`product` of one row by a given plan."""
     given = Operands(x, weight, bias, activation)
     residual = added_to(given, added)
-    if len(x) != 1:
-        raise ValueError(f"long_row_product: x has {len(x)} rows; use tile_product.")
+    if x.size(0) != 1:
+        raise ValueError(f"long_row_product: x has {x.size(0)} rows; use tile_product.")
     out = new_sums(x, given.outputs, 1)
     long_row_kernel[(triton.cdiv(given.outputs, plan.block_n * plan.turns),)](
         x,

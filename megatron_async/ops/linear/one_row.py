@@ -98,8 +98,8 @@ def one_row_product(
 ) -> Tensor:
     """`product` of one row by a given plan."""
     given = Operands(x, weight, bias, activation)
-    if len(given.rows) != 1:
-        raise ValueError(f"one_row_product: x has {len(given.rows)} rows; use tile_product.")
+    if given.rows.size(0) != 1:
+        raise ValueError(f"one_row_product: x has {given.rows.size(0)} rows; use tile_product.")
     residual, norm_weight, total = norm_of(x, weight)
     placed = place(places, given, plan.block_n, activation)
     one_row_kernel[(triton.cdiv(given.outputs, plan.block_n),)](

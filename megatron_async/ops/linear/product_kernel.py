@@ -140,11 +140,14 @@ class Operands:
     def __init__(
         self, x: Tensor | Stream, weight: Tensor, bias: Tensor | None, activation: Activation
     ) -> None:
-        self.rows = x.value if isinstance(x, Stream) else x
+        if isinstance(x, Stream):
+            self.rows, self.eps = x.value, x.eps
+            self.squares, self.parts = _squares_of(x, activation)
+        else:
+            self.rows = self.squares = x
+            self.parts, self.eps = 0, 0.0
         self.outputs = _outputs_of(self.rows, weight, bias, activation)
         self.bias = weight if bias is None else bias
-        self.squares, self.parts = _squares_of(x, activation)
-        self.eps = x.eps if isinstance(x, Stream) else 0.0
         self.constants = {
             "gated": activation == "swiglu",
             "squared": activation == "squared_relu",
@@ -170,8 +173,8 @@ def check_copied(name: str, x: Tensor, weight: Tensor) -> None:
 def new_sums(x: Tensor, outputs: int, splits: int) -> Tensor:
     """A place for a product of x: `[rows, outputs]`, or, float32, `[splits, rows, outputs]`."""
     if splits > 1:
-        return torch.empty((splits, len(x), outputs), dtype=torch.float32, device=x.device)
-    return torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+        return torch.empty((splits, x.size(0), outputs), dtype=torch.float32, device=x.device)
+    return torch.empty((x.size(0), outputs), dtype=x.dtype, device=x.device)
 
 
 def norm_of(x: Tensor | Stream, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,10 +200,8 @@ def norm_of(x: Tensor | Stream, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return residual, norm_weight, x.total
 
 
-def _squares_of(x: Tensor | Stream, activation: Activation) -> tuple[Tensor, int]:
-    """Sums of squares, and the parts of a row's; x and 0 where there are none."""
-    if not isinstance(x, Stream):
-        return x, 0
+def _squares_of(x: Stream, activation: Activation) -> tuple[Tensor, int]:
+    """Sums of squares, and the parts of a row's; the rows and 0 where there are none."""
     squares, rows = x.squares, x.value
     if squares is None:
         return rows, 0

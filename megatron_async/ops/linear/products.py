@@ -252,8 +252,9 @@ def product_gpu(
                 f"product: {tuple(rows.shape)} by {tuple(weight.shape)} ({kernel.name}) does not "
                 f"serve {want}: choose with Wants({want}=...) first, and ask what is met."
             )
-    extra = {"added": added, "places": places}
-    given = {name: value for name, value in extra.items() if value is not None}
+    given: dict[str, Any] = {} if added is None else {"added": added}
+    if places is not None:
+        given["places"] = places
     given_x: Tensor | Stream = x
     if isinstance(x, Stream) and not met.norm and squares is None:
         given_x, x.total = add_rms_norm_gpu(*x.norm_arguments)

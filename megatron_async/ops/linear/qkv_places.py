@@ -71,6 +71,10 @@ class QkvPlaces:
         return group
 
 
+NO_SQUARES = {"parts": 0, "block_parts": triton.next_power_of_2(0)}
+NO_PLACES = {"kv_heads": 0, "group": 0, "dim": 0}
+
+
 class Placed(NamedTuple):
     """What kernels get of `QkvPlaces`, of their outputs, and of the squares that exclude places.
 
@@ -92,10 +96,12 @@ def place(
         ValueError: places that do not fit the product, or this layout of it.
     """
     x, outputs, parts = given.rows, given.outputs, given.parts
-    squares = {"parts": parts, "block_parts": triton.next_power_of_2(parts)}
+    squares = NO_SQUARES
+    if parts:
+        squares = {"parts": parts, "block_parts": triton.next_power_of_2(parts)}
     if places is None:
-        constants = {"kv_heads": 0, "group": 0, "dim": 0, **squares}
-        return Placed((x,) * 6 + (new_sums(x, outputs, splits),), constants)
+        out = new_sums(x, outputs, splits)
+        return Placed((x, x, x, x, x, x, out), NO_PLACES | squares)
     if activation or parts or places.dim % block_n:
         raise ValueError(
             f"linear_rope_append: programs of {block_n} outputs must divide heads of {places.dim}, "
