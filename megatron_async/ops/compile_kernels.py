@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import select
 import shutil
 import signal
 import subprocess
@@ -268,6 +269,9 @@ def main() -> None:
     """The program: reads a job, a line of JSON, from standard input; writes a line for each kernel.
     It ends with its standard input."""
     job = json.loads(sys.stdin.buffer.readline())
+    # A timer, which forks do not inherit, and no thread: with threads a fork is not safe.
+    signal.signal(signal.SIGALRM, _end_with_input)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
     say = partial(_say, os.dup(1))
     os.dup2(2, 1)  # what a library prints is no line of ours
     os.nice(5)  # loading weights comes first
@@ -293,16 +297,15 @@ def main() -> None:
             if (pid := os.fork()) == 0:
                 _work(numbers, kernels, functions, target, say)
             workers.append(pid)
-        threading.Thread(target=_end_with_input, daemon=True).start()  # none before the forks
         with NO_LAUNCHER:
             CudaUtils()  # Triton's module of C for what is not a launch
         for pid in workers:
             os.waitpid(pid, 0)
 
 
-def _end_with_input() -> None:
-    os.read(0, 1)
-    os.killpg(0, signal.SIGKILL)
+def _end_with_input(*_: object) -> None:
+    if select.select([0], [], [], 0)[0]:  # nothing comes behind the job but the end
+        os.killpg(0, signal.SIGKILL)
 
 
 def _say(descriptor: int, told: dict[str, Any]) -> None:

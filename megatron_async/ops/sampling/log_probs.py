@@ -79,7 +79,7 @@ PROCESSED = tl.constexpr(int(RowFeature.PROCESSED_LOG_PROBS))
 CONSTRAINED = tl.constexpr(int(RowFeature.CONSTRAINED))
 TOP_N = tl.constexpr(int(Header.TOP_N))
 MOST = tl.constexpr(MAX_TOP_N)
-WORDS = tl.constexpr(OUT_WORDS)
+WORDS_OUT = tl.constexpr(OUT_WORDS)
 
 
 @log_probs.gpu
@@ -199,7 +199,7 @@ def _finish(
                 score = score / heat
         else:
             score = tl.load(logits + row * row_stride + token).to(tl.float32)
-        out = ring + tl.load(entry).to(tl.int64) * ring_stride + row * WORDS
+        out = ring + tl.load(entry).to(tl.int64) * ring_stride + row * WORDS_OUT
         tl.store(out, (score - log_total).to(tl.int32, bitcast=True))
         wanted = tl.load(record + TOP_N)
         # Tile after tile, in each from the likeliest on: equal ones are in order of their ids.

@@ -13,6 +13,7 @@ import torch
 import triton
 from triton import knobs
 from triton.compiler import ASTSource, make_backend
+from triton.language import constexpr
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from megatron_async import InferenceConfig
@@ -239,6 +240,17 @@ def test_another_listener_goes_on(folder):
     ours(src=source, metadata={}, metadata_group={}, times=times, cache_hit=True)
     assert len(told) == len(ours.all) == 1
     assert ours.hashes == []
+
+
+def test_keys_of_kernels_are_those_of_every_process():
+    """Triton's key has the constants that a kernel reads from modules, by name and then by the
+    module's place in memory: two of a name would be in another order in another process."""
+    for name, function in find_kernels().items():
+        assert function.cache_key
+        values = {}
+        for (constant, _), (value, _) in function.used_global_vals.items():
+            if isinstance(value, constexpr):
+                assert values.setdefault(constant, value.value) == value.value, (name, constant)
 
 
 def test_settings_of_no_kernel_are_settings():
