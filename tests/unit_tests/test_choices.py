@@ -182,7 +182,7 @@ def a_tebibyte(file: Path) -> None:
         linked_nowhere,
         os.mkfifo,
     ],
-    ids=lambda what: repr(what)[:30],
+    ids=lambda what: getattr(what, "__name__", repr(what)[:30]),
 )
 def test_what_a_file_holds_is_data(folder: Path, what: Any, caplog: Any) -> None:
     """A start tells the file and measures; the next one finds a sound row again."""
