@@ -80,7 +80,7 @@ class DynamicInferenceRequest:
         rank: in the order of service (`rank_of`), once it is queued; an evicted request keeps it.
         max_length: sequence length at which it ends, once it is queued.
         num_computed: known tokens that its last eviction took from the cache.
-        traceparent: the trace that it belongs to, as `trace_context.read_traceparent` gives it; ""
+        traceparent: the trace that it belongs to, as `traces.read_traceparent` gives it; ""
             for none. Log lines name it.
     """
 

@@ -38,7 +38,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Trace = Annotated[
     str, msgspec.Meta(pattern=r"\A(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")
 ]  # fmt: skip
-"""What `trace_context.read_traceparent` gives."""
+"""What `traces.read_traceparent` gives."""
 
 
 class RemoteError(RuntimeError):
@@ -204,7 +204,7 @@ class Generate(Message, omit_defaults=True):
         max_new_tokens: of the sampling parameters, for estimates; None: no limit.
         label: the name that people know it by, at most 128 characters; several may share one.
         owner: the owner whose limits count the request; "": none.
-        traceparent: of the trace that it belongs to, as `trace_context.read_traceparent` gives it;
+        traceparent: of the trace that it belongs to, as `traces.read_traceparent` gives it;
             "": none, and nothing is sent of it.
     """
 
