@@ -97,7 +97,7 @@ class InferenceConfig:
 
     max_sequence_length: int = 2560
     """Most tokens of prompt and answer together. `LLM` takes the model's own context, as far as the
-    KV pool holds it, where nothing is said."""
+    KV pool holds it and on a GPU at most 8,192, where nothing is said."""
 
     enable_chunked_prefill: bool = True
     """Prefill a prompt over several steps if it does not fit into one, while other requests decode.
@@ -107,7 +107,7 @@ class InferenceConfig:
     mixed_step_tokens: int | None = None
     """Tokens of a step that has running requests, while few prompt tokens wait. A step may always
     have half of those that wait. Running requests wait for a step's prompts, so long prompts are
-    prefilled in several (`engine/prompt_share.py`). With `target_tpot_ms` the target decides.
+    prefilled in several (`engine/prefill_limit.py`). With `target_tpot_ms` the target decides.
     None: with captured steps a number of `choices`, else as many as `max_tokens`."""
 
     target_tpot_ms: float | None = None

@@ -90,7 +90,7 @@ class LLM:
             (scripts/train_draft_layer.py); `speculative_method="mtp"` drafts with it. None: the
             model's own, or for "smollm2" the one that comes with this package.
         **inference_config: any field of `InferenceConfig`. `max_sequence_length` is the model's own
-            context by default, as far as the KV pool holds it.
+            context by default, as far as the KV pool holds it; on a GPU at most 8,192.
 
     Attributes:
         engine: the `DynamicInferenceEngine`.

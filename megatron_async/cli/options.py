@@ -43,7 +43,8 @@ NOT_OPTIONS = {
 
 DEFAULTS = {
     "lookahead": "1; as many as there are pipeline stages",
-    "max_sequence_length": "the model's context, as far as the KV pool holds it",
+    "max_sequence_length": "the model's context, as far as the KV pool holds it; on a GPU at most "
+    "8192",
     "num_speculative_tokens": "1 with mtp, 3 with ngram",
     "speculative_method": "none",
     "enable_prefix_caching": "on",

@@ -32,7 +32,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         shutdown_timeout_s: how long a replica that is to end may finish what it has; what is left
             then is served again by others.
         gpus: of a rank.
-        cpus: of a rank.
+        cpus: of a rank, which Ray gives as many OpenMP threads.
         ingresses: HTTP processes.
         port: where each ingress serves HTTP itself, without the manager's proxy; None: only behind
             the proxy. Ingresses on one host share it.
