@@ -29,6 +29,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.observe.generation_bar import GenerationBar
+from megatron_async.observe.start_phases import StartPhases
 from megatron_async.observe.timeline import Timeline
 from megatron_async.ops.compile_kernels import KernelStart, cores, describe_gpu, start_kernels
 from megatron_async.ops.cpu.compile_loops import compile_missing
@@ -97,6 +98,7 @@ class LLM:
         tokenizer: the model's tokenizer, or None.
         timeline: the recorded `Timeline`, or None.
         generation_defaults: what the model says of its sampling.
+        start_phases: how long each phase of the start took.
 
     Raises:
         ConfigurationError: an unknown setting, or a value that this machine or model does not
@@ -126,6 +128,7 @@ class LLM:
                 raise ConfigurationError(f"{name}={value!r} must be True or False.")
         if draft_layer is None and inference_config.get("speculative_method") == "mtp":
             draft_layer = shipped_draft_layer(model)
+        self.start_phases = phases = StartPhases()
         source = open_model(model, draft_layer)
         sizes = ParallelSizes(
             tensor_model_parallel_size,
@@ -157,29 +160,36 @@ class LLM:
             program = _program_of(source.architecture, self.dtype, config, sizes, transformer_impl)
             self._kernels = start_kernels(program | describe_gpu(self._device.torch_device))
         check_weights_fit(source.architecture, self.dtype, sizes, self._device.free_memory())
-        weights = build_model(
-            source.architecture,
-            self.dtype,
-            self._device.torch_device,
-            transformer_impl,
-            sizes,
-            with_mtp=config.speculative_method == "mtp",
-        )
-        source.load_weights(weights, progress=progress)
-        if self._kernels is not None:
-            self._kernels.join(progress)
-        job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)
+        with phases.phase("build the model"):
+            weights = build_model(
+                source.architecture,
+                self.dtype,
+                self._device.torch_device,
+                transformer_impl,
+                sizes,
+                with_mtp=config.speculative_method == "mtp",
+            )
+        with phases.phase("read weights"):
+            source.load_weights(weights, progress=progress)
+        with phases.phase("wait for kernels"):
+            if self._kernels is not None:
+                self._kernels.join(progress)
+            job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)
         self.timeline = Timeline() if timeline else None
-        context = DynamicInferenceContext(
-            weights.config, config, self._device, self.timeline, progress
-        )
-        wrapper = GPTInferenceWrapper(weights, context)
-        controller = TextGenerationController(wrapper, self.tokenizer)
+        with phases.phase("make the cache"):
+            context = DynamicInferenceContext(
+                weights.config, config, self._device, self.timeline, progress
+            )
+            wrapper = GPTInferenceWrapper(weights, context)
+            controller = TextGenerationController(wrapper, self.tokenizer)
+        with phases.phase("capture steps"):
+            captured = controller.create_cuda_graphs(progress)
         reports = [
             context.gpu_view.attention_report,
             wrapper.collectives.report,
             wrapper.exchange.report,
-            controller.create_cuda_graphs(progress),
+            captured,
+            None if captured is None else phases,
         ]
         for report in reports:
             if progress and report is not None:

@@ -177,7 +177,7 @@ class KernelStart:
         done = 0
         try:
             with tqdm(
-                total=self.total, desc="compile kernels", unit="kernel",
+                total=self.total, desc="compiling kernels", unit="kernel", leave=False,
                 disable=None if progress and self._child else True,
             ) as bar:  # fmt: skip
                 while self._child is not None and (told := self._told.get(timeout=STALL_S)):

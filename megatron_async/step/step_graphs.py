@@ -133,7 +133,7 @@ class StepGraphs:
             the measurements.
         """
         measured: list[EagerStep] = []
-        for tokens, rows in _bar(shapes.mixed_sizes.items(), "time launches", progress):
+        for tokens, rows in _bar(shapes.mixed_sizes.items(), "timing launches", progress):
             dims = shapes.shape(rows[0], tokens)
             measured.append(self._measure(dims, prepare, step))
             # All ranks pad their steps alike, and measure as many.
@@ -172,9 +172,7 @@ class StepGraphs:
         """
         before = self._device.memory_in_use()
         jobs = [(dims, mode) for dims in shapes for mode in self._modes_of(dims)]
-        for dims, mode in tqdm(
-            jobs, desc="capture graphs", unit="graph", disable=None if progress else True
-        ):
+        for dims, mode in _bar(jobs, "capturing steps", progress):
             prepare(dims)
             # Once eagerly: kernels are compiled and libraries make their workspaces.
             work = partial(step, dims, mode)
@@ -189,7 +187,7 @@ class StepGraphs:
         times (`GraphShapes.limit_mixed_steps`), and drop those that are slow
         (`GraphShapes.slow_sizes`)."""
         times = []
-        for dims in _bar(shapes.timed_shapes(), "time graphs", progress):
+        for dims in _bar(shapes.timed_shapes(), "timing steps", progress):
             graph = self._graphs[dims.graph_key, MOST_GENERAL]
             times.append(min(self._replay_ms(graph, dims, prepare) for _ in range(TIMED_REPLAYS)))
         times = leaders("times of mixed steps", times)
@@ -233,4 +231,4 @@ class StepGraphs:
 
 
 def _bar[T](items: Collection[T], what: str, progress: bool) -> Iterable[T]:
-    return tqdm(items, desc=what, unit="size", leave=False, disable=None if progress else True)
+    return tqdm(items, desc=what, unit="step", leave=False, disable=None if progress else True)

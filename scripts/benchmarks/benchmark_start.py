@@ -5,8 +5,7 @@
 
 cold: empty caches. warm: those of the last cold start. prepared: empty ones that
 `megatron-async compile` has filled before, which is not timed. The page cache is as it is: run once
-before. Phases in seconds: import, build (the model without weights), read, compile (waited for),
-context (with what it measures), capture, first token; what is left is the rest.
+before. Seconds: the imports, the phases of `LLM.start_phases`, the first token, and all together.
 """
 
 import argparse
@@ -19,60 +18,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_async.lab.benchmark_record import write_record
 
 CACHES = ("cold", "warm", "prepared")
-PHASES = ("import", "build", "read", "compile", "context", "capture", "token")
 PACKAGE = "megatron_async"
 
 
 def start(model: str, options: dict[str, Any], began: float) -> dict[str, Any]:
     """Start an engine in this process, and generate a token; what each phase took."""
     from megatron_async import llm
-    from megatron_async.ops.compile_kernels import KernelStart, compilations
+    from megatron_async.ops.compile_kernels import compilations
     from megatron_async.requests.sampling_params import SamplingParams
-    from megatron_async.step.text_generation_controller import TextGenerationController
 
-    seconds = dict.fromkeys(PHASES, 0.0) | {"import": time.time() - began}
-
-    def timed(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds[phase] += time.perf_counter() - begin
-
-        return call
-
-    def opened(*args: Any) -> Any:
-        source = open_model(*args)
-        source.load_weights = timed("read", source.load_weights)  # type: ignore[method-assign]
-        return source
-
-    open_model = llm.open_model
-    changes: list[tuple[Any, str, Any]] = [
-        (llm, "open_model", opened),
-        (llm, "build_model", timed("build", llm.build_model)),
-        (llm, "DynamicInferenceContext", timed("context", llm.DynamicInferenceContext)),
-        (KernelStart, "join", timed("compile", KernelStart.join)),
-        (TextGenerationController, "create_cuda_graphs",
-         timed("capture", TextGenerationController.create_cuda_graphs)),
-    ]  # fmt: skip
-    for owner, name, function in changes:
-        setattr(owner, name, function)
+    imported = time.time() - began
     made = compilations()
     with llm.LLM(model, **options) as engine:
         ready = time.time() - began
-        timed("token", engine.generate)([1, 2, 3], SamplingParams(num_tokens_to_generate=1))
+        engine.generate([1, 2, 3], SamplingParams(num_tokens_to_generate=1))
         first = time.time() - began
+        seconds = {"import": imported, **engine.start_phases.seconds, "first token": first - ready}
         ours = [each for each in made.all if not each.was_kept]
         return {
-            "seconds": {**seconds, "ready": ready, "first_token": first},
+            "seconds": {**seconds, "all": first},
             "compiled_here": len(ours),
             "compiled_here_s": sum(each.seconds for each in ours),
             "kernels": len(made.all),
@@ -142,7 +112,6 @@ def main(given: list[str] | None = None) -> None:
         told = start(arguments.model, engine_options(arguments.engine), arguments.child)
         print("\n" + json.dumps(told))
         return
-    print("".join(f"{title:>10}" for title in ("caches", *PHASES, "ready", "first", "compiled")))
     figures = []
     with tempfile.TemporaryDirectory() as root:
         kept = Path(root) / "caches"
@@ -158,9 +127,8 @@ def main(given: list[str] | None = None) -> None:
                 starts.append(run(arguments, kept))
             found = median_start(starts)
             figures.append({"caches": caches, **found})
-            times = [found["seconds"][name] for name in (*PHASES, "ready", "first_token")]
-            cells = "".join(f"{value:>10.2f}" for value in times)
-            print(f"{caches:>10}{cells}{found['compiled_here']:>6} of {found['kernels']}")
+            parts = ", ".join(f"{name} {took:.2f}" for name, took in found["seconds"].items())
+            print(f"{caches}: {parts}; {found['compiled_here']} of {found['kernels']} kernels made")
             if found["slowest"]:
                 print(f"  compiled where they were launched: {', '.join(found['slowest'])}")
             if not found["same_choices"]:

@@ -332,7 +332,7 @@ def _measure(
     timed it serves all steps: a measurement is no reason to fail."""
     times: list[dict[str, float]] = [{} for _ in STEP_CLASSES]
     dropped: list[str] = []
-    bar = tqdm(backends.items(), desc="time attention", unit="backend", leave=False,
+    bar = tqdm(backends.items(), desc="timing attention", unit="backend", leave=False,
                disable=None if progress else True)  # fmt: skip
     for name, backend in bar:
         try:
