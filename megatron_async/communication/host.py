@@ -9,12 +9,14 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import zmq
 
 from megatron_async.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import zmq
 
 INTERFACE_VARIABLE = "MEGATRON_ASYNC_INTERFACE"
 """Environment: name or address of the network interface that other hosts reach this one by."""
@@ -136,7 +138,9 @@ def admit_own_user(socket: zmq.Socket[Any]) -> None:
     """Let a ZMQ socket accept connections by `ipc:` from processes of this user alone. All users
     see the names of abstract sockets; the kernel says whose process connects. Before `bind`."""
     if ABSTRACT_SOCKETS:
-        socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+        from zmq import IPC_FILTER_UID  # here: a supervisor needs `is_loopback`, and no zmq
+
+        socket.setsockopt(IPC_FILTER_UID, os.getuid())
 
 
 def choose_endpoint(endpoints: Sequence[str], same_host: bool) -> str:

@@ -58,25 +58,25 @@ class _Reply(TokenReader):
         return self._future.done()
 
     def ended(self, end: Ended) -> None:
-        """The request has ended."""
+        """The request has ended. Its waiter gets whatever is raised here, too: nobody else tells
+        it."""
         if self._future.done():
             return
+        try:
+            self._future.set_result(self._answer(end))
+        except Exception as error:
+            self._future.set_exception(error)
+
+    def _answer(self, end: Ended) -> Answer:
         if end.record is None:
-            self._future.set_exception(
-                end.error
-                or ConfigurationError(
-                    f"the replica {end.replica!r} was not started by Megatron's engine, and does "
-                    "not answer in Megatron's form: use megatron_async.serving.client."
-                )
+            raise end.error or ConfigurationError(
+                f"the replica {end.replica!r} was not started by Megatron's engine, and does "
+                "not answer in Megatron's form: use megatron_async.serving.client."
             )
-            return
         reply: dict[str, Any] = msgspec.msgpack.decode(end.record)
         reply["request_id"] = self._request_id
         reply["latency"] = time.perf_counter() - self._begun_s
-        answer: Answer = reply
-        if self._deserialize:
-            answer = DynamicInferenceRequest.deserialize(reply)
-        self._future.set_result(answer)
+        return DynamicInferenceRequest.deserialize(reply) if self._deserialize else reply
 
 
 class InferenceClient:

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -10,8 +11,9 @@ from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
-from megatron_async.compat.inference.inference_client import InferenceClient
+from megatron_async.compat.inference.inference_client import InferenceClient, _Reply
 from megatron_async.errors import ConfigurationError, EngineStopped, RequestError
+from megatron_async.serving.messages import Ended
 from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
 from tests.support.open_sockets import listening, reachable
 from tests.support.patience import PATIENCE_S
@@ -78,6 +80,16 @@ def test_requests_come_back_as_from_the_engine_itself(tiny_model: torch.nn.Modul
         assert found.prompt_tokens is None  # Megatron sends them where return_prompt_tokens asks
         assert [event.type for event in found.events] == [event.type for event in wanted.events]
         assert found.latency > 0
+
+
+def test_an_end_that_cannot_be_read_reaches_its_waiter() -> None:
+    async def use() -> None:
+        future = asyncio.get_running_loop().create_future()
+        _Reply(1, future, False, 0.0).hear_end(Ended(0, "length", record=b"\xc1"))
+        with pytest.raises(msgspec.DecodeError):
+            await asyncio.wait_for(future, PATIENCE_S)
+
+    run(use())
 
 
 def test_states_change_when_all_engines_have_done_it(tiny_model: torch.nn.Module) -> None:

@@ -105,11 +105,11 @@ def test_a_hostile_model_name_is_one_label() -> None:
     assert not any(line.startswith("fake_total") for line in text.splitlines())
 
 
-def test_no_torch() -> None:
+def test_no_torch_and_no_zmq() -> None:
     code = (
         "import sys\nimport megatron_async.server.service_metrics\n"
         "import megatron_async.server.supervisor.service\n"
-        "print(sorted({'torch', 'megatron', 'transformers'} & set(sys.modules)))"
+        "print(sorted({'torch', 'megatron', 'transformers', 'zmq'} & set(sys.modules)))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"
