@@ -86,7 +86,7 @@ class Bus:
             self._connect(job, hears, timeout_s)
 
     def publish(self, payload: bytes) -> None:
-        """Send to all ranks that hear this one, in order; never blocks."""
+        """Send to all ranks that hear this one, in order; never blocks. `payload` is not empty."""
         if self._publisher is not None:
             self._sent += 1
             self._publisher.send(_HEADER.pack(self.rank, self._sent) + payload, zmq.NOBLOCK)

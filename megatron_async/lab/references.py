@@ -76,7 +76,8 @@ class EngineReference(Reference):
 
 
 class TransformersReference(Reference):
-    """`transformers`, in float32: a plain loop with a KV cache."""
+    """`transformers`, in float32, with weights rounded to `weight_dtype`: a plain loop with a KV
+    cache."""
 
     @override
     def __init__(self, model_name: str, device: str, weight_dtype: torch.dtype) -> None:

@@ -162,7 +162,8 @@ class GraphShapes:
     def limit_mixed_steps(self, times: Sequence[float]) -> None:
         """Set `mixed_step_tokens` to the tokens of the short step (`STRETCH`) that takes least for
         a token, if there is a longer step among those measured. The largest short step is often a
-        little beyond what cuBLAS's tiles hold: 288 tokens take 1 ms more than 256 on an H200."""
+        little beyond what cuBLAS's tiles hold: 288 tokens take 1 ms more than 256 on an H200.
+        `times` are those of `timed_shapes`, in any unit."""
         shapes = self.timed_shapes()
         short = {time / dims.tokens: dims.tokens for dims, time in zip(shapes, times)
                  if time <= STRETCH * times[0]}  # fmt: skip
@@ -170,7 +171,8 @@ class GraphShapes:
             self.mixed_step_tokens = short[min(short)]
 
     def slow_sizes(self, times: Sequence[float]) -> list[int]:
-        """The keys of `mixed_sizes` that take longer than larger ones (`SLOWER`), ascending."""
+        """The keys of `mixed_sizes` that take longer than larger ones (`SLOWER`), ascending, by the
+        `times` of `timed_shapes`."""
         sizes, best, slow = list(self.mixed_sizes)[: len(times)], float("inf"), []
         for size, time in zip(reversed(sizes), reversed(times)):
             if time > SLOWER * best:

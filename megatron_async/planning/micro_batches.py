@@ -63,7 +63,8 @@ class MicroBatches:
         return wanted_elsewhere < waiting
 
     def took(self, micro_batch: int, feeds_back: bool) -> None:
-        """A step of this micro-batch is planned."""
+        """A step of this micro-batch is planned. `feeds_back`: its first stage needs samples of the
+        micro-batch's last step."""
         count = self._slots.num_micro_batches
         self._next = (micro_batch + 1) % count
         self.steps += 1

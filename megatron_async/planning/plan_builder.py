@@ -100,7 +100,8 @@ class PlanBuilder:
     def build(
         self, decode: DecodeRows, chunks: list[PrefillChunk], shape: StepShape | None = None
     ) -> StepPlan:
-        """The plan of a step with these decode rows and prefill chunks."""
+        """The plan of a step with these decode rows and prefill chunks (of further slots). `shape`
+        holds them; None: it is their own."""
         shape = shape or self.shape_of(decode, chunks)
         slots, (rows, width, kv_at_most, short_of_blocks) = self._slots, decode
         num_decode = len(rows)
@@ -203,7 +204,8 @@ def _features_of(
     chunks: list[PrefillChunk],
     mode: SamplingMode,
 ) -> PlanFeatures:
-    """What the requests of a step's rows ask for."""
+    """What the requests of a step's rows ask for. `rows` are their slots, the chunks' last;
+    `produces` says whether a row's sample is a token of its request."""
     if mode != SamplingMode.PROCESSED:
         return NO_FEATURES
     features = slots.features[rows]

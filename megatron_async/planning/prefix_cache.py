@@ -63,7 +63,7 @@ class PrefixCache:
     """Finds blocks for requests, and enters those that steps fill.
 
     Attributes:
-        states: as given.
+        states: rows of the recurrent layers' states; None without such layers.
         queries: tokens of admitted requests.
         hits: queries that were found.
         lost_states: queries whose keys and values were found, but no state after them.
@@ -207,7 +207,8 @@ class PrefixCache:
     def plan_states(
         self, decode: DecodeRows, chunks: Sequence[tuple[int, int, int]], step: int
     ) -> StatePlan | None:
-        """State rows that a plan's rows read and write; None: the rows of their slots."""
+        """State rows that a plan's rows read and write; None: the rows of their slots. Its rows are
+        not yet counted as launched; a chunk is slot, start and end."""
         if self.states is None:
             return None
         saves = []

@@ -39,7 +39,7 @@ class Communicator(Protocol):
 
 class SharedExperts(RankGroup):
     """A leader, and the leaders of other models with which it shares experts: one round of them
-    before each step."""
+    before each step. What this class does not override is the leader's."""
 
     agrees = True
 

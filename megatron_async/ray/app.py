@@ -134,7 +134,11 @@ class _Ingress:
 
 
 def build(settings: FleetSettings) -> Any:
-    """The application, for `serve.run(build(settings), name=settings.name)`."""
+    """The application, for `serve.run(build(settings), name=settings.name)`.
+
+    Raises:
+        ConfigurationError: the settings cannot work.
+    """
     settings.check()
     environment = {"env_vars": process_environment()}
     engine: Any = serve.deployment(

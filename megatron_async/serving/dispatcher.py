@@ -160,9 +160,8 @@ class Dispatcher(RequestBooks):
             return
         self.lost(identity, "it said hello again", now)
         if isinstance(hello, ReplicaHello):
-            for old in list(
-                self.replicas.values()
-            ):  # one that comes again has dropped its requests
+            for old in list(self.replicas.values()):
+                # One that comes again has dropped its requests.
                 if old.info.instance == hello.info.instance:
                     self._lose(old, "it connected again", now, in_order=False)
             refusal = why_refused(hello.info, self.replicas.values())

@@ -283,8 +283,8 @@ def end_silent(end: socket.socket, silence_s: float) -> None:
     """Let a TCP connection end after a silence of the other host.
 
     The kernel of the other host answers, so a process that is busy or stopped is not silent. Probes
-    of an idle connection also keep firewalls from dropping it. Of a listener, those that it
-    accepts. The silence is up to a second longer, and 1 s at least."""
+    of an idle connection also keep firewalls from dropping it. A listener's connections get this
+    from it. The silence may be up to a second longer; `silence_s` is at least 1."""
     interval_s = max(1, math.floor(silence_s / PROBES))
     options = {
         "TCP_KEEPIDLE": interval_s,

@@ -66,5 +66,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_card(data: bytes) -> ModelCard:
-    """A card that `encode` has made. Raises msgspec.DecodeError: it is none."""
+    """A card that `encode` has made; msgspec.DecodeError for what is none."""
     return msgspec.msgpack.decode(data, type=ModelCard)

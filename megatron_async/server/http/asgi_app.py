@@ -54,7 +54,11 @@ class OwnPort:
         self._serving: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Listen."""
+        """Listen.
+
+        Raises:
+            ConfigurationError: the address is in use, or not one of this host.
+        """
         listener = listen(*self._address, is_shared=True)
         self._serving = asyncio.create_task(self._server.serve(listener))
         self._serving.add_done_callback(self._ended)

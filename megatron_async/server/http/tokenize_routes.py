@@ -63,7 +63,7 @@ class DetokenizeRequest(msgspec.Struct):
 
 
 class TokenizeRoutes:
-    """Handlers of both."""
+    """Handlers of these paths."""
 
     def __init__(self, model_now: Callable[[], Awaitable[ServedModel]], limits: Limits) -> None:
         self._model_now, self._limits = model_now, limits
