@@ -153,13 +153,13 @@ class LLM:
         job.check_same("parallel sizes", asdict(sizes))
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
+        check_weights_fit(source.architecture, self.dtype, sizes, self._device.free_memory())
         self._kernels: KernelStart | None = None
         if self._device.torch_device.type == "cpu":
             compile_missing(progress)
         else:
             program = _program_of(source.architecture, self.dtype, config, sizes, transformer_impl)
             self._kernels = start_kernels(program | describe_gpu(self._device.torch_device))
-        check_weights_fit(source.architecture, self.dtype, sizes, self._device.free_memory())
         with phases.phase("build the model"):
             weights = build_model(
                 source.architecture,
