@@ -2,7 +2,8 @@
 
 A row holds for one GPU by its exact name, one shape and the versions below; nothing is taken from
 the nearest row. Rows come with this package (`SHIPPED`), or are measured once and kept in the
-user's cache, a file each. Rank 0 of a job finds or measures them for all of its ranks and replicas.
+user's cache, a file each. Rank 0 of a job finds or measures them for all of its ranks and replicas;
+replicas of one `serve` are jobs of their own, and agree in a folder of the service.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, cast
 
 import msgspec
 
-from megatron_async.cache_folders import VARIABLE, cache_folder
+from megatron_async.cache_folders import SERVICE_VARIABLE, VARIABLE, cache_folder
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.devices import Device
 
@@ -70,19 +71,15 @@ class Table(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Question[V: msgspec.Struct]:
-    """One choice to be made.
-
-    Attributes:
-        kind: of the choice, in words.
-        shape: all that decides it but the GPU and versions.
-        rule: what is chosen where nothing may be measured.
-        check: raises `ValueError` for a value that does not fit here, whatever its types.
-    """
+    """One choice to be made."""
 
     kind: str
     shape: dict[str, Fact]
+    """All that decides it but the GPU and versions."""
     rule: V
+    """What is chosen where nothing may be measured."""
     check: Callable[[V], object]
+    """Raises `ValueError` for a value that does not fit here, whatever its types."""
 
 
 class Choices:
@@ -95,36 +92,27 @@ class Choices:
 
     Attributes:
         used: the row of each kind, and its source: "shipped", "cached", "measured", "by rule".
+        files: of the cache, by kind, into which rows were written.
     """
 
     def __init__(self, mode: str, device: Device, progress: bool = False) -> None:
         self._mode, self.device, self.progress = mode, device, progress
         self.used: dict[str, tuple[Row, str]] = {}
+        self.files: dict[str, Path] = {}
 
     def find[V: msgspec.Struct](self, question: Question[V]) -> V | None:
         """The value of the leader's row, or by rule; None: measure it, then call `keep`."""
-        leads, found = join_job().rank == 0, None
-        row = self._row(question, question.rule)
-        if leads and self._mode != "measure":
-            found = self._look_up(row, question)
-        if found is None and self._mode == "shipped":
-            found = "by rule", question.rule
-        told = leaders(question.kind, None if found is None else msgspec.to_builtins(found))
-        return None if told is None else self._use(question, told[0], told[1])
+        found = self._look_up(question) if join_job().rank == 0 else None
+        told = leaders(question.kind, msgspec.to_builtins(found))
+        return None if told is None else self._use(question, *told)
 
     def keep[V: msgspec.Struct](self, question: Question[V], value: V, is_sound: bool = True) -> V:
         """What all ranks use after each has measured: the leader's value, or what another process
         has meanwhile kept for the same key. An unsound value is used and not kept."""
-        row = self._row(question, value)
         if join_job().rank == 0 and is_sound:
-            try:
-                value = self._write(row, question) or value
-            except OSError as error:
-                logger.warning(
-                    "The choice of %s cannot be kept (%s): each start measures it again, and may "
-                    "choose otherwise; set %s to a folder that can be written.",
-                    row.kind, error, VARIABLE,
-                )  # fmt: skip
+            # Replicas which all measure anew shall not each replace what the others use.
+            for is_service in (True, False) if self._mode == "measure" else (False, True):
+                value = self._keep(question, value, is_service)
         told = leaders(f"the measured {question.kind}", msgspec.to_builtins(value))
         return self._use(question, "measured", told)
 
@@ -136,12 +124,6 @@ class Choices:
         """The rows used, as JSON, each with its source."""
         return [msgspec.to_builtins(row) | {"source": source} for row, source in self.used.values()]
 
-    def places_of(self, row: Row) -> tuple[Path | None, bool]:
-        """The file in which a row is kept, if it is, and whether one of its key is shipped."""
-        sources = {source for other, source in known_rows(row.gpu) if other.key == row.key}
-        file = cache_folder(FOLDER) / row.file_name if "cached" in sources else None
-        return file, "shipped" in sources
-
     def _use[V: msgspec.Struct](self, question: Question[V], source: str, value: Any) -> V:
         found = msgspec.convert(value, type(question.rule))
         self.used[question.kind] = self._row(question, found), source
@@ -152,33 +134,50 @@ class Choices:
         values = msgspec.to_builtins(value)
         return Row(question.kind, self.device.name, question.shape, versions(), values)
 
-    def _look_up[V: msgspec.Struct](self, row: Row, question: Question[V]) -> tuple[str, V] | None:
-        """The source and the value of the first sound row of this key."""
-        if found := _value_in(SHIPPED, row, question, "install the package again"):
-            return "shipped", found
+    def _look_up[V: msgspec.Struct](self, question: Question[V]) -> tuple[str, V] | None:
+        """The source and the value of the first sound row that the mode allows, or by rule."""
+        row, files = self._row(question, question.rule), dict[Path, str]()
+        if self._mode != "measure":
+            files[SHIPPED] = "shipped"
         if self._mode == "cached":
             with contextlib.suppress(OSError):  # no home; `keep` says so
-                file = cache_folder(FOLDER) / row.file_name
-                if found := _value_in(file, row, question, "it is measured anew and replaced"):
-                    return "cached", found
-        return None
+                files[cache_folder(FOLDER) / row.file_name] = "cached"
+        if self._mode != "shipped" and (service := os.environ.get(SERVICE_VARIABLE)):
+            files = {Path(service) / row.file_name: "cached"} | files
+        for file, source in files.items():
+            if (value := _value_in(file, row, question)) is not None:
+                if source == "cached":  # a replica that starts again shall find it, come what may
+                    value = self._keep(question, value, is_service=True)
+                return source, value
+        return ("by rule", question.rule) if self._mode == "shipped" else None
 
-    def _write[V: msgspec.Struct](self, row: Row, question: Question[V]) -> V | None:
-        """Keep a measured row; where another process was first, its value is returned."""
-        file = cache_folder(FOLDER) / row.file_name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if self._mode != "measure":
+    def _keep[V: msgspec.Struct](self, question: Question[V], value: V, is_service: bool) -> V:
+        """Keep a row in the service's folder, if there is one, or in the cache. What counts is the
+        value of a sound row that is there already, unless the cache's is to be replaced."""
+        row, service = self._row(question, value), os.environ.get(SERVICE_VARIABLE)
+        if is_service and not service:
+            return value
+        replaces = self._mode == "measure" and not is_service
+        try:
+            folder = Path(service) if is_service and service else cache_folder(FOLDER)
+            folder.mkdir(parents=True, exist_ok=True)
+            file = folder / row.file_name
             try:
-                write_rows(file, [row], replaces=False)
-                return None
-            except FileExistsError:
-                other = _value_in(file, row, question, "it is replaced")
+                write_rows(file, [row], replaces)
+            except OSError:  # it is there; or a file system without hard links, or a full one
+                other = None if replaces else _value_in(file, row, question)
                 if other is not None:
                     return other
-            except OSError:  # a file system without hard links; or one that takes nothing
-                pass
-        write_rows(file, [row])
-        return None
+                write_rows(file, [row])
+            if not is_service:
+                self.files[row.kind] = file
+        except OSError as error:
+            logger.warning(
+                "The choice of %s cannot be kept (%s): each start measures it again, and may "
+                "choose otherwise; set %s to a folder that can be written.",
+                row.kind, error, VARIABLE,
+            )  # fmt: skip
+        return value
 
 
 def leaders[T](name: str, value: T) -> T:
@@ -210,9 +209,9 @@ def read_rows(path: Path) -> list[Row]:
         OSError: it is no file that can be read; a link is none.
         ValueError: it is too large, or no table of rows.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no ordinary file")
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -273,9 +272,7 @@ def known_rows(gpu: str) -> Iterator[tuple[Row, str]]:
                     yield row, source
 
 
-def _value_in[V: msgspec.Struct](
-    path: Path, row: Row, question: Question[V], remedy: str
-) -> V | None:
+def _value_in[V: msgspec.Struct](path: Path, row: Row, question: Question[V]) -> V | None:
     """The value for a row's key in a file; what is wrong in the file is told and passed over."""
     try:
         for other in read_rows(path):
@@ -286,6 +283,8 @@ def _value_in[V: msgspec.Struct](
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        logger.warning("%s has no choice of %s that can be used (%s): %s.", path, row.kind, error,
-                       remedy)  # fmt: skip
+        again = "install the package again" if path == SHIPPED else "it is measured anew"
+        logger.warning(
+            "%s has no choice of %s that can be used (%s): %s.", path, row.kind, error, again
+        )
     return None

@@ -333,7 +333,7 @@ def model_program(
 
 def _choices_lines(model: ModelConfig, gpu: str) -> list[str]:
     """The rows of `Choices` for a model on one rank, whatever the settings of an engine."""
-    from megatron_async.choices import known_rows
+    from megatron_async.choices import known_rows, versions
     from megatron_async.models.model_config import DECIDING_TIMES
 
     facts = {name: getattr(model, name, None) for name in DECIDING_TIMES}
@@ -341,6 +341,7 @@ def _choices_lines(model: ModelConfig, gpu: str) -> list[str]:
     lines = [
         f"{row.kind}, {row.gpu} ({source}): {json.dumps(row.value)} for "
         + json.dumps({name: row.shape[name] for name in row.shape if name not in facts})
+        + ("" if row.versions == versions() else f" with {json.dumps(row.versions)}")
         for row, source in known_rows(gpu)
         if all(facts.get(name, fact) == fact for name, fact in row.shape.items())
     ]

@@ -103,12 +103,15 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _told(choices: Choices) -> str:
+    from megatron_async.choices import known_rows
+
+    shipped = [row.key for row, source in known_rows(choices.device.name) if source == "shipped"]
     lines = []
     for row, _ in choices.used.values():
-        file, is_shipped = choices.places_of(row)
+        file = choices.files.get(row.kind)
         lines.append(f"{row.kind}, {row.gpu}: {json.dumps(row.value)}")
         lines.append("  not kept" if file is None else f"  kept in {file}")
-        if is_shipped:
+        if row.key in shipped:
             lines.append("  a start takes the row for it that comes with this package")
     return "\n".join(lines) or (
         "nothing was to be chosen: there is one attention backend, and no mixed step is captured"

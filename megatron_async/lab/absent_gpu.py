@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import megatron_async.models.compile_later  # noqa: F401  # isort: skip  # before Megatron-Core
 
-from megatron_async.cache_folders import VARIABLE
+from megatron_async.cache_folders import SERVICE_VARIABLE, VARIABLE
 from megatron_async.config import InferenceConfig
 from megatron_async.devices.base import Device, Event, Graph, Stream
 from megatron_async.models.architecture import ModelArchitecture
@@ -62,6 +62,7 @@ def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
     device = _AbsentDevice(program["gpu"])
     with _AbsentMemory(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         os.environ[VARIABLE] = folder  # what is measured here is no measurement
+        os.environ.pop(SERVICE_VARIABLE, None)
         measures = config.choices != "shipped"
         config = replace(config, choices="measure" if measures else "shipped")
         _start(architecture, dtype, sizes, config, program, device)

@@ -12,13 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from torch import nn
 from tqdm import tqdm
 
-from megatron_async.choices import leaders
+from megatron_async.choices import Fact, Question, leaders
 from megatron_async.devices import Device, Graph
+from megatron_async.models.model_config import DECIDING_TIMES
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
-from megatron_async.planning.graph_shapes import FINE_TOKENS, GraphShapes
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.planning.graph_shapes import FINE_TOKENS, GraphShapes, MixedRow
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.FILTERED, SamplingMode.PROCESSED)
 """Three graphs a shape: greedy steps skip the sampler's searches, and only steps with a row that
@@ -37,6 +40,12 @@ a few times slower under load."""
 
 TIMED_REPLAYS = 3
 """The first replay of a graph brings it to the device."""
+
+OF_CONFIG = (
+    "block_size_tokens", "max_requests", "max_tokens", "cuda_graph_mixed_prefill_count",
+    "speculative_method", "num_speculative_tokens", "draft_vocab_size", "mamba_ssm_states_dtype",
+)  # fmt: skip
+"""Settings which decide how long a mixed step takes, or which there are."""
 
 Prepare = Callable[[BatchDimensions], None]
 """Makes a step of dummy rows the next on the device."""
@@ -228,6 +237,32 @@ class StepGraphs:
         elif mode not in self._modes:
             mode = SamplingMode.FILTERED
         return self._graphs.get((dims.graph_key, mode))
+
+
+def mixed_question(
+    context: DynamicInferenceContext, model: nn.Module, vocab_size: int
+) -> Question[MixedRow]:
+    """The choice of a context's mixed shapes, before any is dropped. By rule all are captured, and
+    a short step has `FINE_TOKENS`, if there are longer ones."""
+    asked = [*context.graph_shapes.mixed_sizes]
+
+    def check(row: MixedRow) -> None:
+        if row.sizes != [size for size in asked if size in row.sizes]:
+            raise ValueError(f"its sizes {row.sizes} are none of this engine's")
+        if row.step_tokens not in (None, *row.sizes):
+            raise ValueError(f"its step_tokens {row.step_tokens} are none of its sizes")
+
+    facts: dict[str, Fact] = {
+        "model": type(model).__name__,
+        "vocab": vocab_size,
+        "dtype": str(context.model_config.params_dtype).removeprefix("torch."),
+        "attention": [*context.gpu_view.prefill_backends],
+    }
+    for owner, names in (context.model_config, DECIDING_TIMES), (context.config, OF_CONFIG):
+        found = {name: getattr(owner, name, None) for name in names}
+        facts |= {name: value for name, value in found.items() if value}
+    tokens = FINE_TOKENS if asked and asked[-1] > FINE_TOKENS else None
+    return Question("mixed steps", facts, MixedRow(asked, tokens), check)
 
 
 def _bar[T](items: Collection[T], what: str, progress: bool) -> Iterable[T]:

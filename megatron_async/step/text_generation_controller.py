@@ -23,11 +23,10 @@ from megatron_async.step.constrained_sampling import (
 )
 from megatron_async.step.drafting import Drafter, Drafting, make_drafting
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_async.step.mixed_choice import mixed_question
 from megatron_async.step.pipeline_stage import PipelineStage, make_stage
 from megatron_async.step.prompt_log_probs import PromptLogProbs
 from megatron_async.step.sample_buffers import SampleBuffers
-from megatron_async.step.step_graphs import CaptureReport, EagerStep, StepGraphs
+from megatron_async.step.step_graphs import CaptureReport, EagerStep, StepGraphs, mixed_question
 from megatron_async.step.token_sampler import TokenSampler
 
 

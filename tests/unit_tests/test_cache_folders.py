@@ -17,6 +17,8 @@ from megatron_async.version import __version__
         ({VARIABLE: "/named", "XDG_CACHE_HOME": "/x"}, "/named"),
         ({VARIABLE: "~/own"}, "/home/me/own"),
         ({VARIABLE: "here"}, str(Path.cwd() / "here")),
+        ({VARIABLE: "."}, str(Path.cwd())),
+        ({VARIABLE: ""}, "/home/me/.cache/megatron_async"),
     ],
 )
 def test_the_folder_is_by_environment_version_and_kind(monkeypatch, environment, expected):
@@ -33,4 +35,10 @@ def test_a_user_without_a_home_is_told_the_variable(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     with pytest.raises(OSError, match=VARIABLE):
+        cache_folder("kernels")
+
+
+def test_a_home_of_nobody_is_told(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "~nobody-has-this-name/cache")
+    with pytest.raises(OSError, match="~nobody-has-this-name/cache: there is no such home"):
         cache_folder("kernels")

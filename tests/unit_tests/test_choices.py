@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from megatron_async import InferenceConfig, choices
-from megatron_async.cache_folders import VARIABLE
+from megatron_async.cache_folders import SERVICE_VARIABLE, VARIABLE
 from megatron_async.choices import Choices, Question, Row, known_rows, read_rows, write_rows
 from megatron_async.errors import ConfigurationError
 from megatron_async.version import __version__
@@ -42,6 +43,7 @@ def question(kind: str = "colours", **changed: Any) -> Question[Value]:
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The cache's folder; nothing is shipped."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
     monkeypatch.setattr(choices, "SHIPPED", tmp_path / "shipped.json")
     return tmp_path / "cache"
 
@@ -202,7 +204,7 @@ def test_a_shipped_table_that_is_damaged(caplog: Any) -> None:
     assert "install the package again" in caplog.text
 
 
-@pytest.mark.parametrize("way", ["file", "folder", "home"])
+@pytest.mark.parametrize("way", ["file", "folder", "home", "another's home"])
 def test_a_folder_that_takes_nothing(folder, way: str, caplog, monkeypatch):
     if way == "file":
         folder.write_text("")
@@ -211,12 +213,16 @@ def test_a_folder_that_takes_nothing(folder, way: str, caplog, monkeypatch):
         file = kept_file(folder)
         file.unlink()
         file.mkdir()
+    elif way == "another's home":
+        monkeypatch.setenv(VARIABLE, "~nobody-has-this-name/cache")
     else:
         monkeypatch.delenv(VARIABLE)
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr("os.path.expanduser", lambda path: path)
     caplog.clear()
+    opened = len(os.listdir("/proc/self/fd"))
     assert start("cached", "two") == ("two", "measured")
+    assert len(os.listdir("/proc/self/fd")) == opened
     assert "cannot be kept" in caplog.text
     assert VARIABLE in caplog.text
     if way == "folder":
@@ -228,7 +234,40 @@ def test_a_file_system_without_hard_links(monkeypatch: pytest.MonkeyPatch) -> No
         raise PermissionError("no links here")
 
     monkeypatch.setattr(os, "link", refuse)
+    second = Choices("cached", GPU)
+    assert second.find(question()) is None
     start("cached", "two")
+    assert start("cached", "three") == ("two", "cached")
+    assert second.keep(question(), Value(["three"])).names == ["two"]
+
+
+@pytest.mark.parametrize("mode", ["cached", "measure"])
+@pytest.mark.parametrize("cache", ["cache", "/dev/null"])
+def test_replicas_of_a_service_choose_the_same(folder, mode: str, cache: str, monkeypatch):
+    """Whether they measure at the same time, or one starts again when the cache is lost or another
+    row is kept there: in the cache is what they use."""
+    monkeypatch.setenv(VARIABLE, str(folder.parent / cache))
+    monkeypatch.setenv(SERVICE_VARIABLE, str(folder.parent / "service"))
+    first, second = Choices(mode, GPU), Choices(mode, GPU)
+    assert first.find(question()) is second.find(question()) is None
+    assert first.keep(question(), Value(["two"])).names == ["two"]
+    assert second.keep(question(), Value(["three"])).names == ["two"]
+    kept = [read_rows(file)[0].value["names"] for file in folder.rglob("*.json")]
+    assert kept == ([["two"]] if cache == "cache" else [])
+    shutil.rmtree(folder, ignore_errors=True)
+    assert start(mode, "three") == ("two", "cached")
+    monkeypatch.delenv(SERVICE_VARIABLE)
+    assert start("measure", "one") == ("one", "measured")
+    monkeypatch.setenv(SERVICE_VARIABLE, str(folder.parent / "service"))
+    assert start(mode, "three") == ("two", "cached")
+    assert start("shipped", "three") == ("one", "by rule")
+
+
+def test_a_service_whose_first_row_was_cached(folder: Path, monkeypatch: Any) -> None:
+    start("cached", "two")
+    monkeypatch.setenv(SERVICE_VARIABLE, str(folder.parent / "service"))
+    assert start("cached", "one") == ("two", "cached")
+    shutil.rmtree(folder)
     assert start("cached", "three") == ("two", "cached")
 
 

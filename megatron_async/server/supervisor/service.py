@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 import msgspec
 
+from megatron_async.cache_folders import SERVICE_VARIABLE
 from megatron_async.server.supervisor.devices import share_gpus, visible_gpus
 from megatron_async.server.supervisor.keys import without_keys
 from megatron_async.server.supervisor.listener import listen, url_of
@@ -108,10 +109,11 @@ class Supervisor:
         address = settings.coordinator
         if address is None:
             self._coordinator = self._stack.enter_context(OwnCoordinator(settings.dispatch))
-            address = self._coordinator.address
+            address, folder = self._coordinator.address, self._coordinator.folder
+            environment[SERVICE_VARIABLE] = str(folder / "choices")
             for number, own in enumerate(variables):
                 name = f"replica-{number}"
-                arguments = replica_command(settings, name, address, self._coordinator.folder)
+                arguments = replica_command(settings, name, address, folder)
                 self._replicas.append(
                     ChildProcess(
                         name, arguments, pipe, environment={**environment, **own},

@@ -118,6 +118,7 @@ def test_another_configuration_is_refused(make_tiny_engine, tmp_path):
     path = tmp_path / "run.rec"
     engine = record_schedule(make_tiny_engine, 1, path, lookahead=1)
     recording, config = load_recording(path), engine.context.config
+    config.choices = "shipped"
     assert Replay(recording, config).run() > 0
     config.lookahead = 2
     with pytest.raises(RecordingError, match=r"lookahead=2, but the run was recorded with 1"):

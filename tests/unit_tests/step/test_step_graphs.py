@@ -18,7 +18,7 @@ from megatron_async import (
     TextGenerationController,
     choices,
 )
-from megatron_async.cache_folders import VARIABLE, cache_folder
+from megatron_async.cache_folders import SERVICE_VARIABLE, VARIABLE, cache_folder
 from megatron_async.choices import Choices
 from megatron_async.devices import CpuDevice, cpu
 from megatron_async.ops.batch_dimensions import BatchDimensions
@@ -285,6 +285,7 @@ def tiny_model() -> torch.nn.Module:
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.delenv(SERVICE_VARIABLE, raising=False)
     monkeypatch.setattr(choices, "SHIPPED", tmp_path / "shipped.json")
 
 
@@ -322,6 +323,32 @@ def test_sizes_of_a_process_that_was_first_have_graphs(
     assert shapes.row == first
 
 
+def test_replicas_which_measure_at_once_capture_the_same(
+    own_cache: None,
+    tiny_model: torch.nn.Module,
+    device: SlowToLaunch,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Each has its own times; also where all are to measure anew, and after a new start."""
+    monkeypatch.setenv(SERVICE_VARIABLE, str(tmp_path / "service"))
+    second_plans: list[Any] = []
+    keep = Choices.keep
+
+    def keep_behind_the_other(mine: Choices, *measured: Any) -> Any:
+        monkeypatch.setattr(Choices, "keep", keep)
+        second_plans.extend(plans(start(tiny_model, device, {128: 90.0}, "measure")[0]))
+        return keep(mine, *measured)
+
+    monkeypatch.setattr(Choices, "keep", keep_behind_the_other)
+    first, report = start(tiny_model, device, {96: 30.0}, "measure")
+    assert "(measured)" in str(report)
+    assert 96 in first.mixed_sizes
+    assert 128 not in first.mixed_sizes
+    third, _ = start(tiny_model, device, {}, "measure")
+    assert plans(first) == second_plans == plans(third)
+
+
 def test_by_rule_all_sizes_are_captured(own_cache, tiny_model, device):
     shapes, report = start(tiny_model, device, {96: 30.0}, "shipped")
     assert "(by rule)" in str(report)
@@ -337,6 +364,10 @@ def test_by_rule_all_sizes_are_captured(own_cache, tiny_model, device):
         {"sizes": [64, 64], "step_tokens": 64},
         {"sizes": [64], "step_tokens": 0},
         {"sizes": [64], "step_tokens": "all"},
+        {"sizes": [64], "step_tokens": 96},
+        {"sizes": [], "step_tokens": 64},
+        {"sizes": [64], "step_tokens": 1 << 60},
+        {"sizes": [64], "step_tokens": -64},
     ],
 )
 def test_a_row_of_no_sizes_is_passed_over(

@@ -238,6 +238,24 @@ def test_ours_serves_if_it_cannot_be_timed(two_candidates, caplog):
     assert "attention backend triton could not be timed" in caplog.text
 
 
+def test_replicas_of_a_service_use_the_first_ones_backends(two_candidates, monkeypatch, tmp_path):
+    """Though each measures, at the same time, and the other is the faster one on its GPU."""
+    monkeypatch.setenv("MEGATRON_ASYNC_SERVICE_FOLDER", str(tmp_path / "service"))
+    names = [(name, beside) for name in ("triton", "torch") for beside in (False, True)]
+    two_candidates |= dict(zip(names, (9.0, 9.0, 5.0, 5.0), strict=True))
+    find, second = Choices.find, []
+
+    def find_before_the_other(mine, question):
+        found = find(mine, question)
+        monkeypatch.setattr(Choices, "find", find)
+        second.append(chosen()[1])
+        two_candidates.update(zip(names, (5.0, 5.0, 9.0, 9.0), strict=True))
+        return found
+
+    monkeypatch.setattr(Choices, "find", find_before_the_other)
+    assert chosen()[1] == second[0] == [["torch"] * 2] * 2
+
+
 def _chosen_on_rank(folder, failing):
     """Names of a rank whose own times would choose otherwise; a backend may fail on the second."""
     rank = int(os.environ["RANK"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async.cache_folders import SERVICE_VARIABLE
 from megatron_async.cli.main import build_parser
 from megatron_async.cli.serve import read_settings
 from megatron_async.errors import ConfigurationError
@@ -29,12 +30,28 @@ from megatron_async.server.supervisor.serve_settings import (
     replica_command,
     served_name,
 )
+from megatron_async.server.supervisor.service import Supervisor
 
 
 @pytest.fixture(autouse=True)
 def _no_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEGATRON_ASYNC_API_KEY", "MEGATRON_ASYNC_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_replicas_share_a_folder_for_what_they_choose() -> None:
+    """A new one for each service, which other users do not reach."""
+    found = []
+    for _ in range(2):
+        supervisor = Supervisor(settings("m --port 0 --replicas 3 --device cpu"), str)
+        with supervisor._stack:
+            supervisor._prepare().close()
+            environments = [each._environment or {} for each in supervisor._replicas]
+            (folder,) = {environment[SERVICE_VARIABLE] for environment in environments}
+            assert len(environments) == 3
+            assert Path(folder).parent.stat().st_mode & 0o77 == 0
+        found.append(folder)
+    assert found[0] != found[1]
 
 
 def settings(line: str) -> Any:
