@@ -19,7 +19,11 @@ from megatron_async.models.sizes import size_problem
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: missing, too large, not JSON, or not an object.
+    """
     return read_object(path, CheckpointError)
 
 

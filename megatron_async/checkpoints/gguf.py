@@ -36,8 +36,9 @@ def dequantise(rows: np.ndarray, kind: Kind, device: torch.device) -> Tensor:
     Args:
         rows: as `gguf.GGUFReader` gives them: `[..., bytes of a row]`, or `[..., row]` of a float
             type. On a CPU what is stored as float32 is not copied.
-        kind: the quantisation; NotImplementedError where nobody knows it.
-        device: where the values go.
+
+    Raises:
+        NotImplementedError: neither torch code nor the gguf package knows this quantisation.
     """
     if kind in _PLAIN:
         data = torch.from_numpy(rows.view(np.uint8)).to(device)

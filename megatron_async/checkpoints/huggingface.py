@@ -254,8 +254,8 @@ class HuggingFaceSource(NamedTensorSource):
         return found
 
     def _stored(self, kind: str) -> _StoredTensors:
-        """What the folder of a family holds. No two stored names mean the same tensor of the
-        language model."""
+        """What the folder of a family holds; refused where two stored names mean the same tensor of
+        the language model."""
         names, mtp = split_mtp(self._files.file_of, kind)
         model, left_out = language_model_tensors(names, kind)
         if len(names) != len(model) + sum(left_out.values()):
@@ -290,11 +290,14 @@ def save_huggingface(
     Args:
         model: a `HybridModel` of `architecture`; its weights are written in its dtype, those of
             multi-token prediction where it has them.
-        architecture: what `config.json` is made from; CheckpointError if it has no such form.
+        architecture: what `config.json` is made from.
         tokenizer: its files are written too, if there is one.
         folder: made if needed; files in it are replaced.
         progress: show a progress bar on stderr.
         shard_bytes: weights beyond this many bytes go to further files, with an index.
+
+    Raises:
+        CheckpointError: the architecture has no Hugging Face form.
     """
     held = Shard.of(model)
     if not held.with_mtp:

@@ -16,7 +16,7 @@ from megatron_async.checkpoints.megatron_defaults import (
     MEGATRON_DEFAULTS,
     ONLY_IN_SOME,
     RENAMED,
-    SIZES,
+    SIZE_DEFAULTS,
     SUPPORTED,
 )
 from megatron_async.checkpoints.settings import POSITIONS, is_one_of, listed, tell_unknown
@@ -277,8 +277,8 @@ def _recurrent_sizes(
     args: Mapping[str, Any], pattern: str, hidden: int, where: str
 ) -> dict[str, Any]:
     fields = [sizes.FIELDS for kind, sizes in SIZES_OF.items() if kind in pattern]
-    names = [name for name in chain.from_iterable(fields) if name in SIZES]
-    found = {name: _size_or(args, name, SIZES[name], where) for name in names}
+    names = [name for name in chain.from_iterable(fields) if name in SIZE_DEFAULTS]
+    found = {name: _size_or(args, name, SIZE_DEFAULTS[name], where) for name in names}
     if MAMBA in pattern:
         heads = 2 * hidden // found["mamba_head_dim"]
         found["mamba_num_heads"] = _size_or(args, "mamba_num_heads", heads, where)

@@ -65,7 +65,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
 }
 """Values that absent arguments stand for, where these are not served either."""
 
-SIZES = {
+SIZE_DEFAULTS = {
     "mamba_head_dim": 64,
     "mamba_state_dim": 128,
     "mamba_num_groups": 8,
@@ -84,7 +84,7 @@ RENAMED = {
 were called before."""
 
 ONLY_IN_SOME = (
-    *SIZES, "mamba_num_heads", "linear_attention_freq",
+    *SIZE_DEFAULTS, "mamba_num_heads", "linear_attention_freq",
     "num_layers", "num_query_groups", "rope_scaling_factor", "hybrid_override_pattern",
     "mtp_use_repeated_layer", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
     "moe_router_topk_scaling_factor", "moe_router_load_balancing_type", "moe_router_pre_softmax",

@@ -63,7 +63,11 @@ may be shared by tokens. A power of two, so that no number is rounded."""
 class DummySource(ModelSource):
     """A shape of `DUMMY_SHAPES`, or one by hand (`models/dummy_shapes.py`); it has no tokenizer, so
     it takes prompts of token ids. (With tied embeddings, ":uniform" makes the logits larger too:
-    for greedy tokens alone.)"""
+    for greedy tokens alone.)
+
+    Raises:
+        CheckpointError: no such shape, sizes that are no model's, or ":uniform" without experts.
+    """
 
     format = "dummy"
 

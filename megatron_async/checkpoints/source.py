@@ -286,7 +286,11 @@ DTYPES = {
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name, if it is one that weights may have."""
+    """The dtype of that name.
+
+    Raises:
+        CheckpointError: not one that weights may have.
+    """
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         raise CheckpointError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")

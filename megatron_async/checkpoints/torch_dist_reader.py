@@ -183,7 +183,11 @@ class TorchDistReader:
         return planner.bytes[key]
 
     def read(self, planner: DirectPlanner) -> None:
-        """Read what was added to a planner."""
+        """Read what was added to a planner.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
         reader = FileSystemReader(self.folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         try:
@@ -230,8 +234,8 @@ class DirectPlanner(DefaultLoadPlanner):
         stored: TensorStorageMetadata,
         where: str,
     ) -> None:
-        """Read the region of `key` that begins at `offset` and has the shape of `target`, if all of
-        it was saved."""
+        """Read the region of `key` that begins at `offset` and has the shape of `target`; refused
+        where not all of it was saved."""
         if not target.numel():
             return
         region = ChunkStorageMetadata(torch.Size(offset), target.size())

@@ -68,8 +68,8 @@ def build_model(
         architecture: of the model.
         dtype: of the weights and of the computation.
         device: where the weights are.
-        transformer_impl: implementation of the layers, by Megatron's names: "local" (the spec in
-            this file) or "transformer_engine".
+        transformer_impl: implementation of the layers, by Megatron's names: "local"
+            (`hybrid_stack_spec` as it is) or "transformer_engine".
         sizes: over how many ranks the model is split; this process gets its part. None: one rank.
         with_mtp: build its layers of multi-token prediction too. (Megatron-Core's own block is
             never built.)
@@ -101,7 +101,8 @@ def lay_out(
     is_tied: bool,
     with_mtp: bool = False,
 ) -> HybridModel:
-    """A `HybridModel` on the meta device, in the dtype of its configuration."""
+    """A `HybridModel` on the meta device, in the dtype of its configuration but for parameters that
+    must be float32. `vocab_size` is the tokenizer's."""
     stage = stage_of(config)
     with torch.device("meta"):
         model = HybridModel(

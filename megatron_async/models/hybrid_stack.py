@@ -52,7 +52,8 @@ class PagedHybridStack(HybridStack):
 
     Attributes:
         gives_mtp_hidden: whether `forward` leaves the input of the first depth of multi-token
-            prediction, if any is built, with the view (`StepView.mtp_hidden`).
+            prediction, if any is built, with the view (`StepView.mtp_hidden`): the state behind the
+            final norm, or before it with `mtp_hidden_before_norm`.
         compiled: the layers as one call for some steps, given by the stack's owner; or None.
     """
 

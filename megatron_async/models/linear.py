@@ -97,8 +97,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
         return not self.sequence_parallel and not self.skip_bias_add
 
     def choose(self, stream: Stream, rotate: int = 0, activation: Activation = "") -> Choice:
-        """How the product of a stream of this rank's rows is computed, with the norm before it:
-        `rotate` has elements of a head, if outputs may be rotated and appended; else 0."""
+        """How the product of a stream of this rank's rows is computed, with the norm before it.
+        `rotate`: elements of a head, if outputs may be rotated and appended; else 0."""
         return choose_for(
             stream.rows,
             self.weight,

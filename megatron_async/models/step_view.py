@@ -103,8 +103,8 @@ class RecurrentStepView(StepView, Protocol):
     def recurrent_gated(
         self, layer: int, projected: Tensor, params: MambaParams, norm_weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`recurrent` of a Mamba-2 layer, gated and multiplied by the norm's weight, `[channels]`:
-        also `Stream.squares`. Only where `may_gate`."""
+        """`recurrent` of a Mamba-2 layer, its output gated and multiplied by the norm's weight,
+        `[channels]`; and `Stream.squares` of this output. Only where `may_gate`."""
 
     @property
     def may_gate(self) -> bool:

@@ -71,7 +71,8 @@ def read_gguf(
     Args:
         metadata: key -> value of the file's `tokenizer.*` fields.
         source: the file's name, for messages.
-        error: what is raised.
+        error: what is raised for a tokenizer that cannot be rebuilt exactly, or metadata that do
+            not fit together.
 
     Returns:
         the tokenizer proper; the fields of a `tokenizer_config.json`; tokens that end a generation;

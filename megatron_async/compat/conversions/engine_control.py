@@ -120,8 +120,8 @@ class EngineControl(DynamicInferenceEngine):
         self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False
     ) -> None:
         """Remove all requests without reporting them (their futures get failed records), and run if
-        stopped. With `preserve_prefix_cache` what blocks hold is not forgotten (a suspended engine
-        does, as its weights may be others), with `preserve_counters` nothing is counted from 0."""
+        stopped. With `preserve_prefix_cache` blocks keep what they hold (but not in a suspended
+        engine, whose weights may be others); with `preserve_counters` counters go on."""
         self.thread.check()
         for request_id in self.book.ids():
             self.abort_request(request_id)

@@ -16,7 +16,7 @@ from megatron_async.errors import ConfigurationError
 
 
 class _Lasting(megatron_contexts.ContextOverflowError):
-    """Not transient."""
+    """An overflow that waiting does not end."""
 
     def __init__(self, request_id: int | None, message: str) -> None:
         super().__init__(request_id, message, is_transient=False)

@@ -129,7 +129,8 @@ def complete(
 
 
 def _set_texts(answer: DynamicInferenceRequest, own: OwnRequest, tokenizer: Any) -> int:
-    """Texts as Megatron makes them. Its generated tokens end before a stop word: their number."""
+    """Set texts as Megatron makes them. Gives the number of generated tokens that Megatron keeps:
+    they end before a stop word."""
     tokens, params = own.generated_tokens, own.sampling_params
     keeps_stop = params.detokenize_stop_sequence
     if answer.prompt is None:

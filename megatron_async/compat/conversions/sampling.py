@@ -67,8 +67,9 @@ def to_megatron_params(params: SamplingParams) -> MegatronParams:
 
 
 def resolve_limits(params: MegatronParams, own: SamplingParams, prompt: int, longest: int) -> None:
-    """Write into Megatron's parameters what they meant, as Megatron's engine does, once the request
-    of so many prompt tokens is admitted with ours; `longest` is `max_sequence_length`."""
+    """Write into Megatron's parameters what they meant, as Megatron's engine does. `own` are ours,
+    once the request is admitted; `prompt`: its tokens of the prompt; `longest`:
+    `max_sequence_length`."""
     wanted = params.num_tokens_to_generate
     if params.num_tokens_total is not None:
         wanted = params.num_tokens_total - prompt

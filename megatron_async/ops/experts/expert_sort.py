@@ -55,7 +55,8 @@ def sort_pairs(
     routing: Routing, first_expert: int, local: int, block_m: int, at_once: int = MOST_AT_ONCE
 ) -> SortedPairs:
     """The pairs of a routing, on a GPU, of at least one token, whose experts are among the `local`
-    ones here, in tiles of `block_m`; tests and benchmarks set `at_once`."""
+    ones here, in tiles of `block_m`. One kernel sorts up to `at_once` pairs (tests and benchmarks
+    set it); there are two for more."""
     experts = routing.experts
     pairs, topk = experts.numel(), experts.size(1)
     tiles = min(pairs, min(pairs, local) + pairs // block_m)

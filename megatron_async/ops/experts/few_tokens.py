@@ -92,7 +92,8 @@ class ExpertLayer:
 
 
 def find_plan(x: Tensor, layer: ExpertLayer, major: int) -> FewTokenPlan | None:
-    """`plan_few_tokens` for `[..., tokens, hidden]`, on a GPU of a compute capability."""
+    """`plan_few_tokens` for x, `[..., tokens, hidden]`; None also where nothing was measured: on a
+    GPU of another compute capability (`major`), and on a CPU (0)."""
     return plan_few_tokens(x.size(-2), layer.shape) if major == FEW_TOKENS_MAJOR else None
 
 

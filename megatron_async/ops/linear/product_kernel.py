@@ -128,10 +128,10 @@ class Operands:
 
     Attributes:
         rows: `[rows, k]`.
-        outputs: of the product.
-        parts: sums of squares of a row; 0: there are none.
-        eps: of the norm.
-        constants: what follows the sums.
+        outputs: number of the product's.
+        squares, parts: sums of squares, and how many a row has; 0: there are none.
+        eps: of the norm, or of what the squares give.
+        constants: of kernels: which activation follows the product, and whether a bias.
 
     Raises:
         ValueError: what would read or write the wrong memory.

@@ -90,7 +90,7 @@ class Placed(NamedTuple):
 def place(
     places: QkvPlaces | None, given: Operands, block_n: int, activation: str, splits: int = 1
 ) -> Placed:
-    """For a product by programs of `block_n` outputs.
+    """What the kernel of a product gets, if each program makes `block_n` outputs.
 
     Raises:
         ValueError: places that do not fit the product, or this layout of it.

@@ -77,9 +77,9 @@ class PrefillChoice:
     Attributes:
         backends: in the order of the classes.
         microseconds: of a layer, by class and backend; 0 if it could not be timed. Empty where
-            there was one backend alone.
+            there was one backend alone, or a rule chose.
         dropped: backends that were at hand but failed when they were timed, and why.
-        source: of the row, where there was a choice.
+        source: where the choice comes from, in words (`Choices.source`); "" if there was none.
     """
 
     backends: tuple[PrefillBackend, ...]
@@ -141,8 +141,8 @@ def time_backend(
     decode_rows: int = 0,
 ) -> float:
     """Median device time of a layer, microseconds, on `chunks` of (query length, KV length), cut to
-    the longest sequence, and beside `decode_rows` of `DECODE_KEYS` keys. On a CPU, with a backend
-    that is not captured and without decode rows."""
+    the longest sequence, and beside `decode_rows` of `DECODE_KEYS` keys. The device is a GPU; a CPU
+    will do for a backend that is not captured, without decode rows."""
     layers = layers_of_step(backend, shape, chunks, decode_rows)
     device.fence()
     device.compute.launch(layers)  # kernels are compiled

@@ -55,9 +55,9 @@ _one, _two, _four = (tile(rows, KIND) for rows in (1, 2, MOST_ROWS))
 def multiply_groups(
     x: Any, rows: Any, k: Any, weight: Any, blocks: Any, out: Any, first: Any, last: Any
 ) -> None:  # pragma: no cover - compiled
-    """Into out, float32 `[rows, LANES blocks]`: blocks of outputs, from first to last, for all
-    rows; by their addresses x as `round_groups` makes it, and the weight's `[blocks, k / GROUP,
-    GROUP_BYTES]` bytes."""
+    """Multiply all rows of x by blocks `first` to `last` - 1 of a weight. Addresses: x, as
+    `round_groups` makes it; the weight, `[blocks, k / GROUP, GROUP_BYTES]` bytes; out, float32
+    `[rows, LANES blocks]`, written."""
     stride, columns, of_block = row_bytes(k), LANES * blocks, k // GROUP * GROUP_BYTES
     for begin in range(0, rows, ROWS_OF_BLOCK):
         end = min(begin + ROWS_OF_BLOCK, rows)

@@ -33,8 +33,8 @@ def row_bytes(k: Any) -> Any:
 
 @intrinsic
 def _round_group(typingctx: Any, source: Any, target: Any, scale: Any) -> Any:
-    """Round an input group, by addresses: float32 to int8, and the group's scale. The sum of the
-    inputs as rounded, float32: NaN, as the scale is, if one is not finite."""
+    """Round an input group, by addresses: float32 to int8, and the group's scale. Gives the sum of
+    the inputs as rounded, float32: NaN, as the scale is, if one is not finite."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         reals, words, integers = (ir.VectorType(t, INPUT_GROUP) for t in (REAL, WORD, BYTE))
@@ -70,8 +70,8 @@ def _round_group(typingctx: Any, source: Any, target: Any, scale: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def round_groups(x: Any, rows: Any, k: Any, target: Any) -> None:  # pragma: no cover - compiled
-    """Rows as the tiles of `group_tile.py` read them: by their addresses float32 `[rows, k]`, k a
-    multiple of `GROUP`, into `[rows, row_bytes(k)]` bytes."""
+    """Round rows for the tiles of `group_tile.py`. Addresses: x, float32 `[rows, k]`, k a multiple
+    of `GROUP`; target, `[rows, row_bytes(k)]` bytes, written."""
     for row in range(rows):
         source, place = x + 4 * row * k, target + row * row_bytes(k)
         scales = place + k

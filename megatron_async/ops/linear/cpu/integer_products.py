@@ -147,9 +147,9 @@ def multiply(
     x: Any, factors: Any, rows: Any, steps: Any, weight: Any, scales: Any, blocks: Any, out: Any,
     first: Any, last: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Into out, float32 `[rows, 4 blocks]`: blocks of four outputs, from first to last, for all
-    rows; by their addresses x and factors as `round_rows` makes them, int8 weight `[blocks, steps,
-    4, STEP]` and float32 scales `[4 blocks]`."""
+    """Multiply all rows of x by blocks `first` to `last` - 1, of four outputs each, of a weight.
+    Addresses: x and its factors, as `round_rows` makes them; the weight, int8 `[blocks, steps, 4,
+    STEP]`, and its scales, float32 `[4 blocks]`; out, float32 `[rows, 4 blocks]`, written."""
     stride, columns, line = 2 * STEP * steps, OUTPUTS * blocks, OUTPUTS * STEP
     for group in range(0, rows, GROUP):
         end = min(group + GROUP, rows)

@@ -35,8 +35,8 @@ WIDE, NARROW = ir.VectorType(ir.DoubleType(), 4), ir.VectorType(REAL, 4)
 
 
 class TileWriter(Writer):
-    """Writes a tile's instructions, where llvmlite's builder is; of fewer outputs than `OUTPUTS`
-    rows are a multiple of four."""
+    """Writes a tile's instructions, where llvmlite's builder is. A tile of fewer outputs than
+    `OUTPUTS` has a multiple of four rows."""
 
     def __init__(self, builder: Any, rows: int, outputs: int) -> None:
         super().__init__(builder)
