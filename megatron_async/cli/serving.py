@@ -168,7 +168,7 @@ def run_replica(arguments: argparse.Namespace) -> int:
     check_address(arguments.coordinator)
     check_early(arguments.model, options, parallel_sizes(arguments))
 
-    with importing_engine():
+    with importing_engine(says=False):
         from megatron_async.llm import LLM
         from megatron_async.observe.log_lines import log_to_stderr
         from megatron_async.serving.replica import serve_replica

@@ -161,13 +161,14 @@ def unseen_keys() -> Iterator[None]:
 
 
 @contextmanager
-def importing_engine() -> Iterator[None]:
-    """Around the import of torch and Megatron-Core: a line stands on stderr, if that is a terminal.
+def importing_engine(says: bool = True) -> Iterator[None]:
+    """Around the import of torch and Megatron-Core: a line stands on stderr, if that is a terminal
+    and `says`: replicas of `serve` have its terminal, where it writes meanwhile.
 
     The garbage collector waits, and never looks at what was imported: by then it would have scanned
     400,000 objects, which all stay, several times (a fifth of the start of a small model).
     """
-    is_told = sys.stderr.isatty()
+    is_told = says and sys.stderr.isatty()
     if is_told:
         print(STARTING, end="", file=sys.stderr, flush=True)
     gc.disable()

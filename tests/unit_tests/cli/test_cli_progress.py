@@ -19,6 +19,7 @@ import pytest
 from megatron_async.checkpoints.source import byte_bar
 from megatron_async.cli import main as cli
 from megatron_async.cli.terminal import WordWrap
+from megatron_async.errors import ConfigurationError
 from megatron_async.observe.generation_bar import line
 from tests.support.patience import PATIENCE_S
 from tests.unit_tests.cli.cli_runs import TINY, fails
@@ -55,6 +56,19 @@ def test_on_a_terminal_tokens_are_counted(capsys, monkeypatch):
     assert "18token" in shown
     assert "2/2 prompts" in shown
     assert "overlap 1.00" in shown
+
+
+def test_a_replica_leaves_the_line_that_serve_writes_alone(capsys, monkeypatch):
+    def cannot(*_, **__):
+        raise ConfigurationError("no model.")
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("megatron_async.llm.LLM", cannot)
+    monkeypatch.setattr("megatron_async.observe.log_lines.log_to_stderr", lambda _: None)
+    assert cli.main(["replica", "dummy:tiny"]) == 2
+    assert "being imported" not in capsys.readouterr().err
+    assert cli.main([*TINY, "--prompt", "1"]) == 2
+    assert "being imported" in capsys.readouterr().err
 
 
 def test_log_lines_do_not_break_into_an_answer(capfd):
