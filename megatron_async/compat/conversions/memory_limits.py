@@ -37,10 +37,13 @@ def with_memory_limits(
     alone, for settings that are complete but for these.
 
     Raises:
-        ConfigurationError: the buffer does not hold the recurrent states of `max_requests`.
+        ConfigurationError: the buffer does not hold the recurrent states of `max_requests`, or
+            `mamba_memory_ratio` is no share of it.
     """
     most = settings.max_tokens // settings.decode_width
-    asked = config.max_requests
+    asked, ratio = config.max_requests, config.mamba_memory_ratio
+    if ratio is not None:
+        _check_ratio(ratio, config, settings)
     if settings.num_kv_blocks is not None:
         limit = min(settings.num_kv_blocks, most)
         return {"max_requests": asked or _rounded(limit, model_config)}
@@ -52,7 +55,15 @@ def with_memory_limits(
         block_shape(model_config, settings).num_bytes,
         _state_bytes(model_config, settings),
     )
-    if asked is None:
+    if ratio is not None:  # the rest of both buffers is of KV blocks, whatever the states need
+        paused = int((config.paused_buffer_size_gb or 0) * GIB)
+        kv_pool = int(pool * (1 - ratio))
+        fitting = int((pool + paused) * ratio // max(states, 1))
+        count = agree_on_least(min(kv_pool // block - 1, fitting, most))
+        limits: dict[str, Any] = {"max_requests": asked or _rounded(count, model_config)}
+        if paused:
+            limits["paused_buffer_size_gb"] = paused * (1 - ratio) / GIB
+    elif asked is None:
         # A request has one block and one state; one block is the dummy block.
         count = agree_on_least(pool // max(block + states, 1))
         kv_pool = count * block if states else pool
@@ -67,6 +78,19 @@ def with_memory_limits(
             "it, or lower max_requests."
         )
     return limits | {"buffer_size_gb": kv_pool / GIB}
+
+
+def _check_ratio(ratio: float, config: MegatronConfig, settings: InferenceConfig) -> None:
+    if not 0 < ratio < 1 or config.mamba_inference_state_config is None:
+        raise ConfigurationError(
+            f"InferenceConfig.mamba_memory_ratio={ratio!r} must be a share between 0 and 1, of a "
+            "model with a mamba_inference_state_config: leave it out for others."
+        )
+    if settings.num_kv_blocks is not None:
+        raise ConfigurationError(
+            f"InferenceConfig.mamba_memory_ratio={ratio!r} is a share of buffer_size_gb, and "
+            f"num_kv_blocks={settings.num_kv_blocks} goes before that: leave one of them out."
+        )
 
 
 def _rounded(count: int, model_config: Any) -> int:

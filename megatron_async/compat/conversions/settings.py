@@ -61,6 +61,7 @@ FIELDS: dict[str, FieldRule] = {
     "buffer_size_gb": _honoured("on a CPU, where Megatron does not run, its default means 1 GiB"),
     "paused_buffer_size_gb": _honoured("beyond it a paused request is evicted; None: no limit"),
     "mamba_inference_state_config": _honoured("layers and dtype of the recurrent states"),
+    "mamba_memory_ratio": _honoured("states of max_requests None; the rest is of KV blocks"),
     "max_requests": _honoured("None: as many as there are KV blocks, at most max_tokens"),
     "max_tokens": _honoured("None: 16384, as in Megatron"),
     "kv_cache_management_mode": _honoured(
@@ -101,9 +102,7 @@ FIELDS: dict[str, FieldRule] = {
         "prefix_caching_coordinator_policy sampling_backend use_synchronous_zmq_collectives "
         "disable_ep_consensus ep_consensus_interval",
     ),
-    **_as_elsewhere(
-        Treatment.REFUSED, "mamba_memory_ratio unified_memory_level request_metadata_types"
-    ),
+    **_as_elsewhere(Treatment.REFUSED, "unified_memory_level request_metadata_types"),
 }
 
 
@@ -126,11 +125,10 @@ def check_fields(config: MegatronConfig) -> None:
             )
     mode = KVCacheManagementMode(config.kv_cache_management_mode)
     if config.static_kv_memory_pointers and mode is not KVCacheManagementMode.PERSIST:
-        raise ConfigurationError(
-            f"InferenceConfig.static_kv_memory_pointers=True is not served with "
-            f"kv_cache_management_mode={mode.value!r}: memory that was given back may come back at "
-            "other addresses. Use 'persist', or leave static_kv_memory_pointers False (graphs are "
-            "captured again)."
+        logger.info(
+            "static_kv_memory_pointers=True has no effect with kv_cache_management_mode=%r: memory "
+            "that was given back may come back at other addresses, and graphs are captured again.",
+            mode.value,
         )
 
 
@@ -154,6 +152,12 @@ class ServedConfig(InferenceConfig):
     both."""
 
     given: MegatronConfig | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Megatron's models read it in every step: one of Export-Deploy's writes must not change
+        # what a step computes. Log probs of prompts need no other logits.
+        if name != "materialize_only_last_token_logits":
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(self.given, name):

@@ -169,18 +169,12 @@ def test_a_second_event_loop_may_go_on(model: GPTModel, expected: list[list[int]
 
 
 @pytest.mark.parametrize("kind", [MegatronLLM, MegatronAsyncLLM])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"coordinator_host": "a"}, "coordinator_host/port require use_coordinator=True"),
-        ({"coordinator_port": 1}, "coordinator_host/port require use_coordinator=True"),
-    ],
-)
+@pytest.mark.parametrize("where", [{"coordinator_host": "a"}, {"coordinator_port": 1}])
 def test_where_a_coordinator_is_needs_one(
-    kind: type, arguments: dict[str, Any], message: str, model: GPTModel
+    kind: type, where: dict[str, Any], model: GPTModel
 ) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        kind(model=model, tokenizer=MegatronTokenizer(), **arguments)
+    with pytest.raises(ConfigurationError, match="host/port require use_coordinator=True"):
+        kind(model=model, tokenizer=MegatronTokenizer(), use_coordinator=False, **where)
 
 
 def test_experts_of_other_ranks_are_refused(model: GPTModel, monkeypatch):

@@ -93,6 +93,7 @@ HONOURED: dict[str, list[tuple[Any, dict[str, Any]]]] = {
 ELSEWHERE = {
     "kv_cache_management_mode": "test_compat_suspension",
     "static_kv_memory_pointers": "below",
+    "mamba_memory_ratio": "below",
     "pg_collection": "below",
     "prefix_caching_mamba_gb": "below",
     "track_paused_request_events": "test_compat_events",
@@ -141,7 +142,6 @@ def test_harmless_fields_change_nothing() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "mamba_memory_ratio": 0.5,
     "request_metadata_types": [("temperature", torch.float32)],
     "unified_memory_level": 1,
 }
@@ -171,12 +171,12 @@ def test_what_is_not_kept_on_the_host_is_refused(mode: KVCacheManagementMode) ->
         settings(kv_cache_management_mode=mode)
 
 
-def test_addresses_are_promised_only_where_the_cache_stays() -> None:
+def test_addresses_stay_only_where_the_cache_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "megatron_async")
     settings(static_kv_memory_pointers=True)
-    with pytest.raises(ConfigurationError, match="static_kv_memory_pointers"):
-        settings(
-            static_kv_memory_pointers=True, kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE
-        )
+    assert "static_kv_memory_pointers" not in caplog.text
+    settings(static_kv_memory_pointers=True, kv_cache_management_mode="recompute")
+    assert "static_kv_memory_pointers=True has no effect" in caplog.text
 
 
 def test_snapshot_memory_counts_only_with_prefix_caching() -> None:
@@ -218,6 +218,40 @@ def test_recurrent_states_are_taken_from_the_buffer() -> None:
             model,
             MegatronConfig(**{**vars_of(config), "buffer_size_gb": 0.001, "max_requests": 999}),
         )
+
+
+def test_a_share_of_the_buffers_is_for_recurrent_states() -> None:
+    """The formula of `DynamicInferenceContext.__init__` of megatron-core 0.19.2."""
+    from tests.support.hybrid_model import HYBRID
+
+    model = transformer_config(HYBRID, torch.float32)
+    states = MambaInferenceStateConfig(
+        list(model.hybrid_layer_pattern or ""), (1,), (1,), torch.float32, torch.float32
+    )
+
+    def made(ratio: float, **changes: Any) -> Any:
+        fields = {"buffer_size_gb": 0.25, "mamba_inference_state_config": states} | changes
+        return to_settings(model, InferenceConfig(mamba_memory_ratio=ratio, **fields))
+
+    few = made(0.1)
+    assert few.buffer_size_gb == pytest.approx(0.225)
+    by_bytes = to_settings(
+        model,
+        MegatronConfig(
+            buffer_size_gb=0.25, max_requests=few.max_requests, mamba_inference_state_config=states
+        ),
+    )
+    bytes_of_states = (0.25 - by_bytes.buffer_size_gb) * GIB / few.max_requests
+    assert few.max_requests == int(0.025 * GIB // bytes_of_states) // 4 * 4
+    paused = made(0.1, paused_buffer_size_gb=0.25)
+    assert paused.paused_buffer_size_gb == pytest.approx(0.225)
+    assert paused.max_requests == int(0.05 * GIB // bytes_of_states) // 4 * 4
+    assert made(0.1, max_requests=8).max_requests == 8
+    for fault in ({"ratio": 1.0}, {"ratio": 0.0}, {"ratio": 0.1, "num_kv_blocks": 9}):
+        with pytest.raises(ConfigurationError, match="mamba_memory_ratio"):
+            made(**fault)
+    with pytest.raises(ConfigurationError, match="mamba_inference_state_config"):
+        settings(mamba_memory_ratio=0.1)
 
 
 def vars_of(config: MegatronConfig) -> dict[str, Any]:

@@ -128,8 +128,8 @@ class _MegatronLLMBase(NamesOfMegatron):
         tokenizer: Megatron's, or any with its methods.
         inference_config: Megatron's; None takes its defaults.
         use_coordinator: True: the engines of all ranks come behind one coordinator, and the first
-            rank generates. None (Megatron's default is True) and False: the engine is
-            driven by the caller.
+            rank generates. False: the engine is driven by the caller. None (Megatron's default
+            is True): False, or True where a host or port of a coordinator is given.
         coordinator_host: name or address of this host, for the coordinator; None: 127.0.0.1.
         coordinator_port: of the coordinator; None: any.
 
@@ -148,7 +148,9 @@ class _MegatronLLMBase(NamesOfMegatron):
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
     ) -> None:
-        if not use_coordinator and (coordinator_host is not None or coordinator_port is not None):
+        is_placed = coordinator_host is not None or coordinator_port is not None
+        use_coordinator = is_placed if use_coordinator is None else use_coordinator
+        if is_placed and not use_coordinator:
             raise ConfigurationError(
                 "coordinator_host/port require use_coordinator=True (they are "
                 f"{coordinator_host!r} and {coordinator_port!r}): set it, or leave them out."
@@ -161,7 +163,7 @@ class _MegatronLLMBase(NamesOfMegatron):
             )
         if inference_config is None:
             inference_config = InferenceConfig()
-        self._use_coordinator = bool(use_coordinator)
+        self._use_coordinator = use_coordinator
         self._is_primary_rank = True
         self._coordinated: CoordinatedEngine | None = None
         self._shutdown_called = False

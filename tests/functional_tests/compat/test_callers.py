@@ -1,0 +1,112 @@
+"""Sequences of calls of programs that use Megatron's inference engine, each as it was read at the
+commit that its test names."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.inference.config import InferenceConfig as MegatronConfig
+from megatron.core.inference.config import (
+    KVCacheManagementMode,
+    MambaInferenceStateConfig,
+    PrefixCachingCoordinatorPolicy,
+)
+from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.models.gpt import GPTModel
+
+from megatron_async.compat.inference.apis import MegatronLLM
+from megatron_async.compat.inference.inference_client import InferenceClient
+from tests.functional_tests.compat.test_megatron_llm import MegatronTokenizer
+from tests.support.compat_hybrids import MAMBA, hybrid_model
+from tests.support.compat_models import gpt_model
+from tests.support.compat_trio import make_compat_engine
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTModel:
+    return gpt_model().eval()
+
+
+def test_export_deploy(model: GPTModel) -> None:
+    """`MegatronLLM` of NeMo Export-Deploy, 914daa6b: a host and no `use_coordinator`; before each
+    request with log probs two writes, of which Megatron's model reads the second in every step."""
+    config = MegatronConfig(
+        max_sequence_length=64, buffer_size_gb=0.01, max_requests=4, block_size_tokens=16,
+        materialize_only_last_token_logits=True,
+    )  # fmt: skip
+    llm = MegatronLLM(
+        model=model, tokenizer=MegatronTokenizer(), inference_config=config,
+        coordinator_host="127.0.0.1",
+    )  # fmt: skip
+    params = SamplingParams(
+        num_tokens_to_generate=6, top_k=1, termination_id=-1, return_log_probs=True
+    )
+    with llm:
+        before = llm.generate(["The sea"], params)[0]
+        llm.engine.materialize_only_last_token_logits = False
+        llm.engine.context.config.materialize_only_last_token_logits = False
+        after = llm.generate(["The sea"], params)[0]
+    assert before.generated_tokens == after.generated_tokens
+    assert len(after.prompt_log_probs) == len("The sea") - 1
+    assert after.generated_log_probs == pytest.approx(before.generated_log_probs, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", [KVCacheManagementMode.PERSIST, KVCacheManagementMode.RECOMPUTE])
+def test_nemo_rl_hybrid(mode: KVCacheManagementMode) -> None:
+    """`MegatronGenerationMixin` of NeMo-RL, 7ea279ab: its configuration of a hybrid model, greedy
+    requests by the client, sleep, and wake."""
+    hybrid: Any = hybrid_model("M-M*-", **MAMBA).eval()
+    states = MambaInferenceStateConfig.from_model(hybrid)
+    assert states is not None
+    states.conv_states_dtype = states.ssm_states_dtype = torch.float32
+    config = MegatronConfig(
+        block_size_tokens=16, buffer_size_gb=2**-7, num_cuda_graphs=0, max_tokens=256,
+        max_sequence_length=128, kv_cache_management_mode=mode,
+        static_kv_memory_pointers=mode is not KVCacheManagementMode.PERSIST,
+        use_cuda_graphs_for_non_decode_steps=True, use_flashinfer_fused_rope=False,
+        sampling_backend="flashinfer", use_synchronous_zmq_collectives=True,
+        materialize_only_last_token_logits=True, enable_chunked_prefill=True,
+        enable_prefix_caching=False, pg_collection=hybrid.pg_collection,
+        prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+        mamba_inference_state_config=states, mamba_memory_ratio=0.1, logging_step_interval=0,
+        num_speculative_tokens=0, logprobs_mode="processed_logprobs", max_requests=None,
+    )  # fmt: skip
+    engine = make_compat_engine(hybrid, config)
+    params = SamplingParams(
+        temperature=0.0, top_k=1, top_p=0.0, skip_prompt_log_probs=True, return_log_probs=True,
+        num_tokens_to_generate=8, termination_id=-1, stop_words=None,
+    )  # fmt: skip
+
+    async def use() -> list[Any]:
+        address = await engine.start_listening_to_data_parallel_coordinator(
+            inference_coordinator_port=None, launch_inference_coordinator=True
+        )
+        client = InferenceClient(inference_coordinator_address=address, deserialize=True)
+        client.start()
+        prompt = [5, 17, 40, 3, 66]
+        first = await client.add_request(prompt, params)
+        client.pause_engines()
+        await engine.wait_until(EngineState.PAUSED)
+        client.suspend_engines()
+        await engine.wait_until(EngineState.SUSPENDED)
+        client.resume_engines()
+        await engine.wait_until(EngineState.RESUMED)
+        client.unpause_engines()
+        await engine.wait_until(EngineState.RUNNING)
+        second = await client.add_request(prompt, params)
+        client.pause_engines()
+        await engine.wait_until(EngineState.PAUSED)
+        client.stop_engines()
+        await engine.engine_loop_task
+        client.shutdown_coordinator()
+        client.stop()
+        return [first, second]
+
+    try:
+        first, second = asyncio.run(use())
+    finally:
+        engine.close()
+    assert len(first.generated_tokens) == len(first.generated_log_probs) == 8
+    assert first.generated_tokens == second.generated_tokens
