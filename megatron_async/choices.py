@@ -116,10 +116,6 @@ class Choices:
         told = leaders(f"the measured {question.kind}", msgspec.to_builtins(value))
         return self._use(question, "measured", told)
 
-    def source(self, kind: str) -> str:
-        """Where the row of a kind is from."""
-        return self.used[kind][1]
-
     def records(self) -> list[dict[str, Any]]:
         """The rows used, as JSON, each with its source."""
         return [msgspec.to_builtins(row) | {"source": source} for row, source in self.used.values()]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_async.choices import Choices
 
 OPTIONS: Rows = (
-    ("--into", str, "FILE", None,
+    ("--into", Path, "FILE", None,
      "write the rows into a table of rows too, such as this package's choices.json;\n"
      "rows that it has for other GPUs, shapes and versions stay"),
     JSON,
@@ -66,9 +66,8 @@ def run_tune(arguments: argparse.Namespace) -> int:
     if options["choices"] != "measure":
         raise ValueError(f"--choices {options['choices']}: tune measures; leave it out.")
     check_early(model, options, sizes)
-    table = None if arguments.into is None else Path(arguments.into)
-    if table is not None:
-        check_writable("--into", arguments.into)
+    if (table := arguments.into) is not None:
+        check_writable("--into", table)
 
     with importing_engine():
         from megatron_async.choices import merged, write_rows

@@ -180,22 +180,13 @@ class GraphShapes:
             best = min(best, time)
         return slow[::-1]
 
-    def drop_mixed(self, size: int) -> None:
-        """Serve steps of so many tokens by the next larger shape."""
-        del self.mixed_sizes[size]
-
     @property
     def row(self) -> MixedRow:
         """What has been chosen of the mixed shapes."""
         return MixedRow([*self.mixed_sizes], self.mixed_step_tokens)
 
     def apply(self, row: MixedRow, asked: dict[int, tuple[int, ...]]) -> None:
-        """Have the mixed shapes of a row.
-
-        Args:
-            row: which of them.
-            asked: `mixed_sizes` before any was dropped.
-        """
+        """Have the mixed shapes of a row, of those `asked` before any was dropped."""
         self.mixed_sizes = {size: asked[size] for size in row.sizes}
         self.mixed_step_tokens = row.step_tokens
 

@@ -136,11 +136,7 @@ class StepGraphs:
     ) -> tuple[EagerStep, ...]:
         """Run mixed shapes with the fewest decode rows eagerly, smallest first, until launching one
         takes the leader's CPU no more than `LAUNCH_MS` or `LAUNCH_SHARE`; those with as many
-        prefill tokens or more are dropped.
-
-        Returns:
-            the measurements.
-        """
+        prefill tokens or more are dropped. The measurements."""
         measured: list[EagerStep] = []
         for tokens, rows in _bar(shapes.mixed_sizes.items(), "timing launches", progress):
             dims = shapes.shape(rows[0], tokens)
@@ -152,21 +148,24 @@ class StepGraphs:
         return tuple(measured)
 
     def _measure(self, dims: BatchDimensions, prepare: Prepare, step: Step) -> EagerStep:
-        compute = self._device.compute
         work = partial(step, dims, SamplingMode.GREEDY)
-        compute_start = self._device.event(timing=True)
-        compute_end = self._device.event(timing=True)
-        host_s = 0.0
-        for _ in range(2):  # the first run compiles kernels
-            prepare(dims)
-            compute.record(compute_start)
-            start = time.perf_counter()
-            compute.launch(work)
-            host_s = time.perf_counter() - start
-            compute.record(compute_end)
-            compute_end.wait()
-        device_ms = compute_end.us_since(compute_start) / 1e3
-        return EagerStep(dims.prefill_tokens, dims.decode_rows, host_s * 1e3, device_ms)
+        self._time(dims, prepare, work)  # kernels are compiled
+        return EagerStep(dims.prefill_tokens, dims.decode_rows, *self._time(dims, prepare, work))
+
+    def _time(
+        self, dims: BatchDimensions, prepare: Prepare, work: Callable[[], None]
+    ) -> tuple[float, float]:
+        """Milliseconds of the host, which launches, and of the device."""
+        compute = self._device.compute
+        start, end = self._device.event(timing=True), self._device.event(timing=True)
+        prepare(dims)
+        compute.record(start)
+        began = time.perf_counter()
+        compute.launch(work)
+        host_s = time.perf_counter() - began
+        compute.record(end)
+        end.wait()
+        return host_s * 1e3, end.us_since(start) / 1e3
 
     def capture(
         self, shapes: Sequence[BatchDimensions], prepare: Prepare, step: Step, progress: bool
@@ -202,7 +201,7 @@ class StepGraphs:
         times = leaders("times of mixed steps", times)
         shapes.limit_mixed_steps(times)
         for size in shapes.slow_sizes(times):
-            shapes.drop_mixed(size)
+            del shapes.mixed_sizes[size]  # steps of so many tokens have the next larger shape
 
     def missing(self, shapes: Sequence[BatchDimensions]) -> list[BatchDimensions]:
         """The shapes that have no graph yet; graphs of shapes that are not given are dropped."""
@@ -211,14 +210,7 @@ class StepGraphs:
         return [dims for dims in shapes if (dims.graph_key, MOST_GENERAL) not in self._graphs]
 
     def _replay_ms(self, graph: Graph, dims: BatchDimensions, prepare: Prepare) -> float:
-        compute = self._device.compute
-        start, end = self._device.event(timing=True), self._device.event(timing=True)
-        prepare(dims)
-        compute.record(start)
-        compute.launch(graph.replay)
-        compute.record(end)
-        end.wait()
-        return end.us_since(start) / 1e3
+        return self._time(dims, prepare, graph.replay)[1]
 
     def _modes_of(self, dims: BatchDimensions) -> tuple[SamplingMode, ...]:
         return self._modes if dims.prefill_tokens <= FINE_TOKENS else (MOST_GENERAL,)

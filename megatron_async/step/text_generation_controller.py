@@ -353,7 +353,7 @@ class TextGenerationController(NamesOfMegatron):
             bytes=self.graphs.bytes,
             mixed_sizes=tuple(shapes.mixed_sizes),
             mixed_step_tokens=shapes.mixed_step_tokens,
-            source=choices.source(question.kind) if asked else "",
+            source=choices.used[question.kind][1] if asked else "",
             eager_steps=eager,
         )
         return self.capture_report

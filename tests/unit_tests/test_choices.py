@@ -56,7 +56,7 @@ def start(mode: str, measured: str, asked: Question[Value] | None = None) -> tup
         found = mine.keep(asked, Value([measured]))
     (record,) = mine.records()
     assert record["value"] == {"names": found.names}
-    return found.names[0], mine.source(asked.kind)
+    return found.names[0], record["source"]
 
 
 def kept_file(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from megatron_async import InferenceConfig
+from megatron_async.cache_folders import SERVICE_VARIABLE, VARIABLE
 from megatron_async.llm import OF_NO_KERNEL
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops import compile_kernels
@@ -267,7 +268,7 @@ print(json.dumps([[each.pattern for each in few], found]))
 """
 
 
-def test_kernels_are_known_without_a_gpu_or_weights():
+def test_kernels_are_known_without_a_gpu_or_weights(tmp_path):
     config = InferenceConfig(max_requests=2, max_tokens=64, max_sequence_length=256)
     program = PROGRAM | {
         "architecture": DUMMY_SHAPES["tiny"].to_dict(),
@@ -277,8 +278,10 @@ def test_kernels_are_known_without_a_gpu_or_weights():
         "transformer_impl": "local",
     }
     command = [sys.executable, "-c", KERNELS, json.dumps(program)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    folders = {SERVICE_VARIABLE: f"{tmp_path}/service", VARIABLE: f"{tmp_path}/cache"}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **folders})
     assert done.returncode == 0, done.stderr
+    assert not [*tmp_path.iterdir()], "nothing was measured"
     few, found = json.loads(done.stdout.splitlines()[-1])
     for begin, whole in zip(few, (each.pattern for each in DUMMY_SHAPES.values())):
         assert whole.startswith(begin)

@@ -183,7 +183,7 @@ def test_ranks_capture_what_the_leader_has_measured() -> None:
 def test_a_size_that_another_process_kept_is_captured_too() -> None:
     graphs, shapes = StepGraphs(SlowToLaunch()), shapes_of(64, 128)
     asked = dict(shapes.mixed_sizes)
-    shapes.drop_mixed(64)
+    del shapes.mixed_sizes[64]
     graphs.capture(shapes.all_shapes(), nothing, run, progress=False)
     shapes.apply(MixedRow([64], 64), asked)
     missing = graphs.missing(shapes.all_shapes())

@@ -107,22 +107,17 @@ class PrefillChoice:
 
     def __str__(self) -> str:
         names = [backend.name for backend in self.backends]
-        source = (self.source,) if self.source else ()
+        told: dict[bool, list[str]] = {False: [], True: []}
+        all_times = self.microseconds or ({},) * len(names)
+        for step_class, name, times in zip(STEP_CLASSES, names, all_times, strict=True):
+            own = f"{times[name]:.0f} us a layer" if times.get(name) else "not timed"
+            others = ", ".join(f"{o} {t:.0f}" for o, t in sorted(times.items()) if o != name)
+            text = f"{step_class.name} {name} ({'; '.join(filter(None, (own, others)))})"
+            told[step_class.decode_rows > 0].append(text)
+        parts = ["prefill " + ", ".join(told[False]), "beside decode rows " + ", ".join(told[True])]
         if not self.microseconds and len({*names}) == 1:
-            text = f"prefill {names[0]}"
-        else:
-            parts: dict[bool, list[str]] = {False: [], True: []}
-            all_times = self.microseconds or ({},) * len(names)
-            for step_class, name, times in zip(STEP_CLASSES, names, all_times, strict=True):
-                found = [f"{times[name]:.0f} us a layer" if times.get(name) else "not timed"]
-                others = [f"{o} {t:.0f}" for o, t in sorted(times.items()) if o != name]
-                found += [", ".join(others)] if others else []
-                parts[step_class.decode_rows > 0].append(
-                    f"{step_class.name} {name} ({'; '.join(found)})"
-                )
-            text = "prefill " + ", ".join(parts[False])
-            text += "; beside decode rows " + ", ".join(parts[True])
-        return "attention: " + "; ".join((text, *self.dropped, *source))
+            parts = [f"prefill {names[0]}"]
+        return "attention: " + "; ".join(filter(None, (*parts, *self.dropped, self.source)))
 
 
 CALLS = 4
@@ -315,7 +310,7 @@ def choose_prefill(
         mine = PrefillRow([_fastest(each) for each in times], times)
         row = choices.keep(question, mine, is_sound=len(timed) == len(at_hand))
     backends = tuple(at_hand[name] for name in row.backends)
-    return PrefillChoice(backends, tuple(row.us), dropped, choices.source(question.kind))
+    return PrefillChoice(backends, tuple(row.us), dropped, choices.used[question.kind][1])
 
 
 def _fastest(times: dict[str, float]) -> str:
