@@ -1,12 +1,13 @@
-"""The public names of Megatron-Core 0.19.2's context, engine and controller, and what each is here.
+"""The public names of Megatron-Core 0.19.2's context, engine and controller, what each is here, and
+where a newer Megatron differs.
 
-A test reads the names from Megatron's source, and docs/megatron_names.md is made of this table.
+A test reads the names from Megatron's source, and docs/megatron_names.md is made of these tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -133,9 +134,10 @@ CLASSES = {
         "has_unfinished_requests resume run_engine state step_modern suspend",
         compat="capture_stats create_cuda_graphs decode_only enable_chunked_prefill "
         "engine_loop_task evicted_request_count finished_request_count logging_step_interval "
-        "materialize_only_last_token_logits metrics_writer num_speculative_tokens reset "
-        "run_engine_with_coordinator shutdown start_listening_to_data_parallel_coordinator step "
-        "step_legacy suspend_resume_ctx track_generated_token_events track_paused_request_events "
+        "materialize_only_last_token_logits metrics_writer num_speculative_tokens "
+        "pg_collection reset run_engine_with_coordinator shutdown "
+        "start_listening_to_data_parallel_coordinator step step_legacy suspend_resume_ctx "
+        "track_generated_token_events track_paused_request_events "
         "unified_memory_level use_coordinator wait_until waiting_request_ids",
         otherwise={
             "a registry of unfinished requests, no dictionary of records": "requests",
@@ -153,7 +155,7 @@ CLASSES = {
             "inference_step_offset",
             "`engine.stats()` counts (docs/observing.md)": "get_prefix_coordination_metrics",
             A_SETTING: "cuda_graph_all_prefills disable_ep_consensus ep_consensus_interval "
-            "pg_collection use_synchronous_zmq_collectives",
+            "use_synchronous_zmq_collectives",
             GRAPHS: "cuda_graph_impl cuda_graph_modules inference_cuda_graph_scope",
             A_GROUP: "ep_rank ep_world_size rank",
             "`engine_loop_task`, which `start_listening_to_data_parallel_coordinator` of "
@@ -190,6 +192,41 @@ CLASSES = {
     ),
 }  # fmt: skip
 """By the name of the class."""
+
+
+MAIN = "d98e8a64"
+"""Megatron-LM's main of 22 Aug 2026. What `OF_MAIN` has is there with 0.19.2 too."""
+NO_HANDOFF = "prefill and decode are not divided among engines here: leave it out"
+OF_MAIN = {
+    "DynamicInferenceEngine": ClassNames(
+        own="",
+        compat="local_metadata_ledger local_metadata_ledger_enabled",
+        otherwise={},
+        absent={
+            NO_HANDOFF: "add_request_with_kv_handoff has_admittable_kv_import "
+            "pending_kv_import_count pending_kv_push_count push_handoff_kv release_handoff_blocks "
+            "setup_kv_transfer",
+        },
+    ),
+    "DynamicInferenceContext": ClassNames(
+        own="",
+        compat="",
+        otherwise={},
+        absent={
+            "replicas tell the coordinator what they hold (docs/serving.md)": "dynamo_helper",
+            "only text is served": "add_vlm_request_data remove_vlm_request_data",
+        },
+    ),
+    "KVBlockCounts": ClassNames(
+        own="", compat="get_allocatable_count paused_limit pool_size", otherwise={}, absent={}
+    ),
+    "MegatronLLM": ClassNames(own="", compat="run_sync serve submit", otherwise={}, absent={}),
+    "MegatronAsyncLLM": ClassNames(own="", compat="run_sync submit", otherwise={}, absent={}),
+}
+"""Names of main by the name of our class."""
+PARAMS_OF_MAIN = {"streaming": "", "streaming_interval": "", "do_kv_handoff": NO_HANDOFF}
+"""Fields of main's `SamplingParams` that ours lack: "" has no effect on an answer that is whole, a
+text says why True is refused. (`seed`, which threads speak of and main lacks, is ours by name.)"""
 
 
 OF_THE_MODEL = (
@@ -254,8 +291,11 @@ def _answered(method: Callable[..., Any], text: str) -> Callable[..., Any]:
 
 
 def _names_of(kind: type) -> ClassNames:
-    found = (CLASSES[each.__name__] for each in kind.__mro__ if each.__name__ in CLASSES)
-    return next(found, ClassNames("", "", {}, {}))
+    names = [each.__name__ for each in kind.__mro__ if each.__name__ in CLASSES]
+    if not names:
+        return ClassNames("", "", {}, {})
+    known, newer = CLASSES[names[0]], OF_MAIN.get(names[0])
+    return known if newer is None else replace(known, absent={**known.absent, **newer.absent})
 
 
 def _of_argument(names: ClassNames, name: str) -> str:

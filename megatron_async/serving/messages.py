@@ -123,8 +123,8 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
         text, stop_word: where the replica makes texts: the last part, and the word that ended it.
         replica: name of the replica that served it last; "" if none did.
         attempts: replicas that it was given to.
-        record: the whole request in a form that only clients of such replicas read (Megatron's, as
-            msgpack: `compat.inference.inference_client`).
+        record: in a form that only clients of such replicas read (Megatron's, as msgpack): the
+            whole request (`compat.inference.inference_client`), or what HTTP tells beside ours.
     """
 
     number: Number
@@ -325,13 +325,14 @@ class Goodbye(Message):
 
 class Run(Message, omit_defaults=True):
     """To a replica: serve this. Its number, and so its random numbers, are the same on every
-    replica. `traceparent` is as in `Generate`."""
+    replica. `traceparent` and `label` are as in `Generate`."""
 
     number: Number
     prompt: str | list[int]
     params: msgspec.Raw
     priority: Number
     traceparent: Trace = ""
+    label: Name = ""
 
 
 class SetPaused(Message):

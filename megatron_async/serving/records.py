@@ -186,7 +186,9 @@ class RoutedRequest:
     def run(self) -> Run:
         """The message to its replica."""
         asked = self.asked
-        return Run(self.number, asked.prompt, asked.params, asked.priority, asked.traceparent)
+        return Run(
+            self.number, asked.prompt, asked.params, asked.priority, asked.traceparent, asked.label
+        )
 
     def give_to(self, replica: ReplicaRecord | None) -> None:
         """Another replica serves it from its beginning; None: it is queued again."""

@@ -141,7 +141,7 @@ class CoordinatedStates:
 
     def _tell(self) -> None:
         """Wake the waiters of the states that hold now."""
-        moment = frozenset(state for state in LASTING if self._is_in(state))
+        moment = frozenset(state for state in LASTING if self.is_in(state))
         if not self._past or self._past[-1] != moment:
             self._past.append(moment)
         for state in LASTING:
@@ -150,7 +150,7 @@ class CoordinatedStates:
     def _tell_waiting(self, state: EngineState) -> None:
         error = self._error
         is_stopped = self.state is EngineState.STOPPED
-        if error is None and not is_stopped and not self._is_in(state):
+        if error is None and not is_stopped and not self.is_in(state):
             return
         for waiting in self._waiting[state]:
             if waiting.done():  # cancelled
@@ -159,7 +159,7 @@ class CoordinatedStates:
                 told = copy(error)
                 told.__cause__ = error
                 waiting.set_exception(told)
-            elif self._is_in(state):
+            elif self.is_in(state):
                 waiting.set_result(None)
             else:
                 waiting.set_exception(
@@ -170,7 +170,8 @@ class CoordinatedStates:
                 )
         self._waiting[state].clear()
 
-    def _is_in(self, state: EngineState) -> bool:
+    def is_in(self, state: EngineState) -> bool:
+        """Whether a lasting state holds now."""
         if state is EngineState.RESUMED:
             return self._has_resumed
         if state is EngineState.PAUSED:

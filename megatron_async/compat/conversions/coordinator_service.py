@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatron_async.communication.bootstrap import join_job
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.errors import refuse
-from megatron_async.compat.conversions.requests import RequestEntry
+from megatron_async.compat.conversions.requests import RequestEntry, finished_record
 from megatron_async.compat.conversions.sampling import SamplingSeed
 from megatron_async.compat.conversions.service_ranks import (
     CONFIRM,
@@ -58,7 +59,8 @@ class MegatronReplica(Replica):
     """Serves a coordinator's requests with an engine of `compat`, whose `add_for` queues them.
 
     Requests of `InferenceClient` come with Megatron's parameters, and their ends carry Megatron's
-    whole request; those of other clients (HTTP) are served as by any replica.
+    whole request; those of other clients (HTTP) are served as by any replica, and their ends carry
+    what Megatron's `FinishedRequestRecord` has.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class MegatronReplica(Replica):
         super().__init__(engine, address, model, name, finish_together, tokenizer=tokenizer)
         self._served, self._add_for = engine, add_for
         self._states = states
-        self._entries: dict[int, RequestEntry] = {}
-        """Unfinished requests whose ends carry a record, by number."""
+        self._entries: dict[int, tuple[RequestEntry, str | None]] = {}
+        """Unfinished requests by number, those of HTTP with their label."""
 
     @override
     def add(self, run: Run) -> tuple[SamplingParams, asyncio.Future[DynamicInferenceRequest]]:
@@ -90,22 +92,35 @@ class MegatronReplica(Replica):
         entry = self._add_for(run.number, run.prompt, theirs, run.priority, run.traceparent)
         future = entry.own_future
         assert future is not None
-        if given is not None:
-            self._entries[run.number] = entry
-            # Behind the callback of `Replica`, which tells the end.
-            soon = partial(future.get_loop().call_soon, self._entries.pop, run.number, None)
-            future.add_done_callback(lambda _: soon())
+        self._entries[run.number] = entry, run.label if given is None else None
+        # Behind the callback of `Replica`, which tells the end.
+        soon = partial(future.get_loop().call_soon, self._entries.pop, run.number, None)
+        future.add_done_callback(lambda _: soon())
         return params, future
 
     def ended(self, request: DynamicInferenceRequest, tells_prompt: bool) -> Ended:
         """A request's end, with the record that Megatron's client reads: Python for each token,
         once."""
         told = super().ended(request, tells_prompt)
-        entry = self._entries.get(request.request_id)
-        if entry is None:
+        if request.request_id not in self._entries:
             return told
-        whole = encode(entry.record.merge().serialize())
-        return msgspec.structs.replace(told, record=whole)
+        entry, label = self._entries[request.request_id]
+        if self._served.local_metadata_ledger_enabled and not request.failed():
+            self._note(entry, label)
+        if label is None:
+            whole = entry.record.merge().serialize()
+        else:
+            whole = vars(finished_record(entry.request))
+        return msgspec.structs.replace(told, record=encode(whole))
+
+    def _note(self, entry: RequestEntry, label: str | None) -> None:
+        """Enter a request into the ledger; of several choices of one answer, the first to end has
+        its id."""
+        ledger = self._served.local_metadata_ledger
+        uid = label or getattr(entry.request, "uid", None)
+        if uid is None or uid in ledger:
+            uid = f"chatcmpl-{uuid.uuid4().hex}"
+        ledger[uid] = finished_record(entry.request)
 
     def do(
         self, what: str, fields: Mapping[str, Any]

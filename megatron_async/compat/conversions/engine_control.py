@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 from megatron.core.inference.config import KVCacheManagementMode
 from megatron.core.inference.engines.dynamic_engine import EngineState
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_async.compat.conversions.coordinated_states import LASTING, CoordinatedStates
 from megatron_async.compat.conversions.logs import suspension_log
@@ -34,6 +37,27 @@ class EngineControl(DynamicInferenceEngine):
     coordinated: CoordinatedStates | None = None
     context: DynamicInferenceContext
     book: RequestBook
+    local_metadata_ledger_enabled = False
+    """Main's: whether requests that complete behind a coordinator are put into the ledger."""
+
+    @cached_property
+    def local_metadata_ledger(self) -> dict[str, Any]:
+        """Main's: `FinishedRequestRecord`s by `uid`, the id of an HTTP answer. The caller takes the
+        dictionary, and gives an empty one."""
+        return {}
+
+    @property
+    def pg_collection(self) -> Any:
+        """The process groups of the configuration, or those of Megatron's `parallel_state`."""
+        given = self.context.megatron_config.pg_collection
+        return given or ProcessGroupCollection.use_mpu_process_groups()
+
+    @property
+    def _state_events(self) -> dict[EngineState, Any]:
+        """Megatron's private events, of which megatron.rl asks `is_set()`."""
+        is_alone = self.coordinated is None or self.loop.is_closed
+        is_in = self._is_in if is_alone or self.coordinated is None else self.coordinated.is_in
+        return {state: SimpleNamespace(is_set=partial(is_in, state)) for state in LASTING}
 
     @property
     def state(self) -> Any:

@@ -113,7 +113,7 @@ def _state_bytes(model_config: Any, settings: InferenceConfig) -> int:
 class KVBlockCounts:
     """Numbers of blocks; their owners are not Megatron's affair here. In Megatron the dummy block
     is one of `total_count`; so it is here. `max_paused`: blocks that paused requests may hold; all
-    without a limit."""
+    without a limit. `pool_size`, `paused_limit` and `get_allocatable_count` are main's names."""
 
     def __init__(
         self,
@@ -124,15 +124,20 @@ class KVBlockCounts:
     ) -> None:
         self._blocks = blocks
         self._slots = slots
-        self.total_count = blocks.total + 1
+        self.total_count = self.pool_size = blocks.total + 1
         self.dummy_block_idx = blocks.total
         self.paused_count = max_paused if max_paused < blocks.total else 0
+        self.paused_limit = self.paused_count
         self.active_count = blocks.total - self.paused_count
         self.enable_prefix_caching = enable_prefix_caching
 
     @property
     def total_avail(self) -> int:
         """Blocks that can be handed out, remembered ones among them."""
+        return self._blocks.allocatable
+
+    def get_allocatable_count(self) -> int:
+        """What `total_avail` says."""
         return self._blocks.allocatable
 
     def get_total_used(self) -> int:

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from megatron.core.inference import inference_request as megatron_requests
+from megatron.core.inference.inference_request import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    Status,
+)
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord as Record
 from megatron.core.inference.sampling_params import SamplingParams
 
@@ -164,6 +169,23 @@ def _set_log_probs(answer: DynamicInferenceRequest, own: OwnRequest, kept: int) 
     if own.sampling_params.top_n_logprobs:
         answer.generated_top_n_logprobs = (own.generated_top_n_logprobs or [])[:kept]
         answer.prompt_top_n_logprobs = own.prompt_top_n_logprobs or []
+
+
+@dataclass
+class FinishedRequestRecord:
+    """Main's class, where the installed Megatron lacks it."""
+
+    policy_epoch: list[tuple[int, int]] | None
+    kv_cache_epoch: list[tuple[int, int]] | None
+    num_evictions: int
+
+
+def finished_record(request: DynamicInferenceRequest) -> Any:
+    """The weights that a request has seen, and how often it was evicted."""
+    kind = getattr(megatron_requests, "FinishedRequestRecord", FinishedRequestRecord)
+    evict = DynamicInferenceEventType.EVICT
+    evictions = sum(event.type is evict for event in request.events)
+    return kind(request.policy_epoch, request.kv_cache_epoch, evictions)
 
 
 @dataclass

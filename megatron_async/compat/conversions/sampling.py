@@ -10,6 +10,7 @@ from megatron.core.inference.sampling_params import SamplingParams as MegatronPa
 from megatron_async.compat.conversions.settings import LOGPROBS_MODES
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import RequestError
+from megatron_async.names_of_megatron import PARAMS_OF_MAIN
 from megatron_async.requests.sampling_params import SamplingParams
 
 MEGATRON_FIELDS = frozenset(field.name for field in fields(MegatronParams))
@@ -35,10 +36,13 @@ def to_own_params(params: MegatronParams, logprobs_mode: str) -> SamplingParams:
     `logprobs_mode` is from `InferenceConfig`, by Megatron's name.
 
     Raises:
-        RequestError: an attribute that neither knows.
+        RequestError: an attribute that neither knows, or one that is not served.
     """
     given = vars(params)
-    unknown = sorted(given.keys() - MEGATRON_FIELDS - OWN_FIELDS)
+    for name, advice in PARAMS_OF_MAIN.items():
+        if advice and given.get(name):
+            raise RequestError(f"SamplingParams.{name}={given[name]!r} is not served: {advice}.")
+    unknown = sorted(given.keys() - MEGATRON_FIELDS - OWN_FIELDS - PARAMS_OF_MAIN.keys())
     if unknown:
         known = ", ".join(sorted(OWN_FIELDS - MEGATRON_FIELDS))
         raise RequestError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_async.serving.token_client import TokenClient, checked_traceparent
 
 logger = logging.getLogger("megatron_async")
 
+RETRY_S = 0.05
 LAST_WORDS_S = 2.0
 """How long a client whose event loop ends goes on to send what it was told."""
 
@@ -106,12 +108,20 @@ class InferenceClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.listener_task: asyncio.Task[None] | None = None
 
-    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def start(
+        self,
+        loop: asyncio.AbstractEventLoop | None = None,
+        connect_timeout_seconds: float | None = None,
+    ) -> None:
         """Begin to send, on `loop` or the running one; a coordinator may still be starting.
+        `connect_timeout_seconds` is main's: wait so long until the coordinator listens.
 
         Raises:
             RuntimeError: no event loop runs, and none was given.
+            TimeoutError: it does not listen in time.
         """
+        if connect_timeout_seconds is not None:
+            _wait_for_listener(self._address, connect_timeout_seconds)
         self._loop = loop or asyncio.get_running_loop()
         self._wire = _Wire(self._address)
         self.listener_task = self._loop.create_task(self._send_all(self._wire))
@@ -254,6 +264,22 @@ class InferenceClient:
             logger.warning("%s was not followed: %s", what, error)
         except Exception as error:
             logger.warning("%s could not be told: %s", fields.get("signal", what), error)
+
+
+def _wait_for_listener(address: str, timeout_s: float) -> None:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout_s or None).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end_s:
+                raise TimeoutError(
+                    f"no coordinator listened at {address} within {timeout_s:g} s: start it first, "
+                    "or raise connect_timeout_seconds."
+                ) from error
+        time.sleep(RETRY_S)
 
 
 def _message(prompt: Any, params: SamplingParams) -> Generate:

@@ -2,10 +2,12 @@
 commit that its test names."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.apis import ServeConfig
 from megatron.core.inference.config import InferenceConfig as MegatronConfig
 from megatron.core.inference.config import (
     KVCacheManagementMode,
@@ -15,13 +17,20 @@ from megatron.core.inference.config import (
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_pg_size
 
 from megatron_async.compat.inference.apis import MegatronLLM
 from megatron_async.compat.inference.inference_client import InferenceClient
+from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron_async.errors import ConfigurationError, RequestError
+from tests.functional_tests.compat.test_megatron_coordinator import stop
 from tests.functional_tests.compat.test_megatron_llm import MegatronTokenizer
 from tests.support.compat_hybrids import MAMBA, hybrid_model
 from tests.support.compat_models import gpt_model
 from tests.support.compat_trio import make_compat_engine
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +60,96 @@ def test_export_deploy(model: GPTModel) -> None:
     assert before.generated_tokens == after.generated_tokens
     assert len(after.prompt_log_probs) == len("The sea") - 1
     assert after.generated_log_probs == pytest.approx(before.generated_log_probs, abs=1e-5)
+
+
+def test_a_wrapper_and_the_loop_of_main(model: GPTModel) -> None:
+    """`MegatronLLM` of Megatron-LM main, d98e8a64, as NeMo-RL's newer worker calls it."""
+
+    class Wrapper(GPTInferenceWrapper):
+        pass
+
+    def made(**arguments: Any) -> MegatronLLM:
+        config = MegatronConfig(
+            max_sequence_length=64, buffer_size_gb=0.01, max_requests=4, block_size_tokens=16
+        )
+        return MegatronLLM(
+            model=model, tokenizer=MegatronTokenizer(), inference_config=config, **arguments
+        )
+
+    async def here() -> int:
+        return threading.get_ident()
+
+    with made(use_coordinator=True, inference_wrapper_cls=Wrapper) as llm:
+        assert type(llm.controller.inference_wrapped_model) is Wrapper
+        assert llm.run_sync(here()) == llm.submit(here()).result() != threading.get_ident()
+        assert llm.context.kv_block_allocator.pool_size == llm.context.blocks.total + 1
+        with pytest.raises(RequestError, match="precomputed_block_hashes"):
+            llm.engine.add_request(7, [1, 2], None, [3])  # type: ignore[arg-type]
+        handed = SamplingParams(num_tokens_to_generate=2)
+        handed.add_attributes({"do_kv_handoff": True, "streaming": False})
+        (refused,) = llm.generate(["a"], handed)
+        assert "do_kv_handoff=True" in str(refused.events[-2].payload)
+    with made(inference_wrapper_cls=None) as llm:
+        coroutine = here()
+        with pytest.raises(RuntimeError, match="use_coordinator=True"):
+            llm.run_sync(coroutine)
+        coroutine.close()
+        with pytest.raises(ConfigurationError, match="use_coordinator=True"):
+            llm.serve(ServeConfig(port=1))
+    with pytest.raises(ConfigurationError, match=r"inference_wrapper_cls=builtins\.dict"):
+        made(inference_wrapper_cls=dict)
+
+
+def test_megatron_rl(model: GPTModel) -> None:
+    """`MegatronLocal` of `megatron.rl`, Megatron-LM main d98e8a64, but for its HTTP server: engine,
+    ledger, client, `suspend` and `resume`."""
+    config = MegatronConfig(
+        max_sequence_length=64, buffer_size_gb=0.01, max_requests=4, block_size_tokens=16
+    )
+    engine = make_compat_engine(model, config, MegatronTokenizer())
+    engine.local_metadata_ledger_enabled = True
+    assert get_pg_size(engine.pg_collection.dp) * engine.context.max_requests == 4
+
+    async def resume(client: InferenceClient) -> None:
+        if engine._state_events[EngineState.RUNNING].is_set():
+            return
+        client.resume_engines()
+        await engine.wait_until(EngineState.RESUMED)
+        client.unpause_engines()
+        await engine.wait_until(EngineState.RUNNING)
+
+    async def use() -> None:
+        address = await engine.start_listening_to_data_parallel_coordinator(
+            launch_inference_coordinator=True
+        )
+        client = InferenceClient(inference_coordinator_address=address)
+        client.start(connect_timeout_seconds=PATIENCE_S)
+        client.set_generation_epoch(3)
+        await resume(client)
+        params = SamplingParams(num_tokens_to_generate=4, top_k=1, termination_id=-1)
+        answer = await client.add_request([1, 2, 3], params)
+        assert isinstance(answer, dict)
+        await client.add_request([1, 2, 3], SamplingParams(temperature=-1.0))  # fails
+        client.pause_engines()
+        await engine.wait_until(EngineState.PAUSED)
+        client.suspend_engines()
+        await engine.wait_until(EngineState.SUSPENDED)
+        assert not engine._state_events[EngineState.RUNNING].is_set()
+        ledger, engine.local_metadata_ledger = engine.local_metadata_ledger, {}
+        ((uid, finished),) = ledger.items()
+        assert uid.startswith("chatcmpl-")
+        assert finished.policy_epoch == [(0, 3)]
+        assert finished.num_evictions == 0
+        await resume(client)
+        assert engine._state_events[EngineState.RUNNING].is_set()
+        await stop(client, engine)
+
+    try:
+        asyncio.run(use())
+    finally:
+        engine.close()
+    with pytest.raises(TimeoutError, match="no coordinator listened"):
+        InferenceClient("tcp://127.0.0.1:1").start(connect_timeout_seconds=0.01)
 
 
 @pytest.mark.parametrize("mode", [KVCacheManagementMode.PERSIST, KVCacheManagementMode.RECOMPUTE])
@@ -96,12 +195,7 @@ def test_nemo_rl_hybrid(mode: KVCacheManagementMode) -> None:
         client.unpause_engines()
         await engine.wait_until(EngineState.RUNNING)
         second = await client.add_request(prompt, params)
-        client.pause_engines()
-        await engine.wait_until(EngineState.PAUSED)
-        client.stop_engines()
-        await engine.engine_loop_task
-        client.shutdown_coordinator()
-        client.stop()
+        await stop(client, engine)
         return [first, second]
 
     try:

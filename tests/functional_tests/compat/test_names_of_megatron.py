@@ -17,7 +17,7 @@ from megatron_async import (
     TextGenerationController,
 )
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM
-from megatron_async.names_of_megatron import CLASSES, ClassNames
+from megatron_async.names_of_megatron import CLASSES, MAIN, OF_MAIN, ClassNames
 from tests.support import compat_trio
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/megatron_names.md"
@@ -89,7 +89,17 @@ def test_names_exist_or_are_answered(tiny_model: Any) -> None:
                     f"{kind!r} object has no attribute {name!r}, which Megatron's has: "
                     f"{names.answers[name]} (docs/megatron_names.md)"
                 )
-        for each in trio.values():
+        if not is_own:
+            trio["KVBlockCounts"] = engine.context.kv_block_allocator
+            trio |= {each.__name__: each for each in (MegatronLLM, MegatronAsyncLLM)}
+            for kind, newer in OF_MAIN.items():
+                for name in newer.compat.split():
+                    assert hasattr(trio[kind], name), name
+                for name, text in newer.answers.items():
+                    if name not in newer.compat.split():
+                        with pytest.raises(AttributeError, match=text[:20]):
+                            getattr(trio[kind], name)
+        for each in [engine, engine.context, engine.controller]:
             with pytest.raises(AttributeError, match=r"Did you mean 'lookahead=1'\?$"):
                 _ = each.async_scheduling
             with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
@@ -168,7 +178,7 @@ def listing(names: ClassNames) -> str:
     rows |= {f"another thing ({text})": each for text, each in names.otherwise.items()}
     rows |= {f"not here ({text})": each for text, each in names.absent.items()}
     lines = []
-    for text, each in rows.items():
+    for text, each in ((text, each) for text, each in rows.items() if each):
         lines.append(f"- {text}: {', '.join(f'`{name}`' for name in sorted(each.split()))}")
     return "\n".join(lines) + "\n"
 
@@ -183,6 +193,8 @@ def made() -> str:
             f"\n## {kind}\n\n{len(all_of(names))} names. Of our class: {own}; of `compat` besides: "
             f"{compat}; another thing: {other}; not here: {absent}.\n\n{listing(names)}"
         )
+    parts.append(f"\n## Main ({MAIN})\n\nWhat it has besides.\n")
+    parts += [f"\n### {kind}\n\n{listing(names)}" for kind, names in OF_MAIN.items()]
     return "".join(parts)
 
 

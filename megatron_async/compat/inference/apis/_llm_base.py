@@ -9,6 +9,7 @@ With `use_coordinator=True` the engine comes behind a coordinator, in a thread o
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.inference.apis._llm_base import _EventLoopManager
+from megatron.core.inference.apis.serve_config import ServeConfig
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.sampling_params import SamplingParams
 
@@ -28,6 +30,9 @@ from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_
 )
 from megatron_async.compat.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
+)
+from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
+    start_text_gen_server,
 )
 from megatron_async.errors import ConfigurationError
 from megatron_async.names_of_megatron import NamesOfMegatron
@@ -53,6 +58,10 @@ class CoordinatedEngine:
     def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the engine's event loop, and wait for it."""
         return self._loop.run_sync(work)
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Run a coroutine on the engine's event loop, from any thread."""
+        return self._loop.submit(work)
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` on the engine's loop, called from another event loop."""
@@ -132,6 +141,8 @@ class _MegatronLLMBase(NamesOfMegatron):
             is True): False, or True where a host or port of a coordinator is given.
         coordinator_host: name or address of this host, for the coordinator; None: 127.0.0.1.
         coordinator_port: of the coordinator; None: any.
+        inference_wrapper_cls: main's: the class of the wrapper, a subclass of `GPTInferenceWrapper`
+            of `compat`, which None means.
 
     Raises:
         ConfigurationError: experts are spread over ranks without a coordinator, or the model or the
@@ -147,7 +158,15 @@ class _MegatronLLMBase(NamesOfMegatron):
         use_coordinator: bool | None = None,
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
+        inference_wrapper_cls: type[GPTInferenceWrapper] | None = None,
     ) -> None:
+        wrapper_class = inference_wrapper_cls or GPTInferenceWrapper
+        if not issubclass(wrapper_class, GPTInferenceWrapper):
+            raise ConfigurationError(
+                f"inference_wrapper_cls={wrapper_class.__module__}.{wrapper_class.__qualname__} is "
+                f"no subclass of {GPTInferenceWrapper.__module__}.GPTInferenceWrapper: leave it "
+                "out, or derive it from that."
+            )
         is_placed = coordinator_host is not None or coordinator_port is not None
         use_coordinator = is_placed if use_coordinator is None else use_coordinator
         if is_placed and not use_coordinator:
@@ -166,9 +185,9 @@ class _MegatronLLMBase(NamesOfMegatron):
         self._use_coordinator = use_coordinator
         self._is_primary_rank = True
         self._coordinated: CoordinatedEngine | None = None
-        self._shutdown_called = False
+        self._shutdown_called = self._serves = False
         self._context = DynamicInferenceContext(model.config, inference_config)
-        wrapper = GPTInferenceWrapper(model, self._context)
+        wrapper = wrapper_class(model, self._context)
         self._controller = TextGenerationController(wrapper, tokenizer)
         self._engine = DynamicInferenceEngine(self._controller, self._context)
         if use_coordinator:
@@ -194,6 +213,37 @@ class _MegatronLLMBase(NamesOfMegatron):
     def is_primary_rank(self) -> bool:
         """Whether `generate` may be called here: always, or on the first rank."""
         return self._is_primary_rank
+
+    def submit(self, coro: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Main's: run a coroutine on the event loop of the engine, from any thread.
+
+        Raises:
+            RuntimeError: there is no coordinator, and so no such loop.
+        """
+        return self._needed_coordinator("submit").submit(coro)
+
+    def run_sync(self, coro: Coroutine[Any, Any, Any]) -> Any:
+        """Main's: `submit`, and wait for the result; a RuntimeError on that loop itself."""
+        return self._needed_coordinator("run_sync").wait(coro)
+
+    def _needed_coordinator(self, name: str) -> CoordinatedEngine:
+        if self._coordinated is None:
+            raise RuntimeError(f"{name}() needs use_coordinator=True: no event loop runs without.")
+        return self._coordinated
+
+    def _start_server(self, serve_config: ServeConfig) -> None:
+        """Start the HTTP server on the first rank."""
+        if self._coordinated is None:
+            raise ConfigurationError(
+                "serve() requires use_coordinator=True: it asks the engines by a coordinator."
+            )
+        if self._is_primary_rank:
+            start_text_gen_server(
+                self._coordinated.address, None, 0, serve_config.port, serve_config.parsers,
+                serve_config.verbose, serve_config.frontend_replicas, serve_config.host,
+                getattr(serve_config, "sock", None),
+            )  # fmt: skip
+            self._serves = True
 
     def _assert_primary(self) -> None:
         if not self._is_primary_rank:

@@ -12,10 +12,8 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async.compat.inference.apis._llm_base import Prompts, _MegatronLLMBase
 from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
-    start_text_gen_server,
     stop_text_gen_server,
 )
-from megatron_async.errors import ConfigurationError
 
 
 class MegatronAsyncLLM(_MegatronLLMBase):
@@ -28,7 +26,6 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     """
 
     _task: asyncio.Task[None] | None = None
-    _serves = False
 
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None
@@ -100,16 +97,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             ConfigurationError: without `use_coordinator=True`, or something of `serve_config` is
                 not served.
         """
-        if self._coordinated is None:
-            raise ConfigurationError(
-                "serve() requires use_coordinator=True: it asks the engines by a coordinator."
-            )
-        if self._is_primary_rank:
-            start_text_gen_server(
-                self._coordinated.address, None, 0, serve_config.port, serve_config.parsers,
-                serve_config.verbose, serve_config.frontend_replicas, serve_config.host,
-            )  # fmt: skip
-            self._serves = True
+        self._start_server(serve_config)
         if blocking:
             await self.wait_for_shutdown()
 

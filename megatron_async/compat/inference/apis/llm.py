@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Self
 
+from megatron.core.inference.apis.serve_config import ServeConfig
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async.compat.inference.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
+    stop_text_gen_server,
+)
 
 
 class MegatronLLM(_MegatronLLMBase):
@@ -62,10 +66,18 @@ class MegatronLLM(_MegatronLLMBase):
         """Take `suspend` back. An engine that was paused, too, stays so until `unpause`."""
         self._do("resume", EngineState.RESUMED)
 
+    def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
+        """Main's: what `MegatronAsyncLLM.serve` does, for threads."""
+        self._start_server(serve_config)
+        if blocking:
+            self.wait_for_shutdown()
+
     def shutdown(self) -> None:
         """End the engine for good; unfinished requests fail. Again: nothing happens."""
         if not self._shutdown_called:
             self._shutdown_called = True
+            if self._serves:
+                stop_text_gen_server()
             if self._coordinated is not None:
                 self._coordinated.end_now()
             else:

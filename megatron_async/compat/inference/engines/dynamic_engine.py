@@ -45,7 +45,7 @@ from megatron_async.compat.inference.text_generation_controllers.text_generation
     TextGenerationController,
 )
 from megatron_async.engine.validation import check_request_id
-from megatron_async.errors import EngineStopped
+from megatron_async.errors import EngineStopped, RequestError
 from megatron_async.planning.step_output import StepOutput
 from megatron_async.requests.sampling_params import SamplingParams as OwnParams
 
@@ -144,10 +144,17 @@ class DynamicInferenceEngine(EngineControl):
             a future of the record of the finished (or failed) request.
 
         Raises:
-            RequestError: the id is no 64-bit integer, or in use.
+            RequestError: the id is no 64-bit integer, or in use; the fourth argument is main's
+                `precomputed_block_hashes`.
             EngineStopped: the engine is closed.
             WrongThread: another thread is at work in the engine.
         """
+        fourth: Any = priority
+        if isinstance(fourth, list):
+            raise RequestError(
+                "add_request() has priority as its fourth argument, and a list was given, as for "
+                "Megatron's precomputed_block_hashes: leave it out, blocks are found by tokens."
+            )
         entry = self.add_for(request_id, prompt, sampling_params, priority, traceparent)
         assert entry.future is not None
         return entry.future
