@@ -12,7 +12,7 @@ from megatron_async import errors
 
 TOKEN_BYTES = 4
 """Bytes of a token id."""
-PROTOCOL = 12
+PROTOCOL = 13
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
