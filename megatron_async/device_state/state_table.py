@@ -89,9 +89,8 @@ class StepStates:
 
 
 class StateTable:
-    """Each slot's row, and the rows of a step from its bookkeeping.
-
-    Writer and reader: steps, on the compute stream."""
+    """Each slot's row, and the rows of a step from its bookkeeping. One slot more, for rows without
+    a request, has `dummy_row`. Writer and reader: steps, on the compute stream."""
 
     def __init__(
         self, slots: int, dummy_row: int, max_rows: int, max_tokens: int, device: torch.device
