@@ -156,7 +156,7 @@ class Choices:
         replaces = self._mode == "measure" and not is_service
         try:
             folder = Path(service) if is_service and service else cache_folder(FOLDER)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=not is_service, exist_ok=True)  # the service may have ended
             file = folder / row.file_name
             try:
                 write_rows(file, [row], replaces)

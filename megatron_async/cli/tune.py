@@ -67,6 +67,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--choices {options['choices']}: tune measures; leave it out.")
     check_early(model, options, sizes)
     if (table := arguments.into) is not None:
+        table = table.resolve()  # a link's target is read and replaced, not the link
         check_writable("--into", table)
 
     with importing_engine():

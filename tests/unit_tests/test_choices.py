@@ -263,6 +263,13 @@ def test_replicas_of_a_service_choose_the_same(folder, mode: str, cache: str, mo
     assert start("shipped", "three") == ("one", "by rule")
 
 
+def test_a_service_that_has_ended(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(SERVICE_VARIABLE, str(folder.parent / "ended" / "choices"))
+    assert start("cached", "two") == ("two", "measured")
+    assert start("cached", "three") == ("two", "cached")
+    assert not (folder.parent / "ended").exists()
+
+
 def test_a_service_whose_first_row_was_cached(folder: Path, monkeypatch: Any) -> None:
     start("cached", "two")
     monkeypatch.setenv(SERVICE_VARIABLE, str(folder.parent / "service"))

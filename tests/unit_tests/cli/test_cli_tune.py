@@ -79,6 +79,12 @@ def test_into_a_table(card: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) 
         assert (record["value"], record["source"]) == ({"number": number}, "measured")
     found = read_rows(table)
     assert [(row.gpu, row.value["number"]) for row in found] == [("NVIDIA H100", 1), (GPU.name, 6)]
+    link = card / "link.json"
+    link.symlink_to(table.name)
+    assert cli.main(["tune", "dummy:tiny", "--into", str(link)]) == 0
+    assert link.is_symlink()
+    assert read_rows(table) == found
+    capsys.readouterr()
     table.write_text("{}")
     monkeypatch.setattr(llm, "LLM", None)  # told before anything is built
     assert cli.main(["tune", "dummy:tiny", "--into", str(table)]) == 2
