@@ -6,6 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
@@ -154,27 +155,30 @@ class LLM:
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
         check_weights_fit(source.architecture, self.dtype, sizes, self._device.free_memory())
-        self._kernels: KernelStart | None = None
+        kernels: KernelStart | None = None
         if self._device.torch_device.type == "cpu":
             compile_missing(progress)
         else:
-            program = _program_of(source.architecture, self.dtype, config, sizes, transformer_impl)
-            self._kernels = start_kernels(program | describe_gpu(self._device.torch_device))
-        with phases.phase("build the model"):
-            weights = build_model(
-                source.architecture,
-                self.dtype,
-                self._device.torch_device,
-                transformer_impl,
-                sizes,
-                with_mtp=config.speculative_method == "mtp",
-            )
-        with phases.phase("read weights"):
-            source.load_weights(weights, progress=progress)
-        with phases.phase("wait for kernels"):
-            if self._kernels is not None:
-                self._kernels.join(progress)
-            job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)
+            choose_triton_folder()
+            if sizes == ParallelSizes():  # else they are compiled as they are launched
+                program = _program_of(source.architecture, self.dtype, config, transformer_impl)
+                kernels = start_kernels(program | describe_gpu(self._device.torch_device))
+        with kernels or nullcontext():
+            with phases.phase("build the model"):
+                weights = build_model(
+                    source.architecture,
+                    self.dtype,
+                    self._device.torch_device,
+                    transformer_impl,
+                    sizes,
+                    with_mtp=config.speculative_method == "mtp",
+                )
+            with phases.phase("read weights"):
+                source.load_weights(weights, progress=progress)
+            with phases.phase("wait for kernels"):
+                if kernels is not None:
+                    kernels.join(progress)
+                job.exchange("the end of loading", "", timeout_s=LOADING_TIMEOUT_S)
         self.timeline = Timeline() if timeline else None
         with phases.phase("make the cache"):
             context = DynamicInferenceContext(
@@ -194,8 +198,8 @@ class LLM:
         for report in reports:
             if progress and report is not None:
                 tqdm.write(str(report), file=sys.stderr)
-        if self._kernels is not None:
-            self._kernels.keep()
+        if kernels is not None:
+            kernels.keep()
         group, self._place = join_group(config.check_ranks_agree)
         self.engine = DynamicInferenceEngine(controller, context, group)
         self._recorder = None
@@ -382,8 +386,6 @@ class LLM:
                     self._recorder.close()
             finally:
                 self.engine.close()
-                if self._kernels is not None:  # those that steps have compiled since the start
-                    self._kernels.keep()
 
     def __enter__(self) -> LLM:
         return self
@@ -413,23 +415,29 @@ def compile_ahead(
         gpu: as `describe_gpu` describes it.
 
     Raises:
-        ConfigurationError: as `LLM`.
+        ConfigurationError: as `LLM`; or nothing could be kept.
     """
     if draft_layer is None and inference_config.get("speculative_method") == "mtp":
         draft_layer = shipped_draft_layer(model)
     architecture = open_model(model, draft_layer).architecture
     weights = _resolve_dtype(dtype, "cuda")
     config = _make_config(inference_config, "cuda", architecture, weights)
-    choose_triton_folder()
-    program = _program_of(architecture, weights, config, ParallelSizes())
-    return KernelStart({**program, **gpu}, workers=cores())
+    if not choose_triton_folder():
+        raise ConfigurationError(
+            "nothing is compiled, as it could not be kept: name a folder that can be written."
+        )
+    kernels = start_kernels({**_program_of(architecture, weights, config), **gpu}, workers=cores())
+    if kernels is None:
+        raise ConfigurationError(
+            "nothing is compiled where TRITON_INTERPRET or a LOCAL_RANK above 0 is set: unset it."
+        )
+    return kernels
 
 
 def _program_of(
     architecture: ModelArchitecture,
     dtype: torch.dtype,
     config: InferenceConfig,
-    sizes: ParallelSizes,
     transformer_impl: str = "local",
 ) -> dict[str, Any]:
     """What an engine's kernels depend on, beside the GPU and the versions, as JSON has it."""
@@ -437,7 +445,6 @@ def _program_of(
         "architecture": architecture.to_dict(),
         "dtype": str(dtype).removeprefix("torch."),
         "config": {n: v for n, v in asdict(config).items() if n not in OF_NO_KERNEL},
-        "sizes": asdict(sizes),
         "transformer_impl": transformer_impl,
     }
 

@@ -12,6 +12,7 @@ from megatron_async.cli.early_checks import check_early
 from megatron_async.cli.files import check_folder
 from megatron_async.cli.options import (
     DRAFT_LAYER_HELP,
+    GPUS,
     MODEL_HELP,
     NO_PROGRESS,
     PROGRAM,
@@ -23,14 +24,9 @@ from megatron_async.cli.options import (
 from megatron_async.cli.parser import add_model, take_model
 from megatron_async.cli.terminal import importing_engine, raise_interrupts
 
-GPUS: dict[str, dict[str, Any]] = {
-    "h100": {"gpu": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "processors": 132},
-    "h200": {"gpu": "NVIDIA H200", "capability": [9, 0], "processors": 132},
-}
-"""GPUs as torch describes them (`ops.compile_kernels.describe_gpu`)."""
-GPUS["sm_90"] = GPUS["h200"]
+HOPPERS = tuple(word for word, gpu in GPUS.items() if gpu["capability"] == [9, 0])
 OPTIONS: Rows = (
-    ("--gpu", tuple(GPUS), None, "h200", "GPU on which the model will run"),
+    ("--gpu", HOPPERS, None, "h200", "GPU on which the model will run"),
     ("--to", str, "FOLDER", None,
      "folder of the kernels, which later starts name as TRITON_CACHE_DIR; it must keep its path\n"
      "(default: in the user's cache, where starts look)"),
@@ -61,6 +57,9 @@ def run_compile(arguments: argparse.Namespace) -> int:
     """Compile, and say what was made."""
     model = arguments.model = take_model(arguments)
     options = engine_options(arguments)
+    device = options.pop("device", None)
+    if device is not None and not device.startswith("cuda"):
+        raise ValueError(f"--device {device} has no compiled kernels: give cuda, or leave it out.")
     check_early(model, options, {}, arguments.draft_layer)
     if arguments.to is not None:
         folder = Path(arguments.to).expanduser().absolute()
@@ -71,19 +70,15 @@ def run_compile(arguments: argparse.Namespace) -> int:
 
     raise_interrupts()
     start = time.perf_counter()
-    kernels = compile_ahead(
+    with compile_ahead(
         model, GPUS[arguments.gpu], arguments.dtype, arguments.draft_layer, **options
-    )
-    made = kernels.join(not arguments.no_progress)
+    ) as kernels:
+        kernels.join(not arguments.no_progress)
+    if failures := kernels.failures:
+        raise RuntimeError(f"{len(failures)} failed; the first of them: {failures[0]}")
     kernels.keep()
-    if kernels.failures:
-        raise RuntimeError(
-            f"{len(kernels.failures)} failed; the first of them: {kernels.failures[0]}"
-        )
-    folder, seconds = kernels.list.folder, time.perf_counter() - start
+    folder, seconds = kernels.folder, time.perf_counter() - start
     mib = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
-    print(
-        f"{len(kernels.list.hashes)} kernels for {arguments.gpu}, {made} of them compiled in "
-        f"{seconds:.0f} s; {folder} has {mib:.0f} MiB"
-    )
+    made = f"{kernels.total} kernels for {arguments.gpu} in {seconds:.0f} s"
+    print(f"{made}; {folder} has {mib:.0f} MiB")
     return 0

@@ -30,6 +30,7 @@ from megatron_async.cli.option_names import in_options
 from megatron_async.cli.options import (
     DEVICE,
     DRAFT_LAYER_HELP,
+    GPUS,
     JSON,
     LAYERS,
     MODEL_HELP,
@@ -127,8 +128,6 @@ OUTPUT: Rows = (
      "(several replicas: each its own, replica 0's run.rec is run-0.rec)"),
     NO_PROGRESS,
 )  # fmt: skip
-GPUS = {"a100": 8, "b200": 10, "h100": 9, "h200": 9}
-"""Compute capability (major) of GPUs that `info --program` knows by name."""
 INFO: Rows = (
     ("--memory-gb", float, "GB", None, "plan for this much memory, not for what is"),
     ("--program", bool, None, False,
@@ -312,7 +311,7 @@ def run_info(arguments: argparse.Namespace) -> int:
     if arguments.program:
         rows = 1 if arguments.rows is None else arguments.rows
         tokens = rows if arguments.tokens is None else arguments.tokens
-        major = None if arguments.gpu is None else GPUS[arguments.gpu]
+        major = None if arguments.gpu is None else GPUS[arguments.gpu]["capability"][0]
         lines = model_program(
             arguments.model,
             rows,

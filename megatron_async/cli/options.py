@@ -116,6 +116,13 @@ ON_REPLICA_DEATH = (
     "--on-replica-death", ("retry", "fail"), None, "retry",
     "serve a lost replica's requests again elsewhere, or fail them",
 )  # fmt: skip
+GPUS: dict[str, dict[str, Any]] = {
+    "a100": {"gpu": "NVIDIA A100-SXM4-80GB", "capability": [8, 0], "processors": 108},
+    "b200": {"gpu": "NVIDIA B200", "capability": [10, 0], "processors": 148},
+    "h100": {"gpu": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "processors": 132},
+    "h200": {"gpu": "NVIDIA H200", "capability": [9, 0], "processors": 132},
+}
+"""GPUs that commands know by name, as `ops.compile_kernels.describe_gpu` describes them."""
 LAYERS = (
     "--transformer-impl", ("local", "transformer_engine"), None, "local",
     "layers of torch and our kernels, or TransformerEngine's (GPU; must be installed)",

@@ -6,8 +6,6 @@ For a process that does nothing else: it changes torch and Triton.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,19 +17,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import megatron_async.models.compile_later  # noqa: F401  # isort: skip  # before Megatron-Core
 
-from megatron_async.cache_folders import SERVICE_VARIABLE, VARIABLE
+from megatron_async.choices import Choices
 from megatron_async.config import InferenceConfig
-from megatron_async.devices.base import Device, Event, Graph, Stream
+from megatron_async.devices.base import Graph
+from megatron_async.lab.virtual_device import VirtualDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
-from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.ops.attention.backends.base import BackendUnavailable
-from megatron_async.ops.kernel_list import Kernel, describe, full_name
+from megatron_async.ops.attention.backends.selection import PrefillRow
+from megatron_async.ops.compile_kernels import Kernel
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.text_generation_controller import TextGenerationController
@@ -42,35 +42,28 @@ FREE = 64 << 30
 
 
 def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
-    """The kernels that an engine's start compiles on one GPU.
+    """The kernels that an engine's start compiles on one GPU: by the choices that are known for the
+    GPU, else those that measuring needs too.
 
     Args:
         program: of `llm.program_of`.
 
     Raises:
         ConfigurationError: settings that no engine takes.
-        ValueError: a model over several ranks.
     """
-    sizes = ParallelSizes(**program["sizes"])
-    if sizes != ParallelSizes():
-        raise ValueError("kernels of a model over several ranks are known after its first start")
     found: dict[str, Kernel] = {}
+    measured: list[type] = []
     _take_the_place_of_a_gpu(program["capability"], program["processors"], found)
+    _measure_nothing(measured)
     architecture = few_layers(ModelArchitecture.from_dict(program["architecture"]))
-    dtype = getattr(torch, program["dtype"])
     config = InferenceConfig(**program["config"])
-    device = _AbsentDevice(program["gpu"])
-    with _AbsentMemory(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        os.environ[VARIABLE] = folder  # what is measured here is no measurement
-        os.environ.pop(SERVICE_VARIABLE, None)
-        measures = config.choices != "shipped"
-        config = replace(config, choices="measure" if measures else "shipped")
-        _start(architecture, dtype, sizes, config, program, device)
-        if measures and config.attention_backend is None:
+    with _AbsentMemory(), torch.no_grad():
+        _start(architecture, config, program)
+        if PrefillRow in measured:
             # All backends were timed, but of those equal here the first serves the steps.
             with suppress(BackendUnavailable):
                 other = replace(config, choices="shipped", attention_backend="warpgroup")
-                _start(architecture, dtype, sizes, other, program, device)
+                _start(architecture, other, program)
     return list(found.values())
 
 
@@ -88,61 +81,20 @@ def few_layers(architecture: ModelArchitecture) -> ModelArchitecture:
 
 
 def _start(
-    architecture: ModelArchitecture,
-    dtype: torch.dtype,
-    sizes: ParallelSizes,
-    config: InferenceConfig,
-    program: Mapping[str, Any],
-    device: Device,
+    architecture: ModelArchitecture, config: InferenceConfig, program: Mapping[str, Any]
 ) -> None:
-    with_mtp = config.speculative_method == "mtp"
-    weights = build_model(
-        architecture, dtype, GPU, program["transformer_impl"], sizes, with_mtp=with_mtp
-    )
-    context = DynamicInferenceContext(weights.config, config, device)
+    dtype, with_mtp = getattr(torch, program["dtype"]), config.speculative_method == "mtp"
+    weights = build_model(architecture, dtype, GPU, program["transformer_impl"], with_mtp=with_mtp)
+    context = DynamicInferenceContext(weights.config, config, _AbsentDevice(program["gpu"]))
     TextGenerationController(GPTInferenceWrapper(weights, context), None).create_cuda_graphs(False)
 
 
-class _AbsentEvent(Event):
-    """Always reached, at the same time: no step is cheap enough to run eagerly."""
-
-    @override
-    def query(self) -> bool:
-        return True
-
-    @override
-    def wait(self) -> None:
-        return
-
-    @override
-    def wait_for(self, seconds: float) -> bool:
-        return True
-
-    @override
-    def time_us(self) -> float:
-        return 0.0
-
-
-class _AbsentStream(Stream):
-    @override
-    def launch(self, work: Callable[[], None]) -> None:
-        work()
-
-    @override
-    def record(self, event: Event) -> None:
-        return
-
-    @override
-    def wait(self, event: Event) -> None:
-        return
-
-
-class _AbsentDevice(Device):
-    captures_graphs = True
+class _AbsentDevice(VirtualDevice):
+    """All its points are reached at the same time: no step is cheap enough to run eagerly."""
 
     def __init__(self, name: str) -> None:
+        super().__init__(captures_graphs=True)
         self.torch_device, self._name = GPU, name
-        self.compute = self.copy = self.upload = _AbsentStream()
 
     @property
     @override
@@ -150,28 +102,12 @@ class _AbsentDevice(Device):
         return self._name
 
     @override
-    def event(self, timing: bool = False) -> Event:
-        return _AbsentEvent()
-
-    @override
-    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype)
-
-    @override
     def free_memory(self) -> int:
         return FREE
 
     @override
-    def fence(self) -> None:
-        return
-
-    @override
     def capture(self, work: Callable[[], None]) -> Graph:
         return SimpleNamespace(replay=lambda: None)  # it has run before, eagerly
-
-    @override
-    def close(self, wait: bool = True) -> None:
-        return
 
 
 class _AbsentTensor(Tensor):
@@ -268,11 +204,11 @@ def _take_the_place_of_a_gpu(
         options |= {"debug": False, "instrumentation_mode": ""}
         given = {name: point(value) for name, value in options.items()}
         bound, specialization, others = bind(*map(point, args), **given)
-        key = f"{full_name(kernel)} {specialization} {others}"
+        key = f"{kernel.module}.{kernel} {specialization} {others}"
         if key not in found:
-            packed = kernel._pack_args(backend, given, bound, specialization, others)
-            chosen, signature, constants, attributes = packed
-            found[key] = describe(kernel, signature, constants, attributes, vars(chosen))
+            chosen, *rest = kernel._pack_args(backend, given, bound, specialization, others)
+            kind = GluonASTSource if kernel.is_gluon() else ASTSource
+            found[key] = kind(kernel, *rest), vars(chosen)
 
     properties: Any = SimpleNamespace(multi_processor_count=processors, major=major, minor=minor)
     JITFunction.run = run
@@ -285,3 +221,14 @@ def _take_the_place_of_a_gpu(
     # the host first.
     torch._C._ensureCUDADeviceGuardSet()
     torch._C._set_only_lift_cpu_tensors(True)
+
+
+def _measure_nothing(measured: list[type]) -> None:
+    """Note types of choices that are measured in `measured`; nothing of them is kept."""
+    keep = Choices.keep
+
+    def keep_nothing(choices: Choices, question: Any, value: Any, is_sound: bool = True) -> Any:
+        measured.append(type(question.rule))
+        return keep(choices, question, value, is_sound=False)
+
+    Choices.keep = keep_nothing  # type: ignore[method-assign, assignment]

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 from megatron_async.cache_folders import cache_folder
 from megatron_async.errors import ConfigurationError
@@ -22,8 +23,12 @@ PROBE = bytes(1 << 16)
 
 
 @cache
-def choose_triton_folder() -> None:
-    """Let Triton have our folder, or one of this process where no other can be written.
+def choose_triton_folder() -> bool:
+    """Let Triton have our folder, or one of this process where no other can be written: with what
+    the other one has, as an image's folder may be another user's.
+
+    Returns:
+        whether kernels are kept.
 
     Raises:
         ConfigurationError: nor can the folder for temporary files.
@@ -42,16 +47,29 @@ def choose_triton_folder() -> None:
             own = tempfile.mkdtemp(prefix="megatron-async-triton-")
             atexit.register(shutil.rmtree, own, ignore_errors=True)
             _write_to(own)
+            _link(Path(folder).absolute(), own)
         except OSError as second:
             raise ConfigurationError(
                 f"compiled kernels can be written neither to {folder} ({error}) nor to a temporary "
                 f"folder ({second}): set {VARIABLE} to a folder that can be written."
             ) from second
         logger.warning(
-            "Compiled kernels cannot be kept in %s (%s): each process compiles them again; make "
-            "room there, or set %s to a folder that can be written.", folder, error, VARIABLE,
+            "Compiled kernels cannot be kept in %s (%s): each process compiles again what is not "
+            "there; make room, or set %s to a folder that can be written.", folder, error, VARIABLE,
         )  # fmt: skip
         knobs.cache.dir = own
+        return False
+    return True
+
+
+def _link(folder: Path, own: str) -> None:
+    # Files alone: a folder of links could not be written either.
+    with suppress(OSError):
+        for file in folder.glob("*/*"):
+            if file.is_file():
+                there = Path(own, file.parent.name)
+                there.mkdir(exist_ok=True)
+                there.joinpath(file.name).symlink_to(file)
 
 
 def _write_to(folder: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -368,21 +369,29 @@ def test_info_as_text_and_json(capsys):
 def test_compile_makes_the_kernels_of_a_program_that_are_missing(capsys, tmp_path, monkeypatch):
     def start(program, workers):
         asked.append((program, workers))
-        found = SimpleNamespace(folder=tmp_path, hashes={"a": "", "b": ""})
-        return SimpleNamespace(join=asked.append, keep=tuple, list=found, failures=failures)
+        made = {"folder": tmp_path, "total": 2, "failures": failures, "keep": tuple}
+        return nullcontext(SimpleNamespace(join=asked.append, **made))
 
     asked, failures = [], []
-    monkeypatch.setattr(llm, "KernelStart", start)
+    monkeypatch.setattr(llm, "start_kernels", start)
     monkeypatch.setenv("TRITON_CACHE_DIR", "set again behind the test")
+    monkeypatch.setattr(llm, "choose_triton_folder", lambda: True)
     command = ["compile", "dummy:tiny", "--gpu", "h100", "--max-requests", "7", "--no-progress"]
     assert cli.main([*command, "--to", str(tmp_path / "kernels")]) == 0
-    assert capsys.readouterr().out.startswith("2 kernels for h100, None of them compiled in 0 s")
+    assert capsys.readouterr().out.startswith("2 kernels for h100 in 0 s; ")
     (program, workers), bar = asked
     assert (program["capability"], program["dtype"], bar) == ([9, 0], "bfloat16", False)
     assert (program["config"]["max_requests"], workers) == (7, cores())
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "kernels")
+    assert cli.main([*command, "--device", "cuda"]) == 0
+    capsys.readouterr()
+    assert "--device cpu has no compiled kernels" in fails(capsys, *command, "--device", "cpu")
     failures.append("tile_kernel: no ptxas")
     assert "1 failed; the first of them: tile_kernel: no ptxas" in fails(capsys, *command)
+    monkeypatch.setattr(llm, "start_kernels", lambda program, workers: None)
+    assert "unset it" in fails(capsys, *command)
+    monkeypatch.setattr(llm, "choose_triton_folder", lambda: False)
+    assert "could not be kept: name a folder" in fails(capsys, *command)
 
 
 def test_convert_and_generate_from_the_result(capsys, tmp_path):

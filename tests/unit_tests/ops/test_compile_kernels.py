@@ -1,37 +1,32 @@
-"""A program's kernels, as a list, are compiled beside, into the place where a start looks them up;
-what goes wrong there costs time alone."""
+"""A program's kernels are compiled beside, into the place where a start looks them up; what goes
+wrong there costs time alone."""
 
 import json
 import os
+import pkgutil
+import socket
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import import_module
 from itertools import pairwise
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import triton
 from triton import knobs
-from triton.compiler import ASTSource, make_backend
 from triton.language import constexpr
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction
 
-from megatron_async import InferenceConfig
-from megatron_async.cache_folders import SERVICE_VARIABLE, VARIABLE
-from megatron_async.llm import OF_NO_KERNEL
+from megatron_async import InferenceConfig, llm
+from megatron_async.llm import LLM, OF_NO_KERNEL
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops import compile_kernels
-from megatron_async.ops.compile_kernels import Compilations, KernelStart
-from megatron_async.ops.kernel_list import (
-    BadKernel,
-    KernelList,
-    describe,
-    find_kernels,
-    full_name,
-    source_of,
-)
-from megatron_async.ops.linear.activations import squared_relu, swiglu
+from megatron_async.ops.compile_kernels import KernelStart, start_kernels
 from tests.support.compiled_kernels import HOPPER
+from tests.unit_tests.ops import three_kernels
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -41,206 +36,246 @@ PROGRAM = {"capability": [9, 0], "processors": 132, "gpu": "NVIDIA H200", "model
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """Triton's folder, empty; nothing is noted of other tests."""
+    """Triton's folder, empty; a program has three kernels."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
-    listener = knobs.compilation.listener
-    compile_kernels.compilations.cache_clear()
+    monkeypatch.setattr(compile_kernels, "DERIVE", three_kernels.__name__)
     with knobs.cache.scope():
         yield tmp_path / "kernels"
-    knobs.compilation.listener = listener
-    compile_kernels.compilations.cache_clear()
-
-
-def launch_three():
-    """Three kernels of two functions."""
-    swiglu.on("gpu")(torch.zeros(4, 64, dtype=torch.bfloat16))
-    swiglu.on("gpu")(torch.zeros(4, 64, dtype=torch.float16))
-    squared_relu.on("gpu")(torch.zeros(4, 32, dtype=torch.bfloat16))
-
-
-def packed(kernel, arguments, options):
-    backend = make_backend(HOPPER)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    options = options | {"debug": False, "instrumentation_mode": ""}
-    bound, specialization, others = bind(*arguments, **options)
-    return kernel._pack_args(backend, options, bound, specialization, others)
 
 
 @pytest.fixture
-def three(monkeypatch):
-    """The kernels of `launch_three`, described and not compiled."""
-    found = []
+def child(monkeypatch, tmp_path):
+    """Lets a script of the shell be the child."""
 
-    def run(kernel, *arguments, grid, warmup, **options):
-        chosen, *rest = packed(kernel, arguments, options)
-        found.append(describe(kernel, *rest, vars(chosen)))
+    def write(script):
+        file = tmp_path / "child"
+        file.write_text(f"#!/bin/sh\nread job\n{script}\n")
+        file.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(file))
 
+    return write
+
+
+def is_kept(folder, monkeypatch, program=PROGRAM):
+    """Whether a start of the program compiles nothing; what it would is not begun."""
     with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", run)
-        launch_three()
-    return found
+        patch.setattr(KernelStart, "_start", lambda start, job: None)
+        return KernelStart(program).was_kept
 
 
-def write_list(folder, kernels):
-    """A list of kernels that are not compiled."""
-    known = KernelList(folder, PROGRAM)
-    for kernel in kernels:
-        known.put(kernel, "")
-    known.write()
-
-
-def test_a_start_finds_what_workers_have_compiled(folder, three, monkeypatch):
-    write_list(folder, three)
-    start = KernelStart(PROGRAM, workers=2)
-    assert (start.join(), start.total, start.failures) == (3, 3, [])
+def test_a_start_finds_what_workers_have_compiled(folder, monkeypatch, tmp_path):
+    for name in ("torch", "json", "triton", "megatron_async", "sitecustomize"):
+        tmp_path.joinpath(f"{name}.py").write_text("raise SystemExit('the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with socket.socket() as server:  # as a server's, which others must not keep open
+        server.set_inheritable(True)
+        start = KernelStart(PROGRAM, workers=2)
+        start.join()
+    assert (len(start.keys), start.total, start.failures) == (3, 3, [])
+    assert not is_kept(folder, monkeypatch), "noted before the engine has started"
     start.keep()
 
-    def run(kernel, *arguments, grid, warmup, **options):
-        chosen, *rest = packed(kernel, arguments, options)
-        triton.compile(ASTSource(kernel, *rest), target=HOPPER, options=vars(chosen))
-
-    own = compile_kernels.compilations()
-    monkeypatch.setattr(JITFunction, "run", run)
-    launch_three()
-    assert [each.was_kept for each in own.all] == [True] * 3, "compiled on the card"
-    found = {json.dumps(kernel): hash_ for kernel, hash_ in own.hashes}
-    assert found == start.list.hashes
+    told = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **values: told.append(values))
+    for source, options in three_kernels.three():
+        triton.compile(source, target=HOPPER, options=options)
+    assert [each["cache_hit"] for each in told] == [True] * 3, "compiled on the card"
 
     again = KernelStart(PROGRAM)
-    assert again._child is None, "a warm start has nothing to compile"
-    assert (again.join(), again.total, len(again.list.hashes)) == (0, 0, 3)
+    assert (again._child, again.total, again.keys) == (None, 3, start.keys)
+    again.join()
+    assert again.failures == []
+    for other in ({"processors": 114}, {"gpu": "NVIDIA H100 NVL"}):
+        assert not is_kept(folder, monkeypatch, PROGRAM | other)
+    with monkeypatch.context() as patch:
+        patch.setenv("DISABLE_LLVM_OPT", "1")  # Triton's key has it
+        assert not is_kept(folder, monkeypatch)
+    for file in (folder / start.keys[0]).glob("__grp__*"):
+        file.unlink()
+    assert not is_kept(folder, monkeypatch), "what is noted is not there"
 
-    # A source, an option or an environment that Triton's key has changes the hash.
-    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
-    launch_three()
-    assert [each.was_kept for each in own.all[3:]] == [False] * 3
 
-
-def test_a_worker_that_dies_costs_its_kernels(folder, three, monkeypatch, tmp_path, caplog):
+def test_a_worker_that_dies_costs_its_kernels(folder, monkeypatch, tmp_path, caplog):
     real, broken = knobs.nvidia.ptxas.path, tmp_path / "ptxas"
     broken.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {real} --version\nkill -9 $PPID\n')
     broken.chmod(0o755)
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(broken))
-    write_list(folder, three)
     start = KernelStart(PROGRAM, workers=1)
-    assert start.join() == 0
+    start.join()
+    assert (start.keys, start.total) == ([], 3)
     (told,) = caplog.messages
     assert told.startswith("3 kernels were not compiled beforehand (a process ended early)")
+    start.keep()
+    assert not is_kept(folder, monkeypatch), "the next start would not try again"
 
 
-def test_the_end_of_the_starting_process_ends_its_workers(folder, three):
-    write_list(folder, three)
+def test_the_end_of_the_starting_process_ends_its_workers(folder):
     start = KernelStart(PROGRAM, workers=1)
     child = start._child
-    assert "kernels" in start._told.get(timeout=120)
+    assert os.read(child.stdout.fileno(), 8) == b"total 3\n"
     os.close(child.stdin.fileno())
     assert child.wait(timeout=120) == -9
+    assert not os.path.exists(start._temporary.name)
 
 
-def test_no_worker_can_start(folder, three, monkeypatch, caplog):
-    def start(command, env, **_):
-        seen.update(env)
+def test_a_program_of_unknown_kernels(folder, caplog, monkeypatch):
+    start = KernelStart(PROGRAM | {"fails": "two\nlines"})
+    start.join()
+    assert "Some kernels were not compiled beforehand (ValueError: two lines)" in caplog.messages[0]
+    start.keep()
+    assert is_kept(folder, monkeypatch, PROGRAM | {"fails": "two\nlines"}), "failing takes time"
+
+
+def test_no_worker_can_start(folder, monkeypatch, caplog):
+    def start(*_, **__):
         raise OSError("no process is left")
 
-    seen = {}
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    write_list(folder, three)
-    assert KernelStart(PROGRAM).join() == 0
+    KernelStart(PROGRAM).join()
     assert "were not compiled beforehand (no process is left)" in caplog.messages[0]
-    # It sees no GPU, and takes no rank's place in a job.
-    assert (seen["CUDA_VISIBLE_DEVICES"], seen["TRITON_CACHE_DIR"]) == ("", str(folder))
-    assert not {"RANK", "WORLD_SIZE"} & seen.keys()
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[", "{}", "[1]", '[{"what": 1, "hash": ""}]', '[{"what": {}, "hash": 5}]',
-     "[" * 100_000, '[{"hash": ""}]', "\udcff"],
+    ("script", "why"),
+    [
+        ("exit 1", "a process ended early"),
+        ("kill -9 $$", "a process ended early"),
+        ("kill -STOP $$", "nothing was compiled for 1 s"),
+        ("echo total 2; echo key A; sleep 600 & wait", "nothing was compiled for 1 s"),
+        ("echo total 1; yes | tr -d '\\n'| head -c 200000; sleep 600", "nothing was compiled"),
+        ("head -c 100000 /dev/urandom", "a process ended early"),
+        ("echo total -1; echo total x; echo; echo [; echo 5; echo key", "a process ended early"),
+        ("echo total 2; echo key A; echo error why; echo error why", "why"),
+        ("exec <&- ; echo total 5", "a process ended early"),
+    ],
     ids=range(9),
-)  # fmt: skip
-def test_a_list_that_is_none_is_passed_over(text, folder, three, caplog):
-    write_list(folder, three)
-    known = KernelList(folder, PROGRAM)
-    known._file.write_bytes(text.encode(errors="surrogateescape"))
-    assert not known.read()
-    assert known.hashes == {}
-    assert "is passed over" in caplog.messages[0]
+)
+def test_a_child_that_does_not_do_its_work(script, why, folder, child, caplog, monkeypatch):
+    monkeypatch.setattr(compile_kernels, "STALL_S", 1.0)
+    child(script)
+    start = KernelStart(PROGRAM)
+    group = start._child.pid
+    start.join()
+    assert f"not compiled beforehand ({why}" in caplog.messages[0]
+    assert nothing_runs(group)
 
 
-def test_a_list_is_not_read_beyond_its_limit(folder, three, monkeypatch):
-    write_list(folder, three)
-    monkeypatch.setattr("megatron_async.ops.kernel_list.MOST_BYTES", 100)
-    assert not KernelList(folder, PROGRAM).read()
+def nothing_runs(group):
+    """Whether no process of a group is left."""
+    return not [
+        each.pid
+        for each in psutil.process_iter()
+        if os.getpgid(each.pid) == group and each.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
-def test_a_list_belongs_to_its_program(folder, three):
-    write_list(folder, three)
-    assert KernelList(folder, PROGRAM | {"gpu": "another name"}).read()
-    assert not KernelList(folder, PROGRAM | {"processors": 114}).read()
+def test_an_interrupt_ends_the_child(folder, child, monkeypatch):
+    child("sleep 600 & sleep 600 & echo total 3; wait")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    start = KernelStart(PROGRAM)
+    group, temporary = start._child.pid, start._temporary.name
+    monkeypatch.setattr(KernelStart, "_hear", interrupt)
+    assert not nothing_runs(group)
+    assert os.path.exists(temporary)
+    with pytest.raises(KeyboardInterrupt):
+        start.join()
+    assert nothing_runs(group)
+    assert not os.path.exists(temporary)
 
 
-EVIL = "tensordesc<bf16[2],__import__('os').mkdir('evil')>"
-CHANGES = {
-    "another function": {"kernel": "os.system"},
-    "a type that is code": {"signature": {"x": EVIL}},
-    "a layout with a call": {"signature": {"x": "tensordesc<bf16[2],NVMMASharedLayout(a=exit())>"}},
-    "no dictionary": {"signature": 5},
-    "a file's name": {"options": {"ir_override": "/etc/passwd"}},
-    "an option that follows from the GPU": {"options": {"ptx_version": 80}},
-    "a library": {"options": {"extern_libs": [["libdevice", "/etc/passwd"]]}},
-    "words for ptxas": {"options": {"num_warps": "4 --evil"}},
-    "no constants": {"constants": [[1, 2, 3]]},
-    "an unknown kind": {"constants": [[[0], {"eval": "exit()"}]]},
-    "a function elsewhere": {"constants": [[[0], {"kernel": "os.system"}]]},
-    "attributes": {"attributes": [[[0], 5]]},
+def test_weights_that_cannot_be_loaded_end_the_child(folder, child, monkeypatch):
+    def start(program):
+        started.append(KernelStart(program))
+        return started[-1]
+
+    def build(*_, **__):
+        raise MemoryError("no memory")
+
+    started = []
+    child("sleep 600")
+    gpu = SimpleNamespace(torch_device=torch.device("cuda", 0), free_memory=lambda: 1 << 40)
+    monkeypatch.setattr(llm, "build_model", build)
+    monkeypatch.setattr(llm, "resolve_device_name", lambda device: "cuda")
+    monkeypatch.setattr(llm, "make_device", lambda device: gpu)
+    monkeypatch.setattr(llm, "describe_gpu", lambda device: {"capability": [9, 0]})
+    monkeypatch.setattr(llm, "start_kernels", start)
+    with pytest.raises(MemoryError):
+        LLM("dummy:tiny")
+    assert [each._child for each in started] == [None]
+
+
+def test_nothing_is_compiled_beside_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(llm, "KernelStart", None)
+    monkeypatch.setattr(llm, "start_kernels", None)
+    monkeypatch.setattr(llm, "choose_triton_folder", None)
+    LLM("dummy:tiny", device="cpu", max_requests=1, max_sequence_length=64).close()
+
+
+def test_who_compiles(folder, monkeypatch):
+    monkeypatch.setattr(KernelStart, "_start", lambda start, job: None)
+    assert start_kernels(PROGRAM) is not None
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert start_kernels(PROGRAM) is None
+
+
+NOTES = {
+    "a path": "../kernels",
+    "another user's path": "/etc/passwd",
+    "letters": "é" * 52,
+    "no text": "\udcff",
+    "a pattern": "*" * 52,
+    "a kernel that is not there": "A" * 52,
+    "too long": "A" * compile_kernels.MOST_BYTES + "A",
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_kernel_that_is_none_is_refused(change, three, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    functions, kernel = find_kernels(), three[0]
-    source, options = source_of(json.loads(json.dumps(kernel)), functions)
-    assert full_name(source.fn) == kernel["kernel"]
-    assert options == kernel["options"]
-    changed = dict(CHANGES[change])
-    if isinstance(changed.get("signature"), dict):
-        (type_,) = changed["signature"].values()
-        changed["signature"] = dict.fromkeys(kernel["signature"], type_)
-    with pytest.raises(BadKernel):
-        source_of(kernel | changed, functions)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_kernel_that_cannot_be_compiled_leaves_the_list(folder, three, caplog):
-    write_list(folder, [three[0] | {"kernel": "os.system"}])
+@pytest.mark.parametrize("note", [*NOTES, "a pipe", "a folder", "a link to itself"])
+def test_notes_of_others(note, folder, monkeypatch):
+    monkeypatch.setattr(KernelStart, "_start", lambda start, job: None)
     start = KernelStart(PROGRAM)
-    assert start.join() == 0
-    assert "os.system: BadKernel" in caplog.messages[0]
+    file = start._file
     start.keep()
-    assert KernelStart(PROGRAM).list.hashes == {}
+    assert is_kept(folder, monkeypatch)
+    file.unlink()
+    if note in NOTES:
+        file.write_bytes(NOTES[note].encode(errors="surrogateescape"))
+    elif note == "a pipe":
+        os.mkfifo(file)
+    elif note == "a folder":
+        file.mkdir()
+    else:
+        file.symlink_to(file)
+    assert not is_kept(folder, monkeypatch)
 
 
-def test_a_list_that_cannot_be_written_is_told(folder, three, caplog, monkeypatch):
-    folder.parent.joinpath("file").touch()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder.parent / "file" / "kernels"))
-    start = KernelStart(PROGRAM, compiles=False)
-    compile_kernels.compilations().hashes.append((three[0], "ab"))
+def test_a_note_that_cannot_be_written_is_told(folder, caplog, monkeypatch):
+    monkeypatch.setattr(KernelStart, "_start", lambda start, job: None)
+    start = KernelStart(PROGRAM)
+    folder.touch()
     start.keep()
     assert "cannot be kept" in caplog.messages[-1]
 
 
-def test_another_listener_goes_on(folder):
-    told = []
-    knobs.compilation.listener = lambda **values: told.append(values)
-    ours = Compilations()
-    source = type("Source", (), {"name": "another package's"})()
-    times = knobs.CompileTimes(1, [], 1)
-    ours(src=source, metadata={}, metadata_group={}, times=times, cache_hit=True)
-    assert len(told) == len(ours.all) == 1
-    assert ours.hashes == []
+def find_kernels():
+    """All kernels of the package, by their whole names."""
+    for room in ("ops", "device_state"):
+        package = import_module(f"megatron_async.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if ".cpu" not in module.name:
+                import_module(module.name)
+    return {
+        f"{value.__module__}.{value.__qualname__}": value
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron_async.")
+        for value in list(vars(module).values())
+        if isinstance(value, JITFunction)
+    }
 
 
 def test_keys_of_kernels_are_those_of_every_process():
@@ -259,36 +294,44 @@ def test_settings_of_no_kernel_are_settings():
 
 
 KERNELS = """
-import json, sys
+import json, os, sys
+from megatron_async import choices
 from megatron_async.lab.absent_gpu import few_layers, kernels_of
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 few = [few_layers(each) for each in DUMMY_SHAPES.values()]
-found = kernels_of(json.loads(sys.argv[1]))
-print(json.dumps([[each.pattern for each in few], found]))
+program, used, use = json.loads(sys.argv[1]), [], choices.Choices._use
+def note(self, question, source, value):
+    found = use(self, question, source, value)
+    used.append(self.used[question.kind][0])
+    return found
+choices.Choices._use = note
+unknown = [source.name for source, _ in kernels_of(program)]
+folder = choices.cache_folder(choices.FOLDER)
+assert not folder.exists(), "a choice is kept that nobody has measured"
+folder.mkdir(parents=True)
+for row in used[:2]:
+    choices.write_rows(folder / row.file_name, [row])
+known = [source.name for source, _ in kernels_of(program)]
+print(json.dumps([[each.pattern for each in few], unknown, known]))
 """
 
 
-def test_kernels_are_known_without_a_gpu_or_weights(tmp_path):
+def test_kernels_are_known_without_a_gpu_or_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path / "cache"))
     config = InferenceConfig(max_requests=2, max_tokens=64, max_sequence_length=256)
     program = PROGRAM | {
-        "architecture": DUMMY_SHAPES["tiny"].to_dict(),
+        "architecture": DUMMY_SHAPES["llama-3.1-8b"].to_dict(),
         "dtype": "bfloat16",
         "config": {name: value for name, value in vars(config).items() if name != "device"},
-        "sizes": {},
         "transformer_impl": "local",
     }
     command = [sys.executable, "-c", KERNELS, json.dumps(program)]
-    folders = {SERVICE_VARIABLE: f"{tmp_path}/service", VARIABLE: f"{tmp_path}/cache"}
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **folders})
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert not [*tmp_path.iterdir()], "nothing was measured"
-    few, found = json.loads(done.stdout.splitlines()[-1])
+    few, unknown, known = json.loads(done.stdout.splitlines()[-1])
     for begin, whole in zip(few, (each.pattern for each in DUMMY_SHAPES.values())):
         assert whole.startswith(begin)
         assert {*pairwise(begin)} == {*pairwise(whole)}
-    names = {kernel["kernel"].rpartition(".")[2] for kernel in found}
-    assert {"_prefill_kernel", "_add_rms_norm_kernel", "_feed_back_kernel", "_finish"} <= names
-    functions = find_kernels()
-    for kernel in found:
-        source_of(kernel, functions)
-    assert len(found) < 150
+    assert {"_prefill_kernel", "_add_rms_norm_kernel", "_feed_back_kernel", "_finish"} <= {*known}
+    assert {*known} < {*unknown}, "where choices are known, others are not compiled"
+    assert len(unknown) < 150

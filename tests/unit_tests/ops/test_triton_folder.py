@@ -2,10 +2,12 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 
 from megatron_async.errors import ConfigurationError
+from megatron_async.ops import triton_folder
 from megatron_async.ops.triton_folder import VARIABLE, choose_triton_folder
 from megatron_async.version import __version__
 
@@ -35,6 +37,27 @@ def test_another_folder_and_a_word(own, caplog, tmp_path):
     assert VARIABLE in told
 
 
+def test_kernels_of_a_folder_that_takes_nothing_are_used(own, monkeypatch, tmp_path, caplog):
+    """An image's folder may be another user's, and hold all kernels."""
+    given, write = tmp_path / "given", triton_folder._write_to
+
+    def refuse(folder):
+        if folder == "given":
+            raise PermissionError(13, "Permission denied")
+        write(folder)
+
+    (given / "KEY").mkdir(parents=True)
+    (given / "KEY" / "kernel.cubin").write_bytes(b"made")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "given")
+    monkeypatch.setattr(triton_folder, "_write_to", refuse)
+    assert not choose_triton_folder()
+    folder = Path(knobs.cache.dir)
+    assert (folder / "KEY" / "kernel.cubin").read_bytes() == b"made"
+    (folder / "KEY" / "other.cubin").touch()
+    assert not (given / "KEY" / "other.cubin").exists()
+
+
 def test_a_full_disk(own, monkeypatch, tmp_path):
     def full(fd):
         raise OSError(28, "No space left on device")
@@ -48,7 +71,7 @@ def test_a_folder_that_takes_files_stays(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "new" / "cache"))
     choose_triton_folder.cache_clear()
     with knobs.cache.scope():
-        choose_triton_folder()
+        assert choose_triton_folder()
         assert knobs.cache.dir == str(tmp_path / "new" / "cache")
     choose_triton_folder.cache_clear()
     assert not caplog.messages
