@@ -43,6 +43,7 @@ HTTP: Rows = (
     ("--host", str, "HOST", "127.0.0.1",
      "name or address to listen at; 0.0.0.0 is all networks, and needs a key"),
     ("--port", port, "PORT", 8000, "0 takes any that is free"),
+    ("--fd", int, "N", None, "a bound socket that it inherits, in place of host and port"),
     ("--api-processes", int, "N", API_PROCESSES,
      "processes that speak HTTP; one for about 100,000 tokens/s"),
     ("--served-model-name", [str], "NAME", [],
@@ -60,6 +61,9 @@ HTTP: Rows = (
      "form of the model's tool calls: qwen3_coder, hermes, mistral, deepseek_v3,\n"
      "deepseek_v31, llama3_json, nemotron_json, or other servers' names of them\n"
      "(default: by its chat template)"),
+    ("--chat-template", str, "TEXT", None, "Jinja text, or @FILE, in place of the model's own"),
+    ("--as-megatron", bool, None, False,
+     "paths, fields and values of Megatron-Core's server beside ours (docs/megatron.md)"),
     ("--one-event-a-token", bool, None, False,
      "never join tokens of a stream in one event, for clients that count events"),
     ("--no-request-log", bool, None, False, "no line of log for each request"),
@@ -196,6 +200,7 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         ),
         host=arguments.host,
         port=arguments.port,
+        listener_fd=arguments.fd,
         api_processes=arguments.api_processes,
         keys=read_keys(arguments.api_key, arguments.api_key_file, os.environ),
         admin_key=read_admin_key(arguments.admin_key, os.environ),
@@ -209,6 +214,8 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         shutdown_timeout_s=arguments.shutdown_timeout,
         profile_folder=arguments.profile_dir,
         tool_parser=arguments.tool_parser,
+        chat_template=_template(arguments.chat_template),
+        as_megatron=arguments.as_megatron,
         one_event_a_token=arguments.one_event_a_token,
         default_max_tokens=arguments.default_max_tokens,
         page=not arguments.no_page,
@@ -216,6 +223,20 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         otlp_endpoint=arguments.otlp_endpoint,
         max_body_bytes=int(arguments.max_body_mb * 2**20),
     )
+
+
+def _template(given: str | None) -> str | None:
+    """A chat template as it was given, or from its file."""
+    if given is None or not given.startswith("@"):
+        return given
+    from pathlib import Path
+
+    from megatron_async.errors import ConfigurationError
+
+    try:
+        return Path(given[1:]).read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"--chat-template {given} cannot be read: {error}.") from error
 
 
 def replica_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:

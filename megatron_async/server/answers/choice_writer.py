@@ -107,7 +107,8 @@ class _ChoiceWriter(ItemWriter):
 
     @override
     def whole(self, result: ItemResult) -> dict[str, Any]:
-        found = {"index": self.choice.index, **self._object(result)}
+        found: dict[str, Any] = {"index": self.choice.index, **self._object(result)}
+        found.get("message", found).update(self._megatron_fields(result))
         found["stop_reason"] = result.stop_reason
         if self.style.gives_token_ids:
             found["token_ids"] = [token for ids, _ in self._taken for token in ids]
@@ -126,6 +127,28 @@ class _ChoiceWriter(ItemWriter):
         found = self._prompt_places(result, top_n)
         ids = [] if isinstance(self._prompt, str) else self._prompt
         return of_prompt(ids, found[1:], self.served.names_of_tokens)
+
+    def _megatron_fields(self, result: ItemResult) -> dict[str, Any]:
+        """What Megatron's server tells beside ours; null where this replica does not know it."""
+        names = self.style.megatron_fields
+        if not names:
+            return {}
+        record, tokenizer = result.end.record, self.served.tokenizer
+        ids = [token for taken, _ in self._taken for token in taken]
+        prompt = self._prompt_ids()
+        told: dict[str, Any] = {} if record is None else msgspec.msgpack.decode(record)
+        told |= {
+            "prompt_token_ids": prompt,
+            "generation_token_ids": ids,
+            "generation_log_probs": [
+                value for _, found in self._taken if found is not None
+                for value in found.chosen.tolist()
+            ],
+        }  # fmt: skip
+        if "raw_text" in names and prompt is not None and tokenizer is not None:
+            begin = tokenizer.detokenize(prompt, skip_special_tokens=False)
+            told["raw_text"] = begin + tokenizer.detokenize(ids)
+        return {name: told.get(name) for name in names}
 
     def _object(self, result: ItemResult) -> dict[str, Any]:
         """What a whole choice has behind its index."""

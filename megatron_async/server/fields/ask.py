@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from itertools import dropwhile
 
 import msgspec
 
@@ -50,6 +51,9 @@ COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat's is the rest of the context."""
 QUICK_BYTES = 8 << 10
 """Bodies that are asked on an event loop: some 2,000 tokens, a few milliseconds."""
+MEGATRON_FIELDS = ("generation_log_probs", "policy_epoch", "kv_cache_epoch", "num_evictions")
+MEGATRON_IDS = ("prompt_token_ids", "generation_token_ids")
+"""Fields of messages and completions of Megatron-Core's server."""
 ID_BYTES = 12
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 """What a request may call itself (vLLM's `request_id`): its answer's id ends with it."""
@@ -81,6 +85,7 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
     style = _style(
         request, "cmpl-", model, prompt_top_n, top_n, echo, is_scoring,
         format_field=format_field(request),
+        megatron_fields=(*MEGATRON_FIELDS, *MEGATRON_IDS) if served.as_megatron else (),
     )  # fmt: skip
     return _asked(request, served, caller, params, prompts, style)
 
@@ -113,6 +118,11 @@ def ask_chat(
     plan = tool_plan(request, served.chat, served.limits.tools, wanted)
     text = served.chat.render(request, plan.tools)
     ids = served.tokenize(text, request.add_special_tokens is True, "messages")
+    if served.as_megatron and served.tokenizer is not None:
+        bos = served.tokenizer.bos
+        ids = list(dropwhile(lambda token: token == bos, ids))
+        if request.add_BOS and bos is not None:
+            ids = [bos, *ids]
     ids_cut = cut(ids, request, most, served)
     check_prompt(ids_cut, served, "messages")
     check_room(name, most, [ids_cut], served)
@@ -137,9 +147,18 @@ def ask_chat(
         field = "tools" if wanted is None else f"{field} or tools"
     style = _style(
         request, prefix, model, prompt_top_n, top_n, chat=chat, format_field=field,
-        field_names=field_names,
+        field_names=field_names, megatron_fields=_megatron_fields(request, served),
     )  # fmt: skip
     return _asked(request, served, caller, params, [ids_cut], style)
+
+
+def _megatron_fields(request: ChatRequest, served: ServedModel) -> tuple[str, ...]:
+    """What a message tells beside ours where the server is as Megatron's."""
+    if not served.as_megatron:
+        return ()
+    gives_ids = request.return_tokenized_data or request.prevent_retokenization is not False
+    raw_text = ("raw_text",) if request.return_raw_text else ()
+    return (*MEGATRON_FIELDS, *(MEGATRON_IDS if gives_ids else ()), *raw_text)
 
 
 def _named_limit(request: msgspec.Struct, first: str, second: str) -> tuple[str, int | None]:
@@ -186,6 +205,7 @@ def _style(
     chat: ChatStyle = PLAIN,
     format_field: str = "",
     field_names: Mapping[str, str] | None = None,
+    megatron_fields: tuple[str, ...] = (),
 ) -> AnswerStyle:
     own = request.request_id or os.urandom(ID_BYTES).hex()
     if request.request_id is not None and not REQUEST_ID.fullmatch(own):
@@ -208,6 +228,7 @@ def _style(
         chat=chat,
         format_field=format_field,
         field_names=field_names or {},
+        megatron_fields=megatron_fields,
     )
 
 

@@ -77,6 +77,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
         chat: of a chat's answer.
         format_field: the field of a chat or completion that its text's format is of.
         field_names: of chats -> of the request, where it was translated to a chat.
+        megatron_fields: of a message or completion, beside ours (`ServedModel.as_megatron`).
         repeated: fields of the request that the answer repeats, by name.
     """
 
@@ -96,6 +97,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     chat: ChatStyle = PLAIN
     format_field: str = "response_format"
     field_names: Mapping[str, str] = msgspec.field(default_factory=dict)
+    megatron_fields: tuple[str, ...] = ()
     repeated: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     def refusal(self, kind: str, message: str) -> Refusal:

@@ -198,6 +198,8 @@ class ChatRequest(SharedFields, kw_only=True):
         chat_template_kwargs: further variables of the template; only those of an allowlist.
         continue_final_message: the answer continues the last message.
         include_reasoning: False: thoughts are left out.
+        add_BOS, prevent_retokenization, return_raw_text, return_tokenized_data: of Megatron-Core's
+            server (`ServedModel.as_megatron`); no effect at ours.
     """
 
     messages: list[Message]
@@ -214,3 +216,7 @@ class ChatRequest(SharedFields, kw_only=True):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     modalities: list[str] | None = None
+    add_BOS: bool | None = None
+    prevent_retokenization: bool | None = None
+    return_raw_text: bool | None = None
+    return_tokenized_data: bool | None = None

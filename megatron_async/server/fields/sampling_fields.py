@@ -1,8 +1,8 @@
 """Sampling fields of a request as the engine's `SamplingParams`.
 
-Where words differ: top_p 0 is nearly greedy at OpenAI and "off" in the engine; top_k -1 is "off" at
-vLLM, 0 in the engine; vLLM's lower priority is earlier, the engine's higher one; seeds are any
-int64 at vLLM, and not negative in the engine.
+Where words differ: top_p 0 is nearly greedy at OpenAI and "off" in the engine, as in Megatron;
+top_k -1 is "off" at vLLM, 0 in the engine; vLLM's lower priority is earlier, the engine's higher
+one; seeds are any int64 at vLLM, and not negative in the engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def sampling_params(
     if params["temperature"] < SMALLEST:
         params["temperature"] = 0.0
     if params["top_p"] < SMALLEST:
-        params["top_p"], params["top_k"] = 0.0, 1
+        params["top_p"] = 0.0
+        if not served.as_megatron:
+            params["top_k"] = 1
     longest = served.card.max_sequence_length
     found = SamplingParams(
         **params,

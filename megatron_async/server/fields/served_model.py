@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from megatron_async.errors import RequestError
 from megatron_async.requests.defaults import GenerationDefaults, generation_defaults
 from megatron_async.server.answers.token_names import SpecialTokensView, TokenNames
@@ -20,6 +22,8 @@ LONGEST_TOKEN = 16
 """Characters that are reckoned for a token at least, where the vocabulary has none so long."""
 CPU_ANSWER_TOKENS = 1024
 """A minute or so of a small model on a CPU; to the end of its context it might take ten."""
+MEGATRON_NAMES = ("", "EMPTY")
+"""Names of the model in requests of megatron.rl, and in answers of Megatron-Core's server."""
 SHOWN = 100
 """Characters of a name that a message quotes."""
 
@@ -32,6 +36,9 @@ class ServedModel:
     Attributes:
         names: that requests may use; answers use the one that was used.
         tokenizer: None where there is none, or only the replica has it.
+        as_megatron: requests mean what they mean at Megatron-Core's server: a model called "" or
+            "EMPTY" is this one, top_p 0 is off, a chat's prompt has a BOS token where `add_BOS`
+            says so; and answers tell what Megatron's do.
     """
 
     card: ModelCard
@@ -41,6 +48,7 @@ class ServedModel:
     names_of_tokens: TokenNames
     chat: ChatFormat
     longest_token: int
+    as_megatron: bool = False
 
     @classmethod
     def of(
@@ -49,13 +57,18 @@ class ServedModel:
         names: Sequence[str] = (),
         limits: Limits | None = None,
         tool_parser: str | None = None,
+        chat_template: str | None = None,
+        as_megatron: bool = False,
     ) -> ServedModel:
-        """Read the card; takes as long as reading its tokenizer (up to a second).
+        """Read the card; takes as long as reading its tokenizer (up to a second). `chat_template`
+        stands for the card's.
 
         Raises:
             TokenizerError: its tokenizer cannot be read.
             ConfigurationError: there is no such tool format.
         """
+        if chat_template is not None:
+            card = msgspec.structs.replace(card, chat_template=chat_template)
         tokenizer = card.tokenizer()
         longest = LONGEST_TOKEN
         if tokenizer is not None:
@@ -69,6 +82,7 @@ class ServedModel:
             TokenNames(tokenizer),
             ChatFormat(card, tokenizer, tool_parser, limits.template_bytes),
             longest,
+            as_megatron,
         )
 
     @cached_property
@@ -101,7 +115,7 @@ class ServedModel:
 
     def name(self, asked: str | None) -> str:
         """The name for the answer; 404 where the model is not served."""
-        if asked is None:
+        if asked is None or (self.as_megatron and asked in MEGATRON_NAMES):
             return self.names[0]
         if asked not in self.names:
             raise Refusal(

@@ -70,6 +70,10 @@ class GenerateRoutes:
 
     def routes(self) -> list[Route]:
         """The routes."""
+        endpoints = dict(ENDPOINTS)
+        if self._config.as_megatron:
+            for path in ("/completions", "/chat/completions"):
+                endpoints[path] = ENDPOINTS["/v1" + path]
         return [
             Route("GET", "/v1/models", self._models),
             Route("GET", "/v1/models/*", self._model),
@@ -81,7 +85,7 @@ class GenerateRoutes:
                     error_body=one.error_body,
                     is_logged=True,
                 )
-                for path, one in ENDPOINTS.items()
+                for path, one in endpoints.items()
             ),
             *TokenizeRoutes(self._model_now, self._limits).routes(),
             Route("GET", "/openapi.json", self._openapi),
@@ -104,8 +108,9 @@ class GenerateRoutes:
             if self._served is None or self._served.card.digest != card.digest:
                 config = self._config
                 self._served = await asyncio.to_thread(
-                    ServedModel.of, card, config.served_names, self._limits, config.tool_parser
-                )
+                    ServedModel.of, card, config.served_names, self._limits, config.tool_parser,
+                    config.chat_template, config.as_megatron,
+                )  # fmt: skip
         return self._served
 
     async def prepare(self) -> None:

@@ -63,7 +63,10 @@ class ServiceRoutes:
             "reset_prefix_cache": NoFields,
         }  # fmt: skip
         return [
-            Route("GET", "/health", self._health, is_open=True),
+            *(
+                Route("GET", path, self._health, is_open=True)
+                for path in ("/health", "/v1/health")[: 1 + self._config.as_megatron]
+            ),
             Route("GET", "/ready", self._ready, is_open=True),
             Route("GET", "/version", self._version),
             Route("GET", "/metrics", self._metrics),

@@ -32,13 +32,26 @@ def resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
     return int(family), (str(address[0]), port)
 
 
-def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+def listen(
+    host: str, port: int, *, is_shared: bool = False, fd: int | None = None
+) -> socket.socket:
     """A socket that listens; children inherit it. Port 0 takes a free one. `is_shared`: other
     processes of this user may listen there too: the kernel gives each connection to one of them.
+    `fd`: a bound socket's, which listens then, wherever it is.
 
     Raises:
-        ConfigurationError: the address is in use, or not one of this host.
+        ConfigurationError: the address is in use, or not one of this host; no socket has this `fd`.
     """
+    if fd is not None:
+        try:
+            listener = socket.socket(fileno=fd)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--fd {fd} is no bound socket of this process ({error}): let it inherit one."
+            ) from error
+        listener.setblocking(False)
+        return listener
     family, address = resolve(host, port)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

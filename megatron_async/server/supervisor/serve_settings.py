@@ -37,6 +37,8 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
         dispatch: limits and policies of the own coordinator.
         host, port: where HTTP is served; port 0 takes a free one.
         api_processes: how many share the listener.
+        listener_fd: a bound socket that this process has inherited; it is served in place of host
+            and port.
         certificate, certificate_key, certificate_password: files and password for TLS.
         profile_folder: where profiles of the engine are written; None: nowhere.
         log_requests: whether each request has a line of log.
@@ -52,6 +54,7 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_processes: int = 1
+    listener_fd: int | None = None
     certificate: str | None = None
     certificate_key: str | None = None
     certificate_password: str | None = None

@@ -97,7 +97,9 @@ class Supervisor:
         settings = self._settings
         gpus = visible_gpus(os.environ)
         variables = share_gpus(gpus, settings.replicas, settings.ranks, settings.device)
-        listener = self._stack.enter_context(listen(settings.host, settings.port))
+        listener = self._stack.enter_context(
+            listen(settings.host, settings.port, fd=settings.listener_fd)
+        )
         self.url = url_of(listener, settings.has_tls)
         # Nobody writes to it: its end tells children that this process has ended.
         pipe, held = os.pipe()

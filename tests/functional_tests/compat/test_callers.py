@@ -2,7 +2,10 @@
 commit that its test names."""
 
 import asyncio
+import json
+import socket
 import threading
+import urllib.request
 from typing import Any
 
 import pytest
@@ -25,12 +28,23 @@ from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_
     GPTInferenceWrapper,
 )
 from megatron_async.errors import ConfigurationError, RequestError
+from megatron_async.server.fields.refusal import Refusal
+from megatron_async.server.fields.served_model import ServedModel
 from tests.functional_tests.compat.test_megatron_coordinator import stop
 from tests.functional_tests.compat.test_megatron_llm import MegatronTokenizer
 from tests.support.compat_hybrids import MAMBA, hybrid_model
 from tests.support.compat_models import gpt_model
 from tests.support.compat_trio import make_compat_engine
+from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.patience import PATIENCE_S
+from tests.support.served_demo import (
+    answered,
+    asked_chat,
+    demo,
+    demo_card,
+    demo_tokenizer,
+    tokens_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +218,77 @@ def test_nemo_rl_hybrid(mode: KVCacheManagementMode) -> None:
         engine.close()
     assert len(first.generated_tokens) == len(first.generated_log_probs) == 8
     assert first.generated_tokens == second.generated_tokens
+
+
+def test_requests_of_megatron_rl_at_the_server_that_stands_for_megatrons() -> None:
+    """Bodies of `MegatronLocal` and of NeMo-Gym, Megatron-LM main d98e8a64 and NeMo-RL 7ea279ab."""
+    theirs, ours = ServedModel.of(demo_card(), as_megatron=True), demo()
+    body = {
+        "model": "", "temperature": 1.0, "top_p": 0.0, "n": 1, "logprobs": True,
+        "skip_prompt_log_probs": True, "add_BOS": True, "return_tokenized_data": True,
+        "return_raw_text": True,
+    }  # fmt: skip
+    asked = asked_chat(theirs, **body)
+    params = asked.choices[0].params
+    assert (params.temperature, params.top_p, params.top_k) == (1.0, 0.0, 0)
+    assert asked_chat(ours, top_p=0.0, temperature=1.0).choices[0].params.top_k == 1
+    for name in ("", "EMPTY"):
+        assert asked_chat(theirs, model=name).style.model == "smollm2"
+        with pytest.raises(Refusal, match="does not exist"):
+            asked_chat(ours, model=name)
+    bos = demo_tokenizer().bos
+    prompt = list(asked.prompts[0])
+    assert prompt[0] == bos
+    assert list(asked_chat(theirs).prompts[0]) == prompt[1:]
+    message = answered(asked, "Hi you", theirs)["choices"][0]["message"]
+    assert message["prompt_token_ids"] == prompt
+    assert message["generation_token_ids"] == tokens_of("Hi you")
+    assert message["generation_log_probs"] == [
+        -1 - 0.5 * i for i in range(len(tokens_of("Hi you")))
+    ]
+    assert message["raw_text"].startswith("<|im_start|>")
+    assert message["raw_text"].endswith("Hi you")
+    assert message["policy_epoch"] is None
+    bare = asked_chat(theirs, prevent_retokenization=False)
+    message = answered(bare, "Hi", theirs)["choices"][0]["message"]
+    assert message["generation_log_probs"] == []
+    assert not message.keys() & {"prompt_token_ids", "raw_text"}
+    assert not answered(asked_chat(ours), "Hi")["choices"][0]["message"].keys() & {"num_evictions"}
+    given = ServedModel.of(demo_card(), chat_template="{{ messages[0].content }}!")
+    assert demo_tokenizer().detokenize(list(asked_chat(given).prompts[0])) == "Hi!"
+
+
+def test_routes_of_megatron_rl(model: GPTModel) -> None:
+    """The routes that NeMo-RL 7ea279ab polls and megatron.rl (Megatron-LM main d98e8a64) posts to,
+    at a socket which the caller has bound (`MegatronLLM.serve` of main), and the ledger."""
+    config = MegatronConfig(
+        max_sequence_length=64, buffer_size_gb=0.01, max_requests=4, block_size_tokens=16
+    )
+    with (
+        socket.create_server(("127.0.0.1", 0)) as sock,
+        MegatronLLM(
+            model=model, tokenizer=make_ascii_tokenizer(), inference_config=config,
+            coordinator_host="127.0.0.1",
+        ) as llm,
+    ):  # fmt: skip
+        llm.engine.local_metadata_ledger_enabled = True
+        asked = ServeConfig(frontend_replicas=1)
+        vars(asked)["sock"] = sock
+        llm.serve(asked, blocking=False)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+        def ask(path: str, fields: dict[str, Any] | None = None) -> dict[str, Any]:
+            body = None if fields is None else json.dumps(fields).encode()
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(url + path, body, headers)
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+                return dict(json.load(reply))
+
+        assert ask("/v1/health")["state"] == "running"
+        limits = {"max_tokens": 4, "ignore_eos": True, "logprobs": 0}
+        said = ask("/completions", {"model": "EMPTY", "prompt": [1, 2, 3], **limits})
+        (choice,) = said["choices"]
+        assert choice["prompt_token_ids"] == [1, 2, 3]
+        assert len(choice["generation_token_ids"]) == len(choice["generation_log_probs"]) == 4
+        assert choice["num_evictions"] == 0
+        assert list(llm.engine.local_metadata_ledger) == [said["id"]]

@@ -314,8 +314,8 @@ def ask(port: int, prompt: list[int], attempts: int = 300) -> dict[str, Any]:
     raise AssertionError("the server does not become ready")
 
 
-def test_a_listening_socket_is_refused() -> None:
-    with socket.socket() as sock, pytest.raises(ConfigurationError, match="sock"):
+def test_a_socket_without_a_port_is_refused() -> None:
+    with socket.socket() as sock, pytest.raises(ConfigurationError, match="not bound"):
         start_text_gen_server("tcp://127.0.0.1:1", None, 0, 1, sock=sock)
 
 
@@ -334,7 +334,8 @@ def test_parsers_have_megatrons_names(parsers: list[str] | None, told: list[str]
     class Ended:
         pid = 0
 
-        def __init__(self, command: list[str]) -> None:
+        def __init__(self, command: list[str], pass_fds: tuple[int, ...]) -> None:
+            assert pass_fds == ()
             commands.append(command)
 
         def poll(self) -> int:

@@ -193,7 +193,7 @@ def made() -> str:
             f"\n## {kind}\n\n{len(all_of(names))} names. Of our class: {own}; of `compat` besides: "
             f"{compat}; another thing: {other}; not here: {absent}.\n\n{listing(names)}"
         )
-    parts.append(f"\n## Main ({MAIN})\n\nWhat it has besides.\n")
+    parts.append(f"\n## Main ({MAIN})\n")
     parts += [f"\n### {kind}\n\n{listing(names)}" for kind, names in OF_MAIN.items()]
     return "".join(parts)
 

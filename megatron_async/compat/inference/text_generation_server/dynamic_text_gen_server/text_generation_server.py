@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,8 @@ def start_text_gen_server(
     verbose: bool = False,
     num_replicas: int = 4,
     hostname: str | None = None,
-    sock: Any = None,
+    sock: socket.socket | None = None,
+    chat_template: str | None = None,
 ) -> None:
     """Start the HTTP server in processes of its own; where one runs, a warning says so.
 
@@ -50,7 +52,8 @@ def start_text_gen_server(
         num_replicas: processes that speak HTTP.
         hostname: name or address to listen at. None is 0.0.0.0, all networks, which needs an API
             key in the environment variable MEGATRON_ASYNC_API_KEY.
-        sock: refused, unless None.
+        sock: a bound socket, in place of port and name.
+        chat_template: main's: Jinja text in place of the tokenizer's own template.
 
     Raises:
         ConfigurationError: an argument is not served, or other hosts could use the model without a
@@ -64,12 +67,16 @@ def start_text_gen_server(
     if _server is not None and _server.poll() is None:
         logger.warning("A text generation server runs already: stop_text_gen_server ends it.")
         return
-    if sock is not None:
-        refuse("start_text_gen_server(sock=)", "give server_port and hostname")
     names = [name for name in parsers or () if parser_name(name) not in REASONING_PARSERS]
     if len({format_of_template("", name).name for name in names}) > 1:
         refuse(f"parsers={names}", "give one of them, or none: the chat template says which")
     host = "0.0.0.0" if hostname is None else hostname
+    fds: tuple[int, ...] = ()
+    if sock is not None:
+        fds = (sock.fileno(),)
+        host, server_port = sock.getsockname()[:2]
+        if not server_port:
+            refuse("start_text_gen_server(sock=) with a socket that is not bound", "bind it first")
     # What is wrong is an error here, not in another process' log.
     ServeSettings(
         model=None, coordinator=coordinator_addr, host=host, port=server_port,
@@ -78,10 +85,13 @@ def start_text_gen_server(
     command = [
         sys.executable, "-m", "megatron_async", "serve", "--coordinator", coordinator_addr,
         "--host", host, "--port", str(server_port), "--api-processes", str(num_replicas),
+        "--as-megatron", *(f"--fd={fd}" for fd in fds),
     ]  # fmt: skip
+    if chat_template is not None:
+        command.append(f"--chat-template={chat_template}")
     if names:
         command += ["--tool-parser", names[0]]
-    _server = subprocess.Popen(command)
+    _server = subprocess.Popen(command, pass_fds=fds)
     atexit.register(stop_text_gen_server)
     logger.info("The HTTP server is process %d, at %s port %d.", _server.pid, host, server_port)
 
