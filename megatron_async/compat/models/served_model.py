@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
+from megatron_async.choices import everywhere
 from megatron_async.compat.models.own_layers import SharedWeights, own_layers
 from megatron_async.compat.models.refusals import (
     check_config,
@@ -25,7 +26,6 @@ from megatron_async.compat.models.refusals import (
 )
 from megatron_async.compat.models.serving_config import serving_config
 from megatron_async.compat.models.their_modules import their_modules
-from megatron_async.device_state.device_memory import agree_on_least
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ATTENTION, MLP, RECURRENT
 from megatron_async.models.fitness import refuse
@@ -120,9 +120,9 @@ def fit_context(
     """
     device = context.device
     copies = 0 if weights is None else weights.copied_bytes
-    # The ranks that hold the model take the same way, because making a context is collective.
-    fits = agree_on_least(int(copies <= FREE_SHARE * device.free_memory()), device)
-    as_it_is = has_room(context, config) and bool(fits)
+    # All ranks of the job take the same way, because making a context is collective.
+    fitting = ["copies"] if copies <= FREE_SHARE * device.free_memory() else []
+    as_it_is = has_room(context, config) and bool(everywhere("room for copied weights", fitting))
     if not as_it_is and (context.has_unfinished_requests() or context.next_step):
         raise ConfigurationError(
             "the context was made for other layers than the model has, or leaves too little memory "
