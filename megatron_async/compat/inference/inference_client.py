@@ -27,6 +27,7 @@ from megatron_async.serving.token_client import TokenClient, checked_traceparent
 logger = logging.getLogger("megatron_async")
 
 RETRY_S = 0.05
+"""Between two looks whether a coordinator listens."""
 LAST_WORDS_S = 2.0
 """How long a client whose event loop ends goes on to send what it was told."""
 
@@ -271,7 +272,8 @@ def _wait_for_listener(address: str, timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout_s or None).close()
+            longest_s = max(end_s - time.monotonic(), RETRY_S)
+            socket.create_connection((host.strip("[]"), int(port)), longest_s).close()
             return
         except OSError as error:
             if time.monotonic() >= end_s:

@@ -43,13 +43,9 @@ def listen(
         ConfigurationError: the address is in use, or not one of this host; no socket has this `fd`.
     """
     if fd is not None:
-        try:
-            listener = socket.socket(fileno=fd)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise ConfigurationError(
-                f"--fd {fd} is no bound socket of this process ({error}): let it inherit one."
-            ) from error
+        address_of(fd)
+        listener = socket.socket(fileno=fd)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
         return listener
     family, address = resolve(host, port)
@@ -66,6 +62,25 @@ def listen(
         raise ConfigurationError(_why_not(host, port, error)) from error
     listener.setblocking(False)
     return listener
+
+
+def address_of(fd: int) -> str:
+    """The address that an inherited socket is bound to.
+
+    Raises:
+        ConfigurationError: it is no bound TCP socket.
+    """
+    try:
+        with socket.socket(fileno=os.dup(fd)) as found:
+            is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and found.type == socket.SOCK_STREAM and found.getsockname()[1]:
+                return str(found.getsockname()[0])
+        why = "it is of another kind, or has no port"
+    except OSError as error:
+        why = str(error)
+    raise ConfigurationError(
+        f"--fd {fd} is no bound TCP socket of this process ({why}): let it inherit one."
+    )
 
 
 def url_of(listener: socket.socket, has_tls: bool) -> str:

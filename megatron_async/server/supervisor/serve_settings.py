@@ -15,7 +15,7 @@ from megatron_async.communication.host import is_loopback
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig, HttpSettings, TlsFiles, check_keys
 from megatron_async.server.chat.call_formats import format_of_template
-from megatron_async.server.supervisor.listener import resolve
+from megatron_async.server.supervisor.listener import address_of, resolve
 from megatron_async.server.tracing import check_endpoint
 from megatron_async.serving.records import CoordinatorConfig
 
@@ -108,6 +108,8 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
     @property
     def is_exposed(self) -> bool:
         """Whether other hosts reach the server."""
+        if self.listener_fd is not None:
+            return not is_loopback(address_of(self.listener_fd))
         return not is_loopback(resolve(self.host, self.port)[1][0])
 
     @property
@@ -117,8 +119,9 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
 
     def _check_exposure(self) -> None:
         if self.is_exposed and not self.keys:
+            what = f"--host {self.host}" if self.listener_fd is None else f"--fd {self.listener_fd}"
             raise ConfigurationError(
-                f"--host {self.host} is reached from other hosts, and without a key everybody "
+                f"{what} is reached from other hosts, and without a key everybody "
                 "there could use the model: give --api-key-file FILE (or --api-key, or the "
                 "environment variable MEGATRON_ASYNC_API_KEY), or --host 127.0.0.1."
             )

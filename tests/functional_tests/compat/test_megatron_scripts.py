@@ -315,7 +315,7 @@ def ask(port: int, prompt: list[int], attempts: int = 300) -> dict[str, Any]:
 
 
 def test_a_socket_without_a_port_is_refused() -> None:
-    with socket.socket() as sock, pytest.raises(ConfigurationError, match="not bound"):
+    with socket.socket() as sock, pytest.raises(ConfigurationError, match="is no bound TCP socket"):
         start_text_gen_server("tcp://127.0.0.1:1", None, 0, 1, sock=sock)
 
 

@@ -96,6 +96,32 @@ def test_a_certificate_that_is_none(tmp_path: Path) -> None:
         settings(f"m --ssl-certfile {file}")
 
 
+def test_an_inherited_socket_is_where_it_is_bound() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as open_to_all:
+        line = f"m --fd {open_to_all.fileno()}"
+        with pytest.raises(ConfigurationError, match=r"--fd \d+ is reached from other hosts"):
+            settings(line)
+        assert settings(f"{line} --api-key sk-a").is_exposed
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        found = settings(f"m --fd {bound.fileno()}")
+        assert not found.is_exposed
+        with listen(found.host, found.port, fd=found.listener_fd) as listener:
+            assert listener.getsockname() == bound.getsockname()
+            listener.detach()  # the caller's
+    with socket.socket() as unbound, pytest.raises(ConfigurationError, match="has no port"):
+        settings(f"m --fd {unbound.fileno()}")
+    with pytest.raises(ConfigurationError, match="is no bound TCP socket"):
+        settings("m --fd 999999")
+
+
+def test_a_chat_template_is_a_text_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    assert settings(f"m --chat-template @{tmp_path}/own.jinja").chat_template == "{{ messages }}"
+    assert settings("m --chat-template '{{ 1 }}'").chat_template == "{{ 1 }}"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        settings("m --chat-template @/no/such")
+
+
 def test_with_a_key_others_may_come() -> None:
     found = settings("m --host 0.0.0.0 --api-key sk-a")
     assert found.is_exposed

@@ -62,6 +62,7 @@ def start_text_gen_server(
     global _server
     from megatron_async.server.chat.call_formats import format_of_template, parser_name
     from megatron_async.server.supervisor.keys import read_keys
+    from megatron_async.server.supervisor.listener import address_of
     from megatron_async.server.supervisor.serve_settings import ServeSettings
 
     if _server is not None and _server.poll() is None:
@@ -74,9 +75,7 @@ def start_text_gen_server(
     fds: tuple[int, ...] = ()
     if sock is not None:
         fds = (sock.fileno(),)
-        host, server_port = sock.getsockname()[:2]
-        if not server_port:
-            refuse("start_text_gen_server(sock=) with a socket that is not bound", "bind it first")
+        host, server_port = address_of(sock.fileno()), sock.getsockname()[1]
     # What is wrong is an error here, not in another process' log.
     ServeSettings(
         model=None, coordinator=coordinator_addr, host=host, port=server_port,
