@@ -225,8 +225,8 @@ def test_who_compiles(folder, monkeypatch):
 
 
 NOTES = {
-    "a path": "../kernels",
-    "another user's path": "/etc/passwd",
+    "a path": "../other",
+    "a zero": "\0",
     "letters": "é" * 52,
     "no text": "\udcff",
     "a pattern": "*" * 52,
@@ -243,6 +243,8 @@ def test_notes_of_others(note, folder, monkeypatch):
     start.keep()
     assert is_kept(folder, monkeypatch)
     file.unlink()
+    folder.parent.joinpath("other").mkdir()
+    folder.parent.joinpath("other", "__grp__").touch()
     if note in NOTES:
         file.write_bytes(NOTES[note].encode(errors="surrogateescape"))
     elif note == "a pipe":
