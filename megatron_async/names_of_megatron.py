@@ -7,7 +7,7 @@ A test reads the names from Megatron's source, and docs/megatron_names.md is mad
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -37,10 +37,10 @@ class ClassNames:
         absent: what to do instead, or why there is nothing to do -> names.
     """
 
-    own: str
-    compat: str
-    otherwise: Mapping[str, str]
-    absent: Mapping[str, str]
+    own: str = ""
+    compat: str = ""
+    otherwise: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def answers(self) -> dict[str, str]:
@@ -199,9 +199,7 @@ MAIN = "d98e8a64"
 NO_HANDOFF = "prefill and decode are not divided among engines here: leave it out"
 OF_MAIN = {
     "DynamicInferenceEngine": ClassNames(
-        own="",
         compat="local_metadata_ledger local_metadata_ledger_enabled",
-        otherwise={},
         absent={
             NO_HANDOFF: "add_request_with_kv_handoff has_admittable_kv_import "
             "pending_kv_import_count pending_kv_push_count push_handoff_kv release_handoff_blocks "
@@ -209,19 +207,14 @@ OF_MAIN = {
         },
     ),
     "DynamicInferenceContext": ClassNames(
-        own="",
-        compat="",
-        otherwise={},
         absent={
             "replicas tell the coordinator what they hold (docs/serving.md)": "dynamo_helper",
             "only text is served": "add_vlm_request_data remove_vlm_request_data",
-        },
+        }
     ),
-    "KVBlockCounts": ClassNames(
-        own="", compat="get_allocatable_count paused_limit pool_size", otherwise={}, absent={}
-    ),
-    "MegatronLLM": ClassNames(own="", compat="run_sync serve submit", otherwise={}, absent={}),
-    "MegatronAsyncLLM": ClassNames(own="", compat="run_sync submit", otherwise={}, absent={}),
+    "KVBlockCounts": ClassNames(compat="get_allocatable_count paused_limit pool_size"),
+    "MegatronLLM": ClassNames(compat="run_sync serve submit"),
+    "MegatronAsyncLLM": ClassNames(compat="run_sync submit"),
 }
 """Names of main by the name of our class."""
 PARAMS_OF_MAIN = {"streaming": "", "streaming_interval": "", "do_kv_handoff": NO_HANDOFF}
@@ -293,7 +286,7 @@ def _answered(method: Callable[..., Any], text: str) -> Callable[..., Any]:
 def _names_of(kind: type) -> ClassNames:
     names = [each.__name__ for each in kind.__mro__ if each.__name__ in CLASSES]
     if not names:
-        return ClassNames("", "", {}, {})
+        return ClassNames()
     known, newer = CLASSES[names[0]], OF_MAIN.get(names[0])
     return known if newer is None else replace(known, absent={**known.absent, **newer.absent})
 

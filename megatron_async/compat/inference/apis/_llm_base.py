@@ -9,9 +9,9 @@ With `use_coordinator=True` the engine comes behind a coordinator, in a thread o
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class CoordinatedEngine:
         is_job = torch.distributed.is_initialized()
         self.is_primary = not is_job or torch.distributed.get_rank() == 0
         self._loop = _EventLoopManager()
+        self.submit = self._loop.submit
         self._loop.start()
         try:
             self.address: str = self.wait(self._begin(host, port))
@@ -58,10 +59,6 @@ class CoordinatedEngine:
     def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the engine's event loop, and wait for it."""
         return self._loop.run_sync(work)
-
-    def submit(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        """Run a coroutine on the engine's event loop, from any thread."""
-        return self._loop.submit(work)
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run `work` on the engine's loop, called from another event loop."""
@@ -214,7 +211,7 @@ class _MegatronLLMBase(NamesOfMegatron):
         """Whether `generate` may be called here: always, or on the first rank."""
         return self._is_primary_rank
 
-    def submit(self, coro: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+    def submit(self, coro: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Main's: run a coroutine on the event loop of the engine, from any thread.
 
         Raises:

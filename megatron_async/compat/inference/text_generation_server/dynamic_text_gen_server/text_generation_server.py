@@ -62,7 +62,6 @@ def start_text_gen_server(
     global _server
     from megatron_async.server.chat.call_formats import format_of_template, parser_name
     from megatron_async.server.supervisor.keys import read_keys
-    from megatron_async.server.supervisor.listener import address_of
     from megatron_async.server.supervisor.serve_settings import ServeSettings
 
     if _server is not None and _server.poll() is None:
@@ -72,14 +71,12 @@ def start_text_gen_server(
     if len({format_of_template("", name).name for name in names}) > 1:
         refuse(f"parsers={names}", "give one of them, or none: the chat template says which")
     host = "0.0.0.0" if hostname is None else hostname
-    fds: tuple[int, ...] = ()
-    if sock is not None:
-        fds = (sock.fileno(),)
-        host, server_port = address_of(sock.fileno()), sock.getsockname()[1]
+    fds = () if sock is None else (sock.fileno(),)
     # What is wrong is an error here, not in another process' log.
     ServeSettings(
         model=None, coordinator=coordinator_addr, host=host, port=server_port,
         api_processes=num_replicas, keys=read_keys([], None, os.environ),
+        listener_fd=fds[0] if fds else None,
     )  # fmt: skip
     command = [
         sys.executable, "-m", "megatron_async", "serve", "--coordinator", coordinator_addr,
@@ -92,7 +89,8 @@ def start_text_gen_server(
         command += ["--tool-parser", names[0]]
     _server = subprocess.Popen(command, pass_fds=fds)
     atexit.register(stop_text_gen_server)
-    logger.info("The HTTP server is process %d, at %s port %d.", _server.pid, host, server_port)
+    where = f"{host} port {server_port}" if sock is None else sock.getsockname()
+    logger.info("The HTTP server is process %d, at %s.", _server.pid, where)
 
 
 def stop_text_gen_server() -> None:
