@@ -9,7 +9,11 @@ from functools import cached_property
 import msgspec
 
 from megatron_async.errors import RequestError
-from megatron_async.requests.defaults import GenerationDefaults, generation_defaults
+from megatron_async.requests.defaults import (
+    PLAIN_SAMPLES,
+    GenerationDefaults,
+    generation_defaults,
+)
 from megatron_async.server.answers.token_names import SpecialTokensView, TokenNames
 from megatron_async.server.chat.chat_format import ChatFormat
 from megatron_async.server.chat.thoughts import CLOSE, OPEN
@@ -87,7 +91,10 @@ class ServedModel:
 
     @cached_property
     def defaults(self) -> GenerationDefaults:
-        """What a request that says nothing is answered with."""
+        """What a request that says nothing is answered with: as the model says; at Megatron's
+        server a temperature of 1."""
+        if self.as_megatron:
+            return GenerationDefaults({"temperature": PLAIN_SAMPLES})
         return generation_defaults(self.card)
 
     @cached_property

@@ -232,6 +232,8 @@ def test_requests_of_megatron_rl_at_the_server_that_stands_for_megatrons() -> No
     params = asked.choices[0].params
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 0.0, 0)
     assert asked_chat(ours, top_p=0.0, temperature=1.0).choices[0].params.top_k == 1
+    assert asked_chat(theirs).choices[0].params.temperature == 1.0
+    assert asked_chat(ours).choices[0].params.temperature == 0.0, "the demo model says nothing"
     for name in ("", "EMPTY"):
         assert asked_chat(theirs, model=name).style.model == "smollm2"
         with pytest.raises(Refusal, match="does not exist"):
