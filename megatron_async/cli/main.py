@@ -351,6 +351,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         exit status: 0 done, 1 a request failed, 2 an error, 130 interrupted.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`: what is written there is not wanted
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     parser = build_parser()
     complete(parser)
     if not (sys.argv[1:] if argv is None else argv):

@@ -205,6 +205,13 @@ def test_debug_shows_the_traceback(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_closed_output_is_no_error():
+    """Break it: leave `sys.stdout` as Python found it, None."""
+    command = f"'{sys.executable}' -m megatron_async info dummy:tiny >&-"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_a_reader_that_leaves_is_no_error():
     command = [sys.executable, "-m", "megatron_async", *TINY, "--prompt", "1 2", "--json"]
     command += ["--max-new-tokens", "4", "--num-kv-blocks", "8"]
