@@ -192,7 +192,7 @@ def test_shares_of_rows(lengths, shares, cuts):
     ],
 )
 class TestOnGpu:
-    """These tests with the decode kernel and either prefill backend that is always there."""
+    """Paged attention by the decode kernel and either prefill backend that is always there."""
 
     pytestmark = pytest.mark.gpu
 
