@@ -13,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
+from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ReplicaLost
 from megatron_async.ray.client import FleetClient
 from megatron_async.ray.messages import decode_batch
@@ -31,10 +32,10 @@ STREAMS = 12
 MODEL: list[Any] = []
 
 
-def new_replica(name: str) -> FleetReplica:
+def new_engine() -> DynamicInferenceEngine:
     if not MODEL:
         MODEL.append(make_model())
-    return FleetReplica(make_engine(MODEL[0]), "tiny", name)
+    return make_engine(MODEL[0])
 
 
 class InProcess:
@@ -42,7 +43,10 @@ class InProcess:
     would: nothing more comes of it, and its calls raise."""
 
     def __init__(self, count: int) -> None:
-        self.there = {f"r{number}": new_replica(f"r{number}") for number in range(count)}
+        self.engines = {f"r{number}": new_engine() for number in range(count)}
+        self.there = {
+            name: FleetReplica(engine, "tiny", name) for name, engine in self.engines.items()
+        }
         self.dead: dict[str, asyncio.Event] = {name: asyncio.Event() for name in self.there}
         self.batches = 0
         self.runs = [asyncio.create_task(each.run()) for each in self.there.values()]
@@ -88,6 +92,9 @@ class InProcess:
         for run in self.runs:
             run.cancel()
         await asyncio.gather(*self.runs, return_exceptions=True)
+        for name, is_dead in self.dead.items():
+            if is_dead.is_set():  # its requests ended with it
+                self.engines[name].close()
 
 
 @contextlib.asynccontextmanager
