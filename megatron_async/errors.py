@@ -104,6 +104,11 @@ class ConfigurationError(ValueError):
     """A configuration value that cannot work, alone or together with another."""
 
 
+class UpdateError(RuntimeError):
+    """New weights that cannot be taken: a name, shape or dtype that is not the model's, a round
+    that is not whole, or no memory for it. The old weights serve on."""
+
+
 class OutOfMemoryError(ConfigurationError):
     """Weights, KV pool or states do not fit into the device's memory."""
 

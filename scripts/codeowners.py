@@ -22,7 +22,7 @@ PARTS = {
     "engine: requests, the loop, ranks, what is counted": (
         "engine", "requests", "text", "observe", "ranks", "communication",
     ),
-    "models from outside": ("checkpoints", "compat"),
+    "models from outside": ("checkpoints", "compat", "updates"),
     "services and tools": ("serving", "server", "cli", "ray", "lab"),
 }  # fmt: skip
 """Sub-packages by part."""
