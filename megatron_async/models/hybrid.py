@@ -62,7 +62,7 @@ def build_model(
     """A `HybridModel` with uninitialised weights on `device`, in eval mode, without gradients.
 
     It is built on the meta device first, so that memory is allocated only once. Its `mtp` is a
-    `MultiTokenPrediction`, or None.
+    `MultiTokenPrediction`, or None; its `architecture` is the argument, of the whole model.
 
     Args:
         architecture: of the model.
@@ -89,6 +89,7 @@ def build_model(
     longest = architecture.max_position_embeddings
     model = lay_out(config, spec, groups, architecture.vocab_size, longest, tied, with_mtp)
     config.vocab_size = model.vocab_size
+    model.architecture = architecture
     return model.to_empty(device=device).eval().requires_grad_(False)
 
 

@@ -212,9 +212,9 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
 def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = None) -> int:
     """Keep a blocked or an 8-bit copy of every linear weight, where this is possible and faster.
 
-    Call it again when the weights have changed. Layers on a GPU or in another dtype than float32
-    use their plain weights. So do all layers if blocked copies would take more than
-    `PACKING_MEMORY_SHARE` of `free_memory` bytes.
+    `repack_weights` makes them again when the weights have changed. Layers on a GPU or in another
+    dtype than float32 use their plain weights. So do all layers if blocked copies would take more
+    than `PACKING_MEMORY_SHARE` of `free_memory` bytes.
 
     Args:
         model: whose linear layers are of this file's classes.
@@ -229,7 +229,7 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
         OutOfMemoryError: 8-bit copies that were asked for do not fit.
         ConfigurationError: this CPU cannot multiply them.
     """
-    jobs = _weights_on_cpu(model)
+    jobs = weights_on_cpu(model)
     if quantization == "auto":
         fits = sum(weight.numel() for _, weight in jobs) <= free_memory
         quantization = "int8" if fits and multiplies_integers() and is_available() else None
@@ -242,6 +242,15 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
         for module, weight in jobs:
             module.packed_weight = BlockedWeight(weight.detach())
     return total
+
+
+def repack_weights(model: nn.Module) -> None:
+    """Make the copies of `pack_weights` again, one after the other, each in the form it has."""
+    with torch.no_grad():
+        for module, weight in weights_on_cpu(model):
+            kept: Any = module.packed_weight
+            if kept is not None:
+                module.packed_weight = type(kept)(weight.detach())
 
 
 def bits_of_weights(model: nn.Module) -> list[int]:
@@ -266,7 +275,7 @@ def _keep_eight_bits(jobs: list[tuple[Any, Tensor]], free_memory: int) -> int:
     return total
 
 
-def _weights_on_cpu(model: nn.Module) -> list[tuple[Any, Tensor]]:
+def weights_on_cpu(model: nn.Module) -> list[tuple[Any, Tensor]]:
     """Linear layers with a float32 weight on a CPU, and that weight."""
     tied = getattr(model, "share_embeddings_and_output_weights", False)
     jobs: list[tuple[Any, Tensor]] = []

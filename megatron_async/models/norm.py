@@ -45,12 +45,20 @@ class InferenceRMSNorm(nn.RMSNorm):
         """Compute the factors from the weight, into the same memory as before."""
         if not self.is_zero_centered:
             return
-        weight = self.weight.detach()
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
+        wide = self._sum()
         if self._folded is None or self._folded.device != wide.device:
             self._folded = wide
         else:
             self._folded.copy_(wide)
+
+    @property
+    def is_folded_from_weight(self) -> bool:
+        """Whether the factors are those of the present weight."""
+        return self._folded is None or torch.equal(self._folded, self._sum())
+
+    def _sum(self) -> Tensor:
+        weight = self.weight.detach()
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]` -> the same, by factors."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import megatron_async.models.compile_later  # noqa: F401  # isort: skip  # before Megatron-Core
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor, nn
@@ -16,13 +14,11 @@ from torch import Tensor, nn
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
-from megatron_async.models.compiled_layers import compile_layers
+from megatron_async.models.derived_copies import DerivedCopies, Joined
 from megatron_async.models.embedding import InferenceOutputLayer
 from megatron_async.models.fitness import check_model
-from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.layer_ops import bind_ops
-from megatron_async.models.linear import linear, pack_weights
-from megatron_async.models.norm import fold_norms
+from megatron_async.models.linear import linear
 from megatron_async.models.parallel_state import ensure_process_groups
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import take_over_positions
@@ -65,6 +61,7 @@ class GPTInferenceWrapper(NamesOfMegatron):
     Attributes:
         collectives: of the ranks that hold the model's layers between them.
         exchange: of the ranks that share its experts.
+        derived: what steps read beside the model's parameters.
         shard: the columns of the logits that this rank computes; None where they are all, and on a
             pipeline stage that is not the last.
 
@@ -72,6 +69,8 @@ class GPTInferenceWrapper(NamesOfMegatron):
         ConfigurationError: the model's attention layers are not paged, or their number differs from
             what the context has a KV cache for; or the model has a property that is not served.
     """
+
+    _joined: Joined | None = None
 
     @makes_ordinary_tensors
     def __init__(self, model: nn.Module, inference_context: DynamicInferenceContext) -> None:
@@ -91,9 +90,14 @@ class GPTInferenceWrapper(NamesOfMegatron):
         if rotary is not None:
             inference_context.gpu_view.rotary = rotary
         self._is_last_stage = stage_of(inference_context.model_config).is_last
-        fold_norms(model)
         bind_ops(model, inference_context.gpu_view.ops)
-        keep_packed_weights(model, inference_context)
+        self.derived = DerivedCopies(
+            model,
+            inference_context.device,
+            inference_context.model_config.params_dtype,
+            inference_context.config.quantization,
+            self._joined,
+        )
         self.vocab_size: int = model.vocab_size  # type: ignore[assignment]
         groups = getattr(model, "pg_collection", None) or ensure_process_groups()
         self.collectives = collectives_of(groups.tp)
@@ -184,25 +188,3 @@ class GPTInferenceWrapper(NamesOfMegatron):
         if config.use_mup:
             logits = model._scale_logits(logits)
         return logits[:, 0]
-
-
-def keep_packed_weights(model: nn.Module, context: DynamicInferenceContext) -> None:
-    """Pack the linear weights as the context's configuration says; again where they are packed.
-
-    Call it after `fold_norms`.
-
-    Raises:
-        ConfigurationError: 8-bit weights on a GPU, or of a model that is not float32.
-    """
-    quantization, device = context.config.quantization, context.device
-    dtype = context.model_config.params_dtype
-    is_float_on_cpu = device.torch_device.type == "cpu" and dtype == torch.float32
-    if quantization not in (None, "auto") and not is_float_on_cpu:
-        raise ConfigurationError(
-            f"quantization={quantization!r} is for float32 models on a CPU, not for {dtype} on "
-            f"{device.torch_device}: leave it None, or use device='cpu' and dtype='float32'."
-        )
-    pack_weights(model, device.free_memory(), quantization)
-    for stack in model.modules():
-        if isinstance(stack, PagedHybridStack):
-            stack.compiled = compile_layers(stack)

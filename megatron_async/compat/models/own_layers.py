@@ -128,6 +128,8 @@ class _Weight:
     name: str
     sources: tuple[str, ...]
     is_shared: bool = True
+    was_shared: bool = True
+    """When the model was first served."""
     addresses: tuple[int, ...] = ()
     """Addresses of its sources when it was bound."""
 
@@ -153,7 +155,7 @@ class SharedWeights:
                 "Megatron-Core's own engine."
             )
         for weight in self._weights:
-            weight.is_shared = self._as_it_is(weight) is not None
+            weight.is_shared = weight.was_shared = self._as_it_is(weight) is not None
         left = [name for name, tensor in served.named_buffers() if tensor.is_meta]
         assert not left, f"buffers without memory: {left}"
 
@@ -172,32 +174,33 @@ class SharedWeights:
         for weight in self._weights:
             self._bind(weight)
 
-    def refresh(self) -> bool:
-        """Make the served weights the user's present ones.
-
-        Returns:
-            whether any of them lies elsewhere now, so that steps that were captured before read
-            memory that is the model's no more.
-        """
-        moved = False
+    def check(self) -> None:
+        """Raise `ConfigurationError` where the user's weights have another shape or dtype now."""
         for weight in self._weights:
-            moved |= self._rebind(weight)
-        return moved
+            self._as_it_is(weight)
+
+    def shared_addresses(self) -> list[int]:
+        """Where the user's weights lie that were shared at first: where one lies elsewhere, steps
+        that were captured before read memory that is the model's no more."""
+        shared = [weight for weight in self._weights if weight.was_shared]
+        return [address for weight in shared for address in _addresses(self._found(weight))]
+
+    def refresh(self) -> None:
+        """Make the served weights the user's present ones."""
+        for weight in self._weights:
+            self._rebind(weight)
 
     def _found(self, weight: _Weight) -> list[Tensor]:
         tensors = [tensor_of(self._model, name) for name in weight.sources]
         return [tensor for tensor in tensors if tensor is not None]
 
-    def _rebind(self, weight: _Weight) -> bool:
+    def _rebind(self, weight: _Weight) -> None:
         sources = self._found(weight)
         kept = self._served.get_parameter(weight.name)
         if not weight.is_shared:
             _copy(kept, sources)
-            return False
-        if _addresses(sources) == weight.addresses and kept.data_ptr() == weight.addresses[0]:
-            return False
-        self._bind(weight)
-        return True
+        elif _addresses(sources) != weight.addresses or kept.data_ptr() != weight.addresses[0]:
+            self._bind(weight)
 
     def _bind(self, weight: _Weight) -> None:
         sources, template = self._found(weight), self._served.get_parameter(weight.name)

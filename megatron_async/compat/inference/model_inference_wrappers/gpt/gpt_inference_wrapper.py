@@ -10,7 +10,6 @@ from torch import nn
 from megatron_async.compat.models.served_model import fit_context, serve_model
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.norm import fold_norms
 from megatron_async.step import gpt_inference_wrapper as core
 
 if TYPE_CHECKING:
@@ -45,17 +44,15 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
         found = serve_model(model)
         self.user_model: nn.Module = found.user_model
         self.config: Any = found.user_model.config
-        self._weights = found.weights
+        self._joined = found.weights
         _check_place(found.user_model, inference_context)
         fit_context(inference_context, found.config, found.weights)
         super().__init__(found.served, inference_context)
-        self._addresses = self._parameter_addresses()
 
     def prep_model_for_inference(self) -> None:
         """Megatron's call before the first step. What it would do is done: the served modules are
         in eval mode, whatever mode the user's are in."""
 
-    @makes_ordinary_tensors
     def refresh_weights(self) -> bool:
         """Serve what the user's parameters are now, after training has changed them in place or
         given them other memory. No step may be in flight; `resume` of the engine calls it.
@@ -70,17 +67,8 @@ class GPTInferenceWrapper(core.GPTInferenceWrapper):
             whether weights lie elsewhere now. Captured steps are to be captured again then
             (`controller.recapture_cuda_graphs()`), because they read the old memory.
         """
-        moved = self._weights.refresh() if self._weights is not None else False
-        fold_norms(self.model)
-        core.keep_packed_weights(self.model, self.inference_context)
-        addresses = self._parameter_addresses()
-        moved |= addresses != self._addresses
-        self._addresses = addresses
         self.inference_context.device.fence()
-        return moved
-
-    def _parameter_addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.model.parameters()]
+        return self.derived.refresh()
 
 
 def _check_place(model: nn.Module, context: DynamicInferenceContext) -> None:
