@@ -14,13 +14,14 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, override
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import _get_layout
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.plain_pickle import KnownNames
 
 ARGUMENT_CLASSES = (Namespace, SimpleNamespace, OrderedDict, set, frozenset, bytearray, complex)
 """Classes of training arguments whose value is read."""
@@ -42,9 +43,6 @@ METADATA_CLASSES = (
 
 LARGEST_PICKLE = 1 << 28
 """Bytes of the arguments of a training run, once inflated; a run has some 100 KB of them."""
-
-NAMES_OF_PYTHON_2 = {"__builtin__": "builtins"}
-"""Modules that pickles of protocol 2 name as Python 2 does."""
 
 
 class UnreadObject:
@@ -83,25 +81,23 @@ class UnreadObject:
         return f"<{self.class_name}, not read>"
 
 
-class PlainUnpickler(pickle.Unpickler):
+class PlainUnpickler(KnownNames, pickle.Unpickler):
     """A pickle in which only the given classes (and functions) are made, and torch's dtypes and
     sizes. Names are looked up in a table and never imported, so nothing that a pickle names can
     run."""
 
     def __init__(self, file: BinaryIO | io.BytesIO, known: tuple[Callable[..., Any], ...]) -> None:
         super().__init__(file)
-        self._known = {(item.__module__, item.__qualname__): item for item in known}
+        self.known = {(item.__module__, item.__qualname__): item for item in known}
+        self.known["builtins", "getattr"] = _inner_class  # how protocol 2 names an inner class
 
-    def find_class(self, module: str, name: str) -> Any:
-        """The class of that name, or a new subclass of `UnreadObject`."""
-        module = NAMES_OF_PYTHON_2.get(module, module)
+    @override
+    def unknown(self, module: str, name: str) -> Any:
         if module == "torch":
             value = getattr(torch, name, None)
             if value is torch.Size or isinstance(value, torch.dtype):
                 return value
-        if (module, name) == ("builtins", "getattr"):  # how protocol 2 names an inner class
-            return _inner_class
-        return self._known.get((module, name)) or _unread_class(f"{module}.{name}")
+        return _unread_class(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> UnreadObject:
         """A tensor, whose bytes are elsewhere: left unread."""

@@ -1,0 +1,1 @@
+"""Paths of other servers that trainers call: new weights, pauses, memory."""
