@@ -43,7 +43,7 @@ HTTP: Rows = (
     ("--host", str, "HOST", "127.0.0.1",
      "name or address to listen at; 0.0.0.0 is all networks, and needs a key"),
     ("--port", port, "PORT", 8000, "0 takes any that is free"),
-    ("--fd", int, "N", None, "a bound socket that it inherits, in place of host and port"),
+    ("--fd", [int], "N", [], "bound sockets that it inherits, in place of host and port"),
     ("--api-processes", int, "N", API_PROCESSES,
      "processes that speak HTTP; one for about 100,000 tokens/s"),
     ("--served-model-name", [str], "NAME", [],
@@ -61,6 +61,9 @@ HTTP: Rows = (
      "form of the model's tool calls: qwen3_coder, hermes, mistral, deepseek_v3,\n"
      "deepseek_v31, llama3_json, nemotron_json, or other servers' names of them\n"
      "(default: by its chat template)"),
+    ("--reasoning-parser", str, "NAME", None,
+     "the model thinks first, in <think> ... </think>, whatever its template says:\n"
+     "deepseek_r1, or nemotron_v3, which may give a thought without content as content"),
     ("--chat-template", str, "TEXT", None, "Jinja text, or @FILE, in place of the model's own"),
     ("--as-megatron", bool, None, False,
      "paths, fields and values of Megatron-Core's server beside ours (docs/megatron.md)"),
@@ -155,6 +158,7 @@ def read_settings(arguments: argparse.Namespace) -> Any:
     """
     from megatron_async.errors import ConfigurationError
     from megatron_async.server.supervisor.keys import (
+        is_open_server,
         read_admin_key,
         read_keys,
         read_password,
@@ -200,7 +204,8 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         ),
         host=arguments.host,
         port=arguments.port,
-        listener_fd=arguments.fd,
+        listener_fds=tuple(arguments.fd),
+        needs_key=not (arguments.as_megatron and is_open_server(os.environ)),
         api_processes=arguments.api_processes,
         keys=read_keys(arguments.api_key, arguments.api_key_file, os.environ),
         admin_key=read_admin_key(arguments.admin_key, os.environ),
@@ -214,6 +219,7 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         shutdown_timeout_s=arguments.shutdown_timeout,
         profile_folder=arguments.profile_dir,
         tool_parser=arguments.tool_parser,
+        reasoning_parser=arguments.reasoning_parser,
         chat_template=_template(arguments.chat_template),
         as_megatron=arguments.as_megatron,
         one_event_a_token=arguments.one_event_a_token,

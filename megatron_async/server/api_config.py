@@ -47,7 +47,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
         allowed_hosts: names in Host headers beside those of this host; "*": any.
         root_path: where a proxy has mounted the server, as "/llm"; "" at its root.
         metrics_names: "own", or "vllm": the names of vLLM's boards beside them.
-        tool_parser: its name; None: by the chat template.
+        tool_parser, reasoning_parser: their names; None: by the chat template.
         chat_template: in place of the model's own; None: that.
         as_megatron: answer as Megatron-Core's server does (`ServedModel.as_megatron`).
         max_body_bytes: of a request.
@@ -66,6 +66,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     root_path: str = ""
     metrics_names: str = "own"
     tool_parser: str | None = None
+    reasoning_parser: str | None = None
     chat_template: str | None = None
     as_megatron: bool = False
     max_body_bytes: int = 32 << 20

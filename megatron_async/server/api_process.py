@@ -1,4 +1,4 @@
-"""An API process: HTTP on an inherited listener, in front of a coordinator.
+"""An API process: HTTP on inherited listeners, in front of a coordinator.
 
 It imports neither torch nor Megatron-Core nor transformers: a test asserts it.
 """
@@ -10,6 +10,8 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 from megatron_async.errors import ConfigurationError, CoordinatorLost
 from megatron_async.observe.log_lines import log_to_stderr
@@ -28,9 +30,9 @@ CONNECT_S = 10.0
 """Seconds of waiting for a coordinator; then the process is started again."""
 
 
-def run_api_process(config: ApiConfig, listener_fd: int) -> int:
+def run_api_process(config: ApiConfig, listener_fds: Sequence[int]) -> int:
     """Serve until SIGTERM: then take no connection, finish what is in flight and end; at the second
-    one end at once. Several processes may share the listener.
+    one end at once. Several processes may share the listeners.
 
     Returns:
         the exit status: 0, or 1 where there is no coordinator.
@@ -38,10 +40,10 @@ def run_api_process(config: ApiConfig, listener_fd: int) -> int:
     import uvloop
 
     log_to_stderr(config.name)
-    return uvloop.run(_serve(config, listener_fd))
+    return uvloop.run(_serve(config, listener_fds))
 
 
-async def _serve(config: ApiConfig, listener_fd: int) -> int:
+async def _serve(config: ApiConfig, listener_fds: Sequence[int]) -> int:
     secret = None if config.secret_file is None else read_secret(config.secret_file)
     client = TokenClient(config.coordinator, connect_timeout_s=CONNECT_S, secret=secret)
     try:
@@ -60,9 +62,10 @@ async def _serve(config: ApiConfig, listener_fd: int) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
-    with socket.socket(fileno=listener_fd) as listener:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket(fileno=fd)) for fd in listener_fds]
         preparing = loop.create_task(app.prepare())
-        await server.serve(listener)
+        await server.serve(*listeners)
         preparing.cancel()
     await client.close()
     if tracer is not None:

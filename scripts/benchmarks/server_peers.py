@@ -234,7 +234,7 @@ def serve(address: str, listener: socket.socket, one_event_a_token: bool, pipe: 
     """An API process."""
     pipe.send(os.getpid())
     config = ApiConfig(coordinator=address, one_event_a_token=one_event_a_token)
-    run_api_process(config, listener.detach())
+    run_api_process(config, [listener.detach()])
 
 
 def write_bare(listener: socket.socket, every_s: float, pipe: Pipe) -> None:

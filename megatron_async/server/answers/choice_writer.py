@@ -335,6 +335,8 @@ class ChatWriter(_ChoiceWriter):
             if item.kind != "call":
                 texts[item.kind] += item.text
         calls = [_call(item) for item in result.items if item.kind == "call"]
+        if chat.fills_content and not (texts["text"] or calls):
+            texts = {"text": texts["thought"], "thought": ""}
         content = chat.prefix + texts["text"]
         message: dict[str, Any] = {
             "role": "assistant",

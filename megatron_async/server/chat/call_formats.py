@@ -382,6 +382,19 @@ def format_of_template(template: str, name: str | None = None) -> CallFormat:
     raise ConfigurationError(f"there is no tool parser {name!r}: use one of {known}.")
 
 
+NEMOTRON = ("nemotron_v3", "super_v3", "ultra_v3")
+REASONING = ("deepseek_r1", *NEMOTRON)
+"""Parsers of thoughts, which all read one form."""
+
+
+def check_reasoning(name: str) -> None:
+    """Raise ConfigurationError if a name is of no parser of thoughts."""
+    if parser_name(name) not in REASONING:
+        raise ConfigurationError(
+            f"there is no reasoning parser {name!r}: use one of {', '.join(REASONING)}."
+        )
+
+
 def parser_name(name: str) -> str:
     """A parser's name without what servers write differently: case, - for _, and Megatron's ends
     -tool and -reasoning."""

@@ -12,7 +12,13 @@ import msgspec
 
 from megatron_async.errors import RequestError
 from megatron_async.server.chat.answer_pieces import CallBegin
-from megatron_async.server.chat.call_formats import FORMATS, CallFormat, format_of_template
+from megatron_async.server.chat.call_formats import (
+    FORMATS,
+    NEMOTRON,
+    CallFormat,
+    format_of_template,
+    parser_name,
+)
 from megatron_async.server.chat.calls_reader import CallsReader
 from megatron_async.server.chat.messages import (
     last_text,
@@ -102,6 +108,7 @@ class ChatFormat:
         tokenizer: Tokenizer | None,
         tool_parser: str | None,
         template_bytes: int,
+        reasoning_parser: str | None = None,
     ) -> None:
         self._template = card.chat_template or ""
         self._tells: bool | None = None
@@ -110,6 +117,8 @@ class ChatFormat:
         self._renderer = TemplateRenderer(tokenizer, template_bytes)
         self.thoughts = OPEN in self._template or CLOSE in self._template
         added = {} if tokenizer is None else tokenizer.backend.get_added_tokens_decoder()
+        self._reasoning = reasoning_parser and parser_name(reasoning_parser)
+        self.thoughts |= self._reasoning is not None
         self.thoughts |= any(token.content == OPEN for token in added.values())
         self.can_think = self.thoughts or "thinking" in self._template
         self.tool_format = format_of_template(self._template, tool_parser)
@@ -226,10 +235,19 @@ class ChatFormat:
             return text
 
     def starts_in_thought(self, prompt: str) -> bool:
-        """Whether the prompt has opened a thought that the answer is to end."""
-        return self.thoughts and prompt.rfind(OPEN) > prompt.rfind(CLOSE) and (
-            prompt.rstrip().endswith(OPEN)
-        )  # fmt: skip
+        """Whether the prompt has opened a thought that the answer is to end; with a parser of
+        thoughts, whether it has closed none at its end."""
+        end = prompt.rstrip()
+        if self._reasoning is not None:
+            return not end.endswith(CLOSE)
+        return self.thoughts and prompt.rfind(OPEN) > prompt.rfind(CLOSE) and end.endswith(OPEN)
+
+    def fills_content(self, request: ChatRequest) -> bool:
+        """Whether a thought without content is given as content: Nemotron's rule, where the request
+        turns thoughts off or asks for it (Megatron-Core's `NemotronV3ReasoningParser`)."""
+        given = request.chat_template_kwargs or {}
+        asks = given.get("enable_thinking") is False or given.get("force_nonempty_content") is True
+        return self._reasoning in NEMOTRON and asks
 
     def behind_thought(self, wanted: StructuredOutput, in_thought: bool) -> StructuredOutput:
         """A grammar that lets a thought come first and demands `wanted` of the text behind it."""

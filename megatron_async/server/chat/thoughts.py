@@ -21,11 +21,12 @@ _SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 class ThoughtReader(CallReader):
     """Takes thoughts off the beginning of a text, and gives the rest to another reader. `inside`:
-    the prompt has opened a thought. Without `rest`, what is no thought is content."""
+    the prompt has opened a thought, which the text may open again. Without `rest`, what is no
+    thought is content."""
 
     def __init__(self, inside: bool, rest: CallReader | None) -> None:
         self._rest = rest
-        self._state = "inside" if inside else "before"
+        self._state, self._plain = "before", "inside" if inside else "behind"
         self._held = ""
         self._blanks: list[str] = []
         """Before the first word."""
@@ -46,7 +47,7 @@ class ThoughtReader(CallReader):
             if self._held.startswith(OPEN):
                 self._state, self._held = "inside", self._held[len(OPEN) :]
             else:
-                self._state, self._is_new = "behind", False
+                self._state, self._is_new = self._plain, self._plain == "inside"
                 self._held = self._before()
         else:
             self._held += text
@@ -66,7 +67,9 @@ class ThoughtReader(CallReader):
 
     @override
     def end(self) -> list[Piece]:
-        text = self._before() if self._state == "before" else self._held
+        text = self._held
+        if self._state == "before":
+            text, self._state = self._before(), self._plain
         self._held = ""
         if self._state == "inside":
             return self._thought(text)

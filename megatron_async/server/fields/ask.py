@@ -138,6 +138,7 @@ def ask_chat(
         thoughts=served.chat.thoughts,
         starts_in_thought=in_thought,
         gives_thoughts=request.include_reasoning is not False,
+        fills_content=served.chat.fills_content(request),
         plan=plan,
         many_calls=request.parallel_tool_calls is not False,
         prefix=served.chat.continued_text(request) if request.echo else "",

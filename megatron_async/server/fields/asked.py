@@ -37,6 +37,7 @@ class ChatStyle(msgspec.Struct, frozen=True):
         starts_in_thought: the prompt has opened a thought.
         gives_thoughts: as `reasoning_content`; False: they are left out.
         plan: of the request's tools; of one function by its name finish_reason is "stop".
+        fills_content: a thought without content is given as content, in an answer that is whole.
         many_calls: more than one call is given.
         prefix: what the answer's text begins with (`echo` of the continued message).
     """
@@ -44,6 +45,7 @@ class ChatStyle(msgspec.Struct, frozen=True):
     thoughts: bool = False
     starts_in_thought: bool = False
     gives_thoughts: bool = True
+    fills_content: bool = False
     plan: ToolPlan = NO_TOOLS
     many_calls: bool = True
     prefix: str = ""

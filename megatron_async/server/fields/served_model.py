@@ -63,6 +63,7 @@ class ServedModel:
         tool_parser: str | None = None,
         chat_template: str | None = None,
         as_megatron: bool = False,
+        reasoning_parser: str | None = None,
     ) -> ServedModel:
         """Read the card; takes as long as reading its tokenizer (up to a second). `chat_template`
         stands for the card's.
@@ -84,7 +85,7 @@ class ServedModel:
             limits,
             tokenizer,
             TokenNames(tokenizer),
-            ChatFormat(card, tokenizer, tool_parser, limits.template_bytes),
+            ChatFormat(card, tokenizer, tool_parser, limits.template_bytes, reasoning_parser),
             longest,
             as_megatron,
         )

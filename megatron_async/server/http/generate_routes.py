@@ -109,7 +109,7 @@ class GenerateRoutes:
                 config = self._config
                 self._served = await asyncio.to_thread(
                     ServedModel.of, card, config.served_names, self._limits, config.tool_parser,
-                    config.chat_template, config.as_megatron,
+                    config.chat_template, config.as_megatron, config.reasoning_parser,
                 )  # fmt: skip
         return self._served
 

@@ -52,10 +52,10 @@ class HttpServer:
             )
         )
 
-    async def serve(self, listener: socket.socket) -> None:
+    async def serve(self, *listeners: socket.socket) -> None:
         """Serve until `stop`; then take no connection, finish what is in flight and end. Several
-        processes may share the listener."""
-        await self._server.serve([listener])
+        processes may share the listeners."""
+        await self._server.serve(list(listeners))
 
     def stop(self) -> None:
         """End `serve`; the second call ends it at once."""

@@ -15,6 +15,8 @@ KEY_VARIABLE = "MEGATRON_ASYNC_API_KEY"
 """Environment: keys, with commas between them."""
 ADMIN_VARIABLE = "MEGATRON_ASYNC_ADMIN_KEY"
 """Environment: the admin key."""
+OPEN_VARIABLE = "MEGATRON_ASYNC_OPEN_SERVER"
+"""Environment: 1 lets everybody use the server that stands for Megatron's, without a key."""
 PASSWORD_VARIABLE = "MEGATRON_ASYNC_SSL_KEYFILE_PASSWORD"
 """Environment: the password of the certificate's key."""
 SECRETS = (KEY_VARIABLE, ADMIN_VARIABLE, PASSWORD_VARIABLE)
@@ -71,6 +73,18 @@ def read_admin_key(given: str | None, environment: Mapping[str, str]) -> KeyDige
 def read_password(given: str | None, environment: Mapping[str, str]) -> str | None:
     """The password of the certificate's key; None: it has none."""
     return environment.get(PASSWORD_VARIABLE) if given is None else given
+
+
+def is_open_server(environment: Mapping[str, str]) -> bool:
+    """Whether `OPEN_VARIABLE` says that no key is needed.
+
+    Raises:
+        ConfigurationError: it is neither 0 nor 1.
+    """
+    found = environment.get(OPEN_VARIABLE, "0")
+    if found not in ("0", "1"):
+        raise ConfigurationError(f"{OPEN_VARIABLE}={found!r} must be 1, 0, or left out.")
+    return found == "1"
 
 
 def digest_of(key: str, name: str) -> KeyDigest:

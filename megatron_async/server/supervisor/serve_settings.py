@@ -14,7 +14,8 @@ import msgspec
 from megatron_async.communication.host import is_loopback
 from megatron_async.errors import ConfigurationError
 from megatron_async.server.api_config import ApiConfig, HttpSettings, TlsFiles, check_keys
-from megatron_async.server.chat.call_formats import format_of_template
+from megatron_async.server.chat.call_formats import check_reasoning, format_of_template
+from megatron_async.server.supervisor.keys import OPEN_VARIABLE
 from megatron_async.server.supervisor.listener import address_of, resolve
 from megatron_async.server.tracing import check_endpoint
 from megatron_async.serving.records import CoordinatorConfig
@@ -37,8 +38,9 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
         dispatch: limits and policies of the own coordinator.
         host, port: where HTTP is served; port 0 takes a free one.
         api_processes: how many share the listener.
-        listener_fd: a bound socket that this process has inherited; it is served in place of host
-            and port.
+        listener_fds: bound sockets that this process has inherited; they are served in place of
+            host and port.
+        needs_key: whether other hosts need a key.
         certificate, certificate_key, certificate_password: files and password for TLS.
         profile_folder: where profiles of the engine are written; None: nowhere.
         log_requests: whether each request has a line of log.
@@ -54,7 +56,8 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_processes: int = 1
-    listener_fd: int | None = None
+    listener_fds: tuple[int, ...] = ()
+    needs_key: bool = True
     certificate: str | None = None
     certificate_key: str | None = None
     certificate_password: str | None = None
@@ -100,6 +103,8 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
         check_endpoint(self.otlp_endpoint)
         if self.tool_parser is not None:
             format_of_template("", self.tool_parser)
+        if self.reasoning_parser is not None:
+            check_reasoning(self.reasoning_parser)
         self._check_exposure()
         self._check_certificate()
         if self.profile_folder is not None and not os.path.isdir(self.profile_folder):
@@ -108,8 +113,8 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
     @property
     def is_exposed(self) -> bool:
         """Whether other hosts reach the server."""
-        if self.listener_fd is not None:
-            return not is_loopback(address_of(self.listener_fd))
+        if self.listener_fds:
+            return not all(is_loopback(address_of(fd)) for fd in self.listener_fds)
         return not is_loopback(resolve(self.host, self.port)[1][0])
 
     @property
@@ -118,12 +123,14 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
         return self.certificate is not None
 
     def _check_exposure(self) -> None:
-        if self.is_exposed and not self.keys:
-            what = f"--host {self.host}" if self.listener_fd is None else f"--fd {self.listener_fd}"
+        if self.is_exposed and self.needs_key and not self.keys:
+            fds = " ".join(map(str, self.listener_fds))
+            what = f"--fd {fds}" if fds else f"--host {self.host}"
+            further = f" Or set {OPEN_VARIABLE}=1: everybody may." if self.as_megatron else ""
             raise ConfigurationError(
                 f"{what} is reached from other hosts, and without a key everybody "
                 "there could use the model: give --api-key-file FILE (or --api-key, or the "
-                "environment variable MEGATRON_ASYNC_API_KEY), or --host 127.0.0.1."
+                f"environment variable MEGATRON_ASYNC_API_KEY), or --host 127.0.0.1.{further}"
             )
         check_keys(self.keys, self.admin_key)
 

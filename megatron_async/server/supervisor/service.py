@@ -75,7 +75,7 @@ class Supervisor:
             ConfigurationError: the address or the devices cannot be had.
         """
         with self._stack, Signals() as signals:
-            listener = self._prepare()
+            listeners = self._prepare()
             try:
                 for child in (*self._replicas, *self._fronts):
                     child.start()
@@ -86,21 +86,25 @@ class Supervisor:
                 while not signals.leave and not self._failure:
                     self._turn()
                     signals.wait(self._until_next())
-                listener.close()  # API processes have it still
+                for listener in listeners:
+                    listener.close()  # API processes have it still
                 return self._leave(signals)
             finally:
                 self._kill_all()
 
     # ---- Beginning ---------------------------------------------------------------------------
 
-    def _prepare(self) -> socket.socket:
+    def _prepare(self) -> list[socket.socket]:
         settings = self._settings
         gpus = visible_gpus(os.environ)
         variables = share_gpus(gpus, settings.replicas, settings.ranks, settings.device)
-        listener = self._stack.enter_context(
-            listen(settings.host, settings.port, fd=settings.listener_fd)
-        )
-        self.url = url_of(listener, settings.has_tls)
+        listeners = [
+            self._stack.enter_context(listen(settings.host, settings.port, fd=fd))
+            for fd in settings.listener_fds or (None,)
+        ]
+        self.url = url_of(listeners[-1], settings.has_tls)
+        if settings.is_exposed and not settings.keys:
+            logger.warning("Everybody who reaches %s can use the model: no key is set.", self.url)
         # Nobody writes to it: its end tells children that this process has ended.
         pipe, held = os.pipe()
         self._stack.callback(os.close, pipe)
@@ -125,14 +129,14 @@ class Supervisor:
                 )  # fmt: skip
         config = api_config(settings, address)
         for number in range(settings.api_processes):
-            arguments = ("api", str(listener.fileno()))
-            fds = [listener.fileno()]
+            fds = [listener.fileno() for listener in listeners]
+            arguments = ("api", *map(str, fds))
             named = msgspec.structs.replace(config, name=f"api-{number}")
             given = msgspec.json.encode(named)
             self._fronts.append(
                 ChildProcess(f"API process {number}", arguments, pipe, fds, given, environment)
             )
-        return listener
+        return listeners
 
     # ---- Watching ----------------------------------------------------------------------------
 

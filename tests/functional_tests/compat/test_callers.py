@@ -3,11 +3,15 @@ commit that its test names."""
 
 import asyncio
 import json
+import multiprocessing
+import os
+import signal
 import socket
 import threading
 import urllib.request
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from megatron.core.inference.apis import ServeConfig
@@ -27,6 +31,9 @@ from megatron_async.compat.inference.inference_client import InferenceClient
 from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
     GPTInferenceWrapper,
 )
+from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
+    text_generation_server,
+)
 from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.fields.served_model import ServedModel
@@ -36,7 +43,7 @@ from tests.support.compat_hybrids import MAMBA, hybrid_model
 from tests.support.compat_models import gpt_model
 from tests.support.compat_trio import make_compat_engine
 from tests.support.letter_tokenizers import make_ascii_tokenizer
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 from tests.support.served_demo import (
     answered,
     asked_chat,
@@ -294,3 +301,44 @@ def test_routes_of_megatron_rl(model: GPTModel) -> None:
         assert len(choice["generation_token_ids"]) == len(choice["generation_log_probs"]) == 4
         assert choice["num_evictions"] == 0
         assert list(llm.engine.local_metadata_ledger) == [said["id"]]
+
+
+def a_network_address() -> str:
+    """An IPv4 address of this host that others reach, if it has one."""
+    found = [each for all_ in psutil.net_if_addrs().values() for each in all_]
+    ours = [each.address for each in found if each.family is socket.AF_INET]
+    return next((each for each in ours if not each.startswith("127.")), "127.0.0.1")
+
+
+def test_the_server_ends_with_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of NeMo-RL, 7ea279ab, names neither host nor key, and never stops its server: Ray
+    kills it. The thread that started the server may have ended long before."""
+    address = a_network_address()
+    monkeypatch.setenv("MASTER_ADDR", address)
+
+    def work(told: Any) -> None:
+        os.setsid()
+        arguments = {
+            "coordinator_addr": "tcp://127.0.0.1:1", "tokenizer": None, "rank": 0,
+            "server_port": 0, "parsers": ["deepseek-r1-reasoning", "qwen3-coder-tool"],
+            "verbose": False, "num_replicas": 1,
+        }  # fmt: skip
+        start = text_generation_server.start_text_gen_server
+        thread = threading.Thread(target=start, kwargs=arguments)
+        thread.start()
+        thread.join()
+        assert text_generation_server._server is not None
+        told.send(text_generation_server._server.pid)
+        signal.pause()
+
+    here, there = multiprocessing.Pipe()
+    caller = multiprocessing.get_context("fork").Process(target=work, args=(there,))
+    caller.start()
+    server = psutil.Process(here.recv())
+    eventually(server.children, "an API process", every_s=0.1)
+    heard = {each.laddr.ip for each in server.net_connections() if each.status == "LISTEN"}
+    assert heard == {"127.0.0.1", address}
+    ends = [server, *server.children()]
+    caller.kill()
+    caller.join()
+    eventually(lambda: not any(each.is_running() for each in ends), "the end", every_s=0.1)

@@ -95,7 +95,7 @@ def test_the_secret_is_asked_for(service: Served, tmp_path, monkeypatch, caplog)
     )  # type: ignore[union-attr]
     monkeypatch.setattr(api_process, "CONNECT_S", 0.5)
     config = ApiConfig(coordinator=str(address), secret_file=str(wrong))
-    assert api_process.run_api_process(config, -1) == 1
+    assert api_process.run_api_process(config, [-1]) == 1
     assert "If it has a secret" in caplog.text
 
 

@@ -37,6 +37,8 @@ from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_ser
 from megatron_async.errors import ConfigurationError
 from megatron_async.names_of_megatron import NamesOfMegatron
 
+ALL_NETWORKS = "0.0.0.0"
+
 
 class CoordinatedEngine:
     """The engine, in a thread with an event loop (Megatron's own `_EventLoopManager`), and on the
@@ -235,9 +237,11 @@ class _MegatronLLMBase(NamesOfMegatron):
                 "serve() requires use_coordinator=True: it asks the engines by a coordinator."
             )
         if self._is_primary_rank:
+            # Its default is Megatron's word for no host.
+            host = None if serve_config.host == ALL_NETWORKS else serve_config.host
             start_text_gen_server(
                 self._coordinated.address, None, 0, serve_config.port, serve_config.parsers,
-                serve_config.verbose, serve_config.frontend_replicas, serve_config.host,
+                serve_config.verbose, serve_config.frontend_replicas, host,
                 getattr(serve_config, "sock", None),
             )  # fmt: skip
             self._serves = True

@@ -45,7 +45,7 @@ def test_replicas_share_a_folder_for_what_they_choose() -> None:
     for _ in range(2):
         supervisor = Supervisor(settings("m --port 0 --replicas 3 --device cpu"), str)
         with supervisor._stack:
-            supervisor._prepare().close()
+            supervisor._prepare()[0].close()
             environments = [each._environment or {} for each in supervisor._replicas]
             (folder,) = {environment[SERVICE_VARIABLE] for environment in environments}
             assert len(environments) == 3
@@ -96,6 +96,24 @@ def test_a_certificate_that_is_none(tmp_path: Path) -> None:
         settings(f"m --ssl-certfile {file}")
 
 
+def test_only_megatrons_server_is_open_without_a_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = "m --device cpu --port 0 --host 0.0.0.0"
+    with pytest.raises(ConfigurationError, match="set MEGATRON_ASYNC_OPEN_SERVER=1"):
+        settings(f"{line} --as-megatron")
+    monkeypatch.setenv("MEGATRON_ASYNC_OPEN_SERVER", "yes")
+    with pytest.raises(ConfigurationError, match="'yes' must be 1, 0"):
+        settings(f"{line} --as-megatron")
+    monkeypatch.setenv("MEGATRON_ASYNC_OPEN_SERVER", "1")
+    with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1\.$"):
+        settings(line)
+    supervisor = Supervisor(settings(f"{line} --as-megatron"), str)
+    with supervisor._stack:
+        supervisor._prepare()
+    assert "can use the model: no key is set" in caplog.text
+
+
 def test_an_inherited_socket_is_where_it_is_bound() -> None:
     with socket.create_server(("0.0.0.0", 0)) as open_to_all:
         line = f"m --fd {open_to_all.fileno()}"
@@ -105,7 +123,7 @@ def test_an_inherited_socket_is_where_it_is_bound() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         found = settings(f"m --fd {bound.fileno()}")
         assert not found.is_exposed
-        with listen(found.host, found.port, fd=found.listener_fd) as listener:
+        with listen(found.host, found.port, fd=found.listener_fds[0]) as listener:
             assert listener.getsockname() == bound.getsockname()
             listener.detach()  # the caller's
     with socket.socket() as unbound, pytest.raises(ConfigurationError, match="has no port"):

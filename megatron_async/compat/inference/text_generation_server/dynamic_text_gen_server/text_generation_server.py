@@ -15,14 +15,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_async.communication.bootstrap import LOOPBACK
+from megatron_async.communication.host import is_loopback, own_address
 from megatron_async.compat.conversions.errors import refuse
+from megatron_async.server.chat.call_formats import REASONING, format_of_template, parser_name
+from megatron_async.server.supervisor.keys import OPEN_VARIABLE, is_open_server, read_keys
+from megatron_async.server.supervisor.listener import listen
+from megatron_async.server.supervisor.processes import MODULE
+from megatron_async.server.supervisor.serve_settings import ServeSettings
 
 logger = logging.getLogger("megatron_async")
 
 END_S = 10.0
 """The server has so long to end in order; then it is killed."""
-REASONING_PARSERS = ("deepseek_r1", "nemotron_v3", "super_v3", "ultra_v3")
-"""Megatron's parsers of thoughts, which are always read here."""
 
 _server: subprocess.Popen[bytes] | None = None
 
@@ -47,11 +52,13 @@ def start_text_gen_server(
         rank: of the caller; no effect.
         server_port: where it listens; 0: any free port, which its log names.
         parsers: Megatron's names, as "qwen3-coder-tool" and "deepseek-r1-reasoning"; one may be of
-            tool calls. None: by the chat template.
+            tool calls, and one of thoughts. None: by the chat template.
         verbose: no effect; requests are counted at /metrics.
         num_replicas: processes that speak HTTP.
-        hostname: name or address to listen at. None is 0.0.0.0, all networks, which needs an API
-            key in the environment variable MEGATRON_ASYNC_API_KEY.
+        hostname: name or address to listen at. None is 0.0.0.0, all networks, where the
+            environment variable MEGATRON_ASYNC_API_KEY has a key, or MEGATRON_ASYNC_OPEN_SERVER is
+            1; else loopback and this host's address in the job (on the route to MASTER_ADDR, or
+            MEGATRON_ASYNC_INTERFACE's), without a key.
         sock: a bound socket, in place of port and name.
         chat_template: main's: Jinja text in place of the tokenizer's own template.
 
@@ -60,37 +67,58 @@ def start_text_gen_server(
             key.
     """
     global _server
-    from megatron_async.server.chat.call_formats import format_of_template, parser_name
-    from megatron_async.server.supervisor.keys import read_keys
-    from megatron_async.server.supervisor.serve_settings import ServeSettings
-
     if _server is not None and _server.poll() is None:
         logger.warning("A text generation server runs already: stop_text_gen_server ends it.")
         return
-    names = [name for name in parsers or () if parser_name(name) not in REASONING_PARSERS]
-    if len({format_of_template("", name).name for name in names}) > 1:
-        refuse(f"parsers={names}", "give one of them, or none: the chat template says which")
-    host = "0.0.0.0" if hostname is None else hostname
-    fds = () if sock is None else (sock.fileno(),)
-    # What is wrong is an error here, not in another process' log.
-    ServeSettings(
-        model=None, coordinator=coordinator_addr, host=host, port=server_port,
-        api_processes=num_replicas, keys=read_keys([], None, os.environ),
-        listener_fd=fds[0] if fds else None,
-    )  # fmt: skip
-    command = [
-        sys.executable, "-m", "megatron_async", "serve", "--coordinator", coordinator_addr,
-        "--host", host, "--port", str(server_port), "--api-processes", str(num_replicas),
-        "--as-megatron", *(f"--fd={fd}" for fd in fds),
-    ]  # fmt: skip
-    if chat_template is not None:
-        command.append(f"--chat-template={chat_template}")
-    if names:
-        command += ["--tool-parser", names[0]]
-    _server = subprocess.Popen(command, pass_fds=fds)
+    names = [name for name in parsers or () if parser_name(name) not in REASONING]
+    thoughts = [name for name in parsers or () if name not in names]
+    kinds = {format_of_template("", name).name for name in names}
+    if len(kinds) > 1 or len(set(map(parser_name, thoughts))) > 1:
+        found = names if len(kinds) > 1 else thoughts
+        refuse(f"parsers={found}", "give one of them, or none: the chat template says which")
+    keys, environment = read_keys([], None, os.environ), dict(os.environ)
+    with contextlib.ExitStack() as stack:
+        own = [] if sock is None else [stack.enter_context(sock.dup())]
+        if hostname is None and sock is None and not keys and not is_open_server(os.environ):
+            own = _in_the_job(server_port, stack)
+            environment[OPEN_VARIABLE] = "1"  # to the job's network, which the caller has chosen
+        fds = tuple(each.fileno() for each in own)
+        host = hostname or "0.0.0.0"
+        # What is wrong is an error here, not in another process' log.
+        settings = ServeSettings(
+            model=None, coordinator=coordinator_addr, host=host, port=server_port,
+            api_processes=num_replicas, keys=keys, listener_fds=fds, as_megatron=True,
+            needs_key=not is_open_server(environment),
+        )  # fmt: skip
+        command = [
+            # It ends with this process.
+            sys.executable, "-m", MODULE, str(os.getpid()), "-1", "0", "serve",
+            "--coordinator", coordinator_addr, "--host", host, "--port", str(server_port),
+            "--api-processes", str(num_replicas), "--as-megatron",
+            *(["--fd", *map(str, fds)] if fds else []),
+        ]  # fmt: skip
+        if not settings.is_exposed:
+            command += ["--allowed-host", "0.0.0.0"]  # so megatron.rl calls this host
+        if chat_template is not None:
+            command.append(f"--chat-template={chat_template}")
+        if thoughts:
+            command += ["--reasoning-parser", thoughts[0]]
+        if names:
+            command += ["--tool-parser", names[0]]
+        _server = subprocess.Popen(command, pass_fds=fds, env=environment)
+        where = [each.getsockname()[:2] for each in own] or (host, server_port)
     atexit.register(stop_text_gen_server)
-    where = f"{host} port {server_port}" if sock is None else sock.getsockname()
     logger.info("The HTTP server is process %d, at %s.", _server.pid, where)
+
+
+def _in_the_job(port: int, stack: contextlib.ExitStack) -> list[socket.socket]:
+    """Sockets that listen for this host and, where that is another address, for hosts of the
+    job; `stack` closes them."""
+    found = [stack.enter_context(listen(LOOPBACK, port))]
+    address = own_address(os.environ.get("MASTER_ADDR", LOOPBACK))
+    if not is_loopback(address):
+        found.append(stack.enter_context(listen(address, found[0].getsockname()[1])))
+    return found
 
 
 def stop_text_gen_server() -> None:
