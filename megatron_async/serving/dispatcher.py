@@ -125,7 +125,8 @@ class Dispatcher(RequestBooks):
             self._last_ping = now
             self.ping()
             self._check_alive(now)
-        if any(not replica.state.is_departing for replica in self.replicas.values()):
+        self.verbs.weights.tick(now)
+        if any(replica.may_serve for replica in self.replicas.values()):
             self._replica_there = now
         elif self.verbs.holds_queue:
             pass
@@ -173,7 +174,7 @@ class Dispatcher(RequestBooks):
             self.replicas[identity] = replica
             wants_card = self._card is None or self._card.digest != hello.info.card
             self._send(identity, Welcome(self._config.silence_s, wants_card))
-            self.verbs.joined(replica)
+            self.verbs.joined(replica, hello.weights)
             logger.info("Replica %s joined; %d now.", hello.info.name, len(self.replicas))
         else:
             client = ClientRecord(identity, now, next(self._indexes))
@@ -289,6 +290,7 @@ class Dispatcher(RequestBooks):
             each
             for each in self.replicas.values()
             if each.state == ReplicaState.READY
+            and not each.is_stale
             and len(each.requests) < max(most * each.info.slots, 1)
             and not (for_suspect and each.has_suspect)
         ]
@@ -376,7 +378,7 @@ class Dispatcher(RequestBooks):
             is_known = ask.fields.get("digest") == card.digest
             return {"digest": card.digest} | ({} if is_known else {"card": card.data})
         replica = find_replica(ask.replica, self.replicas.values())
-        state = state_after(ask.what, replica)
+        state = state_after(ask.what, replica, self.verbs.holds_queue)
         if state != replica.state or not state.is_departing:
             self.set_state(replica, state)
         return {}

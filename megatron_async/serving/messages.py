@@ -12,7 +12,7 @@ from megatron_async import errors
 
 TOKEN_BYTES = 4
 """Bytes of a token id."""
-PROTOCOL = 13
+PROTOCOL = 14
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -35,6 +35,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """Below 0, or of decades, where a clock was set; never NaN."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """A name or label that is shown."""
+Version = Name | Number
+"""What a trainer calls its weights."""
 Trace = Annotated[
     str, msgspec.Meta(pattern=r"\A(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")
 ]  # fmt: skip
@@ -109,6 +111,10 @@ class PromptLogProbs(msgspec.Struct, frozen=True):
     words: bytes
 
 
+Span = tuple[Version | None, Tokens, Tokens]
+"""A version, and of what it holds: the first, and the one after the last."""
+
+
 class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request has ended; its tokens were told before.
 
@@ -123,6 +129,9 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
         text, stop_word: where the replica makes texts: the last part, and the word that ended it.
         replica: name of the replica that served it last; "" if none did.
         attempts: replicas that it was given to.
+        weight_versions, kv_versions: spans [version, first, end) of its generated tokens, by the
+            weights that made them, and of its cache's places, by those that filled them; None:
+            the weights were never named.
         record: in a form that only clients of such replicas read (Megatron's, as msgpack): the
             whole request (`compat.inference.inference_client`), or what HTTP tells beside ours.
     """
@@ -143,6 +152,8 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_word: str | None = None
     replica: str = ""
     attempts: Tokens = 0
+    weight_versions: list[Span] | None = None
+    kv_versions: list[Span] | None = None
     record: bytes | None = None
 
     @property
@@ -259,6 +270,8 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         instance: different for each process, to recognise a replica that connects again.
         model: all settings that must be equal for replicas to give the same tokens, by name.
         shares_experts: whether other replicas of its job need its experts.
+        sharers: replicas of its job that share experts, this one too; 1: it shares none.
+        ranks: processes of this replica.
     """
 
     name: Name
@@ -269,6 +282,24 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: Difference
     shares_experts: bool = False
     card: str = ""
+    sharers: Tokens = 1
+    ranks: Tokens = 1
+
+
+class Weights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The weights that a replica, or a service, has.
+
+    Attributes:
+        number: rises with each update of the service; 0: those it started with.
+        version: what the trainer calls them; None: it has said nothing.
+        begun: highest number of an update that was begun here.
+        is_torn: an update without a second memory was not finished, so they are no weights.
+    """
+
+    number: Tokens = 0
+    version: Version | None = None
+    begun: Tokens = 0
+    is_torn: bool = False
 
 
 class ReplicaHello(Message):
@@ -276,6 +307,7 @@ class ReplicaHello(Message):
 
     protocol: int
     info: ReplicaInfo
+    weights: Weights = Weights()
 
 
 class Card(Message):

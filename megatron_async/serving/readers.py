@@ -134,7 +134,8 @@ class TokenReader:
         return (
             f"its replica was lost, and another one continues otherwise than the "
             f"{len(self.generated) // TOKEN_BYTES} tokens that were delivered: near ties fall "
-            "differently in other batches below float32."
+            "differently in other batches below float32, and all tokens do after an update of the "
+            "weights."
         )
 
     def hear_end(self, ended: Ended) -> None:

@@ -79,7 +79,7 @@ def why_nobody_serves(replicas: Collection[ReplicaRecord], departed: str, waited
     and why; "" if none has."""
     last = f"The last was {departed}." if departed else "None ever joined."
     if replicas:
-        there = (f"{replica.name} ({replica.state})" for replica in replicas)
+        there = (f"{replica.name} ({replica.shown_state})" for replica in replicas)
         last = f"There is only {', '.join(there)}."
     return f"there has been no replica to serve it for {waited_s:.0f} s. {last}"
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.serving.messages import Generate, ReplicaInfo, ReplicaStatus, Run
+from megatron_async.serving.messages import Generate, ReplicaInfo, ReplicaStatus, Run, Weights
 from megatron_async.serving.routing import (
     Candidate,
     PrefixTable,
@@ -216,6 +216,9 @@ class ReplicaRecord:
     Attributes:
         last_progress: time when its engine last finished a step or had no work, seconds.
         completed: requests that it ended without an error.
+        weights: that it has.
+        is_stale: they are not the service's, so it gets no requests.
+        groups: names of the trainers' process groups that it has joined.
     """
 
     def __init__(self, identity: bytes, info: ReplicaInfo, now: float, index: int) -> None:
@@ -227,6 +230,8 @@ class ReplicaRecord:
         self.requests: dict[int, RoutedRequest] = {}
         self.last_heard = self.last_progress = now
         self.completed = 0
+        self.weights, self.is_stale = Weights(), False
+        self.groups: set[str] = set()
         self.prefix = PrefixTable(info.kv_blocks)
         self._runs = 0
         self._unseen: deque[UnseenRun] = deque()
@@ -237,6 +242,16 @@ class ReplicaRecord:
     def name(self) -> str:
         """Name of the replica."""
         return self.info.name
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether it serves further requests, now or later."""
+        return not (self.state.is_departing or self.is_stale)
+
+    @property
+    def shown_state(self) -> str:
+        """Its state as people see it."""
+        return "stale" if self.is_stale and self.state == ReplicaState.READY else str(self.state)
 
     def why_lost(self, now: float, config: CoordinatorConfig) -> str:
         """Why it counts as lost, "" if it does not."""
@@ -300,7 +315,7 @@ class ReplicaRecord:
         """For `stats`."""
         load = self.candidate()
         return {
-            "state": str(self.state),
+            "state": self.shown_state,
             "unfinished_requests": len(self.requests),
             "unfinished_tokens": load.unfinished_tokens,
             "free_blocks": load.free_blocks,

@@ -282,7 +282,9 @@ class Replica:
                 with contextlib.suppress(KeyError):
                     self._engine.abort_request(message.number)
             case SetPaused(paused=True):
-                self._engine.pause()
+                # Those that share experts stop together: once more would wait for the others.
+                if not self._engine.loop.is_paused:
+                    self._engine.pause()
             case SetPaused():
                 self._engine.unpause()
             case Do():
@@ -394,7 +396,7 @@ class Replica:
             with contextlib.suppress(KeyError):
                 self._engine.abort_request(number)
         self._requests.clear()
-        if self._engine.is_stopped:
+        if self._engine.is_stopped and not self.info.shares_experts:  # those go on together
             self._engine.unpause()
 
     def _status(self) -> ReplicaStatus:
@@ -454,6 +456,11 @@ def serve_replica(
         name = f"{name}-{llm.data_parallel_rank}"
     finish = partial(llm.finish_together, timeout_s=None) if llm.shares_experts else None
     replica = Replica(llm.engine, address, model, name, finish, secret)
+    replica.info = msgspec.structs.replace(
+        replica.info,
+        sharers=llm.num_sharers,
+        ranks=join_job().world_size // llm.data_parallel_size,
+    )
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()

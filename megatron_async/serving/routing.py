@@ -157,6 +157,10 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._hashes)
 
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._hashes.clear()
+
     def match(self, hashes: Sequence[bytes]) -> int:
         """How many of a prompt's first blocks are remembered, in a row."""
         # A block is never forgotten before those behind it, so the remembered ones come first. (A

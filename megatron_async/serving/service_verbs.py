@@ -6,13 +6,15 @@ Only decisions, as in the `Dispatcher`: no sockets, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
-from megatron_async.serving.messages import Answer, Ask, Do, Done
+from megatron_async.serving.messages import Answer, Ask, Do, Done, SetPaused, Weights
+from megatron_async.serving.questions import Question, Questions
 from megatron_async.serving.records import ReplicaRecord, ReplicaState
 from megatron_async.serving.request_books import RequestBooks
+from megatron_async.serving.weight_rounds import WEIGHT_VERBS, WeightRounds
 
 COMMANDS = {
     "pause": ReplicaState.PAUSED,
@@ -35,8 +37,8 @@ def find_replica(name: str, replicas: Collection[ReplicaRecord]) -> ReplicaRecor
     raise ValueError(f"there is no replica named {name!r}; there are: {there}.")
 
 
-def state_after(what: str, replica: ReplicaRecord) -> ReplicaState:
-    """The state of a replica after a command.
+def state_after(what: str, replica: ReplicaRecord, stands: bool = False) -> ReplicaState:
+    """The state of a replica after a command; `stands`: the whole service is paused or sleeps.
 
     Raises:
         ValueError: there is no such command, or this replica cannot follow it.
@@ -49,10 +51,11 @@ def state_after(what: str, replica: ReplicaRecord) -> ReplicaState:
         raise ValueError(
             f"replica {replica.name!r} cannot {what}: it is leaving. Start another one."
         )
-    if what == "pause" and replica.info.shares_experts:
+    if replica.info.shares_experts and (stands or what == "pause"):
         raise ValueError(
-            f"replica {replica.name!r} cannot stand still, because others of its job need its "
-            "experts: drain it, and it is given no further requests."
+            f"replica {replica.name!r} cannot {what} alone, because others of its job need its "
+            "experts: "
+            + ("resume the service first." if stands else "drain it, or pause the whole service.")
         )
     return COMMANDS[what]
 
@@ -71,34 +74,18 @@ class ServiceState(StrEnum):
 
 OF_REPLICAS = ("sleep", "wake", "reset_prefix_cache", "profile", "watch", "signal")
 """Verbs that every replica must do; the answer says what each told."""
-VERBS = ("health", "pause", "resume", "drain", "abort", "shutdown", *OF_REPLICAS)
+VERBS = ("health", "pause", "resume", "drain", "abort", "shutdown", *OF_REPLICAS, *WEIGHT_VERBS)
 UNASKED = -1
 """Number of a `Do` that nobody waits for."""
 REFUSALS = {ServiceState.DRAINING: "the service ends, or was told to take no further requests"}
 PAUSE_MODES = ("keep", "abort")
 
 
-@dataclass
-class Question:
-    """A verb that replicas must do before its answer.
-
-    Attributes:
-        asker: identity of the client.
-        waiting: identities of replicas that have not answered.
-        answers, failures: of those that could, and could not, by name.
-    """
-
-    asker: bytes
-    ask: Ask
-    waiting: set[bytes]
-    answers: dict[str, Any] = field(default_factory=dict)
-    failures: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-
 class ServiceVerbs:
     """The state of a service, and how it changes.
 
     Attributes:
+        weights: the updates of the weights.
         had_replica: whether one has ever joined: without one it loads, later it restarts.
         is_given_up: whether the starter of the replicas expects no further one.
         on_shutdown: ends the coordinator for a client; None: no client may.
@@ -106,8 +93,8 @@ class ServiceVerbs:
 
     def __init__(self, books: RequestBooks) -> None:
         self._books = books
-        self._questions: dict[int, Question] = {}
-        self._next = 0
+        self._questions = Questions(books)
+        self.weights = WeightRounds(books, self._questions)
         self.state = ServiceState.RUNNING
         self.had_replica = self.is_given_up = False
         self.on_shutdown: Callable[[], None] | None = None
@@ -123,10 +110,13 @@ class ServiceVerbs:
 
     def state_name(self) -> str:
         """The state as people see it: without replicas a service is "loading", "restarting" or
-        "dead", unless it takes no requests anyway."""
+        "dead", and "stale" if none has its weights, unless it takes no requests anyway."""
         if self.state == ServiceState.DRAINING:
             return str(self.state)
-        if not any(not replica.state.is_departing for replica in self._books.replicas.values()):
+        there = [each for each in self._books.replicas.values() if not each.state.is_departing]
+        if there and all(each.is_stale for each in there):
+            return "stale"
+        if not there:
             if not self.had_replica:
                 return "loading"
             return "dead" if self.is_given_up else "restarting"
@@ -144,34 +134,23 @@ class ServiceVerbs:
         if answer is not None:
             self._books.tell(asker, Answer(ask.number, answer))
 
-    def joined(self, replica: ReplicaRecord) -> None:
-        """A replica has joined: it gets the state of the service."""
+    def joined(self, replica: ReplicaRecord, weights: Weights) -> None:
+        """A replica has joined, with these weights: it gets the state of the service."""
         self.had_replica = True
+        self.weights.joined(replica, weights)
         if self.holds_queue:
             self._set(replica, ReplicaState.PAUSED)
+        elif replica.info.shares_experts:  # it may still stand, as the last coordinator has told
+            self._set(replica, ReplicaState.READY)
 
     def lost(self, identity: bytes) -> None:
         """A replica or a client is lost: do not wait for the replica; do not answer the client."""
-        for key, question in list(self._questions.items()):
-            if question.asker == identity:
-                del self._questions[key]
-            elif identity in question.waiting:
-                question.waiting.discard(identity)
-                self._settle(key, question)
+        self.weights.lost(identity)
+        self._questions.lost(identity)
 
     def done(self, identity: bytes, done: Done) -> None:
         """A replica has done a verb, or has failed to."""
-        question = self._questions.get(done.number)
-        if question is None or identity not in question.waiting:
-            return
-        question.waiting.discard(identity)
-        replica = self._books.replicas.get(identity)
-        name = "" if replica is None else replica.name
-        if done.failure is None:
-            question.answers[name] = done.value
-        else:
-            question.failures[name] = done.failure
-        self._settle(done.number, question)
+        self._questions.done(identity, done)
 
     # ---- Verbs -------------------------------------------------------------------------------
 
@@ -179,8 +158,9 @@ class ServiceVerbs:
         replicas = self._books.replicas.values()
         match ask.what:
             case "health":
-                ready = sum(replica.state == ReplicaState.READY for replica in replicas)
-                return {"state": self.state_name(), "replicas": ready}
+                ready = sum(replica.shown_state == ReplicaState.READY for replica in replicas)
+                state = {"state": self.state_name(), "replicas": ready}
+                return state | self.weights.health()
             case "pause":
                 return self._pause(replicas, str(ask.fields.get("mode", "keep")))
             case "resume":
@@ -206,6 +186,8 @@ class ServiceVerbs:
                 return {}
             case "wake" if self.state != ServiceState.SLEEPING:
                 return {"replicas": {}}
+            case what if what in WEIGHT_VERBS:
+                return self.weights.do(asker, ask)
         self._ask_replicas(asker, ask)
         return None
 
@@ -221,12 +203,16 @@ class ServiceVerbs:
         return {"aborted": aborted}
 
     def _check_can_stand(self, replicas: Collection[ReplicaRecord]) -> None:
-        if any(replica.info.shares_experts for replica in replicas):
-            raise ValueError(
-                "replicas whose experts others need cannot stand still: drain the service."
-            )
+        for replica in replicas:
+            if replica.info.shares_experts and replica.state == ReplicaState.LEAVING:
+                raise ValueError(
+                    f"replica {replica.name!r} finishes its requests, as it leaves, and needs the "
+                    "experts of others, which therefore cannot stand still: try again when it has."
+                )
 
     def _stand_still(self, replicas: Collection[ReplicaRecord]) -> None:
+        """Replicas that share experts stop at one step: the first that is told steps on for the
+        others until all of them were told."""
         self._check_can_stand(replicas)
         for replica in replicas:
             self._set(replica, ReplicaState.PAUSED)
@@ -240,6 +226,8 @@ class ServiceVerbs:
     def _set(self, replica: ReplicaRecord, state: ReplicaState) -> None:
         if not replica.state.is_departing:
             self._books.set_state(replica, state)
+        elif replica.info.shares_experts:  # it steps with the others, or stops with them
+            self._books.tell(replica.identity, SetPaused(state == ReplicaState.PAUSED))
 
     def _abort(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         label, everything = fields.get("label"), fields.get("all") is True
@@ -255,36 +243,24 @@ class ServiceVerbs:
         return {"aborted": len(requests)}
 
     def _ask_replicas(self, asker: bytes, ask: Ask) -> None:
-        there = {
+        there = [
             identity
             for identity, replica in self._books.replicas.items()
             if not replica.state.is_departing
-        }
-        question = Question(asker, ask, there)
-        key = self._next
-        self._next += 1
-        self._questions[key] = question
-        for identity in list(there):
-            self._books.tell(identity, Do(key, ask.what, ask.fields))
-        self._settle(key, question)
+        ]
+        self._questions.put(there, ask.what, ask.fields, partial(self._answer, ask), asker)
 
-    def _settle(self, key: int, question: Question) -> None:
+    def _answer(self, ask: Ask, question: Question) -> None:
         """Answer a question that no replica has left to answer."""
-        if question.waiting or key not in self._questions:
-            return
-        del self._questions[key]
+        assert question.asker is not None
         if question.failures:
-            failures = sorted(question.failures.items())
-            text = "; ".join(f"{name}: {kind}: {why}" for name, (kind, why) in failures)
-            is_asker = all(kind == "ValueError" for kind, _ in question.failures.values())
-            kind = "ValueError" if is_asker else "RuntimeError"
-            answer = Answer(question.ask.number, failure=(kind, text))
+            answer = Answer(ask.number, failure=question.failure())
         else:
-            answer = Answer(question.ask.number, {"replicas": question.answers})
-            if question.ask.what == "wake":
+            answer = Answer(ask.number, {"replicas": question.answers})
+            if ask.what == "wake":
                 self._go_on(self._books.replicas.values())
-            elif question.ask.what == "signal":
-                confirm = Do(UNASKED, "confirm", question.ask.fields)
+            elif ask.what == "signal":
+                confirm = Do(UNASKED, "confirm", ask.fields)
                 for replica in self._books.replicas.values():
                     self._books.tell(replica.identity, confirm)
         self._books.tell(question.asker, answer)

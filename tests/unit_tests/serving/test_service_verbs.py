@@ -16,6 +16,8 @@ from megatron_async.serving.messages import (
     Do,
     Done,
     Ended,
+    Helping,
+    Leaving,
     SetPaused,
     StepTokens,
 )
@@ -198,14 +200,26 @@ def test_an_asker_that_is_gone_is_not_answered() -> None:
     assert service.take("client") == []
 
 
-def test_replicas_that_share_experts_cannot_stand_still() -> None:
+def test_replicas_that_share_experts_stand_still_together() -> None:
     service = Service()
-    service.join("a", shares_experts=True)
+    for name in "ab":
+        assert SetPaused(False) in service.join(name, shares_experts=True)
     service.ask(0)
+    assert service.runs("a") == [0]
+    service.hear("b", Helping())
+    assert value(service, "pause") == {"aborted": 0}
+    assert service.take("a") == service.take("b") == [SetPaused(True)]
+    for what in ("pause", "resume", "remove"):
+        service.hear("client", Ask(7, what, "a"))
+        (answer,) = service.take("client")
+        assert "resume the service first" in answer.failure[1], "alone it would wait for ever"
+    assert value(service, "resume") == {}
+    assert service.take("a") == service.take("b") == [SetPaused(False)]
+    service.hear("a", Leaving())
+    service.take("a")
     for fields in ({"what": "pause"}, {"what": "pause", "mode": "abort"}, {"what": "sleep"}):
-        assert "drain" in refusal(service, **fields)
-    assert state(service) == "running"
-    assert [type(m).__name__ for m in service.take("a")] == ["Run"], "nothing is aborted"
+        assert "it leaves" in refusal(service, **fields)
+    assert service.take("a") == [], "nothing is aborted"
 
 
 @pytest.mark.parametrize("what", ["explode", ""])

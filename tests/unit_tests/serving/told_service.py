@@ -20,6 +20,7 @@ from megatron_async.serving.messages import (
     ReplicaStatus,
     Run,
     StepTokens,
+    Weights,
 )
 from megatron_async.serving.records import CoordinatorConfig
 from megatron_async.serving.step_arrays import StepArrays
@@ -72,8 +73,8 @@ class Service:
     def hear(self, who: str, message: Any) -> None:
         self.dispatcher.hear(who.encode(), message, self.now)
 
-    def join(self, name: str, **changes: Any) -> list[Message]:
-        self.hear(name, ReplicaHello(PROTOCOL, info(name, **changes)))
+    def join(self, name: str, weights: Weights | None = None, **changes: Any) -> list[Message]:
+        self.hear(name, ReplicaHello(PROTOCOL, info(name, **changes), weights or Weights()))
         return self.take(name)
 
     def lose(self, who: str) -> None:

@@ -1,0 +1,476 @@
+"""`WeightRounds`: updates of a service's weights, as a coordinator decides on them.
+
+A round is begun on all replicas, gets its tensors, is staged on all of them, and only then is
+committed. Until that the weights before serve on. A replica with other weights than the service's
+is *stale* and gets no requests. No sockets and no clock: `tick` passes the time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from megatron_async.serving.messages import Answer, Ask, Weights
+from megatron_async.serving.questions import Question, Questions
+from megatron_async.serving.records import ReplicaRecord
+from megatron_async.serving.request_books import RequestBooks
+from megatron_async.serving.weight_fields import (
+    Begin,
+    Drop,
+    Empty,
+    Finish,
+    Group,
+    Label,
+    Load,
+    read_fields,
+)
+
+logger = logging.getLogger("megatron_async")
+
+MOST_UNREAD_BYTES = 4 * (64 << 20)
+"""Most bytes of tensors that replicas have not answered for: a further message is refused."""
+
+
+@dataclass(eq=False)
+class Round:
+    """An update under way.
+
+    Attributes:
+        key: who knows it may send.
+        number: of the round, on the replicas.
+        weights: what they have after it.
+        taking_part: identities of the replicas.
+        stage: "begins", "loads", "stages", "commits".
+        expires: when it is dropped, seconds.
+        folders: what it has loaded, if only folders.
+        unread: bytes of tensors that replicas have not answered for.
+        why: it was dropped, and why; "" if it was not.
+    """
+
+    key: str
+    number: int
+    begin: Begin
+    weights: Weights
+    taking_part: set[bytes]
+    expires: float
+    stage: str = "begins"
+    folders: list[str] | None = field(default_factory=list)
+    unread: int = 0
+    why: str = ""
+    answers: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `weights_info`: without the key."""
+        told = {"version": self.weights.version, "number": self.number, "stage": self.stage}
+        return {**told, "way": self.begin.way, "source": self.begin.source.kind}
+
+
+class WeightRounds:
+    """The weights that a service is to have, and the round that replaces them.
+
+    Attributes:
+        wanted: the weights of the service.
+    """
+
+    def __init__(self, books: RequestBooks, questions: Questions) -> None:
+        self._books, self._questions = books, questions
+        self._round: Round | None = None
+        self._folders: Round | None = None
+        """The round from which stale replicas are brought up."""
+        self._tried: set[bytes] = set()
+        """Identities of replicas that could not be brought up."""
+        self._begun, self._now = 0, 0.0
+        self.wanted = Weights()
+
+    # ---- What replicas are ---------------------------------------------------------------------
+
+    def joined(self, replica: ReplicaRecord, weights: Weights) -> None:
+        """A replica has joined with these weights."""
+        replica.weights = weights
+        self._begun = max(self._begun, weights.begun, weights.number)
+        if weights.number > self.wanted.number and not weights.is_torn:
+            self.wanted = weights  # the coordinator is new
+        self._mark()
+
+    def lost(self, identity: bytes) -> None:
+        """A replica is lost: the round goes on with the others."""
+        self._tried.discard(identity)
+        if (round := self._round) is not None and identity in round.taking_part:
+            round.taking_part.discard(identity)
+            if not round.taking_part:
+                self._drop(round, "all replicas of the round are lost")
+
+    def health(self) -> dict[str, Any]:
+        """What `health` tells of the weights; nothing before the first update."""
+        stale = sorted(each.name for each in self._books.replicas.values() if each.is_stale)
+        told: dict[str, Any] = {"stale": stale} if stale else {}
+        if self.wanted != Weights():
+            told["weight_version"] = self.wanted.version
+        return told
+
+    def tick(self, now: float) -> None:
+        """Drop a round whose sender is silent; bring up stale replicas."""
+        self._now = now
+        round = self._round
+        if round is None:
+            self._bring_up()
+        elif now >= round.expires and round.stage != "commits":
+            limit = round.begin.time_limit_s
+            self._drop(round, f"it had no message for {limit:g} s (time_limit_s)")
+
+    def _mark(self) -> None:
+        for replica in self._books.replicas.values():
+            theirs, was = replica.weights, replica.is_stale
+            replica.is_stale = theirs.is_torn or theirs.number != self.wanted.number
+            if replica.is_stale and not was:
+                logger.warning(
+                    "Replica %s has weights %s of update %d, and the service those of update %d: "
+                    "it gets no requests until it has them.",
+                    replica.name, "torn" if theirs.is_torn else repr(theirs.version),
+                    theirs.number, self.wanted.number,
+                )  # fmt: skip
+
+    # ---- Verbs -----------------------------------------------------------------------------------
+
+    def do(self, asker: bytes, ask: Ask) -> dict[str, Any] | None:
+        """Do a verb of `WEIGHT_VERBS`; returns its answer, or None: it comes later.
+
+        Raises:
+            ValueError: it is not allowed, or not now.
+        """
+        return _VERBS[ask.what](self, asker, ask)
+
+    def _info(self, asker: bytes, ask: Ask) -> dict[str, Any]:
+        read_fields(ask.fields, Empty)
+        replicas = {
+            replica.name: {
+                "version": replica.weights.version, "number": replica.weights.number,
+                "is_stale": replica.is_stale, "ranks": replica.info.ranks,
+            }
+            for replica in self._there().values()
+        }  # fmt: skip
+        round = None if self._round is None else self._round.as_dict()
+        wanted = {"version": self.wanted.version, "number": self.wanted.number}
+        return {**wanted, "round": round, "replicas": replicas}
+
+    def _begin(self, asker: bytes, ask: Ask) -> None:
+        begin = read_fields(ask.fields, Begin)
+        self._check_idle("begin another")
+        group = begin.source.name if begin.source.kind == "group" else None
+        taking_part = {
+            identity
+            for identity, replica in self._there().items()
+            if (begin.is_whole or not replica.is_stale)
+            and (group is None or group in replica.groups)
+        }
+        if not taking_part:
+            raise ValueError(
+                "no replica can take part: a partial update needs one whose other weights are the "
+                "service's, and a group one that has joined it (weights_group)."
+            )
+        key = begin.round or secrets.token_urlsafe(24)
+        round = self._open(key, begin, Weights(self._begun + 1, begin.version), taking_part)
+
+        def begun(question: Question) -> None:
+            if question.failures:
+                self._drop(round, question.failure()[1])
+            elif not round.why:
+                round.stage = "loads"
+            value = {"round": key, "number": round.number, "replicas": question.answers}
+            self._answer(asker, ask, round, question, value)
+
+        self._questions.put(taking_part, "weights_begin", self._fields_of(round), begun)
+
+    def _load(self, asker: bytes, ask: Ask) -> None:
+        load = read_fields(ask.fields, Load)
+        round = self._of(load.round)
+        load.check()
+        _name(round, load.version)
+        num_bytes = load.num_bytes
+        if round.unread + num_bytes > MOST_UNREAD_BYTES:
+            raise ValueError(
+                f"{round.unread} bytes of this round are still being loaded: wait for an answer."
+            )
+        round.unread += num_bytes
+        if load.folder is None:
+            round.folders = None
+        elif round.folders is not None:
+            round.folders.append(load.folder)
+
+        def loaded(question: Question) -> None:
+            round.unread -= num_bytes
+            round.expires = self._now + round.begin.time_limit_s
+            if question.failures:
+                self._drop(round, question.failure()[1])
+            self._answer(asker, ask, round, question, {"replicas": question.answers})
+
+        self._questions.put(round.taking_part, "weights_load", ask.fields, loaded)
+
+    def _finish(self, asker: bytes, ask: Ask) -> None:
+        finish = read_fields(ask.fields, Finish)
+        round = self._of(finish.round)
+        _name(round, finish.version)
+
+        def over(question: Question) -> None:
+            stale = {name: f"{kind}: {why}" for name, (kind, why) in round.failures.items()}
+            told = {"version": round.weights.version, "number": round.weights.number}
+            value = {**told, "replicas": round.answers, "stale": stale}
+            self._answer(asker, ask, round, question, value)
+
+        self._stage(round, over)
+
+    def _drop_verb(self, asker: bytes, ask: Ask) -> dict[str, Any]:
+        drop = read_fields(ask.fields, Drop)
+        round = self._of(drop.round, "begins", "loads", "stages")
+        self._drop(round, "it was dropped by its sender")
+        return {}
+
+    def _check(self, asker: bytes, ask: Ask) -> None:
+        read_fields(ask.fields, Empty)
+        self._check_idle("compare weights")
+
+        def checked(question: Question) -> None:
+            sums = [answer["checksum"] for answer in question.answers.values()]
+            value = {"replicas": question.answers, "is_equal": sums == sums[:1] * len(sums)}
+            self._answer(asker, ask, None, question, value)
+
+        self._questions.put(self._there(), ask.what, {}, checked)
+
+    def _label(self, asker: bytes, ask: Ask) -> None:
+        label = read_fields(ask.fields, Label)
+        self._check_idle("name the weights otherwise")
+
+        def labelled(question: Question) -> None:
+            if not question.failures:
+                for replica in self._there().values():
+                    replica.weights = _named(replica.weights, label)
+                self.wanted = _named(self.wanted, label)
+            self._answer(asker, ask, None, question, {"replicas": question.answers})
+
+        fresh = {identity for identity, each in self._there().items() if not each.is_stale}
+        self._questions.put(fresh, ask.what, ask.fields, labelled)
+
+    def _group(self, asker: bytes, ask: Ask) -> None:
+        group = read_fields(ask.fields, Group)
+        self._check_idle("join or leave a group")
+        there = sorted(self._there().values(), key=lambda replica: replica.name)
+        first, firsts = group.rank_offset, {}
+        for replica in there:
+            firsts[replica.identity] = first
+            first += replica.info.ranks
+        if not group.destroy and first != group.world_size:
+            raise ValueError(
+                f"world_size={group.world_size} must be {first}: {group.rank_offset} before the "
+                f"replicas, and {first - group.rank_offset} ranks of theirs."
+            )
+
+        def done(question: Question) -> None:
+            for replica in self._there().values():
+                replica.groups.discard(group.name)
+                if not group.destroy and replica.name in question.answers:
+                    replica.groups.add(group.name)
+            self._answer(asker, ask, None, question, {"replicas": question.answers})
+
+        def fields(identity: bytes) -> Mapping[str, Any]:
+            return {**ask.fields, "rank_offset": firsts[identity]}
+
+        self._questions.put(firsts, ask.what, fields, done)
+
+    # ---- A round ---------------------------------------------------------------------------------
+
+    def _open(self, key: str, begin: Begin, weights: Weights, taking_part: set[bytes]) -> Round:
+        self._begun += 1
+        expires = self._now + begin.time_limit_s
+        round = Round(key, self._begun, begin, weights, set(taking_part), expires)
+        self._round = round
+        return round
+
+    def _fields_of(self, round: Round) -> dict[str, Any]:
+        fields = msgspec.to_builtins(round.begin)
+        return {**fields, "round": round.key, "number": round.number}
+
+    def _stage(self, round: Round, then: Callable[[Question], None]) -> None:
+        """Stage a round on all replicas, then commit it; `then` at its end."""
+        round.stage = "stages"
+
+        def staged(question: Question) -> None:
+            if question.failures:
+                self._drop(round, question.failure()[1])
+            if round.why:
+                then(question)
+                return
+            round.stage = "commits"
+            self._commit(round, self._waves(round), then)
+
+        self._questions.put(round.taking_part, "weights_finish", {"round": round.key}, staged)
+
+    def _waves(self, round: Round) -> list[set[bytes]]:
+        """Who commits together. Replicas that share experts commit at one step of them all."""
+        if round.begin.way == "together":
+            return [round.taking_part]
+        replicas = self._books.replicas
+        sharing = {each for each in round.taking_part if replicas[each].info.shares_experts}
+        alone = sorted(round.taking_part - sharing, key=lambda each: replicas[each].name)
+        return [sharing] * bool(sharing) + [{each} for each in alone]
+
+    def _commit(
+        self, round: Round, waves: list[set[bytes]], then: Callable[[Question], None]
+    ) -> None:
+        wave = waves.pop(0) & round.taking_part
+        weights = msgspec.to_builtins(round.weights)
+
+        def committed(question: Question) -> None:
+            round.answers |= question.answers
+            round.failures |= question.failures
+            for identity in wave & self._books.replicas.keys():
+                replica = self._books.replicas[identity]
+                if replica.name in question.answers:
+                    replica.weights = round.weights
+                    replica.prefix.clear()
+            if waves and self._round is round:
+                self._commit(round, waves, then)
+                return
+            if not round.answers:
+                self._drop(round, question.failure()[1] or "all its replicas are lost")
+            elif self._round is round:
+                self._end(round)
+            then(question)
+
+        fields = {"round": round.key, "policy": round.begin.policy, "weights": weights}
+        self._questions.put(wave, "weights_commit", fields, committed)
+
+    def _end(self, round: Round) -> None:
+        """The service has the weights of a round."""
+        self._round = None
+        if round.weights.number > self.wanted.number:
+            self.wanted = round.weights
+            self._tried.clear()
+            is_source = bool(round.folders) and round.begin.is_whole
+            self._folders = round if is_source else None
+            logger.info(
+                "Weights %r (update %d) serve on %s.",
+                round.weights.version, round.weights.number, ", ".join(sorted(round.answers)),
+            )  # fmt: skip
+        self._mark()
+
+    def _drop(self, round: Round, why: str) -> None:
+        """The weights before serve on, unless there was no second memory for the new ones."""
+        if self._round is not round:
+            return
+        self._round, round.why = None, why
+        logger.warning("Update %d of the weights is dropped: %s.", round.number, why.rstrip("."))
+
+        def dropped(question: Question) -> None:
+            for replica in self._books.replicas.values():
+                if question.answers.get(replica.name, {}).get("is_torn"):
+                    replica.weights = msgspec.structs.replace(replica.weights, is_torn=True)
+            self._mark()
+
+        self._questions.put(round.taking_part, "weights_drop", {"round": round.key}, dropped)
+
+    def _bring_up(self) -> None:
+        """Give stale replicas the weights of the last folders. Those that share experts are waited
+        for: they commit together."""
+        source = self._folders
+        if source is None or source.weights.number != self.wanted.number:
+            return
+        stale = {
+            identity
+            for identity, replica in self._there().items()
+            if replica.is_stale and identity not in self._tried
+        }
+        sharing = [self._books.replicas[each].info.sharers for each in stale]
+        if not stale or any(len(stale) % sharers for sharers in sharing):
+            return
+        self._tried |= stale
+        begin = msgspec.structs.replace(source.begin, policy="keep", way="together")
+        round = self._open(secrets.token_urlsafe(24), begin, self.wanted, stale)
+        round.folders = list(source.folders or ())
+        names = ", ".join(sorted(self._books.replicas[each].name for each in stale))
+        logger.info("Replicas %s get the weights %r.", names, self.wanted.version)
+
+        def go_on(question: Question) -> None:
+            if question.failures:
+                self._drop(round, question.failure()[1])
+            if round.why:
+                return
+            round.stage, round.expires = "loads", self._now + begin.time_limit_s
+            if left:
+                fields = {"round": round.key, "folder": left.pop(0)}
+                self._questions.put(round.taking_part, "weights_load", fields, go_on)
+            else:
+                self._stage(round, lambda _: None)
+
+        left = list(round.folders)
+        self._questions.put(stale, "weights_begin", self._fields_of(round), go_on)
+
+    # ---- Small things ----------------------------------------------------------------------------
+
+    def _there(self) -> dict[bytes, ReplicaRecord]:
+        replicas = self._books.replicas
+        return {key: each for key, each in replicas.items() if not each.state.is_departing}
+
+    def _check_idle(self, what: str) -> None:
+        if self._round is not None:
+            raise ValueError(
+                f"an update of the weights is under way (number {self._round.number}): finish or "
+                f"drop it before you {what}."
+            )
+
+    def _of(self, key: str, *stages: str) -> Round:
+        """The open round, if this is its key: it has just had a message."""
+        round = self._round
+        if round is None or not hmac.compare_digest(key.encode(), round.key.encode()):
+            raise ValueError(
+                "no update with this round's key is open: it has ended, was dropped, or never was."
+            )
+        if round.stage not in (stages or ("loads",)):
+            raise ValueError(f"the round {round.stage} already: this verb comes too late or early.")
+        round.expires = self._now + round.begin.time_limit_s
+        return round
+
+    def _answer(
+        self,
+        asker: bytes,
+        ask: Ask,
+        round: Round | None,
+        question: Question,
+        value: dict[str, Any],
+    ) -> None:
+        answer = Answer(ask.number, value)
+        if round is not None and round.why:
+            kind = question.failure()[0] if question.failures else "UpdateError"
+            text = f"the update was dropped: {round.why}"
+            answer = Answer(ask.number, failure=(kind, text))
+        elif round is None and question.failures:
+            answer = Answer(ask.number, failure=question.failure())
+        self._books.tell(asker, answer)
+
+
+def _name(round: Round, version: str | int | None) -> None:
+    if version is not None:
+        round.weights = msgspec.structs.replace(round.weights, version=version)
+
+
+def _named(weights: Weights, label: Label) -> Weights:
+    return msgspec.structs.replace(weights, version=label.version)
+
+
+_VERBS: dict[str, Callable[[WeightRounds, bytes, Ask], dict[str, Any] | None]] = {
+    "weights_info": WeightRounds._info,
+    "weights_begin": WeightRounds._begin,
+    "weights_load": WeightRounds._load,
+    "weights_finish": WeightRounds._finish,
+    "weights_drop": WeightRounds._drop_verb,
+    "weights_check": WeightRounds._check,
+    "weights_label": WeightRounds._label,
+    "weights_group": WeightRounds._group,
+}
+WEIGHT_VERBS = tuple(_VERBS)
