@@ -456,11 +456,9 @@ def serve_replica(
         name = f"{name}-{llm.data_parallel_rank}"
     finish = partial(llm.finish_together, timeout_s=None) if llm.shares_experts else None
     replica = Replica(llm.engine, address, model, name, finish, secret)
-    replica.info = msgspec.structs.replace(
-        replica.info,
-        sharers=llm.num_sharers,
-        ranks=join_job().world_size // llm.data_parallel_size,
-    )
+    ranks = join_job().world_size // llm.data_parallel_size
+    sharers = len(llm.needed_ranks) // ranks
+    replica.info = msgspec.structs.replace(replica.info, sharers=sharers, ranks=ranks)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
