@@ -16,7 +16,7 @@ MOST_SIZE = 2**48
 MOST_LIMIT_S = 86_400.0
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-"""Of a round: who knows it may send."""
+"""Of a round: its sender must know it."""
 Size = Annotated[int, msgspec.Meta(ge=0, le=MOST_SIZE)]
 Shape = Annotated[list[Size], msgspec.Meta(max_length=8)]
 Dtype = Annotated[str, msgspec.Meta(max_length=16)]
@@ -35,7 +35,7 @@ class Source(Fields):
 
 
 class Begin(Fields):
-    """Of `weights_begin`; docs/rl.md tells what each means.
+    """Fields of `weights_begin`; docs/rl.md tells what each means.
 
     Attributes:
         time_limit_s: seconds without a message of the round after which it is dropped.
@@ -80,7 +80,7 @@ class Broadcast(Fields):
 
 
 class Load(Fields):
-    """Of `weights_load`: one of the four, beside the round's key. A version is the round's, as in
+    """Fields of `weights_load`: one of the four, beside the round's key. A version is the round's, as in
     `Finish`."""
 
     round: Key
@@ -108,26 +108,26 @@ class Load(Fields):
 
 
 class Finish(Fields):
-    """Of `weights_finish`; its version is the round's, if it is given."""
+    """Fields of `weights_finish`; its version is the round's, if it is given."""
 
     round: Key
     version: Version | None = None
 
 
 class Drop(Fields):
-    """Of `weights_drop`."""
+    """Fields of `weights_drop`."""
 
     round: Key
 
 
 class Label(Fields):
-    """Of `weights_label`."""
+    """Fields of `weights_label`."""
 
     version: Version
 
 
 class Group(Fields):
-    """Of `weights_group`: a trainer's process group that all ranks of all replicas join, from
+    """Fields of `weights_group`: a trainer's process group that all ranks of all replicas join, from
     `rank_offset` on; or its end."""
 
     name: Name
@@ -139,7 +139,7 @@ class Group(Fields):
 
 
 class Empty(Fields):
-    """Of verbs that have none."""
+    """None."""
 
 
 def read_fields[Kind: Fields](fields: Mapping[str, Any], kind: type[Kind]) -> Kind:

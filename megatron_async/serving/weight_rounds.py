@@ -42,7 +42,7 @@ class Round:
     """An update under way.
 
     Attributes:
-        key: who knows it may send.
+        key: a sender must know it.
         number: of the round, on the replicas.
         weights: what they have after it.
         taking_part: identities of the replicas.
@@ -312,7 +312,7 @@ class WeightRounds:
         self._questions.put(round.taking_part, "weights_finish", {"round": round.key}, staged)
 
     def _waves(self, round: Round) -> list[set[bytes]]:
-        """Who commits together. Replicas that share experts commit at one step of them all."""
+        """Replicas that commit together. Those that share experts commit at one step of them all."""
         if round.begin.way == "together":
             return [round.taking_part]
         replicas = self._books.replicas
