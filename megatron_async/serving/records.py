@@ -250,7 +250,7 @@ class ReplicaRecord:
 
     @property
     def shown_state(self) -> str:
-        """Its state as people see it."""
+        """State as people see it."""
         return "stale" if self.is_stale and self.state == ReplicaState.READY else str(self.state)
 
     def why_lost(self, now: float, config: CoordinatorConfig) -> str:

@@ -16,11 +16,11 @@ MOST_SIZE = 2**48
 MOST_LIMIT_S = 86_400.0
 
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-"""Of a round: its sender must know it."""
+"""Secret of a round: its sender must know it."""
 Size = Annotated[int, msgspec.Meta(ge=0, le=MOST_SIZE)]
 Shape = Annotated[list[Size], msgspec.Meta(max_length=8)]
 Dtype = Annotated[str, msgspec.Meta(max_length=16)]
-"""As safetensors names it."""
+"""Name of a type, as safetensors has it."""
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -80,8 +80,7 @@ class Broadcast(Fields):
 
 
 class Load(Fields):
-    """Fields of `weights_load`: one of the four, beside the round's key. A version is the round's, as in
-    `Finish`."""
+    """Fields of `weights_load`: one of the last four. A version is the round's."""
 
     round: Key
     version: Version | None = None
@@ -127,8 +126,8 @@ class Label(Fields):
 
 
 class Group(Fields):
-    """Fields of `weights_group`: a trainer's process group that all ranks of all replicas join, from
-    `rank_offset` on; or its end."""
+    """Fields of `weights_group`: a trainer's process group, which all ranks of all replicas join
+    from `rank_offset` on; or its end."""
 
     name: Name
     address: Name = ""
@@ -139,7 +138,7 @@ class Group(Fields):
 
 
 class Empty(Fields):
-    """None."""
+    """No fields."""
 
 
 def read_fields[Kind: Fields](fields: Mapping[str, Any], kind: type[Kind]) -> Kind:
