@@ -312,7 +312,7 @@ class WeightRounds:
         self._questions.put(round.taking_part, "weights_finish", {"round": round.key}, staged)
 
     def _waves(self, round: Round) -> list[set[bytes]]:
-        """Replicas that commit together. Those that share experts commit at one step of them all."""
+        """Replicas that commit together; those that share experts at one step of them all."""
         if round.begin.way == "together":
             return [round.taking_part]
         replicas = self._books.replicas
