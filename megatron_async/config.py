@@ -184,6 +184,12 @@ class InferenceConfig:
     """Compute logits only where a token is sampled. Log probs of prompts are computed from hidden
     states (`SamplingParams.return_log_probs`), so nothing needs other logits: False is refused."""
 
+    # ---- Training beside the engine ------------------------------------------------------------
+    enable_routing_replay: bool = False
+    """Record to which experts each token went: `routing_indices` of a request that has ended. A
+    trainer replays them (docs/rl.md). Takes a byte or two for each token, layer with experts and
+    chosen expert, beside the keys."""
+
     # ---- Logging -----------------------------------------------------------------------------
     logging_step_interval: int = 0
     """Log a line every N steps, 0 for none. The line (logger "megatron_async", level INFO) has the

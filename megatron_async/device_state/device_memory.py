@@ -17,6 +17,7 @@ from megatron_async.device_state.kv_cache import (
     MIB,
     BlockShape,
     PagedKVCache,
+    RoutingShape,
     blocks_that_fit,
 )
 from megatron_async.device_state.recurrent_state import make_recurrent_state
@@ -31,6 +32,7 @@ from megatron_async.models.partition import (
     mtp_kv_layers,
     recurrent_layers,
     recurrent_sizes,
+    routed_layers,
 )
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
@@ -202,7 +204,27 @@ def block_shape(model: Any, config: InferenceConfig) -> BlockShape:
         keeps_tokens(model, config),
         int(model.hidden_size) if depths else 0,
         depths,
+        _routing_shape(model) if config.enable_routing_replay else None,
     )
+
+
+def _routing_shape(model: Any) -> RoutingShape:
+    """What a routing record holds of a token.
+
+    Raises:
+        ConfigurationError: there are no experts, or a part of the layers is on other ranks.
+    """
+    if stage_of(model).count > 1:
+        raise ConfigurationError(
+            "enable_routing_replay=True is not served with pipeline stages, each of which would "
+            "have a part of the record: use pipeline_model_parallel_size=1 (tensor_ and "
+            "expert_model_parallel_size are served), or leave enable_routing_replay out."
+        )
+    if not (layers := routed_layers(model)):
+        raise ConfigurationError(
+            "enable_routing_replay=True, but the model has no layers with experts: leave it out."
+        )
+    return RoutingShape(layers, model.moe_router_topk, model.num_moe_experts)
 
 
 def draft_depths(model: Any, config: InferenceConfig) -> int:

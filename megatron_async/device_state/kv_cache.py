@@ -24,6 +24,29 @@ TOKEN_BYTES = torch.int32.itemsize
 
 
 @dataclass(frozen=True)
+class RoutingShape:
+    """The routing record of a token: the experts that it goes to in each layer."""
+
+    num_layers: int
+    """Layers with experts."""
+    topk: int
+    """Experts of a token in a layer."""
+    num_experts: int
+    """Experts of a layer, on all ranks."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the ids: the smallest that holds them, read as one without a sign. (Torch
+        computes little with uint16.)"""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of a token's record."""
+        return self.num_layers * self.topk * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class BlockShape:
     """What a KV block holds on one rank."""
 
@@ -45,10 +68,15 @@ class BlockShape:
     num_hidden: int = 0
     """Hidden states that are kept: one for each depth that drafts."""
 
+    routing: RoutingShape | None = None
+    """Sizes of the routing record that is kept beside the keys; None: none is."""
+
     @property
     def num_bytes(self) -> int:
         """Size of a block over all layers."""
         tokens = self.block_size * TOKEN_BYTES if self.keeps_tokens else 0
+        if self.routing is not None:
+            tokens += self.block_size * self.routing.num_bytes
         elements = 2 * self.num_layers * self.block_size * self.num_heads * self.head_dim
         return (elements + self.num_hidden * self.hidden_size) * self.dtype.itemsize + tokens
 
@@ -75,6 +103,9 @@ class PagedKVCache:
             the hidden state before its first token; a row reads it here, from a shared block or
             from its own. Zeros for the dummy block. Written by each step after its forward; None
             if no hidden states are kept, and while the cache is released.
+        block_routing: `[blocks, block size, layers, topk]`, in the dtype of a `RoutingShape`: the
+            experts of the token whose keys are at the same place. Written by each step after its
+            forward; None if no record is kept, and while the cache is released.
     """
 
     def __init__(self, shape: BlockShape, num_blocks: int, device: torch.device) -> None:
@@ -84,6 +115,7 @@ class PagedKVCache:
         self._data: Tensor | None = None
         self.block_tokens: Tensor | None = None
         self.block_hidden: Tensor | None = None
+        self.block_routing: Tensor | None = None
         self.allocate()
 
     @property
@@ -104,10 +136,13 @@ class PagedKVCache:
         if shape.num_hidden:
             hidden = (shape.num_hidden, blocks, shape.hidden_size)
             self.block_hidden = _zeros(hidden, shape.dtype, device)
+        if (routing := shape.routing) is not None:
+            record = (*places, routing.num_layers, routing.topk)
+            self.block_routing = _zeros(record, routing.dtype, device)
 
     def release(self) -> None:
         """Free the memory, contents included; no step may run until `allocate`."""
-        self._data = self.block_tokens = self.block_hidden = None
+        self._data = self.block_tokens = self.block_hidden = self.block_routing = None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Key and value cache of a layer, each `[blocks, block size, heads, dim]`."""

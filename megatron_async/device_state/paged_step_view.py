@@ -7,6 +7,7 @@ from typing import override
 from torch import Tensor
 
 from megatron_async.device_state.kv_cache import PagedKVCache
+from megatron_async.models.step_routing import StepRouting
 from megatron_async.models.step_view import StepView
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
@@ -27,6 +28,7 @@ class PagedStepView(StepView):
     use_flashinfer_fused_rope = False
 
     mtp_hidden: Tensor | None = None
+    routing: StepRouting | None = None
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class Pausing:
 
     def _release_cache(self) -> int:
         self._cache_is_released = True
-        self._loop.context.evict_all()
+        self._loop.context.evict_all(keeps_routing=True)
         for listener in self._loop.listeners:
             listener.evicted_all()
         context, view = self._loop.context, self._loop.context.gpu_view

@@ -108,6 +108,7 @@ class StepBooking:
         for request in self._requests.unfinished():
             if (slot := slots.slot_of.get(request.request_id)) is not None:
                 request.generated_tokens = slots.generated_tokens(slot)
+                self._context.scheduler.keep_routing(slot)
         if step is not None:
             error = _step_failed(step, step.error or cause)
             for slot in self._held_slots(step):

@@ -7,7 +7,6 @@ follow from the number of tokens, so that a step with experts is captured like a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,11 +92,10 @@ class MoELayer(MegatronModule):
     If there are few tokens and all experts are on this rank, one op does routing, experts, the
     shared expert and the norm before them (`ops/experts/few_tokens.py`).
 
-    `on_routing`, if it is set, is called with the routing of this rank's tokens after the kernels
+    `StepView.routing`, if there is one, gets the routing of this rank's tokens after the kernels
     that write it have been launched.
     """
 
-    on_routing: Callable[[Routing], None] | None = None
     ops = LayerOps()
 
     def __init__(
@@ -195,8 +193,8 @@ class MoELayer(MegatronModule):
         """The output of this rank's experts, `[tokens, hidden]`, by the op for few tokens, added to
         `added`."""
         output, routing = self.ops.few_token_experts(x, *planned, *real_tokens(view), added)
-        if self.on_routing is not None:
-            self.on_routing(routing)
+        if view is not None and view.routing is not None:
+            view.routing.note(routing)
         return output
 
     def _dispatched(self, x: Tensor, view: StepView | None, may_split: bool) -> Tensor | Stream:
@@ -207,8 +205,8 @@ class MoELayer(MegatronModule):
         if self._is_scattered:
             dispatched = -(-dispatched // ranks) * ranks
         routing = self.router(x, view)
-        if self.on_routing is not None:
-            self.on_routing(routing)
+        if view is not None and view.routing is not None:
+            view.routing.note(routing)
         gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
         sums = self.experts(gathered, routing)
         alone = ranks == 1 and self.shared_experts is None

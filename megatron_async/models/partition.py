@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import ATTENTION, MLP, RECURRENT, ModelArchitecture
+from megatron_async.models.architecture import ATTENTION, EXPERTS, MLP, RECURRENT, ModelArchitecture
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.sizes import SIZES_OF, RecurrentSizes
 
@@ -40,6 +40,19 @@ def recurrent_sizes(model: Any, kinds: str) -> list[RecurrentSizes]:
     `TransformerConfig`, or by a `ModelArchitecture`, which is on one rank."""
     ranks = getattr(model, "tensor_model_parallel_size", 1)
     return [SIZES_OF[kind].of(model).of_rank(ranks) for kind in kinds]
+
+
+def routed_layers(model: Any) -> int:
+    """Layers with experts on this pipeline stage, without those of multi-token prediction, by
+    Megatron's `TransformerConfig`."""
+    if not model.num_moe_experts:
+        return 0
+    if getattr(model, "hybrid_layer_pattern", None) is not None:
+        return stage_of(model).pattern.count(EXPERTS)
+    spacing = model.moe_layer_freq
+    if isinstance(spacing, int):
+        return len(range(0, model.num_layers, spacing))
+    return sum(map(bool, spacing))
 
 
 def mtp_kv_layers(model: Any) -> int:

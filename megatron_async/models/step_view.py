@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_async.models.rotary import RotaryTable
+from megatron_async.models.step_routing import StepRouting
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.linear.qkv_places import QkvPlaces
@@ -39,6 +40,7 @@ class StepView(Protocol):
         dims: host-known shape of the batch.
         step: its tokens.
         mtp_hidden: `[tokens, hidden]`: what a model with multi-token prediction leaves for it.
+        routing: what layers with experts choose, and have to; None: nobody asks.
     """
 
     norm_eps: float
@@ -46,6 +48,7 @@ class StepView(Protocol):
     dims: BatchDimensions
     step: LaidOutTokens
     mtp_hidden: Tensor | None
+    routing: StepRouting | None
 
     @property
     def backend(self) -> TorchPagedAttention:

@@ -16,6 +16,7 @@ from megatron_async.ops.drafting.store_drafts import store_drafts
 from megatron_async.ops.experts.expert_mlp import expert_mlp
 from megatron_async.ops.experts.expert_routing import route
 from megatron_async.ops.experts.few_tokens import few_token_experts
+from megatron_async.ops.experts.routing_record import keep_routing
 from megatron_async.ops.experts.shared_gate import add_shared_expert
 from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.products import product
@@ -79,6 +80,7 @@ class Ops:
         self.expert_mlp = bound(expert_mlp)
         self.few_token_experts = bound(few_token_experts)
         self.add_shared_expert = bound(add_shared_expert)
+        self.keep_routing = bound(keep_routing)
         self.next_bases = bound(next_bases)
         self.flush = bound(flush)
         self.mamba_decode = bound(mamba_decode)

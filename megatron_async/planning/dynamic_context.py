@@ -36,6 +36,7 @@ from megatron_async.planning.state_rows import StateRows
 from megatron_async.planning.step_output import StepOutput, book_samples
 from megatron_async.planning.step_plan import IntArray, StepPlan, StepShape
 from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
+from megatron_async.requests.routing_record import RoutingRecord
 
 Agree = Callable[[int, StepShape, bool], StepShape]
 """From a step's number, the shape that this rank wants for it, and whether it has unfinished
@@ -158,6 +159,8 @@ class DynamicInferenceContext(NamesOfMegatron):
         """Queue a request that the engine has found servable."""
         if self.prefix_cache is not None:
             self.prefix_cache.prepare(request)
+        if self.config.enable_routing_replay:
+            request.routing = RoutingRecord()
         request.rank, request.max_length = rank_of(self._arrivals, request.priority), max_length
         self._arrivals += 1
         self.waiting.add(request)
@@ -220,10 +223,23 @@ class DynamicInferenceContext(NamesOfMegatron):
         shape = agree(builder.next_step, StepShape(), False)
         return None if shape.is_empty else builder.build(NO_DECODE, [], shape)
 
-    def evict_all(self) -> None:
-        """Evict every request that holds a slot, and empty the prefix cache: KV content is lost."""
+    def evict_all(self, keeps_routing: bool = False) -> None:
+        """Evict every request that holds a slot, and empty the prefix cache: KV content is lost.
+
+        Args:
+            keeps_routing: the routing records of what was computed stay; else all of them are
+                written anew.
+        """
         self.reset_prefix_cache()
         self.scheduler.evict_all()
+        if not keeps_routing:
+            self._forget_routing()
+
+    def _forget_routing(self) -> None:
+        """No request holds a slot, and what they have computed is of no use any more."""
+        for request in self.waiting.in_order() if self.config.enable_routing_replay else ():
+            assert request.routing is not None, "it was queued"
+            request.routing.forget()
 
     def start_again(self, requests: list[DynamicInferenceRequest]) -> None:
         """Write the books anew, after something has left them half written: no step is in flight,
@@ -241,6 +257,7 @@ class DynamicInferenceContext(NamesOfMegatron):
             request.num_computed = 0
             self.waiting.add(request)
             request.status = Status.WAITING_IN_QUEUE
+        self._forget_routing()
         self.expect_step()
 
     def reset_prefix_cache(self) -> None:

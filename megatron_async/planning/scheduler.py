@@ -3,6 +3,8 @@ block is free."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,6 +59,8 @@ class Scheduler:
         prefill_limit: prompt tokens that a step with decode rows may have, beside its budget.
         pauses, evictions: counts of events so far.
         recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
+        before_release: called with a request that is about to lose its slot, the slot, and how many
+            of its positions are computed by steps that are launched; None: nobody asks.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Scheduler:
         self.pauses = 0
         self.evictions = 0
         self.recomputed_tokens = 0
+        self.before_release: Callable[[DynamicInferenceRequest, int, int], None] | None = None
 
     def release(self, slot: int) -> None:
         """Take slot and blocks from a request; its generated tokens stay with it."""
@@ -94,10 +99,18 @@ class Scheduler:
         if self.prefix_cache is not None:
             self.prefix_cache.leaves(slot, self._builder.next_step)
         slots.request_at(slot).generated_tokens = slots.generated_tokens(slot)
+        self.keep_routing(slot)
         if slots.state[slot] == SlotState.PREFILLING:
             self.prefilling.remove(slot)
         self._builder.drop_block_updates(slot)
         self._blocks.release(slots.release(slot))
+
+    def keep_routing(self, slot: int) -> None:
+        """Have the routing record of the request in `slot` copied, if it has one."""
+        if self.before_release is not None:
+            # Of its tokens the last one is fed by a step that is not booked, or never.
+            computed = min(self._slots.num_computed(slot), int(self._slots.num_known[slot]) - 1)
+            self.before_release(self._slots.request_at(slot), slot, computed)
 
     def schedule(self) -> tuple[DecodeRows, list[PrefillChunk]]:
         """Decode rows and prefill chunks of the next step; both empty if nothing can run."""

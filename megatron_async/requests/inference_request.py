@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async.requests.log_probs import RequestLogProbs
+from megatron_async.requests.routing_record import RoutingRecord, Rows
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.text.stop_words import cut_at_stop_word
 
@@ -74,6 +75,8 @@ class DynamicInferenceRequest:
         stop_words_from: see `StopWords.counts_from`.
         log_probs: booked log probs, or None if they were not asked for; the properties below give
             them in Megatron's form.
+        routing: the experts of its tokens, or None if they are not recorded; `routing_indices` has
+            them.
         num_cached_tokens: of its prompt, those that were found in the cache when it was admitted;
             None before that.
         block_hashes: of its sequence's first blocks; see `PrefixCache`.
@@ -102,6 +105,7 @@ class DynamicInferenceRequest:
     watch_row: int = field(default=0, repr=False)
     stop_words_from: int = field(default=0, repr=False)
     log_probs: RequestLogProbs | None = field(default=None, repr=False)
+    routing: RoutingRecord | None = field(default=None, repr=False)
     num_cached_tokens: int | None = None
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
     rank: int = field(default=0, repr=False)
@@ -163,6 +167,16 @@ class DynamicInferenceRequest:
     def prompt_top_n_logprobs(self) -> list[dict[str, float]] | None:
         """The likeliest tokens, by text, with log probs, at each prompt token but the first."""
         return self._by_text(None if self.log_probs is None else self.log_probs.prompt_top_n())
+
+    @property
+    def routing_indices(self) -> Rows | None:
+        """The experts of each token but the last, which no step is fed, in each layer that has
+        experts: uint8 or uint16 `[tokens - 1, layers, topk]`, global ids in the router's order of
+        preference. Of a request that was aborted, those of the tokens that were computed. None
+        without `enable_routing_replay`, before the end, and of a request that failed. The first
+        call may wait for a copy from the device."""
+        has_failed = self.finish_reason in (None, "error")
+        return None if self.routing is None or has_failed else self.routing.take()
 
     def _by_text(
         self, places: list[list[tuple[int, float]]] | None

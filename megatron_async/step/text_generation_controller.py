@@ -26,6 +26,7 @@ from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.pipeline_stage import PipelineStage, make_stage
 from megatron_async.step.prompt_log_probs import PromptLogProbs
 from megatron_async.step.sample_buffers import SampleBuffers
+from megatron_async.step.routing_recorder import RoutingRecorder
 from megatron_async.step.step_graphs import CaptureReport, EagerStep, StepGraphs, mixed_question
 from megatron_async.step.token_sampler import TokenSampler
 
@@ -155,6 +156,7 @@ class TextGenerationController(NamesOfMegatron):
         ]
         self.stage = make_stage(self.context, self.sampler.log_probs)
         self.drafting = self._make_drafting(drafter)
+        self.routing = RoutingRecorder(self.context) if config.enable_routing_replay else None
         self.graphs = StepGraphs(self.device, without_gather=shard is not None)
         self.capture_report: CaptureReport | None = None
         self.device.fence()
@@ -301,7 +303,11 @@ class TextGenerationController(NamesOfMegatron):
             view.begin_step(dims, mode, stage.lengths(dims))
             if (hidden_states := stage.hidden_states(dims)) is not None:
                 self.inference_wrapped_model.set_input_tensor(hidden_states)
+            if self.routing is not None:
+                self.routing.begin(view)
             output = self.inference_wrapped_model.forward(view)
+            if self.routing is not None:
+                self.routing.store(view)
             if not stage.is_last:
                 stage.keep(output)
                 view.move_on()

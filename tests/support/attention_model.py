@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.attention import PagedSelfAttention
-from megatron_async.models.hybrid import transformer_config
+from megatron_async.models.hybrid import ModelConfig, transformer_config
+from megatron_async.ops.experts.expert_routing import Routing
 
 HIDDEN, HEADS, GROUPS, DIM, VOCABULARY = 16, 2, 1, 8, 48
 ARCHITECTURE = ModelArchitecture("llama", 1, HIDDEN, HEADS, GROUPS, DIM, HIDDEN, VOCABULARY)
@@ -60,7 +61,7 @@ class AttentionModel(nn.Module):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.config = transformer_config(ARCHITECTURE, torch.float64)
+        self.config = with_experts(transformer_config(ARCHITECTURE, torch.float64))
         self.vocab_size = VOCABULARY
         self.embedding = weights(VOCABULARY, HIDDEN, 4.0, generator)
         self.attention = OnlyAttention(generator)
@@ -76,12 +77,28 @@ class AttentionModel(nn.Module):
     ) -> Tensor:
         """Logits `[1, rows, vocabulary]` of a step, from ids and positions `[1, tokens]`."""
         hidden = self.layers(self.embedding[token_ids[0]], inference_context)
+        if inference_context.routing is not None:
+            inference_context.routing.note(choose_experts(hidden))
         rows = inference_context.last_token_logits(hidden[None])
         return self.output_layer(rows[None])[0]
 
     def layers(self, hidden: Tensor, view: ContextGPUView) -> Tensor:
         """`[tokens, hidden]` -> the same."""
         return hidden + self.attention(hidden, view)
+
+
+def with_experts(config: ModelConfig) -> ModelConfig:
+    """Say of a model that it has a layer with experts, behind the others: it changes nothing, but
+    can be recorded."""
+    config.hybrid_layer_pattern = f"{config.hybrid_layer_pattern}E"
+    config.num_moe_experts, config.moe_router_topk = HIDDEN, 3
+    return config
+
+
+def choose_experts(hidden: Tensor) -> Routing:
+    """Where `[tokens, hidden]` go: by all tokens before them, too."""
+    chosen = hidden.topk(3, dim=1)
+    return Routing(chosen.indices.int(), chosen.values.float())
 
 
 def weights(rows: int, columns: int, scale: float, generator: torch.Generator) -> nn.Parameter:

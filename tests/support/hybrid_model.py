@@ -15,7 +15,13 @@ from megatron_async.device_state.gpu_view import ContextGPUView
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
-from tests.support.attention_model import ARCHITECTURE, HIDDEN, AttentionModel, weights
+from tests.support.attention_model import (
+    ARCHITECTURE,
+    HIDDEN,
+    AttentionModel,
+    weights,
+    with_experts,
+)
 
 SHAPE = MambaShape(heads=2, head_dim=4, groups=2, d_state=16)
 DELTA_SHAPE = DeltaShape(key_heads=1, key_dim=16, value_heads=2, value_dim=16)
@@ -95,7 +101,7 @@ class HybridAttentionModel(AttentionModel):
         # Not each seed will do: a prompt of one token that yields itself for ever is a dull one.
         generator = torch.Generator().manual_seed(seed + 1 + self.pattern.count("G"))
         shape = replace(HYBRID, pattern=self.pattern)
-        self.config = transformer_config(shape, torch.float64)
+        self.config = with_experts(transformer_config(shape, torch.float64))
         kinds: dict[str, Any] = {"M": OnlyMamba, "G": OnlyDelta}
         self.before, self.behind = (
             kinds[kind](layer, generator)

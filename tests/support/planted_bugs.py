@@ -1,6 +1,7 @@
 """Bugs of the kinds that async engines have, planted one at a time to see that they are found."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ from megatron_async.planning.request_slots import RequestSlots
 from megatron_async.planning.scheduler import Scheduler
 from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.streaming import RequestStream, StreamChunk
+from megatron_async.step import routing_recorder
 from megatron_async.step.ngram_drafter import NgramDrafter
+from megatron_async.step.routing_recorder import RoutingRecorder
 from tests.support.planted_state_bugs import MTP_BUGS, RECURRENT_BUGS
+from tests.support.poison import NOBODYS_EXPERT
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -374,6 +378,51 @@ def one_token_less_at_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_view.ContextGPUView, "feed_back", feed_back_less)
 
 
+def routing_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record keeps the experts of the first token that stood at a place: of a draft, though it
+    was rejected."""
+    store = RoutingRecorder.store
+
+    def store_once(recorder: RoutingRecorder, view: gpu_view.ContextGPUView) -> None:
+        record = view.kv_cache.block_routing.flatten(0, 1)
+        before = record.clone()
+        store(recorder, view)
+        if view.dims.width > 1:
+            is_written = (before != NOBODYS_EXPERT).all(2).all(1)
+            record[is_written] = before[is_written]
+
+    monkeypatch.setattr(RoutingRecorder, "store", store_once)
+
+
+def routing_of_another_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows of a record are those of the block that the slot's last owner began with."""
+    gather, first = routing_recorder._Copy._gather, dict[int, torch.Tensor]()
+
+    def gather_for_the_last_owner(copy: Any, kept: Any, table: Any) -> None:
+        last = first.get(table.data_ptr(), table[:1])
+        first[table.data_ptr()] = table[:1].clone()
+        gather(copy, kept, torch.cat((last, table[1:])))
+
+    monkeypatch.setattr(routing_recorder._Copy, "_gather", gather_for_the_last_owner)
+
+
+def routing_is_gathered_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are read on the copy stream, when later steps may have written them."""
+    transfer = routing_recorder._Copy._transfer
+
+    def gather_and_transfer(copy: Any) -> None:
+        copy._gather_late()
+        transfer(copy)
+
+    gather = routing_recorder._Copy._gather
+
+    def remember(copy: Any, *arguments: Any) -> None:
+        copy._gather_late = partial(gather, copy, *arguments)
+
+    monkeypatch.setattr(routing_recorder._Copy, "_gather", remember)
+    monkeypatch.setattr(routing_recorder._Copy, "_transfer", gather_and_transfer)
+
+
 BUGS: list[Plant] = [
     one_staging_buffer,
     bookkeeping_thought_there,
@@ -401,6 +450,9 @@ BUGS: list[Plant] = [
     drafts_of_the_last_owner,
     a_match_with_itself,
     one_token_less_at_a_border,
+    routing_of_rejected_drafts,
+    routing_of_another_writer,
+    routing_is_gathered_too_late,
     *MTP_BUGS,
     *RECURRENT_BUGS,
 ]

@@ -17,6 +17,7 @@ from megatron_async.planning.step_plan import IntArray
 UNWRITTEN = 1e6
 """Fills a block that is handed out: a finite value, as an earlier owner's, that would change every
 token if it were read."""
+NOBODYS_EXPERT = 255
 NOBODYS_TOKEN, UNWRITTEN_TOKEN = 2**30, 2**30 + 1
 """Fill the tokens of such blocks: a step that counts one of them fails."""
 
@@ -91,6 +92,8 @@ class PoisonedBlocks(KVBlockAllocator):
                 self._shared.pop(block, None)
             data[:, :, torch.from_numpy(blocks)] = torch.nan
             self._fill_tokens(blocks, NOBODYS_TOKEN)
+            if self._cache.block_routing is not None:
+                self._cache.block_routing[torch.from_numpy(blocks)] = NOBODYS_EXPERT
 
     def _hand_out(self, blocks: IntArray) -> None:
         self._check(blocks)

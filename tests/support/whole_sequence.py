@@ -84,6 +84,7 @@ class WholeSequence:
     config = SimpleNamespace(materialize_only_last_token_logits=False)
     dummy_place = 1 << 40
     mtp_hidden: Tensor | None = None
+    routing = None
 
     def __init__(self, config: Any, tokens: int) -> None:
         self.max_sequence_length = tokens

@@ -81,6 +81,7 @@ COMPARED: dict[str, Callable[[DynamicInferenceRequest], Any]] = {
     "alternatives of the prompt": lambda request: (
         request.log_probs and request.log_probs.prompt_top_n()
     ),
+    "routing": lambda request: request.routing_indices.tolist(),
 }
 """Outputs of a finished request that must be what the serial engine gives (numbers with a point,
 nearly). Of an aborted one, those in `CUT_SHORT` must be the beginning of it."""
@@ -172,6 +173,7 @@ def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
         "max_sequence_length": MAX_SEQUENCE,
         "invalidation": invalidation,
         "num_speculative_tokens": drafts,
+        "enable_routing_replay": True,
     }
 
 
@@ -245,6 +247,11 @@ class TrackedRequest:
                 if found is not None and expected is not None:
                     expected = expected[: len(request.generated_tokens)]
                 assert equal(found, expected), (name, found, expected)
+            rows, wanted = request.routing_indices, answer.routing_indices
+            if rows is not None and wanted is not None:  # the serial one may be cut sooner
+                assert len(rows) < request.num_known
+                least = min(len(rows), len(wanted))
+                assert rows[:least].tolist() == wanted[:least].tolist()
             return
         answer = serial.answer(self._ask)
         assert request.error is None, request.error
@@ -295,6 +302,7 @@ class SerialAnswers:
             max_sequence_length=MAX_SEQUENCE,
             num_kv_blocks=1,
             block_size_tokens=MAX_SEQUENCE,
+            enable_routing_replay=True,
             check_integrity=False,
         )
         lend_checkers(self._engine)

@@ -3,6 +3,7 @@ spreads tokens over experts."""
 
 import dataclasses
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -47,15 +48,16 @@ class ExpertSpread:
     layer. Tokens that choose k of E experts evenly hit E (1 - (1 - k/E)^n) of them with n tokens.
     """
 
-    def __init__(self, model):
-        self.layers = []
-        for module in model.modules():
-            if isinstance(module, MoELayer):
-                self.layers.append([])
-                module.on_routing = self._note(self.layers[-1])
+    forced = None
 
-    def _note(self, seen):
-        return lambda routing: seen.append(routing.experts.clone())
+    def __init__(self, engine):
+        model = engine.controller.inference_wrapped_model.model
+        self.layers = [[] for each in model.modules() if isinstance(each, MoELayer)]
+        self._layer = cycle(self.layers)
+        engine.context.gpu_view.routing = self
+
+    def note(self, routing):
+        next(self._layer).append(routing.experts.clone())
 
     def take(self, experts):
         """Means over the steps since the last call and over layers; "least" is the layer with the
@@ -86,7 +88,7 @@ def spread(monkeypatch, architecture, batch, name):
         name, device="cpu", max_requests=batch, max_sequence_length=64, block_size_tokens=64,
         num_kv_blocks=batch,
     ) as llm:  # fmt: skip
-        seen = ExpertSpread(llm.engine.controller.inference_wrapped_model.model)
+        seen = ExpertSpread(llm.engine)
         start_steady_decode(llm.engine, batch, prompt_tokens=4, steps=8)
         experts = architecture.num_moe_experts
         figures = [seen.take(experts)]

@@ -18,10 +18,11 @@ from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.moe import MoELayer
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition
+from megatron_async.models.step_routing import StepRouting
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.experts.expert_mlp import expert_mlp
 from megatron_async.ops.experts.expert_plan import FewTokenPlan, plan_few_tokens
-from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route
+from megatron_async.ops.experts.expert_routing import NO_EXPERT, route
 from megatron_async.ops.experts.few_tokens import ExpertLayer
 from megatron_async.ops.linear.stream import Stream
 from tests.support.ranks import run_ranks
@@ -43,6 +44,7 @@ class View:
     step: Step
     dims: BatchDimensions
     dummy_place: int = DUMMY_PLACE
+    routing: StepRouting | None = None
 
 
 NEMOTRON = dataclasses.replace(
@@ -184,14 +186,13 @@ def _few_tokens_on_ranks(kind: str) -> float:
         expected = expected_output(x, write_index, kind)
         if sequence_parallel:
             x, expected = (whole.chunk(2)[groups.tp.rank()] for whole in (x, expected))
-        routings: list[Routing] = []
-        layer.on_routing = routings.append
+        view.routing = StepRouting()
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(moe, "find_plan", planned)
             monkeypatch.setattr(moe, "FEW_TOKENS", FEW)
             output = layer(x[:, None], inference_context=view)[0]
         worst = max([worst, *(output[:, 0] - expected).abs().flatten().tolist()])
-        assert routings[0].experts[2].tolist() == [NO_EXPERT] * 2
+        assert view.routing.experts[0][2].tolist() == [NO_EXPERT] * 2
     return worst if calls == 2 else -1.0
 
 

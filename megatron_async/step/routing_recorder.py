@@ -1,0 +1,103 @@
+"""`RoutingRecorder`: keeps the experts of each token beside its keys, and copies a request's to the
+host when it loses its blocks.
+
+A step writes the record at the places of the keys, behind the forward, with one kernel. So chunks,
+drafts and shared blocks need nothing more: a rejected draft's row is written again with the token
+that stands there, and a request that finds a prefix finds the rows of the one that wrote it.
+
+The copy is launched when the request's end is booked, or when it is evicted: the rows are gathered
+on the compute stream, into memory of their own, and go to the host on the copy stream. Later steps
+may write the blocks: they are launched later, and the compute stream is a total order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_async.devices import Device
+from megatron_async.models.step_routing import StepRouting
+from megatron_async.requests.routing_record import Rows
+
+if TYPE_CHECKING:
+    from megatron_async.device_state.gpu_view import ContextGPUView
+    from megatron_async.planning.dynamic_context import DynamicInferenceContext
+    from megatron_async.requests.inference_request import DynamicInferenceRequest
+
+
+class RoutingRecorder:
+    """Writes routing records, and takes them to the host.
+
+    Args:
+        context: whose scheduler says when a request loses its blocks.
+    """
+
+    def __init__(self, context: DynamicInferenceContext) -> None:
+        self._device, self._view = context.device, context.gpu_view
+        context.scheduler.before_release = self.keep
+
+    def begin(self, view: ContextGPUView) -> None:
+        """Before a step's forward, inside its work."""
+        view.routing = StepRouting()
+
+    def store(self, view: ContextGPUView) -> None:
+        """Behind a step's forward, inside its work: keep what its layers have chosen."""
+        routing, record = view.routing, view.kv_cache.block_routing
+        assert routing is not None and record is not None
+        view.routing = None
+        experts = torch.stack(routing.experts)
+        view.ops.keep_routing(experts, view.step.write_index, record.flatten(0, 1))
+
+    def keep(self, request: DynamicInferenceRequest, slot: int, end: int) -> None:
+        """A request is about to lose the blocks of `slot`, whose first `end` positions are
+        computed: copy the rows that its record lacks."""
+        record, kept = request.routing, self._view.kv_cache.block_routing
+        if record is None or kept is None or end <= record.num_rows:
+            return
+        size = self._view.kv_cache.block_size
+        first = record.num_rows // size
+        table = self._view.slots.block_table[slot, first : -(-end // size)]
+        rows = slice(record.num_rows - first * size, end - first * size)
+        record.add(_Copy(self._device, kept, table, rows), end)
+
+
+class _Copy:
+    """Rows of some blocks on their way to the host."""
+
+    def __init__(self, device: Device, kept: Tensor, table: Tensor, rows: slice) -> None:
+        self._rows = rows
+        _, size, layers, topk = kept.shape
+        self._shape = len(table) * size, layers, topk
+        self._host: Tensor | None = device.host_buffer(
+            len(table) * size * layers * topk, kept.dtype
+        ).view(self._shape)
+        self._found: Tensor | None = None
+        self._ready = device.event()
+        gathered = device.event()
+        compute, copy = device.compute, device.copy
+        compute.launch(lambda: self._gather(kept, table))
+        compute.record(gathered)
+        copy.wait(gathered)
+        copy.launch(self._transfer)
+        copy.record(self._ready)
+
+    def _gather(self, kept: Tensor, table: Tensor) -> None:
+        self._found = kept.index_select(0, table.long()).flatten(0, 1)
+
+    def _transfer(self) -> None:
+        host, found = self._host, self._found
+        assert host is not None and found is not None
+        host.copy_(found, non_blocking=True)
+        if found.is_cuda:  # nobody needs it behind the copy
+            found.record_stream(torch.cuda.current_stream(found.device))
+        self._found = None
+
+    def take(self) -> Rows:
+        self._ready.wait()
+        assert self._host is not None, "rows are taken once"
+        rows = self._host[self._rows].numpy().copy()  # sync-ok: host memory
+        self._host = None
+        return rows.view(np.uint16) if rows.dtype == np.int16 else rows

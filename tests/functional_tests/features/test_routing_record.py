@@ -1,0 +1,283 @@
+"""Routing records: of every position the experts that its first computation had."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async import LLM, DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
+from megatron_async.device_state.kv_cache import RoutingShape
+from megatron_async.devices import Chaos, CpuDevice
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.moe import TopKRouter
+from megatron_async.ops.experts.expert_routing import Routing
+from tests.support.attention_model import AttentionModel
+from tests.support.capturing_cpu import CapturingCpu
+from tests.support.drafters import Fickle
+from tests.support.harness import greedy, make_engine, make_model, random_prompts
+from tests.support.ranks import run_ranks
+from tests.support.schedules import MAX_STEPS, serial_tokens, sharing_schedule
+from tests.support.whole_sequence import whole_logits
+
+EXPERTS = ModelArchitecture(
+    "mixtral", 2, 32, 4, 2, 8, 64, 128, max_position_embeddings=1024,
+    num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24,
+)  # fmt: skip
+RECORDS = {"enable_routing_replay": True}
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return make_model(EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def plain() -> torch.nn.Module:
+    """The model again, of no engine: routers tell what they choose in passes over whole sequences."""
+    return make_model(EXPERTS)
+
+
+def recomputed(plain: torch.nn.Module, tokens: list[int]) -> np.ndarray:
+    """The routing of a whole sequence, nothing cached: `[tokens, layers, topk]`."""
+    found: list[Tensor] = []
+    routers = [each for each in plain.modules() if isinstance(each, TopKRouter)]
+    hooks = [
+        each.register_forward_hook(lambda _module, _inputs, out: found.append(out.experts))
+        for each in routers
+    ]
+    whole_logits(plain, tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).numpy()
+
+
+def check(plain: torch.nn.Module, request: DynamicInferenceRequest) -> None:
+    """The record of a request that has ended is what its sequence gives."""
+    tokens = [*request.prompt_tokens.tolist(), *request.generated_tokens]
+    record = request.routing_indices
+    if request.finish_reason == "aborted":
+        if record is None:
+            return
+        assert 0 < len(record) < len(tokens)
+    else:
+        assert len(record) == len(tokens) - 1
+    assert record.dtype == np.uint8
+    assert (record == recomputed(plain, tokens)[: len(record)]).all()
+
+
+def play(engine: Any, schedule: Any) -> list[DynamicInferenceRequest]:
+    """The requests of a schedule, run to their ends."""
+    futures: dict[int, Any] = {}
+    for step in range(MAX_STEPS):
+        for number in schedule.arrivals.pop(step, ()):
+            job = schedule.jobs[number]
+            futures[number] = engine.add_request(number, job.prompt, job.params)
+        for number in schedule.aborts.pop(step, ()):
+            if number in futures and not futures[number].done():
+                engine.abort_request(number)
+        if not schedule.arrivals and not engine.has_unfinished_requests():
+            break
+        engine.step_modern()
+    return [future.result() for future in futures.values()]
+
+
+@pytest.fixture(scope="module")
+def serial_engine(model) -> Iterator[DynamicInferenceEngine]:
+    engine = make_engine(model, lookahead=0, max_requests=16)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_records_are_what_the_sequences_give(model, plain, serial_engine, lookahead):
+    """Under chunks, prefixes that are found, pauses, evictions, aborts, and drafts that are
+    accepted or not."""
+    events = dict.fromkeys(("evictions", "prefix_cache_hits", "accepted_tokens"), 0)
+    for seed in range(lookahead * 6, lookahead * 6 + 6):
+        drafts = 2 * (seed % 2)
+        schedule = sharing_schedule(seed, 1 + drafts)
+        drafter = None
+        if drafts:
+            answers = serial_tokens(serial_engine, schedule)
+            known = [[*job.prompt, *said] for job, said in zip(schedule.jobs, answers, strict=True)]
+            drafter = Fickle(known, EXPERTS.vocab_size)
+        settings = {**schedule.config, "lookahead": lookahead, "num_speculative_tokens": drafts}
+        device = CpuDevice(Chaos(seed, probability=0.2, max_delay_s=0.001))
+        engine = make_engine(model, device=device, drafter=drafter, **settings, **RECORDS)
+        for request in play(engine, schedule):
+            check(plain, request)
+        for event in events:
+            events[event] += int(engine.stats()[event])
+        engine.close()
+    assert min(events.values()) > 0, events
+
+
+def test_captured_steps_are_recorded(model, plain):
+    """Padded rows leave no trace, and steps that are replayed write theirs."""
+    engine = make_engine(model, device=CapturingCpu(), **RECORDS)
+    prompts = random_prompts(1, (3, 40, 11))
+    for request in engine.generate(prompts, greedy(9)):
+        check(plain, request)
+
+
+class CountingModel(AttentionModel):
+    """Sends tokens to the expert of the pass's number: a record tells which pass a row is of."""
+
+    passes = 0
+
+    def forward(self, token_ids: Tensor, *args: Any, inference_context: Any, **rest: Any) -> Tensor:
+        logits = super().forward(token_ids, *args, inference_context=inference_context, **rest)
+        if inference_context.routing is not None:
+            number = torch.full((token_ids.size(1), 3), self.passes, dtype=torch.int32)
+            inference_context.routing.experts[-1] = Routing(number, number.float()).experts
+        self.passes += 1
+        return logits
+
+
+def passes_of(request: DynamicInferenceRequest) -> list[int]:
+    return request.routing_indices[:, 0, 0].tolist()
+
+
+def counting_engine(**settings: Any) -> Any:
+    return make_engine(CountingModel(), block_size_tokens=4, lookahead=0, **RECORDS, **settings)
+
+
+def test_the_first_computation_counts():
+    """A prefill after the cache was given back replaces nothing; a prefix that is found has the
+    rows of its writer; what a caller has recomputed replaces, and is told."""
+    engine = counting_engine(max_requests=4)
+    future = engine.add_request(0, [1, 2, 3, 4, 5, 6], greedy(6))
+    for _ in range(3):
+        engine.step_modern()
+    engine.suspend(free_kv_cache=True)
+    engine.resume()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    first = future.result()
+    # Pass 3 feeds what passes 0 to 2 were fed, again, and the last token before the stop.
+    assert passes_of(first) == [0] * 6 + [1, 2, 3, 4, 5]
+    assert first.routing.replacements == 0
+    (second,) = engine.generate([[1, 2, 3, 4, 5, 6]], greedy(2))
+    assert second.num_cached_tokens == 4
+    assert passes_of(second) == [3] * 4 + [6, 6, 7]
+
+    future = engine.add_request(0, [9, 8, 7], greedy(4))
+    engine.step_modern()
+    engine.context.evict_all()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert passes_of(future.result()) == [9] * 4 + [10, 11]
+    assert future.result().routing.replacements == 1
+
+
+def test_a_failed_step_spoils_no_record(model, plain):
+    engine = make_engine(model, lookahead=2, max_requests=4, **RECORDS)
+    compute, calls = engine.controller._compute_step, iter(range(100))
+
+    def fail_once(*args: Any) -> None:
+        if next(calls) == 4:
+            raise ValueError("planned")
+        compute(*args)
+
+    engine.controller._compute_step = fail_once
+    prompts = random_prompts(5, (3, 20, 9))
+    late = engine.add_request(7, prompts[1], greedy(12))
+    for _ in range(2):
+        engine.step_modern()
+    failed = engine.add_request(8, prompts[0], greedy(20))
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert failed.result().routing_indices is None or failed.result().error is None
+    (after,) = engine.generate(prompts[2:], greedy(5))
+    for request in (late.result(), failed.result(), after):
+        if request.error is None:
+            check(plain, request)
+
+
+def test_no_record_is_kept_unless_asked_for(model):
+    engine = make_engine(model)
+    (request,) = engine.generate([[1, 2]], greedy(3))
+    assert engine.context.gpu_view.kv_cache.block_routing is None
+    assert engine.controller.routing is None
+    assert request.routing_indices is None
+    assert RoutingShape(2, 2, 256).dtype == torch.uint8
+    assert RoutingShape(48, 8, 257).num_bytes == 2 * 48 * 8
+
+
+def test_what_cannot_be_recorded_is_refused():
+    with pytest.raises(ConfigurationError, match="no layers with experts: leave it out"):
+        make_engine(make_model(), **RECORDS)
+    config = make_model(EXPERTS).config
+    config.hybrid_layer_pattern = "*E|*E"
+    with pytest.raises(ConfigurationError, match="not served with pipeline stages"):
+        make_engine(type("Model", (), {"config": config})(), **RECORDS)
+
+
+# ---- Ranks ------------------------------------------------------------------------------------
+
+PROMPTS = ([3, 1, 4], list(range(40, 60)), [7] * 5, list(range(40, 56)))
+PARAMS = SamplingParams(num_tokens_to_generate=8, temperature=1.0, seed=3, termination_id=-1)
+
+
+def records_of(numbers: tuple[int, ...], **sizes: Any) -> list[list[Any]]:
+    settings: dict[str, Any] = {"max_tokens": 24, "max_requests": 8, "block_size_tokens": 4}
+    with LLM("dummy:tiny-moe", device="cpu", **settings, **RECORDS, **sizes) as llm:
+        answers = llm.generate([PROMPTS[number] for number in numbers], PARAMS)
+        return [request.routing_indices.tolist() for request in answers]
+
+
+def _on_ranks(sizes: dict[str, Any], work: tuple[tuple[int, ...], ...]) -> list[list[Any]]:
+    return records_of(work[int(os.environ["RANK"]) % len(work)], **sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "work"),
+    [
+        ({"expert_model_parallel_size": 2}, ((0, 1), (2, 3))),
+        ({"tensor_model_parallel_size": 2}, ((0, 1, 2, 3),)),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, ((0, 1, 2, 3),)),
+    ],
+    ids=["experts", "tensors", "sequence"],
+)
+def test_ranks_record_what_one_rank_does(sizes, work):
+    alone = records_of((0, 1, 2, 3))
+    found = run_ranks(2, _on_ranks, sizes, work)
+    for rank, records in enumerate(found):
+        numbers = work[rank % len(work)]
+        leads = rank == 0 or len(work) > 1
+        assert records == ([alone[number] for number in numbers] if leads else [])
+
+
+# ---- Megatron's replay ------------------------------------------------------------------------
+
+
+def test_megatron_replays_a_record(model):
+    """A router of Megatron's goes to the recorded experts, and weighs them as ours does."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    engine = make_engine(model, **RECORDS)
+    (request,) = engine.generate([[5, 6, 7, 8]], greedy(5))
+    record = request.routing_indices
+    RouterReplay.clear_global_router_replay_instances()
+    try:
+        routers = [RouterReplay() for _ in range(record.shape[1])]
+        layers = torch.from_numpy(record.astype(np.int64)).unbind(1)
+        RouterReplay.set_replay_data(list(layers))
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        for number, (router, ids) in enumerate(zip(routers, layers, strict=True)):
+            logits = torch.randn(len(record), 8, generator=torch.Generator().manual_seed(number))
+            probs, chosen = topk_routing_with_score_function(
+                logits, 2, score_function="softmax", router_replay=router
+            )
+            expected = torch.zeros_like(logits)
+            expected.scatter_(1, ids, logits.gather(1, ids).softmax(1))
+            torch.testing.assert_close(probs, expected)
+            assert (chosen.nonzero()[:, 1].view(-1, 2) == ids.sort(1).values).all()
+    finally:
+        RouterReplay.clear_global_router_replay_instances()
