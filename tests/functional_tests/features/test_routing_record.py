@@ -38,7 +38,7 @@ def model() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def plain() -> torch.nn.Module:
-    """The model again, of no engine: routers tell what they choose in passes over whole sequences."""
+    """The model again, for passes over whole sequences, in which routers tell what they choose."""
     return make_model(EXPERTS)
 
 
