@@ -46,7 +46,8 @@ class RoutingRecorder:
     def store(self, view: ContextGPUView) -> None:
         """Behind a step's forward, inside its work: keep what its layers have chosen."""
         routing, record = view.routing, view.kv_cache.block_routing
-        assert routing is not None and record is not None
+        assert routing is not None, "see begin"
+        assert record is not None, "a step on a released KV cache"
         view.routing = None
         experts = torch.stack(routing.experts)
         view.ops.keep_routing(experts, view.step.write_index, record.flatten(0, 1))
@@ -89,7 +90,8 @@ class _Copy:
 
     def _transfer(self) -> None:
         host, found = self._host, self._found
-        assert host is not None and found is not None
+        assert host is not None, "it was taken before the copy was done"
+        assert found is not None, "the compute stream runs first"
         host.copy_(found, non_blocking=True)
         if found.is_cuda:  # nobody needs it behind the copy
             found.record_stream(torch.cuda.current_stream(found.device))

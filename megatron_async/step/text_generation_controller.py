@@ -25,8 +25,8 @@ from megatron_async.step.drafting import Drafter, Drafting, make_drafting
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.pipeline_stage import PipelineStage, make_stage
 from megatron_async.step.prompt_log_probs import PromptLogProbs
-from megatron_async.step.sample_buffers import SampleBuffers
 from megatron_async.step.routing_recorder import RoutingRecorder
+from megatron_async.step.sample_buffers import SampleBuffers
 from megatron_async.step.step_graphs import CaptureReport, EagerStep, StepGraphs, mixed_question
 from megatron_async.step.token_sampler import TokenSampler
 
