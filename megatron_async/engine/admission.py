@@ -7,6 +7,7 @@ that replay the leader's log, and recordings learn of the request only when its 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
@@ -41,7 +42,8 @@ from megatron_async.text.token_watch import EVERYTHING, TokenWatch
 from megatron_async.text.tokenizer import INTERRUPTS
 
 POLL_S = 0.005
-"""Seconds between two checks of an engine that only waits for grammars to be compiled."""
+"""Seconds between two checks of an engine that only waits: for grammars to be compiled, or for the
+weights of other ranks."""
 
 
 class Admission:
@@ -135,14 +137,17 @@ class Admission:
                 )
                 self._end_early(entry.request, "error", error)
 
-    def wait_for_a_grammar(self) -> None:
-        """Until one is there, or for `POLL_S`, at whose end Ctrl-C takes effect: `wait` locks the
-        jobs, and would leave them locked."""
+    def wait_for_others(self) -> None:
+        """Until a grammar is there, or for `POLL_S`, at whose end Ctrl-C takes effect: `wait` locks
+        the jobs, and would leave them locked."""
         jobs = [
             entry.grammar_job for entry, _ in self._requests.compiling.values() if entry.grammar_job
         ]
         with HeldInterrupts():
-            wait(jobs, POLL_S, FIRST_COMPLETED)
+            if jobs:
+                wait(jobs, POLL_S, FIRST_COMPLETED)
+            else:
+                time.sleep(POLL_S)
 
     def _enter(self, entry: RequestEntry, max_length: int) -> None:
         """Enter a prepared request, and admit it as soon as its grammar is there. Whatever is
@@ -167,6 +172,7 @@ class Admission:
 
     def _admit(self, request: DynamicInferenceRequest, max_length: int) -> None:
         self._context.add_request(request, max_length)
+        request.weights.begin(self._context.scheduler.weight_version)
         for listener in self._loop.listeners:
             listener.added(request)
         self._loop.group.added(request)

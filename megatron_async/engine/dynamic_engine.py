@@ -30,6 +30,7 @@ from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.streaming import RequestStream
+from megatron_async.requests.weight_versions import Version
 from megatron_async.step.text_generation_controller import (
     LaunchedStep,
     TextGenerationController,
@@ -56,6 +57,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         requests: the unfinished requests, with their futures and readers.
         admission: how requests enter and leave.
         pausing: stops the engine and lets it continue.
+        updating: commits new weights between two steps.
         thread: the thread that may use the engine now.
     """
 
@@ -77,6 +79,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         )
         self.in_flight, self.invalidation = loop.in_flight, loop.invalidation
         self.launching, self.booking, self.turn = loop.launching, loop.booking, loop.turn
+        self.updating = loop.updating
         self.admission = Admission(controller, self.grammars, watch, loop)
         self.pausing, self.thread = Pausing(loop, self.grammars), EngineThread()
         controller.create_cuda_graphs()
@@ -151,7 +154,8 @@ class DynamicInferenceEngine(NamesOfMegatron):
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has work to do, or ended requests to report."""
-        return bool(self.requests.compiling) or self.loop.has_other_work
+        waits = bool(self.requests.compiling) or self.updating.is_due
+        return waits or self.loop.has_other_work
 
     # ---- The loop ----------------------------------------------------------------------------
 
@@ -174,8 +178,8 @@ class DynamicInferenceEngine(NamesOfMegatron):
         self.pausing.check_can_step()
         start = time.perf_counter()
         self.admission.tend()
-        if loop.only_compiles:
-            self.admission.wait_for_a_grammar()
+        if loop.only_waits:
+            self.admission.wait_for_others()
         with self.thread.works(), loop.giving_up(), self.tracer.call(self.context.next_step):
             launched = loop.launch_next()
             for oldest in loop.due(launched):
@@ -191,7 +195,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         await self.pausing.until_can_step()
         start = time.perf_counter()
         self.admission.tend()
-        if loop.only_compiles:
+        if loop.only_waits:
             await asyncio.sleep(POLL_S)
         with self.thread.works(), loop.giving_up(), self.tracer.call(self.context.next_step):
             launched = loop.launch_next()
@@ -217,6 +221,7 @@ class DynamicInferenceEngine(NamesOfMegatron):
         come by the futures of `add_request` and by `stream`. Until it ends, calls on other threads
         raise `WrongThread`."""
         loop = self.loop
+        self.updating.event_loop = asyncio.get_running_loop()
         with self.thread.works():
             while not loop.is_closed:  # steps of an earlier run come first
                 while self.has_unfinished_requests() and not loop.is_closed:
@@ -271,6 +276,18 @@ class DynamicInferenceEngine(NamesOfMegatron):
     def forget_ended(self, request_ids: Collection[int]) -> None:
         """No report shall have these requests, if they have ended: nobody waits for them."""
         self.requests.forget(request_ids)
+
+    # ---- Weights -----------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> Version:
+        """The version of the weights that the next step runs with; None until one is told."""
+        return self.updating.version
+
+    @property
+    def weight_epoch(self) -> int:
+        """Updates of the weights so far."""
+        return self.updating.epoch
 
     # ---- Stopping and going on ---------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from megatron_async.ranks.actions import (
     Release,
     Resolve,
     Tell,
+    Update,
 )
 from megatron_async.ranks.follower import Follower
 from megatron_async.requests.sampling_params import SamplingParams
@@ -126,6 +127,8 @@ def _replay(engine: _Followed, group: Follower, action: Action) -> None:
             )
     elif isinstance(action, Abort):
         engine.abort_request(action.request_id)
+    elif isinstance(action, Update):
+        engine.loop.updating.replay(action)
     elif isinstance(action, Tell):
         group.told(action)
     elif isinstance(action, Control):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_async.planning.step_output import StepOutput
 from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.weight_versions import Version
 from megatron_async.step.text_generation_controller import LaunchedStep
 
 
@@ -23,6 +24,11 @@ class EngineListener:
 
     def evicted_all(self) -> None:
         """Every running request was evicted: the engine gives its KV cache back."""
+
+    def updated(self, step: int, version: Version, policy: str) -> None:
+        """The weights are others from step `step` on, which is planned next, and what their
+        update's `policy` says of unfinished requests is done; "label": the version alone is
+        another."""
 
     def mended(self, error: BaseException) -> None:
         """An error has cut a step or an admission short: the steps in flight are dropped, and every

@@ -127,6 +127,7 @@ class Pausing:
             self._grammars.close()
             loop.requests.compiling.clear()
             loop.is_closed = True
+            loop.updating.close()
             loop.requests.close(loop.context.slots)
 
     def check_can_step(self) -> None:
@@ -152,6 +153,12 @@ class Pausing:
     def check_is_running(self) -> None:
         """Raise EngineStopped if it is closed, paused or suspended."""
         self.check_is_open()
+        if self._loop.is_frozen:
+            raise EngineStopped(
+                "the engine launches no step until new weights have come "
+                f"({self._loop.updating.torn or 'they are being written in place'}): finish the "
+                "update, or begin another that brings all of them."
+            )
         if self._loop.is_stopped:
             undo = [("unpause()", self._loop.is_paused), ("resume()", self._loop.is_suspended)]
             calls = " and ".join(call for call, is_due in undo if is_due)
@@ -171,6 +178,5 @@ class Pausing:
         """Whether a step could neither launch, nor resolve, nor report."""
         loop = self._loop
         can_resolve = loop.in_flight and not loop.is_closed
-        return loop.is_stopped and not (
-            can_resolve or loop.booking.undelivered or loop.requests.has_ended
-        )
+        can_do = can_resolve or loop.booking.undelivered or loop.requests.has_ended
+        return loop.is_stopped and not (can_do or loop.updating.is_due)

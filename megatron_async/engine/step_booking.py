@@ -45,6 +45,7 @@ class StepBooking:
 
     Attributes:
         undelivered: outputs that no report has had yet, oldest first.
+        drafts_before: first step, and end, of those that verify drafts of older weights.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StepBooking:
         self._watch = watch
         self._listeners = listeners
         self.undelivered: list[StepOutput] = []
+        self.drafts_before = (0, 0)
         self._step: LaunchedStep | None = None
         """The step of which no token is booked yet."""
         self._known: IntArray | None = None
@@ -85,6 +87,9 @@ class StepBooking:
             )
             if output.verified is not None:
                 self._statistics.drafts.count(output.verified)
+                first, end = self.drafts_before
+                if first <= step.plan.step < end:
+                    self._statistics.old_drafts.count(output.verified)
         with tracer.range("emit", step.plan.step):
             output = self._emit(output)
         if context.config.check_integrity:

@@ -17,6 +17,7 @@ from megatron_async.engine.listener import EngineListener
 from megatron_async.engine.prefill_limit import prefill_limit_of
 from megatron_async.engine.step_booking import StepBooking
 from megatron_async.engine.turn import Turn
+from megatron_async.engine.updating import Updating
 from megatron_async.errors import JobFailed, RanksDisagree
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.planning.step_plan import StepPlan, StepShape
@@ -49,7 +50,9 @@ class StepLoop:
         launching: for how long the next launch may wait (`InferenceConfig.late_launch`).
         booking: books a resolved step.
         turn: within which the books change; Ctrl-C takes effect between turns, and in waits.
-        is_paused, is_suspended, is_closed: for which no step is launched; `Pausing` sets them.
+        updating: commits new weights between two steps.
+        is_paused, is_suspended, is_closed, is_frozen: for which no step is launched; `Pausing` sets
+            them, and `updating` the last.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class StepLoop:
             context, requests, statistics, self.invalidation, watch, listeners
         )
         self.turn = Turn(WeakMethod(self._mend))
-        self.is_paused = self.is_suspended = self.is_closed = False
+        self.updating = Updating(self)
+        self.is_paused = self.is_suspended = self.is_closed = self.is_frozen = False
         self._recovers_until = -1
         self._loss: JobFailed | None = None
 
@@ -85,7 +89,7 @@ class StepLoop:
     @property
     def is_stopped(self) -> bool:
         """Whether no step may be launched."""
-        return self.is_paused or self.is_suspended or self.is_closed
+        return self.is_paused or self.is_suspended or self.is_closed or self.is_frozen
 
     @property
     def has_other_work(self) -> bool:
@@ -95,20 +99,24 @@ class StepLoop:
         return own or self.group.others_work or self.group.others_wait
 
     @property
-    def only_compiles(self) -> bool:
-        """Whether there is nothing to do until a grammar is there."""
-        return bool(self.requests.compiling) and not self.has_other_work
+    def only_waits(self) -> bool:
+        """Whether there is nothing to do until a grammar, or other ranks' weights, are there."""
+        waits = bool(self.requests.compiling) or self.updating.is_waiting
+        return waits and not self.has_other_work
 
     # ---- Launch ------------------------------------------------------------------------------
 
     def launch_next(self) -> LaunchedStep | None:
         """Plan the next step and launch it: `DynamicInferenceEngine.launch_step`."""
         self.turn.make_whole()
-        if self.is_stopped or self.invalidation.is_draining or self.is_recovering:
+        if self.updating.is_due and not self.tend_updates():
             return None
+        if self.is_stopped or self.invalidation.is_draining or self.is_recovering:
+            agrees = self.updating.awaits_agreement and not self.in_flight
+            return self.launch_dummy() if agrees and not self.is_closed else None
         if len(self.in_flight) > self.lookahead:
             return None  # a wait was interrupted, or another coroutine is in one
-        if self.requests.compiling and not self.has_other_work:
+        if self.requests.compiling and self.only_waits and not self.updating.awaits_agreement:
             return None
         with self.turn:
             context, statistics, start = self.context, self.statistics, time.thread_time_ns()
@@ -127,6 +135,11 @@ class StepLoop:
             for listener in self.listeners:
                 listener.launched(None)
             return None
+
+    def tend_updates(self) -> bool:
+        """Commit new weights that are ready; whether the next step may be planned."""
+        with self.turn:
+            return self.is_closed or self.updating.tend()
 
     def launch_dummy(self) -> LaunchedStep | None:
         """Launch a step without a request of this rank; None if no other rank needs it."""
@@ -255,6 +268,8 @@ class StepLoop:
                     if later.awaits_masks:  # which depend on tokens that are not booked now
                         self.controller.sample_constrained(later, 0, is_last=True)
                 return True
+            if step.plan.step >= self.updating.border:
+                self.updating.pass_border(step.plan.step)
             output = self.booking.book(step)
             self.requests.readers.booked(output.request_ids, output.is_first)
             for listener in self.listeners:
@@ -293,7 +308,8 @@ class StepLoop:
                 # First: an `async_step` that waits for samples has as many steps in flight as there
                 # are buffers, and a further one would overwrite the samples of the oldest.
                 self.resolve_down_to(self.lookahead)
-                self.launch_dummy()
+                if not self.updating.is_due or self.tend_updates():
+                    self.launch_dummy()
             self.resolve_down_to(0)
         self.statistics.drained = True
         if self.booking.undelivered:  # also where the engine's loop waits for requests
@@ -333,6 +349,7 @@ class StepLoop:
         self.invalidation.forget()
         self._recovers_until = -1
         self.booking.mend(error)
+        self.updating.mend()
         requests.withdraw_entering()
         unfinished = requests.unfinished()
         context.start_again([r for r in unfinished if r.request_id not in requests.compiling])
@@ -375,6 +392,7 @@ class StepLoop:
         """Fail all requests with `error`, and inform the followers; requests keep their tokens."""
         self._loss = error
         self.requests.fail_all(error, self.context.slots)
+        self.updating.close(error)
         self.group.close(error)
 
 

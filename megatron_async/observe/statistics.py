@@ -128,6 +128,9 @@ class EngineStatistics:
     prefill_tokens: int = 0
     """Tokens prefilled, recomputed ones included."""
     drafts: DraftStatistics = field(default_factory=DraftStatistics)
+    old_drafts: DraftStatistics = field(default_factory=DraftStatistics)
+    """Drafts, of these, in the first steps after each weight update, made by the old weights."""
+    weight_updates: int = 0
     zombie_rows: int = 0
     discarded_steps: int = 0
     """Steps launched, taken back and launched again: under the policy "rollback" alone."""
@@ -175,7 +178,8 @@ class EngineStatistics:
     @classmethod
     def of(cls, config: InferenceConfig) -> EngineStatistics:
         """Counters of an engine with these settings, all zero."""
-        return cls(drafts=DraftStatistics(config.num_speculative_tokens))
+        drafts = (DraftStatistics(config.num_speculative_tokens) for _ in range(2))
+        return cls(drafts=next(drafts), old_drafts=next(drafts))
 
     def note_no_overlap(self, reason: NoOverlapReason) -> None:
         """Say why the next step may not overlap. It counts if that step is launched with nothing in
@@ -278,6 +282,8 @@ class EngineStatistics:
             "slow_launch_seconds": self.slow_launch_ns / 1e9,
             "rows": self.rows,
             **self.drafts.as_dict(),
+            "drafted_tokens_of_old_weights": int(self.old_drafts.drafted.sum()),
+            "accepted_tokens_of_old_weights": int(self.old_drafts.accepted.sum()),
             "zombie_rows": self.zombie_rows,
             "zombie_steps": self.zombie_steps,
             "discarded_steps": self.discarded_steps,
@@ -291,6 +297,7 @@ class EngineStatistics:
             "failed_requests": self.failed_requests,
             "aborted_requests": self.aborted_requests,
             "failed_steps": self.failed_steps,
+            "weight_updates": self.weight_updates,
             "engine_pauses": self.engine_pauses,
             "engine_suspends": self.engine_suspends,
             **of_context,

@@ -30,6 +30,7 @@ from megatron_async.requests.inference_request import (
     DynamicInferenceRequest,
     Status,
 )
+from megatron_async.requests.weight_versions import Version
 
 ADMISSION_HORIZON = 32
 """Admission leaves free the blocks that running requests will need within this many steps, so that
@@ -57,6 +58,7 @@ class Scheduler:
         prefilling: slots whose prompt is not wholly in the cache, in order of admission.
         micro_batches: which of the requests the next step serves.
         prefill_limit: prompt tokens that a step with decode rows may have, beside its budget.
+        weight_version: of the weights that the next plan's step runs with.
         pauses, evictions: counts of events so far.
         recomputed_tokens: tokens that evictions took from the cache and that are prefilled again.
         before_release: called with a request that is about to lose its slot, the slot, and how many
@@ -88,6 +90,7 @@ class Scheduler:
         self.prefilling: list[int] = []
         self.micro_batches = MicroBatches(slots, config.steps_in_flight - 1)
         self.prefill_limit = config.max_tokens
+        self.weight_version: Version = None
         self.pauses = 0
         self.evictions = 0
         self.recomputed_tokens = 0
@@ -296,6 +299,7 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = tokens
         self.recomputed_tokens += max(request.num_computed - tokens, 0)
+        request.weights.admit(self.weight_version)
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
         return slot
 
@@ -379,7 +383,11 @@ class Scheduler:
 
     def evict_all(self) -> None:
         """Evict every request that holds a slot."""
-        for slot in np.flatnonzero(self._slots.state != SlotState.FREE):
+        self.evict(self._slots.state != SlotState.FREE)
+
+    def evict(self, which: NDArray[np.bool_]) -> None:
+        """Evict the requests in these slots, bool `[slots]`."""
+        for slot in np.flatnonzero(which):
             self._evict(int(slot))
 
     def requeue(self, slot: int) -> None:

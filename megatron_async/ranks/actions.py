@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.weight_versions import Version
 
 
 class Compile(msgspec.Struct, tag="compile", array_like=True):
@@ -68,6 +69,18 @@ class Control(msgspec.Struct, tag="control", array_like=True):
     argument: bool | None = None
 
 
+class Update(msgspec.Struct, tag="update", array_like=True):
+    """The weights of round `number` are committed before plan `step`."""
+
+    number: int
+    """0: no weights come, the version alone is another."""
+    step: int
+    version: Version
+    policy: str
+    failure: str = ""
+    """Why the round is dropped instead, on all ranks."""
+
+
 class Tell(msgspec.Struct, tag="tell", array_like=True):
     """News for the service that a follower belongs to, beside steps: the states of Megatron's
     engines. A follower reports `Told`."""
@@ -89,7 +102,7 @@ class Close(msgspec.Struct, tag="close", array_like=True):
     """The error for which it gave up; None: it was closed in order."""
 
 
-Action = Compile | Add | Abort | Launch | Resolve | Control | Tell | Release | Close
+Action = Compile | Add | Abort | Launch | Resolve | Control | Update | Tell | Release | Close
 
 
 class Turn(msgspec.Struct, array_like=True):
@@ -112,13 +125,21 @@ class Digests(msgspec.Struct, tag="digests", array_like=True):
     fields: dict[str, int]
 
 
+class Staged(msgspec.Struct, tag="staged", array_like=True):
+    """A follower has the weights of a round ready to be committed, or cannot have them."""
+
+    number: int
+    failure: str = ""
+    """Why it cannot."""
+
+
 class Told(msgspec.Struct, tag="told", array_like=True):
     """A follower has taken in a `Tell`, and replayed all actions before it."""
 
     number: int
 
 
-Report = Failed | Digests | Told
+Report = Failed | Digests | Staged | Told
 """What a follower tells its leader."""
 
 

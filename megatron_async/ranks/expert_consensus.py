@@ -60,8 +60,8 @@ class SharedExperts(RankGroup):
     @override
     def agree(self, step: int, wanted: StepShape, has_work: bool) -> StepShape:
         start = time.perf_counter_ns()
-        *sizes, work, running = self._communicator.sync_all_reduce_max(
-            *wanted, int(has_work), int(not self._is_stopping)
+        *sizes, work, running, self.agreed = self._communicator.sync_all_reduce_max(
+            *wanted, int(has_work), int(not self._is_stopping), self.vote
         )
         self.agreement_ns += time.perf_counter_ns() - start
         self.others_work, self.must_keep_up = bool(work), bool(running)

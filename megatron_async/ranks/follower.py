@@ -14,6 +14,7 @@ from megatron_async.ranks.actions import (
     Close,
     Digests,
     Failed,
+    Staged,
     Tell,
     Told,
 )
@@ -21,12 +22,10 @@ from megatron_async.ranks.plan_digest import plan_digest, sample_digest
 from megatron_async.ranks.rank_group import WATCH_EVERY_S, Channel, ConnectedGroup
 from megatron_async.step.text_generation_controller import LaunchedStep
 
-IDLE_S = 0.5
-"""Seconds within which a follower that waits for its leader heeds Ctrl-C."""
-
 
 class Follower(ConnectedGroup):
-    """A rank that replays its leader's log.
+    """A rank that replays its leader's log; every `WATCH_EVERY_S` it heeds Ctrl-C and other threads
+    of its process.
 
     Args:
         channel: to the leader.
@@ -44,11 +43,14 @@ class Follower(ConnectedGroup):
         self, channel: Channel, check_alive: Callable[[], None], check_agreement: bool = False
     ) -> None:
         super().__init__(channel, check_alive, check_agreement)
+        self.follows = True
         self.shape: StepShape | None = None
         self.prefill_limit = 0
         self.on_told: Callable[[str, Any], None] | None = None
         self._received: deque[Action] = deque()
         self._reported = -1
+        self._stages: deque[Staged] = deque()
+        """Reports of other threads."""
 
     @property
     def leader(self) -> int:
@@ -74,7 +76,9 @@ class Follower(ConnectedGroup):
             RanksDisagree: it gave up.
         """
         while not self._received:
-            if self._fetch(WATCH_EVERY_S if oldest else IDLE_S):
+            while self._stages:
+                self._channel.report(self._stages.popleft())
+            if self._fetch(WATCH_EVERY_S):
                 continue
             if oldest is not None and oldest.ready.query() and oldest.error is not None:
                 self.launch_failed(oldest.plan.step, oldest.error)
@@ -98,6 +102,9 @@ class Follower(ConnectedGroup):
         if step > self._reported:
             self._reported = step
             self._channel.report(Failed(step, repr(error)))
+
+    def staged(self, number: int, failure: str) -> None:
+        self._stages.append(Staged(number, failure))  # `receive` reports it, on its own thread
 
     def told(self, news: Tell) -> None:
         """Take in the leader's news of the service, and report that."""

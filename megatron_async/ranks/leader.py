@@ -21,9 +21,11 @@ from megatron_async.ranks.actions import (
     Launch,
     Release,
     Resolve,
+    Staged,
     Tell,
     Told,
     Turn,
+    Update,
 )
 from megatron_async.ranks.plan_digest import PlanComparer, plan_digest, sample_digest
 from megatron_async.ranks.rank_group import Channel, ConnectedGroup
@@ -61,6 +63,8 @@ class Leader(ConnectedGroup):
         self._tells = 0
         self._told = dict.fromkeys(channel.members[1:], 0)
         """Follower -> number of the last `Tell` that it has taken in."""
+        self._staged: dict[int, dict[int, str]] = {}
+        """Open rounds of weights -> follower -> why it cannot stage the round; "" if it has."""
 
     def compiling(self, request: DynamicInferenceRequest) -> None:
         self.log(Compile(request.sampling_params))
@@ -95,6 +99,19 @@ class Leader(ConnectedGroup):
             self._confirm_failure(number, error)
         elif early := [failed for failed in self._failed if failed <= number]:
             self._raise_for(min(early))
+
+    @override
+    def staged_by_all(self, number: int) -> tuple[bool, str]:
+        self._check_alive()
+        self._read_reports()
+        found = self._staged.get(number, {})
+        failures = (f"rank {rank}: {why}" for rank, why in found.items() if why)
+        return found.keys() == self._told.keys(), next(failures, "")
+
+    @override
+    def updating(self, update: Update) -> None:
+        self.log(update)
+        self._staged = {n: found for n, found in self._staged.items() if n > update.number}
 
     @override
     def tell(self, what: str, value: Any = None) -> None:
@@ -133,6 +150,8 @@ class Leader(ConnectedGroup):
         for rank, report in self._channel.reports():
             if isinstance(report, Told):
                 self._told[rank] = report.number
+            elif isinstance(report, Staged):
+                self._staged.setdefault(report.number, {})[rank] = report.failure
             elif isinstance(report, Failed):
                 self._failed.setdefault(report.step, {})[rank] = report.error
                 self._failed_since.setdefault(report.step, time.monotonic())

@@ -15,7 +15,7 @@ from typing import Any, Protocol, override
 from megatron_async.devices import Event
 from megatron_async.errors import JobFailed
 from megatron_async.planning.step_plan import StepPlan, StepShape
-from megatron_async.ranks.actions import Report, Turn
+from megatron_async.ranks.actions import Report, Turn, Update
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.step.text_generation_controller import LaunchedStep
@@ -59,10 +59,17 @@ class RankGroup:
 
     is_alone = True
     """Whether no other rank follows what this one does."""
+    follows = False
+    """Whether this rank repeats what another one does."""
     agrees = False
     """Whether `agree` is a round with ranks that have other requests."""
     agreement_ns = 0
     """Nanoseconds spent in `agree` so far."""
+    vote = 0
+    """For `agree`: minus the newest round of weights that this rank may commit, or the number of
+    one that has failed here."""
+    agreed = 0
+    """The largest `vote` of all ranks at the last `agree`."""
     others_work = False
     """Whether a rank with other requests had unfinished ones at the last agreement."""
     must_keep_up = False
@@ -156,6 +163,16 @@ class RankGroup:
         Raises:
             RanksDisagree: the step failed on some ranks only, or plans or samples of ranks differ.
         """
+
+    def staged(self, number: int, failure: str) -> None:
+        """This rank has a round of weights ready, or cannot have it. On any thread."""
+
+    def staged_by_all(self, number: int) -> tuple[bool, str]:
+        """Whether all followers have a round of weights ready, and why one of them cannot."""
+        return True, ""
+
+    def updating(self, update: Update) -> None:
+        """A round of weights is committed before the next plan, or dropped."""
 
     def tell(self, what: str, value: Any = None) -> None:
         """Give followers news of the service, in order with all actions."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_async.requests.log_probs import RequestLogProbs
 from megatron_async.requests.routing_record import RoutingRecord, Rows
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.weight_versions import Span, WeightMarks, spans
 from megatron_async.text.stop_words import cut_at_stop_word
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class DynamicInferenceRequest:
             the request is evicted).
         generated_text: detokenized at first use, without the terminating token, and up to the stop
             word, unless asked for; None when the engine has no tokenizer.
-        finish_reason: "termination_id", "stop_token", "stop_word", "length", "aborted" or "error".
+        finish_reason: "termination_id", "stop_token", "stop_word", "length", "weight_update" (ended
+            by an update's policy, with the tokens so far), "aborted" or "error".
         error: why the request failed, or None.
         ttft: seconds from arrival to the first token, None before it.
         latency: seconds from arrival to the end.
@@ -83,6 +85,7 @@ class DynamicInferenceRequest:
         rank: in the order of service (`rank_of`), once it is queued; an evicted request keeps it.
         max_length: sequence length at which it ends, once it is queued.
         num_computed: known tokens that its last eviction took from the cache.
+        weights: where the weights changed; `weight_versions` and `kv_versions` read it.
         traceparent: the trace that it belongs to, as `traces.read_traceparent` gives it; ""
             for none. Log lines name it.
     """
@@ -111,6 +114,7 @@ class DynamicInferenceRequest:
     rank: int = field(default=0, repr=False)
     max_length: int = field(default=0, repr=False)
     num_computed: int = field(default=0, repr=False)
+    weights: WeightMarks = field(default_factory=WeightMarks, repr=False)
     traceparent: str = ""
     _text: str | None = field(default=None, init=False, repr=False)
 
@@ -118,6 +122,17 @@ class DynamicInferenceRequest:
     def num_known(self) -> int:
         """Tokens to prefill: the prompt, and what was generated before an eviction."""
         return len(self.prompt_tokens) + len(self.generated_tokens)
+
+    @property
+    def weight_versions(self) -> list[Span]:
+        """The weights that chose its generated tokens: (version, first token, end), half open."""
+        return spans(self.weights.tokens, len(self.generated_tokens))
+
+    @property
+    def kv_versions(self) -> list[Span]:
+        """The weights that its keys, values and states were computed with: (version, first
+        position, end), half open, over prompt and generated tokens; the last one is never fed."""
+        return spans(self.weights.cache, max(self.num_known - 1, 0))
 
     @property
     def generated_text(self) -> str | None:

@@ -46,6 +46,10 @@ class RequestLogProbs:
         self._prompt[first:end] = words[: max(end - first, 0), : self._width]
         self.num_prompt_missing = min(self.num_prompt_missing, len(self._prompt) - end)
 
+    def forget_prompt(self) -> None:
+        """The prompt is computed again, with other weights."""
+        self.num_prompt_missing = len(self._prompt)
+
     def generated(self) -> list[float]:
         """Log prob of each generated token."""
         return _values(self._generated)

@@ -38,7 +38,13 @@ class Invalidation:
 
     The engine reports events to its policy, and asks which steps to discard. Another policy
     overrides all methods.
+
+    Attributes:
+        takes_back: whether steps in flight may be taken back, so that they must be booked before an
+            update of weights.
     """
+
+    takes_back = False
 
     @property
     def is_draining(self) -> bool:
@@ -133,6 +139,7 @@ class Rollback(Invalidation):
         self._first: int | None = None
         """Number of the first step to be discarded; None when there is none."""
         self._discarded: list[LaunchedStep] = []
+        self.takes_back = True
 
     @property
     def is_draining(self) -> bool:

@@ -86,13 +86,13 @@ def test_the_thread_of_a_stream_goes_on() -> None:
 
 
 def test_a_grammar_s_future_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break `wait_for_a_grammar`: hold nothing."""
+    """Break `wait_for_others`: hold nothing."""
     monkeypatch.setattr(admission, "POLL_S", 0.0)
 
     def wait(job: Future[None]) -> None:
         entry = SimpleNamespace(grammar_job=job)
         waiting: Any = SimpleNamespace(_requests=SimpleNamespace(compiling={0: (entry, 0)}))
-        admission.Admission.wait_for_a_grammar(waiting)
+        admission.Admission.wait_for_others(waiting)
 
     for job in interrupted_everywhere(Future, wait):
         on_another_thread(lambda job=job: job.set_result(None))

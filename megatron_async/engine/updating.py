@@ -1,0 +1,502 @@
+"""`Updating`: new weights are committed between two steps, on all ranks before the same plan.
+
+Each rank stages a round of weights and says so; only then the leader logs the update, before the
+launch of the plan from which on the weights count. Steps in flight keep running: the copies are
+enqueued behind them on the compute stream. So an update waits for nothing, and a replay of the log
+finds it at the same place.
+
+Leaders that share experts add one integer to the agreement of each step: minus the newest round
+that is ready, or a round that has failed. The largest is minus the round that all have, or the one
+that failed somewhere; all leaders know it before the same plan.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from asyncio import AbstractEventLoop
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+from weakref import ref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async.engine.listener import EngineListener
+from megatron_async.engine.step_booking import StepBooking
+from megatron_async.engine.turn import Turn
+from megatron_async.errors import RanksDisagree, UpdateError
+from megatron_async.observe.statistics import EngineStatistics
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
+from megatron_async.planning.request_slots import SlotState
+from megatron_async.ranks.actions import Update
+from megatron_async.ranks.rank_group import RankGroup
+from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
+from megatron_async.requests.request_registry import RequestRegistry
+from megatron_async.requests.weight_versions import Version
+from megatron_async.rollback.policy import Invalidation
+from megatron_async.step.text_generation_controller import (
+    LaunchedStep,
+    TextGenerationController,
+)
+from megatron_async.updates.stage import Stage
+
+Policy = Literal["keep", "recompute", "abort"]
+"""What becomes of requests that have tokens: they go on with the keys and values that they have;
+all of these are computed again; or they end with the tokens so far, finish reason "weight_update".
+A request without a token begins again under each."""
+POLICIES = ("keep", "recompute", "abort")
+LABEL = "label"
+"""In the place of a policy: no weights come, the version alone is another."""
+NEVER = sys.maxsize
+
+
+class _Loop(Protocol):
+    """The parts of `StepLoop` that an update changes."""
+
+    context: DynamicInferenceContext
+    controller: TextGenerationController
+    requests: RequestRegistry
+    statistics: EngineStatistics
+    booking: StepBooking
+    invalidation: Invalidation
+    listeners: list[EngineListener]
+    in_flight: deque[LaunchedStep]
+    group: RankGroup
+    turn: Turn
+    is_frozen: bool
+
+    @property
+    def is_stopped(self) -> bool: ...
+    def drain(self) -> None: ...
+
+
+class UpdateDone(NamedTuple):
+    """What an update did."""
+
+    step: int
+    """The first step that runs with the new weights."""
+    epoch: int
+    """Updates of this engine so far."""
+    version: Version
+    aborted: int
+    """Requests that it ended."""
+    recomputed: int
+    """Requests that lost what they had computed: they are prefilled again."""
+    gap: float
+    """Seconds for which the engine's thread launched nothing; the device's copies come on top."""
+
+
+@dataclass
+class _Round:
+    number: int
+    stage: Stage | None = None
+    failure: str = ""
+    order: tuple[Version, Policy] | None = None
+    staged: Future[None] = field(default_factory=Future)
+    done: Future[UpdateDone] = field(default_factory=Future)
+
+
+class _Border(NamedTuple):
+    """The first step of some weights; the steps before it are not all booked yet."""
+
+    step: int
+    version: Version
+    held: NDArray[np.int64]
+    """Slots whose requests have keys and values of the weights before."""
+    generations: NDArray[np.int64]
+
+
+class Updating:
+    """Updates the weights of an engine. `stage`, `fail`, `staged` and `commit` may be called on any
+    thread.
+
+    Args:
+        loop: of the engine's steps.
+
+    Attributes:
+        epoch: updates so far. It alone tells keys and values apart; a version is a name.
+        is_due: whether `tend` has something to do before the next plan.
+        is_waiting: whether the last `tend` has left something that is due.
+        awaits_agreement: whether leaders that share experts must agree on a step to go on.
+        border: first step whose booking must wait for `pass_border`.
+        torn: why no step can run before other weights have come; "" if they are whole.
+        event_loop: that runs the engine; None: nobody sleeps.
+    """
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop_of = ref(loop)  # whose part this is
+        self.epoch = 0
+        self.is_due = self.is_waiting = self.awaits_agreement = False
+        self.border = NEVER
+        self.torn = ""
+        self.event_loop: AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._rounds: dict[int, _Round] = {}
+        self._last, self._last_failure = 0, ""
+        self._applying: _Round | None = None
+        self._borders: list[_Border] = []
+        self._captures_again = False
+
+    @property
+    def _loop(self) -> _Loop:
+        loop = self._loop_of()
+        assert loop is not None, "it has this object"
+        return loop
+
+    @property
+    def version(self) -> Version:
+        """The version of the weights of the next step; None until one is told."""
+        return self._loop.context.scheduler.weight_version
+
+    # ---- On any thread -----------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """A number for a new round, the same on all ranks that have had the same rounds."""
+        with self._lock:
+            return max([self._last, *self._rounds]) + 1
+
+    def stage(self, number: int, stage: Stage) -> None:
+        """Round `number` is ready on this rank.
+
+        Raises:
+            UpdateError: the round has ended, because another rank has failed; the stage is dropped.
+        """
+        try:
+            with self._lock:
+                found = self._round(number)
+                if found.failure:
+                    raise UpdateError(found.failure)
+                found.stage = stage
+        except UpdateError:
+            stage.drop()
+            raise
+        self._report(number, "")
+
+    def fail(self, number: int, why: str) -> None:
+        """This rank cannot stage round `number`: the round fails on all ranks. One that has ended
+        stays as it is."""
+        with self._lock:
+            if number <= self._last:
+                return
+            found = self._round(number)
+            found.failure = found.failure or why
+        self._report(number, why)
+
+    def staged(self, number: int) -> Future[None]:
+        """On the leader: done when the round is staged on all ranks of its model; UpdateError if it
+        has failed."""
+        with self._lock:
+            found = self._round(number).staged
+        self._news()
+        return found
+
+    def commit(self, number: int, version: Version, policy: Policy = "keep") -> Future[UpdateDone]:
+        """On the leader: commit the round as soon as it is staged everywhere, at the next plan, or
+        at once if the engine is idle or stopped. Where leaders share experts, each must call this.
+
+        Returns:
+            done when the copies are enqueued; UpdateError: the round has failed, and the weights
+            are those before.
+
+        Raises:
+            UpdateError: the policy has another name, or the round has ended.
+        """
+        if policy not in POLICIES:
+            raise UpdateError(f"policy={policy!r} is none of {', '.join(POLICIES)}.")
+        with self._lock:
+            found = self._round(number)
+            found.order = version, policy
+        self._news()
+        return found.done
+
+    def _round(self, number: int) -> _Round:
+        if number <= self._last:
+            why = self._last_failure if number == self._last else ""
+            raise UpdateError(why or f"round {number} has ended: begin another.")
+        return self._rounds.setdefault(number, _Round(number))
+
+    def _report(self, number: int, failure: str) -> None:
+        self._loop.group.staged(number, failure)
+        self._news()
+
+    def _news(self) -> None:
+        if self._loop.group.follows:
+            return
+        self.is_due = True
+        if (loop := self.event_loop) is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._loop.requests.wake)
+
+    # ---- Before a plan -----------------------------------------------------------------------
+
+    def tend(self) -> bool:
+        """On the leader, in a turn, before a plan: commit what is ready, drop what has failed.
+
+        Returns:
+            whether the next step may be planned.
+        """
+        may_plan, self.awaits_agreement = True, False
+        with self._lock:
+            rounds = [self._rounds[number] for number in sorted(self._rounds)]
+        for each in rounds:
+            is_everywhere, failure = self._loop.group.staged_by_all(each.number)
+            if failure := each.failure or failure or self._failure_elsewhere(each):
+                self._fail(each, failure)
+            elif each.stage is not None and is_everywhere:
+                if not each.staged.done():
+                    each.staged.set_result(None)
+                if each.order is not None and self._is_agreed(each):
+                    may_plan = self._commit(each)
+            if self.awaits_agreement or not may_plan:
+                break
+        may_plan = may_plan and self._capture_again()
+        with self._lock:
+            self.is_waiting = not may_plan or any(map(_needs_others, self._rounds.values()))
+            self.is_due = self.is_waiting
+        return may_plan
+
+    def _failure_elsewhere(self, each: _Round) -> str:
+        group = self._loop.group
+        if group.agrees and group.agreed >= each.number:
+            return f"round {each.number} of weights has failed on another replica."
+        return ""
+
+    def _is_agreed(self, each: _Round) -> bool:
+        group = self._loop.group
+        if group.agrees:
+            group.vote = -each.number
+            self.awaits_agreement = -group.agreed < each.number
+        return not self.awaits_agreement
+
+    def _fail(self, each: _Round, failure: str) -> None:
+        """Drop a round here and on the followers; leaders that share experts learn of it first."""
+        group = self._loop.group
+        each.failure = failure
+        if group.agrees and group.agreed < each.number:
+            group.vote, self.awaits_agreement = each.number, True
+            return
+        group.updating(Update(each.number, self._step, self.version, LABEL, failure))
+        self._end_failed(each)
+
+    def _end_failed(self, each: _Round) -> None:
+        if each.stage is not None:
+            each.stage.drop()
+        self._forget(each, each.failure)
+        if self._loop.is_frozen:
+            self.torn = each.failure
+        for future in (each.staged, each.done):
+            if not future.done():
+                future.set_exception(UpdateError(each.failure))
+
+    def _commit(self, each: _Round) -> bool:
+        """Log and do an update, unless steps in flight may be taken back: these first."""
+        loop = self._loop
+        if loop.invalidation.takes_back and loop.in_flight:
+            loop.statistics.drained = True
+            return False
+        assert each.order is not None, "it was told to commit"
+        version, policy = each.order
+        loop.group.updating(Update(each.number, self._step, version, policy))
+        self._apply(each, version, policy)
+        return True
+
+    @property
+    def _step(self) -> int:
+        return self._loop.context.next_step
+
+    def _forget(self, each: _Round, failure: str = "") -> None:
+        with self._lock:
+            self._rounds.pop(each.number, None)
+            if each.number > self._last:
+                self._last, self._last_failure = each.number, failure
+
+    # ---- On every rank -----------------------------------------------------------------------
+
+    def replay(self, action: Update) -> None:
+        """On a follower: do what the leader did.
+
+        Raises:
+            RanksDisagree: the round is not staged here, or its copies raised.
+        """
+        with self._loop.turn:
+            if action.policy == LABEL and not action.failure:
+                self._change(action.version, LABEL)
+                return
+            with self._lock:
+                found = self._rounds.get(action.number) or _Round(action.number)
+            if action.failure:
+                found.failure = action.failure
+                self._end_failed(found)
+                return
+            if found.stage is None:
+                raise RanksDisagree(
+                    f"the leader commits round {action.number} of weights, which is not staged "
+                    "here: it is a bug."
+                )
+            policy: Any = action.policy
+            self._apply(found, action.version, policy)
+            if self.torn:
+                raise RanksDisagree(self.torn)
+
+    def label(self, version: Version) -> None:
+        """The weights are called `version` from the next plan on; nothing else changes. On the
+        leader, on the engine's thread."""
+        loop = self._loop
+        loop.turn.make_whole()
+        with loop.turn:
+            loop.group.updating(Update(0, self._step, version, LABEL))
+            self._change(version, LABEL)
+
+    def _apply(self, each: _Round, version: Version, policy: Policy) -> None:
+        loop, start = self._loop, time.perf_counter()
+        assert each.stage is not None
+        self.epoch += 1
+        each.order, self._applying = (version, policy), each
+        try:
+            moved = each.stage.commit()
+        except Exception as error:
+            self.torn = f"round {each.number} of weights broke off in its copies: {error!r}."
+            loop.is_frozen, each.failure, self._applying = True, self.torn, None
+            self._end_failed(each)
+            return
+        self._captures_again |= moved
+        aborted, recomputed = self._begin_again(policy)
+        loop.context.reset_prefix_cache()
+        self._change(version, policy)
+        self._finish(each, aborted, recomputed, time.perf_counter() - start)
+
+    def _finish(self, each: _Round, aborted: int, recomputed: int, gap: float) -> None:
+        loop, statistics = self._loop, self._loop.statistics
+        statistics.weight_updates += 1
+        self._forget(each)
+        self._applying, self.torn = None, ""
+        if loop.is_frozen:
+            self.thaw()
+        if not each.done.done():
+            each.done.set_result(
+                UpdateDone(self._step, self.epoch, self.version, aborted, recomputed, gap)
+            )
+
+    def _begin_again(self, policy: Policy) -> tuple[int, int]:
+        """Do what the policy says of unfinished requests: how many it ended, and how many are to be
+        prefilled again."""
+        loop, context = self._loop, self._loop.context
+        slots, scheduler, aborted = context.slots, context.scheduler, 0
+        if policy == "abort":
+            held = np.flatnonzero(slots.state != SlotState.FREE).tolist()  # sync-ok: NumPy
+            for slot in held:
+                if len(slots.generated(slot)):
+                    request = slots.request_at(slot)
+                    loop.booking.release(slot)
+                    self._end(request)
+                    aborted += 1
+            for request in context.waiting.in_order():
+                if request.generated_tokens:
+                    context.waiting.remove(request.request_id)
+                    self._end(request)
+                    aborted += 1
+        # A prompt that is half computed has made no token yet.
+        keeps = policy == "keep"
+        again = slots.state == SlotState.PREFILLING if keeps else slots.state != SlotState.FREE
+        scheduler.evict(again)
+        for request in context.waiting.in_order():
+            if not request.generated_tokens:
+                request.num_cached_tokens = None
+                if request.log_probs is not None:
+                    request.log_probs.forget_prompt()
+        return aborted, int(np.count_nonzero(again))
+
+    def _end(self, request: DynamicInferenceRequest) -> None:
+        for listener in self._loop.listeners:
+            listener.ended(request, "weight_update")
+        self._loop.requests.end(request, Status.COMPLETED, "weight_update")
+
+    def _change(self, version: Version, policy: str) -> None:
+        """What is planned from now on is of other weights, or of another name."""
+        loop, context = self._loop, self._loop.context
+        slots = context.slots
+        context.scheduler.weight_version = version
+        if policy != LABEL:
+            loop.booking.drafts_before = (self._step, self._step + slots.num_micro_batches)
+        held = np.flatnonzero(slots.state >= SlotState.DECODING)
+        self._borders.append(_Border(self._step, version, held, slots.generation[held]))
+        self.border = self._borders[0].step
+        for listener in loop.listeners:
+            listener.updated(self._step, version, policy)
+        if not loop.in_flight:
+            self.pass_border(self._step)
+
+    # ---- Books of what is of which weights ---------------------------------------------------
+
+    def pass_border(self, step: int) -> None:
+        """The steps before `step` are booked: what requests have now is of the weights before the
+        borders up to there. May be repeated."""
+        slots = self._loop.context.slots
+        while self._borders and self._borders[0].step <= step:
+            border = self._borders[0]
+            kept = border.held[slots.generation[border.held] == border.generations]
+            has_old = set(kept.tolist())  # sync-ok: NumPy
+            for request in self._loop.requests.unfinished():
+                slot = slots.slot_of.get(request.request_id)
+                generated = len(request.generated_tokens if slot is None else slots.generated(slot))
+                position = len(request.prompt_tokens) + generated - 1
+                is_old = slot in has_old
+                request.weights.change(border.version, generated, position if is_old else None)
+            del self._borders[0]
+        self.border = self._borders[0].step if self._borders else NEVER
+
+    def mend(self) -> None:
+        """A turn was cut short, and the steps in flight are dropped."""
+        self.pass_border(NEVER - 1)
+        if (each := self._applying) is not None and each.order is not None:
+            # All requests are prefilled again, with nothing in the prefix cache.
+            self._change(*each.order)
+            self._finish(each, 0, len(self._loop.requests), 0.0)
+
+    # ---- Weights that are not whole ----------------------------------------------------------
+
+    def freeze(self, why: str = "") -> None:
+        """Launch no step until weights are committed (or `thaw`): they are written in place. `why`
+        says what is wrong with them already, if anything is."""
+        loop = self._loop
+        loop.is_frozen = True
+        self.torn = why
+        loop.drain()
+
+    def thaw(self) -> None:
+        """Undo `freeze`: the weights are whole."""
+        loop = self._loop
+        loop.is_frozen, self.torn = False, ""
+        loop.group.stop_together(loop.is_stopped)
+        loop.requests.news.notify()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The engine ends, for `error` if for any: open rounds are dropped."""
+        with self._lock:
+            rounds = list(self._rounds.values())
+        for each in rounds:
+            each.failure = str(error or "the engine was closed before the round was committed.")
+            self._end_failed(each)
+
+    def _capture_again(self) -> bool:
+        """Capture steps on the addresses of weights that lie elsewhere now; steps in flight are
+        resolved first. Whether that is done."""
+        if not self._captures_again:
+            return True
+        loop = self._loop
+        if loop.in_flight:
+            loop.statistics.drained = True
+            return False
+        if loop.controller.graphs.count:
+            loop.controller.graphs.clear()
+            loop.controller.recapture_cuda_graphs()
+        self._captures_again = False
+        return True
+
+
+def _needs_others(each: _Round) -> bool:
+    """Whether something is to be done as soon as other ranks have answered."""
+    return bool(each.failure or each.order) or (each.stage is not None and not each.staged.done())
