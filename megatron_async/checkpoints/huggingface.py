@@ -29,6 +29,7 @@ from megatron_async.checkpoints.source import (
     byte_bar,
     embedding_name,
     model_parameters,
+    named_tensors,
     total_bytes,
 )
 from megatron_async.checkpoints.tensor_files import INDEX, SINGLE, TensorFiles, has_weights
@@ -234,9 +235,11 @@ class HuggingFaceSource(NamedTensorSource):
                 return
 
     @override
-    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+    def load_into(
+        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+    ) -> None:
         try:
-            super().load_weights(model, progress)
+            super().load_into(tensors, shard, progress)
         finally:
             self._files.close()
 
@@ -303,7 +306,7 @@ def save_huggingface(
     if not held.with_mtp:
         architecture = architecture.without_mtp
     wanted = list(weights(architecture, held))
-    parameters = model_parameters(model, wanted)
+    parameters = model_parameters(named_tensors(model), wanted)
     dtype = parameters[wanted[0].name].dtype
     config = write_config(architecture, str(dtype).removeprefix("torch."))
     folder.mkdir(parents=True, exist_ok=True)

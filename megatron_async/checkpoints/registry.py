@@ -17,13 +17,14 @@ token, anew in each layer. Nothing else differs, and each product is as it was.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, override
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from megatron_async.checkpoints.draft_layer import WithDraftLayer
 from megatron_async.checkpoints.errors import CheckpointError
@@ -94,7 +95,9 @@ class DummySource(ModelSource):
         """Whether any weight of multi-token prediction is stored."""
         return self.architecture.mtp_num_depths > 0
 
-    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+    def load_into(
+        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+    ) -> None:
         """Random weights, the same for the same device, rounded to the dtype, however many ranks
         share them.
 
@@ -104,8 +107,8 @@ class DummySource(ModelSource):
         from megatron_async.models.hybrid import fill_dummy_weight
 
         zero_centered = self.architecture.layernorm_zero_centered_gamma
-        held = list(weights(self.architecture, Shard.of(model)))
-        parameters = model_parameters(model, held)
+        held = list(weights(self.architecture, shard))
+        parameters = model_parameters(tensors, held)
         for weight in held:
             parameter = parameters[weight.name]
             if weight.shape == weight.whole_shape:

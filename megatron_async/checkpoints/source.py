@@ -77,7 +77,6 @@ class ModelSource(ABC):
     def has_mtp_weights(self) -> bool:
         """Whether any weight of the architecture's multi-token prediction is stored."""
 
-    @abstractmethod
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """Fill a model, tensor by tensor, converting to its dtype and moving to its device.
 
@@ -90,6 +89,19 @@ class ModelSource(ABC):
         Raises:
             CheckpointError: a tensor is missing, superfluous, unreadable or of a wrong shape; the
                 message names it, with the shape that is expected and the one that was found.
+        """
+        self.load_into(named_tensors(model), Shard.of(model), progress)
+
+    @abstractmethod
+    def load_into(
+        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+    ) -> None:
+        """`load_weights` into tensors with a model's names, shapes and dtypes.
+
+        Args:
+            tensors: the parameters of a model by name, or tensors that are like them.
+            shard: the part of the whole model that they are.
+            progress: show a progress bar on stderr.
         """
 
 
@@ -176,15 +188,16 @@ class NamedTensorSource(ModelSource):
         return wanted
 
     @override
-    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
-        shard = Shard.of(model)
+    def load_into(
+        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+    ) -> None:
         self.check_stored(shard.with_mtp)
         _ = self.checked_weights
         if shard.with_mtp:
             _ = self.checked_mtp_weights
         stacked = self.has_stacked_experts, shard.with_mtp and self._has_stacked_mtp
         wanted = list(weights(self.architecture, shard, *stacked))
-        parameters = model_parameters(model, wanted)
+        parameters = model_parameters(tensors, wanted)
         with byte_bar(total_bytes(parameters), progress) as bar:
             for weight in wanted:
                 parameter = parameters[weight.name]
@@ -242,12 +255,18 @@ def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str,
             )
 
 
-def model_parameters(model: nn.Module, wanted: Sequence[Weight]) -> dict[str, Tensor]:
-    """The model's parameters by `Weight.name`, once they are known to be just the wanted weights.
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters by name, without gradients."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def model_parameters(tensors: Mapping[str, Tensor], wanted: Sequence[Weight]) -> dict[str, Tensor]:
+    """A model's parameters (`named_tensors`) by `Weight.name`, once they are known to be just the
+    wanted weights.
 
     A model of TransformerEngine layers has some of them under another name (`Weight.fused_name`).
     """
-    unfilled = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    unfilled = dict(tensors)
     shapes = {weight.name: weight.shape for weight in wanted}
     parameters = {}
     for weight in wanted:

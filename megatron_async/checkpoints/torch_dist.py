@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, override
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import METADATA, TRACKER, checkpoint_folder, read_json
@@ -129,12 +129,13 @@ class TorchDistSource(ModelSource):
         return reduce(torch.promote_types, (stored[key].properties.dtype for key in sorted(keys)))
 
     @override
-    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
-        shard = Shard.of(model)
+    def load_into(
+        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+    ) -> None:
         self._tell_left_out()
         places = self._places | (self._mtp_places if shard.with_mtp else {})
         wanted = list(weights(self.architecture, shard))
-        parameters = model_parameters(model, wanted)
+        parameters = model_parameters(tensors, wanted)
         planner = DirectPlanner()
         stored = self._reader.tensors
         for weight in wanted:

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
 from megatron_async.checkpoints.mapping import Shard, weights
-from megatron_async.checkpoints.source import model_parameters
+from megatron_async.checkpoints.source import model_parameters, named_tensors
 from megatron_async.devices.cpu import Chaos, CpuDevice
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
@@ -43,7 +43,7 @@ def stage_model(
         architecture, torch.float32, device, sizes=ParallelSizes(pipeline_model_parallel=stages)
     )
     wanted = list(weights(architecture, Shard.of(model)))
-    parameters = model_parameters(model, wanted)
+    parameters = model_parameters(named_tensors(model), wanted)
     for weight in wanted:
         parameter = parameters[weight.name]
         if parameter.dim() == 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.mapping import weights
-from megatron_async.checkpoints.source import model_parameters
+from megatron_async.checkpoints.source import model_parameters, named_tensors
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from tests.support.whole_sequence import whole_logits
@@ -72,7 +72,7 @@ def test_every_weight_is_a_published_tensor(name: str, tmp_path: Path) -> None:
     )
     # And every parameter of the model is one of these weights.
     model = build_model(source.architecture, torch.bfloat16, torch.device("meta"))
-    found = model_parameters(model, list(weights(source.architecture)))
+    found = model_parameters(named_tensors(model), list(weights(source.architecture)))
     assert sum(parameter.numel() for parameter in found.values()) == expected.num_parameters
 
 

@@ -19,7 +19,7 @@ from megatron_async import (
 from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.mapping import mtp_weights, weights
-from megatron_async.checkpoints.source import model_parameters
+from megatron_async.checkpoints.source import model_parameters, named_tensors
 from megatron_async.cli import main as cli
 from megatron_async.errors import ConfigurationError
 from megatron_async.lab.references import LogitsKeeper
@@ -122,7 +122,7 @@ def run(shape: str, impl: str, graphs: int, name: str = "cuda") -> Found:
         f"dummy:{shape}", dtype, device, transformer_impl=impl, with_mtp=with_mtp
     ).model
     table = [*weights(architecture), *(mtp_weights(architecture) if with_mtp else ())]
-    parameters = model_parameters(model, table)
+    parameters = model_parameters(named_tensors(model), table)
     generator = torch.Generator(device).manual_seed(0)
     for weight in table:  # dummy norms are ones and biases zeros: equal wherever they end up
         if len(weight.shape) == 1:
