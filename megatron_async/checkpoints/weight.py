@@ -69,6 +69,15 @@ class Shard:
         return range(first, min(first + share, size))
 
 
+def gpt_name(name: str) -> str:
+    """Name of a weight in a `GPTModel`, from that in a `HybridModel`."""
+    found = LAYER_NUMBER.match(name)
+    if found is None:
+        name = name.replace("final_norm", "final_layernorm")
+        return re.sub(r"mtp_model_layer\.layers\.\d+\.", "transformer_layer.", name)
+    return LAYER_NUMBER.sub(f"decoder.layers.{int(found[1]) // 2}.", name)
+
+
 @dataclass(frozen=True)
 class Strip:
     """Rows of a stored tensor that ranks split by themselves: of `in_proj` x, z, B, C and dt."""
@@ -208,10 +217,7 @@ class Weight:
     def stored_gpt(self) -> str:
         """Key in a Megatron checkpoint of the deprecated `GPTModel`, where a depth of multi-token
         prediction is one transformer layer."""
-        if self.gpt_layer is None:
-            name = self.stored.replace("final_norm", "final_layernorm")
-            return re.sub(r"mtp_model_layer\.layers\.\d+\.", "transformer_layer.", name)
-        return LAYER_NUMBER.sub(f"decoder.layers.{self.gpt_layer}.", self.stored)
+        return gpt_name(self.stored)
 
     @property
     def stored_stacked(self) -> str:

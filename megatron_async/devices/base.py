@@ -135,6 +135,15 @@ class Device(ABC):
     def fence(self) -> None:
         """Order all streams after tensors that the host has made or filled so far."""
 
+    def caller_event(self) -> Event | None:
+        """The point that the calling thread's own device work has come to; None where such work is
+        done when its call returns."""
+        return None
+
+    def caller_waits(self, event: Event) -> None:
+        """Hold the calling thread's own device work back until the event is reached."""
+        event.wait()
+
     def capture(self, work: Callable[[], None]) -> Graph:
         """Capture `work`, which has run before, as a graph on the compute stream; waits for it.
 

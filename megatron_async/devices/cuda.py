@@ -150,6 +150,15 @@ class CudaDevice(Device):
         self.copy.stream.wait_stream(default)
         self.upload.stream.wait_stream(default)
 
+    def caller_event(self) -> Event:
+        event = CudaEvent(False, None)
+        event.event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def caller_waits(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        torch.cuda.current_stream(self.torch_device).wait_event(event.event)
+
     def close(self, wait: bool = True) -> None:
         if wait:
             torch.cuda.synchronize(self.torch_device)

@@ -1,0 +1,406 @@
+"""`WeightRound`: new weights on their way to one rank, from the first bucket to the step that has
+them.
+
+| staging | where tensors wait | second memory |
+| --- | --- | --- |
+| "device", "host" | in spare tensors of the parameters' shapes (host: pinned) | as large |
+| "direct" | where they are, whole and unchanged from `finish` until the step | none |
+| "none" | nowhere: they go into the parameters at once, so no step may run meanwhile | none |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.mapping import Shape, Shard, Weight, weights
+from megatron_async.checkpoints.registry import open_model
+from megatron_async.checkpoints.source import clear_padding, model_parameters, named_tensors
+from megatron_async.devices import Device, Event, makes_ordinary_tensors
+from megatron_async.errors import UpdateError
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.pipeline import EMBEDDING
+from megatron_async.updates.incoming import HUGGINGFACE, NAMES, Names, NameTable, Piece
+from megatron_async.updates.round_plan import STAGINGS, make_plan
+from megatron_async.updates.writes import Write, check_twins, checked, copy_all
+
+SELECTORS = ("all", "target", "draft")
+_OTHER_FACTS = ("model_type", "max_position_embeddings", "eos_token_ids", "bos_token_id")
+"""Fields of an architecture on which no weight and no logit depends."""
+
+
+class _Held(NamedTuple):
+    """A weight of this rank in a round."""
+
+    weight: Weight
+    parameter: Tensor
+    marks: Tensor
+    """Bool, like the parameter but for two columns: what was written."""
+
+
+class WeightRound:
+    """One rank's part of a weight update; implements `Stage`.
+
+    `load`, `load_folder` and `finish` may run on any thread, one at a time, while steps run (but
+    with staging "none").
+
+    Args:
+        parameters: of this rank, by name (`named_tensors`).
+        shard: which part of the whole model they are.
+        architecture: of the whole model.
+        device: where steps run.
+        refresh: makes the derived copies again (`DerivedCopies.refresh`).
+        staging: see above; "auto": the device, or the host where the device has no room.
+        names: of the tensors that will come (`updates/incoming.py`); "auto": by the tensors.
+        partial: weights that do not come keep their numbers.
+        selector: "target", the model; "draft", its layers of multi-token prediction; "all", what of
+            both the model was built with.
+        checks_finite: refuse NaN and infinities.
+
+    Attributes:
+        plan: what the round takes.
+        num_bytes: of this rank's weights in it.
+        left_out: tensors that were known and not needed here (a vision tower's; MTP's).
+        is_torn: the model has weights of two versions, by staging "none"; a whole round mends it.
+
+    Raises:
+        UpdateError: an unknown option; a model that others have built; no memory for the staging,
+            with the bytes.
+    """
+
+    @classmethod
+    def of(cls, wrapper: Any, **options: Any) -> WeightRound:
+        """A round for the model of an engine's wrapper; options as above."""
+        model, context = wrapper.model, wrapper.inference_context
+        architecture = getattr(model, "architecture", None)
+        if architecture is None:
+            raise UpdateError(
+                "this model was built outside of megatron_async's loader, which alone knows its "
+                "weights by name: write into its parameters within engine.weights_open()."
+            )
+        parameters, shard = named_tensors(model), Shard.of(model)
+        refresh = wrapper.derived.refresh
+        return cls(parameters, shard, architecture, context.device, refresh, **options)
+
+    @makes_ordinary_tensors
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        shard: Shard,
+        architecture: ModelArchitecture,
+        device: Device,
+        refresh: Callable[[], bool],
+        *,
+        staging: str = "auto",
+        names: str = "auto",
+        partial: bool = False,
+        selector: str = "all",
+        checks_finite: bool = False,
+    ) -> None:
+        for option, value, known in (
+            ("staging", staging, STAGINGS),
+            ("names", names, NAMES),
+            ("selector", selector, SELECTORS),
+        ):
+            if value not in known:
+                raise UpdateError(f"{option}={value!r} is unknown: use one of {', '.join(known)}.")
+        self._architecture, self._device, self._refresh = architecture, device, refresh
+        self._partial, self._selector = partial, selector
+        self._checks_finite = checks_finite
+        self._shard = shard
+        self._names = Names(names, architecture, self._shard)
+        if selector == "draft" and not self._shard.with_mtp:
+            raise UpdateError(
+                "selector='draft', but the engine has no layers of multi-token prediction: start "
+                "it with speculative_method='mtp', or leave the selector out."
+            )
+        everything = list(weights(architecture, self._shard))
+        named = model_parameters(parameters, everything)
+        self._held = {
+            weight.name: _Held(weight, named[weight.name], _marks(weight))
+            for weight in everything
+            if self._is_selected(weight.stored)
+        }
+        self.num_bytes = sum(held.parameter.nbytes for held in self._held.values())
+        self._spare: dict[str, Tensor] = {}
+        self._pieces: dict[int, _Pieces] = {}
+        self._later: list[Write] = []
+        self._embedding: dict[str, list[Write]] = {}
+        self._twins: list[tuple[Write, Write]] = []
+        self._doubled: list[str] = []
+        self._ready: list[Event] = []
+        self._state = "open"
+        self.is_torn = False
+        self.left_out = 0
+        self.plan = make_plan(device, staging, self.num_bytes, len(self._held), partial)
+        if self.plan.spare_bytes and not partial:
+            for name in self._held:
+                self._target(name)
+
+    @makes_ordinary_tensors
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take tensors: whole ones or this rank's shard, in any order and any number of calls.
+
+        A tensor that is staged may be changed when this returns, in the order of the caller's
+        stream.
+
+        Raises:
+            UpdateError: a name that the model has not, a wrong shape or dtype, a form that is not
+                served, numbers that are not finite. The round can only be dropped then.
+        """
+        self._begin()
+        for name, tensor in tensors:
+            self._take(name, tensor)
+        self._end()
+
+    @makes_ordinary_tensors
+    def load_folder(self, folder: str | Path) -> None:
+        """Take all weights from a Hugging Face or `torch_dist` folder; of it this rank's part is
+        read.
+
+        Raises:
+            UpdateError: no such folder, of another model, or not readable; or tensors must be whole
+                before (staging "direct").
+        """
+        self._begin()
+        path = Path(folder)
+        if not path.is_dir():
+            raise UpdateError(f"folder {str(folder)!r}: no such folder.")
+        if self.plan.staging == "direct" or self._selector == "draft":
+            raise UpdateError(
+                f"folder {str(folder)!r}: cannot be read with staging={self.plan.staging!r} and "
+                f"selector={self._selector!r}: use staging 'device' or 'host', and no selector."
+            )
+        try:
+            source = open_model(path)
+            _check_same(self._architecture, source.architecture, str(folder))
+            if self.plan.staging == "none":
+                self.is_torn = True
+            shard = replace(self._shard, with_mtp=any(map(_is_draft, self._held)))
+            source.load_into({name: self._target(name) for name in self._held}, shard)
+        except CheckpointError as error:
+            raise UpdateError(str(error)) from error
+        for held in self._held.values():
+            if held.marks.any():
+                self._doubled.append(held.weight.stored)
+            held.marks.fill_(True)
+            self._check_finite(held.weight.stored, self._target(held.weight.name))
+        self._end()
+
+    def finish(self) -> None:
+        """Say that all has come.
+
+        Raises:
+            UpdateError: names what was written twice, or, unless `partial`, not at all.
+        """
+        self._begin()
+        if self._doubled:
+            raise UpdateError(
+                f"tensor {self._doubled[0]!r} (one of {len(self._doubled)}) was written twice in "
+                "this round: send each weight once."
+            )
+        missing = [] if self._partial else self._missing()
+        if missing:
+            hint = "partial=True"
+            if all(map(_is_draft, missing)):
+                hint = "selector='target'"
+            raise UpdateError(
+                f"tensor {missing[0]!r} (one of {len(missing)}) was not sent in this round: send "
+                f"all weights, or begin the round with {hint}."
+            )
+        for write in self._later:
+            self._check_finite(write.sent, write.values)
+        for pair in self._twins:
+            check_twins(*pair)
+        self._end()
+        self._state = "finished"
+
+    def commit(self) -> bool:
+        """Enqueue the copies and then the derived copies; see `Stage`."""
+        assert self._state == "finished", "finish comes before"
+        compute = self._device.compute
+        for event in self._ready:
+            compute.wait(event)
+        jobs = [(self._held[name].parameter, spare) for name, spare in self._spare.items()]
+        compute.launch(partial(copy_all, jobs, self._later))
+        moved = self._refresh()
+        self.is_torn = False
+        self.drop()
+        return moved
+
+    def drop(self) -> None:
+        """Give spare tensors back; see `Stage`. With staging "none" a model stays torn."""
+        self._state = "over"
+        self._spare, self._later, self._pieces = {}, [], {}
+        self._embedding, self._twins, self._ready = {}, [], []
+
+    def _begin(self) -> None:
+        """Before a call that may fail: none comes after one that has."""
+        if self._state != "open":
+            raise UpdateError(f"this round is {self._state}: drop it, and begin another.")
+        self._state = "torn by a fault"
+
+    def _end(self) -> None:
+        self._state = "open"
+        event = self._device.caller_event()
+        if event is not None:
+            self._ready.append(event)
+
+    # Before a byte moves.
+
+    def _is_selected(self, stored: str) -> bool:
+        return self._selector == "all" or _is_draft(stored) == (self._selector == "draft")
+
+    def _target(self, name: str) -> Tensor:
+        """The tensor that what comes for a weight is written to, made when it is first asked
+        for."""
+        held = self._held[name]
+        if not self.plan.spare_bytes:
+            return held.parameter
+        if name not in self._spare:
+            self._spare[name] = self._new_spare(held)
+        return self._spare[name]
+
+    def _new_spare(self, held: _Held) -> Tensor:
+        like, device = held.parameter, self._device
+        try:
+            if self.plan.where == "host":
+                spare = device.host_buffer(like.numel(), like.dtype).view(like.shape)
+            else:
+                spare = torch.empty_like(like)
+        except RuntimeError as error:  # of torch, which found no memory
+            raise UpdateError(
+                f"no memory for {held.weight.stored!r}, {like.nbytes:,} bytes on the "
+                f"{self.plan.where}: use staging='direct' or staging='none'."
+            ) from error
+        if self._partial:
+            spare.copy_(like)
+        else:
+            clear_padding(held.weight, spare)
+        return spare
+
+    # A tensor comes.
+
+    def _take(self, sent: str, tensor: Tensor) -> None:
+        found = self._names.find(sent)
+        if found is None:
+            self.left_out += 1
+            return
+        (table, name), tensor = found, checked(sent, tensor)
+        whole, shape = table.shapes[name], tuple(tensor.shape)
+        kind = "shard" if shape != whole else "whole"
+        shards = set[Shape]()
+        for weight in table.held[name]:
+            if weight.name not in self._held:
+                raise UpdateError(
+                    f"tensor {sent!r} is not part of a round with selector={self._selector!r}: "
+                    "leave it out, or begin the round with selector='all'."
+                )
+            known = self._pieces_of(table, weight).get(name, [])  # of no expert here
+            fitting = [each for each in known if each[0].is_alone == (kind == "shard")]
+            shards |= {piece.shape for piece, _ in known if piece.is_alone} - {whole}
+            if kind == "whole" or shape in shards:
+                if self.plan.staging != "direct":
+                    self._check_finite(sent, tensor)
+                self._write(sent, weight, table.kind, fitting, tensor)
+        if kind == "shard" and shape not in shards:
+            also = "".join(f", or {list(each)} (this rank's shard)" for each in shards)
+            raise UpdateError(
+                f"tensor {sent!r} has the wrong shape: expected {list(whole)}{also}, got "
+                f"{list(shape)}."
+            )
+
+    def _write(self, sent: str, weight: Weight, kind: str, pieces: Any, tensor: Tensor) -> None:
+        is_scaled = kind == HUGGINGFACE and (weight.scale != 1 or weight.offset != 0)
+        is_direct = self.plan.staging == "direct"
+        writes = [
+            Write(sent, place, tensor if is_alone else tensor[region], weight, is_scaled)
+            for (region, place, is_alone), _ in pieces
+        ]
+        if self._architecture.tie_word_embeddings and weight.stored == EMBEDDING:
+            first = self._embedding.setdefault(weight.name, writes)
+            if first[0].sent != sent:  # one weight, sent under both of its names
+                twins = list(zip(first, writes, strict=True))
+                self._twins += twins if is_direct else []
+                for pair in () if is_direct else twins:
+                    check_twins(*pair)
+                return
+        for _, marks in pieces:
+            if marks.any():
+                self._doubled.append(sent)
+            marks.fill_(True)
+        if is_direct:
+            self._later += writes
+            return
+        self.is_torn |= self.plan.staging == "none"
+        for number, write in enumerate(writes):
+            write.run()
+            writes[number] = write._replace(values=write.place)  # the sender's may change
+
+    def _pieces_of(self, table: NameTable, weight: Weight) -> _Pieces:
+        """Pieces by name, each with its marks."""
+        if id(weight) not in self._pieces:
+            target, marks = self._target(weight.name), self._held[weight.name].marks
+            found, marked = table.pieces(weight, target), table.pieces(weight, marks)
+            self._pieces[id(weight)] = {
+                name: [(each, mark.place) for each, mark in zip(found[name], marks, strict=True)]
+                for name, marks in marked.items()
+            }
+        return self._pieces[id(weight)]
+
+    def _missing(self) -> list[str]:
+        """Names of what was not written, in the kind that came."""
+        table, missing = self._names.table(), list[str]()
+        for held in self._held.values():
+            if held.marks.all():
+                continue
+            pieces = self._pieces_of(table, held.weight)
+            parts = [
+                name
+                for name, each in pieces.items()
+                if not all(marks.all() for piece, marks in each if not piece.is_alone)
+            ]
+            # Of Megatron's names the first is of the whole weight, the others of parts.
+            is_whole = table.kind != HUGGINGFACE and not held.marks.any()
+            missing += parts[:1] if is_whole else parts
+        return missing
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if self._checks_finite and not torch.isfinite(tensor).all():
+            raise UpdateError(
+                f"tensor {name!r} holds NaN or infinite numbers: the trainer's step has failed, or "
+                "begin the round with checks_finite=False."
+            )
+
+
+_Pieces = dict[str, list[tuple[Piece, Tensor]]]
+"""Pieces of tensors by name, each with its marks."""
+
+
+def _marks(weight: Weight) -> Tensor:
+    shape = weight.shape
+    return torch.zeros(shape if len(shape) == 1 else (*shape[:-1], 2), dtype=torch.bool)
+
+
+def _is_draft(name: str) -> bool:
+    return name.startswith("mtp.")
+
+
+def _check_same(ours: ModelArchitecture, theirs: ModelArchitecture, where: str) -> None:
+    """Raise if a folder's model computes something else, by its configuration."""
+    mine, other = ours.to_dict(), theirs.to_dict()
+    for name, value in mine.items():
+        if name in _OTHER_FACTS or name.startswith("mtp_"):
+            continue
+        if other.get(name) != value:
+            raise UpdateError(
+                f"folder {where!r} is of another model: its {name} is {other.get(name)!r}, that "
+                f"of the engine's model {value!r}."
+            )

@@ -1,0 +1,378 @@
+"""A round of new weights is a fresh load bit for bit, whatever its buckets, names and ranks; what
+is not whole or not the model's is refused, and the old weights stay."""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.checkpoints.registry import DummySource
+from megatron_async.compat.models.served_model import serve_model
+from megatron_async.devices import CpuDevice
+from megatron_async.errors import UpdateError
+from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.pipeline import OUTPUT, Stage
+from megatron_async.updates.incoming import GPT, HUGGINGFACE, MEGATRON, NameTable
+from megatron_async.updates.weight_round import WeightRound
+from tests.support.compat_models import gpt_model
+
+Tensors = dict[str, Tensor]
+FAMILIES = {
+    name: DUMMY_SHAPES[name]
+    for name in ("tiny", "tiny-moe", "tiny-hybrid-mtp", "tiny-gated-delta-mtp", "tiny-mtp")
+} | {
+    "qwen2 untied": replace(
+        DUMMY_SHAPES["tiny"], model_type="qwen2", add_qkv_bias=True, tie_word_embeddings=False
+    ),
+    "granite": replace(
+        DUMMY_SHAPES["tiny"], model_type="granitemoehybrid", residual_multiplier=0.25
+    ),
+}
+TINY = FAMILIES["tiny"]
+
+
+class Trained(DummySource):
+    """A trainer's model: random weights of a shape."""
+
+    def __init__(self, architecture: ModelArchitecture) -> None:
+        self._architecture, self._is_uniform = architecture, False
+
+
+def parameters(a: ModelArchitecture, shard: Shard) -> Tensors:
+    """What a rank of a fresh load has."""
+    tensors = {w.name: torch.full(w.shape, 7.0) for w in weights(a, shard)}
+    Trained(a).load_into(tensors, shard)
+    return tensors
+
+
+def sent(a: ModelArchitecture, kind: str, whole: Tensors, seed: int = 0) -> Tensors:
+    """Tensors that make up a whole model, by names of one kind, of several ways one by chance."""
+    shard, chance = Shard(with_mtp=bool(a.mtp_pattern)), random.Random(seed)
+    table, found = NameTable(kind, a, shard), Tensors()
+    for weight in weights(a, shard):
+        if kind == HUGGINGFACE:
+            found |= weight.split(whole[weight.name])
+            continue
+        pieces = table.pieces(weight, whole[weight.name])
+        names = [name for name in pieces if name != OUTPUT or not a.tie_word_embeddings]
+        ways = [[n] for n in names if table.shapes[n] == weight.whole_shape]
+        ways += [
+            [n for n in names if ".local_experts." in n],
+            [n for n in names if n[-1].isdigit()],
+        ]
+        ways += [[n for n in names if n.startswith(weight.stored + ".")]]
+        for name in chance.choice([way for way in ways if way]):
+            found[name] = torch.zeros(table.shapes[name])
+            for region, place, is_alone in pieces[name]:
+                if not is_alone:
+                    found[name][region] = place
+    return found
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice()
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def begin(device: CpuDevice) -> Any:
+    def make(a: ModelArchitecture = TINY, shard: Shard | None = None, **options: Any) -> Any:
+        shard = shard or Shard(with_mtp=bool(a.mtp_pattern))
+        old = {w.name: torch.full(w.shape, 7.0) for w in weights(a, shard)}
+        return old, WeightRound(old, shard, a, device, lambda: False, **options)
+
+    return make
+
+
+def bring(new: WeightRound, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    new.load(tensors)
+    new.finish()
+
+
+def commit(new: WeightRound, device: CpuDevice) -> None:
+    """And wait until the copies are done."""
+    assert new.commit() is False
+    event = device.event()
+    device.compute.record(event)
+    event.wait()
+
+
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def buckets(tensors: Tensors, seed: int = 0) -> list[list[tuple[str, Tensor]]]:
+    each = list(tensors.items())
+    random.Random(seed).shuffle(each)
+    return [each[start : start + 7] for start in range(0, len(each), 7)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shuffled_buckets_are_a_fresh_load(family: str, begin, device, tmp_path) -> None:
+    a = FAMILIES[family]
+    whole = parameters(a, Shard(with_mtp=bool(a.mtp_pattern)))
+    tensors = {name: t.clone() for name, t in sent(a, HUGGINGFACE, whole).items()}
+    old, new = begin(a)
+    for bucket in buckets(tensors):
+        new.load(bucket)
+        for _, tensor in bucket:
+            tensor.zero_()  # a sender's buffer is used again
+    new.finish()
+    assert all((tensor == 7).all() for tensor in old.values()), "not before the commit"
+    commit(new, device)
+    assert_equal(old, whole)
+    assert new.plan.num_bytes == sum(tensor.nbytes for tensor in old.values())
+
+
+SHARDS = {
+    "tp": [Shard(rank, 2) for rank in range(2)],
+    "ep tp": [Shard(rank % 2, 2, rank // 2, 2) for rank in range(4)],
+    "pp": [Shard(stage=Stage(0, 2, 0, "")), Shard(stage=Stage(1, 2, 2, ""))],
+}
+SHARED = ("tiny", "tiny-moe", "tiny-hybrid", "tiny-gated-delta")
+
+
+def of_stage(shard: Shard, a: ModelArchitecture) -> Shard:
+    """Of two stages the one with the first two layers, or with the others."""
+    if shard.stage is None:
+        return shard
+    pattern = a.pattern[2:] if shard.stage.index else a.pattern[:2]
+    return replace(shard, stage=replace(shard.stage, pattern=pattern))
+
+
+@pytest.mark.parametrize("kind", [HUGGINGFACE, MEGATRON, GPT])
+@pytest.mark.parametrize("family", SHARED)
+@pytest.mark.parametrize("way", SHARDS)
+def test_each_rank_takes_its_part(way: str, family: str, kind: str, begin, device) -> None:
+    a = replace(DUMMY_SHAPES[family], vocab_size=131)  # which ranks do not divide
+    if (way == "ep tp" and not a.num_moe_experts) or (kind == GPT and a.layers_per_block == 1):
+        return
+    tensors = sent(a, kind, parameters(a, Shard()))
+    for shard in SHARDS[way]:
+        shard = of_stage(shard, a)
+        old, new = begin(a, shard, names=kind)
+        for bucket in buckets(tensors, shard.tensor_rank):
+            new.load(bucket)
+        new.finish()
+        commit(new, device)
+        assert_equal(old, parameters(a, shard))
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_a_rank_s_own_shard(family: str, begin, device) -> None:
+    """As a trainer of the same sizes has it, by Megatron's names."""
+    a = DUMMY_SHAPES[family]
+    for shard in SHARDS["tp"]:
+        mine = parameters(a, shard)
+        old, new = begin(a, shard, names=MEGATRON, staging="direct")
+        bring(new, mine.items())
+        commit(new, device)
+        assert_equal(old, mine)
+
+
+USERS = ModelArchitecture("megatron", 2, 32, 4, 2, 16, 48, 96, tie_word_embeddings=False)
+USERS_EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+
+
+@pytest.mark.parametrize("changes", [{}, USERS_EXPERTS], ids=["dense", "experts"])
+def test_a_trainers_gpt_model_by_its_own_names(changes: dict, begin, device) -> None:
+    """Of Megatron-Core's local spec; "auto" sees that layers are counted as in a GPTModel."""
+    trained = gpt_model(changes, {"share_embeddings_and_output_weights": False})
+    served = serve_model(trained)
+    assert served.weights is not None
+    served.weights.bind()
+    pattern = "*E*E" if changes else "*-*-"
+    old, new = begin(replace(USERS, pattern=pattern, **changes))
+    named = trained.named_parameters()
+    bring(new, ((f"module.module.{name}", tensor) for name, tensor in named))
+    commit(new, device)
+    assert_equal(old, {name: each.detach() for name, each in served.served.named_parameters()})
+
+
+def test_auto_cannot_count_layers(begin) -> None:
+    with pytest.raises(UpdateError, match="say names='megatron' or names='megatron_gpt'"):
+        begin()[1].load(parameters(TINY, Shard()).items())
+
+
+NAME = "model.layers.1.self_attn.k_proj.weight"
+GOOD = sent(TINY, HUGGINGFACE, parameters(TINY, Shard()))
+SHAPE = GOOD[NAME].shape
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.9.self_attn.k_proj.weight", GOOD[NAME], "did you mean 'model.layers."),
+        ("model.layers.1.self_attn.k_proj.lora_A.weight", GOOD[NAME], "merge adapters"),
+        (NAME + "_scale_inv", GOOD[NAME], "not quantised"),
+        ("x" * 100_000, GOOD[NAME], "not part of this model"),
+        (NAME.encode(), GOOD[NAME], "must be a text"),
+        (NAME, GOOD[NAME][:, :-1], r"wrong shape: expected \[32, 64\], got \[32, 63\]"),
+        (NAME, GOOD[NAME][None], "wrong shape"),
+        (NAME, GOOD[NAME].t(), "wrong shape"),
+        (NAME, GOOD[NAME].int(), "is torch.int32; send torch.float32"),
+        (NAME, GOOD[NAME].to(torch.float8_e4m3fn), "float8"),
+        (NAME, GOOD[NAME].to_sparse(), "sparse forms and deltas are not served"),
+        (NAME, GOOD[NAME].to("meta"), "meta device"),
+        (NAME, GOOD[NAME].tolist(), "is a list and no tensor"),
+        (NAME, torch.full(SHAPE, float("nan")), "NaN or infinite"),
+    ],
+    ids=lambda value: str(value)[-24:] if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("staging", ["device", "direct"])
+def test_what_is_not_the_model_s(name: Any, tensor: Any, message: str, staging: str, begin) -> None:
+    old, new = begin(staging=staging, checks_finite=True)
+    rest = [(each, GOOD[each]) for each in GOOD if each != name]
+    with pytest.raises(UpdateError, match=message):
+        bring(new, [(name, tensor), *rest])
+    with pytest.raises(UpdateError, match="torn by a fault: drop it"):
+        new.finish()
+    new.drop()
+    assert all((each == 7).all() for each in old.values()) or staging == "none"
+    assert new.is_torn is (
+        staging == "none" and not (old["embedding.word_embeddings.weight"] == 7).all()
+    )
+
+
+@pytest.mark.parametrize("kind", [HUGGINGFACE, MEGATRON])
+def test_what_came_not_at_all_or_twice(kind: str, begin, device) -> None:
+    tensors = sent(TINY, kind, parameters(TINY, Shard()))
+    lost = sorted(tensors)[3]
+    left = [(name, tensor) for name, tensor in tensors.items() if name != lost]
+    _, new = begin(names=kind)
+    new.load(left)
+    with pytest.raises(UpdateError, match=f"tensor '{lost}' .one of 1. was not sent"):
+        new.finish()
+    _, new = begin(names=kind)
+    new.load([*tensors.items(), (lost, tensors[lost])])
+    with pytest.raises(UpdateError, match=f"tensor '{lost}' .one of 1. was written twice"):
+        new.finish()
+    old, new = begin(names=kind, partial=True)
+    bring(new, left[:1])
+    commit(new, device)
+    assert (
+        sum(int((each == 7).sum()) for each in old.values())
+        == sum(each.numel() for each in old.values()) - left[0][1].numel()
+    ), "the others keep their numbers"
+
+
+def test_without_staging_a_model_is_torn_until_a_whole_round(begin, device) -> None:
+    old, new = begin(staging="none")
+    new.load(buckets(GOOD)[0])
+    assert new.is_torn
+    assert any(not (each == 7).all() for each in old.values())
+    with pytest.raises(UpdateError, match="was not sent"):
+        new.finish()
+    new.drop()
+    assert new.is_torn
+    again = WeightRound(old, Shard(), TINY, device, lambda: False, staging="none")
+    bring(again, GOOD.items())
+    commit(again, device)
+    assert not again.is_torn
+    assert_equal(old, parameters(TINY, Shard()))
+
+
+def test_half_of_a_joined_weight_is_named_or_kept(begin, device) -> None:
+    part = {name: tensor for name, tensor in GOOD.items() if "up_proj" not in name}
+    _, new = begin()
+    new.load(part.items())
+    with pytest.raises(UpdateError, match=r"'model.layers.0.mlp.up_proj.weight' \(one of 2\)"):
+        new.finish()
+    old, new = begin(partial=True, staging="host")
+    bring(new, part.items())
+    commit(new, device)
+    gate, up = old["decoder.layers.1.mlp.linear_fc1.weight"].chunk(2)
+    assert torch.equal(gate, GOOD["model.layers.0.mlp.gate_proj.weight"])
+    assert (up == 7).all()
+
+
+@pytest.mark.parametrize("staging", ["device", "direct"])
+def test_a_tied_output_layer_may_come_too(staging: str, begin, device) -> None:
+    embedding = "model.embed_tokens.weight"
+    for first, second in ((embedding, "lm_head.weight"), ("lm_head.weight", embedding)):
+        rest = {name: tensor for name, tensor in GOOD.items() if name != embedding}
+        old, new = begin(staging=staging)
+        bring(new, [(first, GOOD[embedding]), *rest.items(), (second, GOOD[embedding].clone())])
+        commit(new, device)
+        assert_equal(old, parameters(TINY, Shard()))
+        _, new = begin(staging=staging)
+        other = [(first, GOOD[embedding]), *rest.items(), (second, GOOD[embedding] + 1)]
+        with pytest.raises(UpdateError, match=f"'{first}' and '{second}' differ"):
+            bring(new, other)
+
+
+def test_layers_of_mtp_are_chosen(begin, device) -> None:
+    a = FAMILIES["tiny-hybrid-mtp"]
+    tensors = sent(a, HUGGINGFACE, parameters(a, Shard(with_mtp=True)))
+    draft = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    target = {name: tensor for name, tensor in tensors.items() if name not in draft}
+    for selector, mine, other in (("target", target, draft), ("draft", draft, target)):
+        old, new = begin(a, selector=selector)
+        bring(new, mine.items())
+        commit(new, device)
+        changed = {name for name, each in old.items() if not (each == 7).all()}
+        assert {name.startswith("mtp.") for name in changed} == {selector == "draft"}
+        with pytest.raises(UpdateError, match=f"with selector='{selector}'"):
+            begin(a, selector=selector)[1].load(other.items())
+    _, new = begin(a)
+    new.load(target.items())
+    with pytest.raises(UpdateError, match="selector='target'"):
+        new.finish()
+    _, new = begin(a, Shard())  # a model that was built without
+    bring(new, tensors.items())
+    assert new.left_out == len(draft)
+    with pytest.raises(UpdateError, match="selector='draft', but the engine has no layers"):
+        begin(selector="draft")
+
+
+def test_bytes_are_told_or_refused_before_one_moves(begin, device, monkeypatch) -> None:
+    _, new = begin(staging="direct")
+    assert asdict(new.plan) | {"free_bytes": 0} == {
+        "staging": "direct", "where": "nowhere", "num_bytes": 427264, "spare_bytes": 0,
+        "free_bytes": 0, "weights": 14, "why": "asked for: no second memory",
+    }  # fmt: skip
+    assert begin()[1].plan.spare_bytes == 427264
+    monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 470_000)
+    with pytest.raises(UpdateError, match=r"427,264 bytes .* not fit: 470,000 are free on the dev"):
+        begin()
+    for wrong in ({"staging": "disk"}, {"names": "gguf"}, {"selector": "both"}):
+        with pytest.raises(UpdateError, match=f"{next(iter(wrong))}=.* is unknown: use one of"):
+            begin(**wrong)
+
+
+@pytest.mark.parametrize("to", ["huggingface", "torch_dist"])
+def test_a_folder(to: str, begin, device, tmp_path) -> None:
+    convert("dummy:tiny", tmp_path / "new", to=to, dtype="float32")
+    old, new = begin()
+    new.load_folder(tmp_path / "new")
+    new.finish()
+    commit(new, device)
+    assert_equal(old, parameters(TINY, Shard()))
+    convert("dummy:tiny-moe", tmp_path / "other", to=to)
+    for folder, message in (
+        ("other", "is of another model: its "),
+        ("none", "no such folder"),
+    ):
+        _, new = begin()
+        with pytest.raises(UpdateError, match=message):
+            new.load_folder(tmp_path / folder)
+    for file in (tmp_path / "new").iterdir():
+        if file.suffix in (".safetensors", ".distcp"):
+            file.write_bytes(b"")
+    old, new = begin()
+    with pytest.raises(UpdateError):
+        new.load_folder(tmp_path / "new")
+    assert all((each == 7).all() for each in old.values())
+    with pytest.raises(UpdateError, match="staging='direct'"):
+        begin(staging="direct")[1].load_folder(tmp_path / "new")
