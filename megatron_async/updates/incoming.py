@@ -139,7 +139,7 @@ class NameTable:
         return found
 
     def _megatron_names(self, weight: Weight) -> list[str]:
-        """Of a whole model's weight: in the model, and in its checkpoints."""
+        """Names of a whole model's weight in the model and in its checkpoints."""
         names = dict.fromkeys((weight.name, weight.stored))
         return list(dict.fromkeys(map(gpt_name, names)) if self.kind == GPT else names)
 

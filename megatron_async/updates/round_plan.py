@@ -23,13 +23,13 @@ class RoundPlan:
     where: str
     """The memory of spare tensors: "device", "host" or "nowhere"."""
     num_bytes: int
-    """Of this rank's weights in the round."""
+    """Bytes of this rank's weights in the round."""
     spare_bytes: int
-    """Of spare tensors; at most, where the round is partial."""
+    """Bytes of spare tensors; at most, where the round is partial."""
     free_bytes: int
     """What was free there."""
     weights: int
-    """Of this rank."""
+    """Count on this rank."""
     why: str
 
 

@@ -144,7 +144,7 @@ SHARED = ("tiny", "tiny-moe", "tiny-hybrid", "tiny-gated-delta")
 
 
 def of_stage(shard: Shard, a: ModelArchitecture) -> Shard:
-    """Of two stages the one with the first two layers, or with the others."""
+    """The shard with the layers of its stage: the first two, or the others."""
     if shard.stage is None:
         return shard
     pattern = a.pattern[2:] if shard.stage.index else a.pattern[:2]
@@ -171,7 +171,7 @@ def test_each_rank_takes_its_part(way: str, family: str, kind: str, begin, devic
 
 @pytest.mark.parametrize("family", SHARED)
 def test_a_rank_s_own_shard(family: str, begin, device) -> None:
-    """As a trainer of the same sizes has it, by Megatron's names."""
+    """A trainer with the same sizes sends what each rank holds, by Megatron's names."""
     a = DUMMY_SHAPES[family]
     for shard in SHARDS["tp"]:
         mine = parameters(a, shard)
@@ -187,7 +187,7 @@ USERS_EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_siz
 
 @pytest.mark.parametrize("changes", [{}, USERS_EXPERTS], ids=["dense", "experts"])
 def test_a_trainers_gpt_model_by_its_own_names(changes: dict, begin, device) -> None:
-    """Of Megatron-Core's local spec; "auto" sees that layers are counted as in a GPTModel."""
+    """The model has Megatron-Core's local spec; "auto" sees how its layers are counted."""
     trained = gpt_model(changes, {"share_embeddings_and_output_weights": False})
     served = serve_model(trained)
     assert served.weights is not None
