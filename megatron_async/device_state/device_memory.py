@@ -222,7 +222,8 @@ def _routing_shape(model: Any) -> RoutingShape:
         )
     if not (layers := routed_layers(model)):
         raise ConfigurationError(
-            "enable_routing_replay=True, but the model has no layers with experts: leave it out."
+            "enable_routing_replay=True (moe_enable_routing_replay of Megatron's model), but the "
+            "model has no layers with experts: leave it out."
         )
     return RoutingShape(layers, model.moe_router_topk, model.num_moe_experts)
 

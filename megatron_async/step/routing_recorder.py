@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.devices import Device
+from megatron_async.errors import ConfigurationError
 from megatron_async.models.step_routing import StepRouting
 from megatron_async.requests.routing_record import Rows
 
@@ -49,6 +50,12 @@ class RoutingRecorder:
         assert routing is not None, "see begin"
         assert record is not None, "a step on a released KV cache"
         view.routing = None
+        if len(routing.experts) != record.size(2):
+            raise ConfigurationError(
+                f"enable_routing_replay=True: {len(routing.experts)} layers with experts told what "
+                f"they chose, and the model's configuration has {record.size(2)}: use "
+                "megatron_async.models.moe.MoELayer for each, or leave it out."
+            )
         experts = torch.stack(routing.experts)
         view.ops.keep_routing(experts, view.step.write_index, record.flatten(0, 1))
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.inference import inference_request as megatron_requests
 from megatron.core.inference.inference_request import (
@@ -22,6 +23,7 @@ from megatron.core.inference.inference_request import (
 )
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord as Record
 from megatron.core.inference.sampling_params import SamplingParams
+from numpy.typing import NDArray
 
 from megatron_async.compat.conversions.errors import to_overflow
 from megatron_async.compat.conversions.events import EpochStamps, TokenEvent, TokenTimes, to_events
@@ -89,6 +91,35 @@ def tokens_before_stop_word(
     return max(kept, 0)
 
 
+class RoutedRequest(DynamicInferenceRequest):
+    """Megatron's request. Its `routing_indices`, int32 `[tokens - 1, layers with experts, topk]`,
+    are on their way to the host when it ends: the first look waits for them, not the engine."""
+
+    own: OwnRequest | None = None
+    """The request whose record is still to be taken."""
+
+    @property
+    def routing_indices(self) -> NDArray[np.int32] | None:
+        """Megatron's field; None without `moe_enable_routing_replay`."""
+        if self.own is not None:
+            found = self.own.routing_indices
+            del self.own
+            if found is not None:
+                # Tokens before a stop word are fewer than those that were computed.
+                kept = self.prompt_length + len(self.generated_tokens) - 1
+                self.routing_indices = found[:kept].astype(np.int32)
+        return self.__dict__.get("routing_indices")
+
+    @routing_indices.setter
+    def routing_indices(self, found: NDArray[np.int32] | None) -> None:
+        self.__dict__["routing_indices"] = found  # where Megatron's `serialize` looks
+
+    def serialize(self) -> dict[str, Any]:
+        """Megatron's form for the wire, with the record."""
+        self.routing_indices = self.routing_indices  # takes it
+        return dict(super().serialize())
+
+
 def describe(
     answer: DynamicInferenceRequest, own: OwnRequest, tokens: list[int], *, with_pauses: bool
 ) -> None:
@@ -125,6 +156,8 @@ def complete(
     error = to_overflow(own.request_id, own.error) if own.failed() else None
     answer.events = to_events(own.events, token_events, error, with_pauses=with_pauses)
     answer.latency = own.latency
+    if isinstance(answer, RoutedRequest) and own.routing is not None:
+        answer.own = own
     kept = len(own.generated_tokens)
     if tokenizer is not None:
         kept = _set_texts(answer, own, tokenizer)
@@ -250,9 +283,7 @@ class RequestBook:
 
     def begin(self, request_id: int, prompt: str | None, params: SamplingParams) -> RequestEntry:
         """The entry of a request that is about to be added."""
-        request = DynamicInferenceRequest(
-            request_id=request_id, prompt=prompt, sampling_params=params
-        )
+        request = RoutedRequest(request_id=request_id, prompt=prompt, sampling_params=params)
         entry = RequestEntry(Record.from_request(request))
         if self._times is not None:
             entry.since = self._times.number

@@ -186,13 +186,14 @@ def to_settings(model_config: Any, config: MegatronConfig | InferenceConfig) -> 
             "megatron_async.InferenceConfig."
         )
     check_fields(config)
-    _check_model(model_config)
     fields = _same_fields(config) | _own_fields(config)
     fields["lookahead"] = _lookahead(config)
     fields["inference_sampling_seed"] = sampling_seed(model_config, config)
     fields |= _graph_fields(config)
     fields |= _speculation_fields(config)
     fields |= _recurrent_fields(config)
+    if getattr(model_config, "moe_enable_routing_replay", False):
+        fields["enable_routing_replay"] = True
     # How many requests there may be follows from memory, and memory from the other settings.
     served = ServedConfig(**fields, max_requests=1)
     limits = with_memory_limits(model_config, config, served)
@@ -281,14 +282,6 @@ def _recurrent_fields(config: MegatronConfig) -> dict[str, Any]:
     if states is None or getattr(config, "mamba_ssm_states_dtype", None) is not None:
         return {}
     return {"mamba_ssm_states_dtype": str(states.ssm_states_dtype)}
-
-
-def _check_model(model_config: Any) -> None:
-    if getattr(model_config, "moe_enable_routing_replay", False):
-        raise ConfigurationError(
-            "TransformerConfig.moe_enable_routing_replay=True is not served: requests come back "
-            "without routing_indices. Leave it False."
-        )
 
 
 def _data_parallel_rank(groups: Any) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.inference.sampling_params import SamplingParams as MegatronParams
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from megatron_async import LLM, DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
@@ -18,6 +20,8 @@ from megatron_async.models.moe import TopKRouter
 from megatron_async.ops.experts.expert_routing import Routing
 from tests.support.attention_model import AttentionModel
 from tests.support.capturing_cpu import CapturingCpu
+from tests.support.compat_models import engine_of, gpt_model, logits_of
+from tests.support.compat_trio import compat_engine
 from tests.support.drafters import Fickle
 from tests.support.harness import greedy, make_engine, make_model, random_prompts
 from tests.support.ranks import run_ranks
@@ -256,28 +260,50 @@ def test_ranks_record_what_one_rank_does(sizes, work):
 # ---- Megatron's replay ------------------------------------------------------------------------
 
 
-def test_megatron_replays_a_record(model):
-    """A router of Megatron's goes to the recorded experts, and weighs them as ours does."""
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-
-    engine = make_engine(model, **RECORDS)
-    (request,) = engine.generate([[5, 6, 7, 8]], greedy(5))
-    record = request.routing_indices
+@pytest.fixture
+def replays() -> Iterator[type[RouterReplay]]:
+    """Megatron's class, whose instances are of one model at a time."""
     RouterReplay.clear_global_router_replay_instances()
-    try:
-        routers = [RouterReplay() for _ in range(record.shape[1])]
-        layers = torch.from_numpy(record.astype(np.int64)).unbind(1)
-        RouterReplay.set_replay_data(list(layers))
-        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        for number, (router, ids) in enumerate(zip(routers, layers, strict=True)):
-            logits = torch.randn(len(record), 8, generator=torch.Generator().manual_seed(number))
-            probs, chosen = topk_routing_with_score_function(
-                logits, 2, score_function="softmax", router_replay=router
-            )
-            expected = torch.zeros_like(logits)
-            expected.scatter_(1, ids, logits.gather(1, ids).softmax(1))
-            torch.testing.assert_close(probs, expected)
-            assert (chosen.nonzero()[:, 1].view(-1, 2) == ids.sort(1).values).all()
-    finally:
-        RouterReplay.clear_global_router_replay_instances()
+    yield RouterReplay
+    RouterReplay.clear_global_router_replay_instances()
+
+
+def test_megatrons_own_forward_records_and_replays_the_same(replays):
+    """A trainer's `GPTModel` chooses what the record says; made to replay a record, it goes there
+    whatever its router prefers."""
+    fields = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+    model = gpt_model({**fields, "moe_enable_routing_replay": True}, {}).eval()
+    engine = engine_of(model, lookahead=1, **RECORDS)
+    (request,) = engine.generate([[5, 6, 7, 8, 40, 2]], greedy(9))
+    tokens, record = [*request.prompt_tokens, *request.generated_tokens], request.routing_indices
+    replays.set_global_router_replay_action(RouterReplayAction.RECORD)
+    logits = logits_of(model, tokens[:-1])
+    own = torch.stack(replays.get_recorded_data(), 1)
+    assert (own.numpy() == record).all()
+    replays.set_replay_data(list(torch.from_numpy(record.astype(np.int64)).unbind(1)))
+    replays.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    assert torch.equal(logits_of(model, tokens[:-1]), logits)
+    replays.set_replay_data(list(((own + 3) % 8).unbind(1)))
+    assert not torch.equal(logits_of(model, tokens[:-1]), logits)
+
+
+def test_megatrons_requests_have_the_record(replays):
+    """Rows are int32, as its server reads them; none is of tokens that a stop word has cut off."""
+    fields = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+    model = gpt_model({**fields, "moe_enable_routing_replay": True}, {}).eval()
+    with compat_engine(model) as engine:
+        for number, stop_words in enumerate([None, ["]"]]):
+            params = MegatronParams(num_tokens_to_generate=12, top_k=1, termination_id=-1)
+            params.stop_words = stop_words
+            engine.add_request(number, [5, 6, 7, 8], params)
+        found = []
+        while engine.has_unfinished_requests():
+            found += engine.step_modern()["finished_request_records"]
+        for record in found:
+            request = record.merge()
+            rows = request.routing_indices
+            assert rows.dtype == np.int32
+            assert rows.shape == (4 + len(request.generated_tokens) - 1, 2, 2)
+            assert request.serialize()["routing_indices"] is not None
+            assert record.requests[0].serialize()["routing_indices"] is not None
+        assert sorted(len(each.merge().generated_tokens) for each in found) == [6, 12]

@@ -20,6 +20,7 @@ import megatron_async
 from megatron_async.compat.conversions.settings import FIELDS, Treatment, to_settings
 from megatron_async.compat.inference.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import transformer_config
 from tests.support.harness import TINY
 
@@ -299,11 +300,15 @@ def test_other_objects_are_refused() -> None:
         to_settings(MODEL, {})  # type: ignore[arg-type]
 
 
-def test_routing_replay_is_refused() -> None:
-    model = transformer_config(TINY, torch.float32)
-    model.moe_enable_routing_replay = True
-    with pytest.raises(ConfigurationError, match="moe_enable_routing_replay"):
-        to_settings(model, MegatronConfig())
+def test_routing_replay_is_a_field_of_the_model() -> None:
+    config = transformer_config(DUMMY_SHAPES["tiny-moe"], torch.float32)
+    assert not to_settings(config, MegatronConfig()).enable_routing_replay
+    config.moe_enable_routing_replay = True
+    assert to_settings(config, MegatronConfig()).enable_routing_replay
+    dense = transformer_config(TINY, torch.float32)
+    dense.moe_enable_routing_replay = True
+    with pytest.raises(ConfigurationError, match="has no layers with experts"):
+        to_settings(dense, MegatronConfig())
 
 
 def test_the_seed_is_the_models_and_differs_by_data_parallel_rank(monkeypatch):
