@@ -85,7 +85,7 @@ def _follow(engine: _Followed, group: Follower) -> bool:
         with HeldInterrupts():  # an action is replayed as a whole, or not yet
             if not isinstance(action, Close | Release):
                 _replay(engine, group, action)
-            if isinstance(action, Resolve):
+            if isinstance(action, Resolve | Update):
                 # Nobody reads the reports here, but traces and statistics go with them.
                 engine.report(start)
             group.replayed()

@@ -403,6 +403,8 @@ class Updating:
         again = slots.state == SlotState.PREFILLING if keeps else slots.state != SlotState.FREE
         scheduler.evict(again)
         for request in context.waiting.in_order():
+            if request.routing is not None and not (keeps and request.generated_tokens):
+                request.routing.forget()
             if not request.generated_tokens:
                 request.num_cached_tokens = None
                 if request.log_probs is not None:

@@ -55,12 +55,14 @@ class ExpertRanks:
     """Engines that agree on steps, each driven by a thread; `shapes` of each rank's launched steps
     are (graph key or tokens, dispatch tokens, rows)."""
 
+    model = staticmethod(lambda: MODEL)
+
     def __init__(self, size: int, captures: bool = False, **config: Any) -> None:
         self.engines: list[DynamicInferenceEngine] = []
         self.shapes: list[list[tuple[Any, int, int]]] = [[] for _ in range(size)]
         for rank, communicator in enumerate(MemoryCommunicator.group(size)):
             device = CapturingCpu() if captures else CpuDevice()
-            engine = make_engine(MODEL, device=device, num_kv_blocks=32, **config)
+            engine = make_engine(self.model(), device=device, num_kv_blocks=32, **config)
             leader = Leader(NoFollowers(), lambda: None)
             engine.loop.join(SharedExperts(leader, communicator))
             self._watch(engine, self.shapes[rank])
