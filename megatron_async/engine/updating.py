@@ -323,7 +323,7 @@ class Updating:
         """
         with self._loop.turn:
             if action.policy == LABEL and not action.failure:
-                self._change(action.version, LABEL)
+                self.change(action.version, LABEL)
                 return
             with self._lock:
                 found = self._rounds.get(action.number) or _Round(action.number)
@@ -348,7 +348,7 @@ class Updating:
         loop.turn.make_whole()
         with loop.turn:
             loop.group.updating(Update(0, self._step, version, LABEL))
-            self._change(version, LABEL)
+            self.change(version, LABEL)
 
     def _apply(self, each: _Round, version: Version, policy: Policy) -> None:
         loop, start = self._loop, time.perf_counter()
@@ -363,9 +363,7 @@ class Updating:
             self._end_failed(each)
             return
         self._captures_again |= moved
-        aborted, recomputed = self._begin_again(policy)
-        loop.context.reset_prefix_cache()
-        self._change(version, policy)
+        aborted, recomputed = self.change(version, policy)
         self._finish(each, aborted, recomputed, time.perf_counter() - start)
 
     def _finish(self, each: _Round, aborted: int, recomputed: int, gap: float) -> None:
@@ -380,9 +378,25 @@ class Updating:
                 UpdateDone(self._step, self.epoch, self.version, aborted, recomputed, gap)
             )
 
-    def _begin_again(self, policy: Policy) -> tuple[int, int]:
-        """Do what the policy says of unfinished requests: how many it ended, and how many are to be
-        prefilled again."""
+    def change(self, version: Version, policy: str) -> tuple[int, int]:
+        """Do what an update does to the books; a replay of a recording does nothing else.
+
+        Args:
+            version: of what is planned from now on.
+            policy: a `Policy`, or `LABEL`.
+
+        Returns:
+            how many requests it ended, and how many are to be prefilled again.
+        """
+        found = (0, 0)
+        if policy != LABEL:
+            found = self._begin_again(policy)
+            self._loop.context.reset_prefix_cache()
+        self._change(version, policy)
+        return found
+
+    def _begin_again(self, policy: str) -> tuple[int, int]:
+        """Do what the policy says of unfinished requests."""
         loop, context = self._loop, self._loop.context
         slots, scheduler, aborted = context.slots, context.scheduler, 0
         if policy == "abort":

@@ -31,6 +31,7 @@ from megatron_async.lab.simulated_tokens import cached_tokens
 from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.weight_versions import Version
 from megatron_async.step.text_generation_controller import LaunchedStep
 
 POLL_S = 0.05
@@ -95,6 +96,9 @@ class Recorder(EngineListener):
 
     def evicted_all(self) -> None:
         self._events.append(("evict_all",))
+
+    def updated(self, step: int, version: Version, policy: str) -> None:
+        self._events.append(("update", step, version, policy))
 
     def mended(self, error: BaseException) -> None:
         self._failure = self._failure or RuntimeError(f"a step was cut short by {error!r}")

@@ -12,6 +12,7 @@ order in which things happened; times are microseconds:
     ["abort", request id]
     ["evict_all"]                             the engine was suspended and gave its KV cache back
     ["prefill_limit", tokens]                 beside decode rows, from the next launch on
+    ["update", step, version, policy]         the weights are others from this plan on (version 3)
     ["launch", step, [checksum of each of PLAN_FIELDS], [prefill tokens, decode rows, KV tokens],
         [prepare, launch, when],              step null: nothing could be planned before a resolve
         [tokens found in the cache, blocks kept]]              last entry only if not [0, 0]
@@ -43,7 +44,9 @@ from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.text.structured_output import StructuredOutput
 
 FORMAT = "megatron_async recording"
-VERSION = 2
+VERSION = 3
+READ = (2, 3)
+"""Versions that are read: 2 has no updates."""
 PLAN_FIELDS = (
     "slots", "generations", "kv_at_most", "widths", "produces", "prefill", "block_updates",
 )  # fmt: skip
@@ -148,7 +151,16 @@ class PrefillLimit:
     tokens: int
 
 
-Event = Added | Aborted | EvictedAll | PrefillLimit | Launched | Resolved | TextEnd
+@dataclass(frozen=True)
+class Updated:
+    """The weights were others from plan `step` on."""
+
+    step: int
+    version: str | int | None
+    policy: str
+
+
+Event = Added | Aborted | EvictedAll | PrefillLimit | Updated | Launched | Resolved | TextEnd
 
 
 @dataclass
@@ -250,7 +262,7 @@ def _parse_header(path: str | Path, line: str | None) -> Recording:
             f"{path} is not a recording (its first line is no header): recordings are written by "
             "`megatron-async generate --record` or lab.recorder.Recorder."
         )
-    if version != VERSION:
+    if version not in READ:
         raise RecordingError(
             f"{path} has version {version}, but this program reads version {VERSION}: replay it "
             f"with the program that wrote it (commit {header.get('commit')})."
@@ -286,6 +298,8 @@ def _parse(recording: Recording, record: list[Any]) -> None:
         recording.events.append(EvictedAll(*values))
     elif kind == "prefill_limit":
         recording.events.append(PrefillLimit(*values))
+    elif kind == "update":
+        recording.events.append(Updated(*values))
     elif kind == "launch":
         step, checksums, work, times, *cached = values
         launched = Launched(step, checksums, tuple(work), tuple(times), *map(tuple, cached))

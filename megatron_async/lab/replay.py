@@ -26,6 +26,7 @@ from megatron_async.lab.recording import (
     Recording,
     Resolved,
     TextEnd,
+    Updated,
     plan_checksums,
 )
 from megatron_async.lab.simulated_tokens import cached_tokens
@@ -48,7 +49,8 @@ POOLS = "num_kv_blocks", "num_state_snapshots", "prefix_caching_mamba_interval"
 
 
 class Replay:
-    """Replays a recording, step for step.
+    """Replays a recording, step for step. It needs no weights, so it goes on where these change: the
+    samples are the recorded ones, and what an update does to plans follows from its policy.
 
     Args:
         recording: the run.
@@ -110,6 +112,11 @@ class Replay:
             engine.context.evict_all()
         elif isinstance(event, PrefillLimit):
             engine.context.scheduler.prefill_limit = event.tokens
+        elif isinstance(event, Updated):
+            if event.step != engine.context.next_step:
+                raise RecordingError(f"the weights change before step {event.step}, but not here.")
+            engine.updating.change(event.version, event.policy)
+            engine.requests.take_ended()
         elif isinstance(event, Launched):
             self._comparer.expected = event
             engine.launch_step()

@@ -18,7 +18,7 @@ from megatron_async.lab.arrival_trace import TraceRequest
 from megatron_async.lab.device_times import MACHINES
 from megatron_async.lab.model_shape import ModelShape
 from megatron_async.lab.recorder import Recorder
-from megatron_async.lab.recording import Added, Launched, TextEnd, load_recording
+from megatron_async.lab.recording import Added, Launched, TextEnd, Updated, load_recording
 from megatron_async.lab.replay import Replay, describe_state
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.planning import dynamic_context
@@ -35,6 +35,7 @@ from tests.support.harness import (
 )
 from tests.support.letter_tokenizers import Letters, make_ascii_tokenizer
 from tests.support.schedules import random_schedule, run_schedule, sharing_schedule
+from tests.support.staged_weights import StagedWeights
 
 
 def record_schedule(
@@ -228,6 +229,38 @@ def test_pauses_and_suspensions_replay(make_tiny_engine, tmp_path):
     recorder.close()
     assert engine.context.scheduler.evictions == 4
     assert Replay(load_recording(path)).run() == engine.statistics.steps
+
+
+def test_updates_replay(tiny_model: torch.nn.Module, tmp_path: Path, lookahead: int) -> None:
+    """Break it: a replay does not reset the prefix cache."""
+    path, prompts = tmp_path / "run.rec", random_prompts(3, (30, 20, 5, 30), VOCABULARY)
+    engine = make_engine(
+        tiny_model, lookahead=lookahead, max_requests=4, max_tokens=20, block_size_tokens=4,
+        num_kv_blocks=40, enable_prefix_caching=True,
+    )  # fmt: skip
+    recorder = Recorder(engine, path)
+    for step in range(12):
+        engine.add_request(step, prompts[step % 4], greedy(9))
+        if step in (3, 6, 9):
+            engine.updating.stage(step, StagedWeights(engine, tiny_model))
+            engine.updating.commit(step, f"v{step}", ("keep", "recompute", "abort")[step // 3 - 1])
+        if step == 8:
+            engine.updating.label("x")
+        engine.step_modern()
+    drain(engine)
+    recorder.close()
+    stats, recording = engine.stats(), load_recording(path)
+    assert [e.policy for e in recording.events if isinstance(e, Updated)] == [
+        "keep", "recompute", "label", "abort",
+    ]  # fmt: skip
+    assert stats["prefix_cache_hits"] > 20
+    replay = Replay(recording)
+    assert replay.run() == stats["steps"]
+    assert replay.engine.weight_version == "v9"
+    # A replay that passes updates over plans something else.
+    recording.events = [e for e in recording.events if not isinstance(e, Updated)]
+    with pytest.raises(RecordingError, match="step"):
+        Replay(recording).run()
 
 
 def test_rollback_is_not_recorded(make_tiny_engine, tmp_path):

@@ -51,7 +51,7 @@ def write(path, content):
 
 def test_the_lines_of_a_recording(path):
     first, *rest = map(json.loads, lines(path))
-    assert (first["format"], first["version"]) == ("megatron_async recording", 2)
+    assert (first["format"], first["version"]) == ("megatron_async recording", 3)
     assert first["config"]["num_kv_blocks"] == 16
     kinds = [record[0] for record in rest]
     assert kinds[0] == "add"
@@ -83,7 +83,7 @@ def test_other_files_are_refused(tmp_path, path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version 1, but this program reads version 2"),
+        ({"version": 1}, "version 1, but this program reads version 3"),
         ({"config": {**asdict(CONFIG), "warp": 9}}, "the setting 'warp'"),
         ({"shape": {**asdict(SHAPE), "num_warps": 9}}, "the model's field 'num_warps'"),
     ],
@@ -93,6 +93,9 @@ def test_other_versions_are_refused(path, change, message):
     write(path, [json.dumps({**json.loads(first), **change}) + "\n", *rest])
     with pytest.raises(RecordingError, match=message):
         load_recording(path)
+    if "version" in change:
+        write(path, [json.dumps({**json.loads(first), "version": 2}) + "\n", *rest])
+        assert load_recording(path).is_complete
 
 
 def test_damaged_lines_are_named(path):
