@@ -49,7 +49,7 @@ POOLS = "num_kv_blocks", "num_state_snapshots", "prefix_caching_mamba_interval"
 
 
 class Replay:
-    """Replays a recording, step for step. It needs no weights, so it goes on where these change: the
+    """Replays a recording, step for step. No weights are needed, so it goes on where these change:
     samples are the recorded ones, and what an update does to plans follows from its policy.
 
     Args:
