@@ -133,7 +133,8 @@ CLASSES = {
         own="add_request async_step context controller generate get_request "
         "has_unfinished_requests resume run_engine state step_modern suspend",
         compat="capture_stats create_cuda_graphs decode_only enable_chunked_prefill "
-        "engine_loop_task evicted_request_count finished_request_count logging_step_interval "
+        "engine_loop_task evicted_request_count finished_request_count "
+        "get_prefix_coordination_metrics logging_step_interval "
         "materialize_only_last_token_logits metrics_writer num_speculative_tokens "
         "pg_collection reset run_engine_with_coordinator shutdown "
         "start_listening_to_data_parallel_coordinator step step_legacy suspend_resume_ctx "
@@ -153,7 +154,6 @@ CLASSES = {
             "step_end_event step_start_event",
             "a run of `metrics_writer` counts from 1 (docs/megatron.md)":
             "inference_step_offset",
-            "`engine.stats()` counts (docs/observing.md)": "get_prefix_coordination_metrics",
             A_SETTING: "cuda_graph_all_prefills disable_ep_consensus ep_consensus_interval "
             "use_synchronous_zmq_collectives",
             GRAPHS: "cuda_graph_impl cuda_graph_modules inference_cuda_graph_scope",
@@ -211,6 +211,13 @@ OF_MAIN = {
             "replicas tell the coordinator what they hold (docs/serving.md)": "dynamo_helper",
             "only text is served": "add_vlm_request_data remove_vlm_request_data",
         }
+    ),
+    "InferenceClient": ClassNames(
+        compat="abort_request add_request_streaming",
+        absent={
+            NO_HANDOFF: "add_request_with_kv_handoff add_request_with_kv_handoff_streaming "
+            "release_handoff",
+        },
     ),
     "KVBlockCounts": ClassNames(compat="get_allocatable_count paused_limit pool_size"),
     "MegatronLLM": ClassNames(compat="run_sync serve submit"),
@@ -284,11 +291,10 @@ def _answered(method: Callable[..., Any], text: str) -> Callable[..., Any]:
 
 
 def _names_of(kind: type) -> ClassNames:
-    names = [each.__name__ for each in kind.__mro__ if each.__name__ in CLASSES]
-    if not names:
-        return ClassNames()
-    known, newer = CLASSES[names[0]], OF_MAIN.get(names[0])
-    return known if newer is None else replace(known, absent={**known.absent, **newer.absent})
+    found = [each.__name__ for each in kind.__mro__]
+    name = next((name for name in found if name in CLASSES or name in OF_MAIN), "")
+    known, newer = CLASSES.get(name, ClassNames()), OF_MAIN.get(name, ClassNames())
+    return replace(known, absent={**known.absent, **newer.absent})
 
 
 def _of_argument(names: ClassNames, name: str) -> str:

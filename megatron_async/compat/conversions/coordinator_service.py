@@ -38,7 +38,7 @@ from megatron_async.ranks.finishing import finish_together
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.serving.messages import Ended, Run, encode
+from megatron_async.serving.messages import Ended, Run, StepTokens, encode
 from megatron_async.serving.replica import Replica
 from megatron_async.text.tokenizer import Tokenizer
 
@@ -53,6 +53,8 @@ class MegatronParamsMessage(msgspec.Struct):
 
 
 _read = msgspec.msgpack.Decoder(MegatronParamsMessage).decode
+OF_PROMPT = "\0prompt "
+"""Begins what a streamed request is told of its prompt's log probs, as JSON in place of a text."""
 
 
 class MegatronReplica(Replica):
@@ -79,6 +81,8 @@ class MegatronReplica(Replica):
         self._states = states
         self._entries: dict[int, tuple[RequestEntry, str | None]] = {}
         """Unfinished requests by number, those of HTTP with their label."""
+        self._of_prompts: dict[int, DynamicInferenceRequest] = {}
+        """Streamed ones that are to be told of their prompts."""
 
     @override
     def add(self, run: Run) -> tuple[SamplingParams, asyncio.Future[DynamicInferenceRequest]]:
@@ -92,6 +96,10 @@ class MegatronReplica(Replica):
         entry = self._add_for(run.number, run.prompt, theirs, run.priority, run.traceparent)
         future = entry.own_future
         assert future is not None
+        if entry.own is not None and getattr(theirs, "streaming", False):
+            params = entry.own.sampling_params
+            if params.return_log_probs and not params.skip_prompt_log_probs:
+                self._of_prompts[run.number] = entry.own
         self._entries[run.number] = entry, run.label if given is None else None
         # Behind the callback of `Replica`, which tells the end.
         soon = partial(future.get_loop().call_soon, self._entries.pop, run.number, None)
@@ -112,6 +120,19 @@ class MegatronReplica(Replica):
         else:
             whole = vars(finished_record(entry.request))
         return msgspec.structs.replace(told, record=encode(whole))
+
+    def _tell(self, news: StepTokens) -> None:
+        if self._of_prompts:
+            for number in set(memoryview(news.numbers).cast("q")) & self._of_prompts.keys():
+                request = self._of_prompts.pop(number)
+                told = {
+                    "prompt_log_probs": request.prompt_log_probs or [],
+                    "prompt_top_n_logprobs": request.prompt_top_n_logprobs or [],
+                }
+                news.texts.append((number, OF_PROMPT + msgspec.json.encode(told).decode()))
+            for ended in news.ends:
+                self._of_prompts.pop(ended.number, None)
+        super()._tell(news)
 
     def _note(self, entry: RequestEntry, label: str | None) -> None:
         """Enter a request into the ledger; of several choices of one answer, the first to end has

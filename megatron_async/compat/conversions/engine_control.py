@@ -52,6 +52,11 @@ class EngineControl(DynamicInferenceEngine):
         given = self.context.megatron_config.pg_collection
         return given or ProcessGroupCollection.use_mpu_process_groups()
 
+    def get_prefix_coordination_metrics(self) -> dict[str, int]:
+        """Waits for a prefix that another request computes: none here, since a block is found as
+        soon as the step that writes it is planned."""
+        return {"waits": 0}
+
     @property
     def _state_events(self) -> dict[EngineState, Any]:
         """Megatron's private events, of which megatron.rl asks `is_set()`."""

@@ -7,22 +7,31 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, override
 
 import msgspec
 import torch
+from megatron.core.inference.async_stream import STOP_ITERATION
+from megatron.core.inference.async_stream import AsyncStream as MegatronStream
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async.compat.conversions.coordinated_states import Signal
-from megatron_async.compat.conversions.coordinator_service import MegatronParamsMessage
+from megatron_async.compat.conversions.coordinator_service import (
+    OF_PROMPT,
+    MegatronParamsMessage,
+)
 from megatron_async.errors import ConfigurationError, CoordinatorLost, RequestError
+from megatron_async.names_of_megatron import NamesOfMegatron
 from megatron_async.requests.sampling_params import SamplingParams as OwnParams
+from megatron_async.server.answers.log_prob_json import places
 from megatron_async.serving.connection import check_sendable
 from megatron_async.serving.messages import UNSENDABLE, Ended, Generate, encode
-from megatron_async.serving.readers import TokenReader
+from megatron_async.serving.readers import TokenLogProbs, TokenReader
 from megatron_async.serving.token_client import TokenClient, checked_traceparent
+from megatron_async.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("megatron_async")
 
@@ -40,25 +49,34 @@ class _Wire(TokenClient):
 
     def send_message(self, message: Generate, reader: _Reply) -> None:
         """Send a request over the connection that is there."""
-        self._send(message, OwnParams(), reader)
+        self._send(message, reader.params, reader)
 
 
 class _Reply(TokenReader):
     """What comes of one request: its end, with the whole request in it, tokens too."""
 
-    def __init__(
-        self, request_id: int, future: asyncio.Future[Answer], deserialize: bool, begun_s: float
-    ) -> None:
+    params = OwnParams()
+    """Log probs come with the request itself, and not with its tokens."""
+
+    def __init__(self, request_id: int, future: asyncio.Future[Answer], deserialize: bool) -> None:
         super().__init__()
         self._request_id = request_id
         self._future = future
         self._deserialize = deserialize
-        self._begun_s = begun_s
+        self._begun_s = time.perf_counter()
 
     @property
     def is_over(self) -> bool:
         """Whether nobody waits for it."""
         return self._future.done()
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        self._future.cancel()
+
+    def when_over(self, call: Callable[[asyncio.Future[Answer]], None]) -> None:
+        """Call this at its end."""
+        self._future.add_done_callback(call)
 
     def ended(self, end: Ended) -> None:
         """The request has ended. Its waiter gets whatever is raised here, too: nobody else tells
@@ -82,7 +100,123 @@ class _Reply(TokenReader):
         return DynamicInferenceRequest.deserialize(reply) if self._deserialize else reply
 
 
-class InferenceClient:
+class AsyncStream(MegatronStream):  # type: ignore[misc, unused-ignore]
+    """Megatron's stream, with what main's has beside 0.19's: `async for`, `aclose`, `request_id`.
+    It gives `{"partial": ...}` as tokens come, and `{"final": request}` once at last."""
+
+    @property
+    def request_id(self) -> int:
+        """The request of this stream, for `InferenceClient.abort_request`."""
+        return int(self._request_id)
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        item = await self._queue.get()
+        if item is STOP_ITERATION:
+            raise StopAsyncIteration
+        if isinstance(item, BaseException):
+            raise item
+        return dict(item)
+
+    async def aclose(self) -> None:
+        """Abort the request, if it has not ended."""
+        if not self.finished:
+            self._cancel()
+
+
+class _StreamReply(_Reply):
+    """What comes of a request that is streamed. `told` is called when there is something new."""
+
+    def __init__(
+        self,
+        stream: AsyncStream,
+        params: SamplingParams,
+        deserialize: bool,
+        told: Callable[[_StreamReply], None],
+    ) -> None:
+        ended: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        super().__init__(stream.request_id, ended, deserialize)
+        self._stream = stream
+        self._told = told
+        self._interval = checked_interval(getattr(params, "streaming_interval", 1))
+        words = [] if params.detokenize_stop_sequence else params.stop_words or []
+        # A token has a byte or more: so many may be the beginning of a stop word, or all of it.
+        self._held = max((len(word.encode()) for word in words), default=0)
+        self.params = OwnParams(
+            return_log_probs=params.return_log_probs, top_n_logprobs=params.top_n_logprobs
+        )
+        self._tokens: list[int] = []
+        self._log_probs: list[float] = []
+        self._top_n: list[dict[str, float]] = []
+        self._of_prompt: dict[str, Any] = {}
+        self._name_of: Callable[[int], str] = str
+
+    def name_tokens(self, tokenizer: Tokenizer | None) -> None:
+        """Alternatives are called by their texts, if there is a tokenizer for them."""
+        if tokenizer is not None:
+            self._name_of = lambda token: tokenizer.detokenize([token])
+
+    @override
+    def tokens(self, tokens: memoryview, log_probs: TokenLogProbs | None) -> None:
+        self._tokens += tokens.tolist()
+        if log_probs is not None:
+            self._log_probs += log_probs.chosen.tolist()  # sync-ok: NumPy
+            for _, _, found in places(tokens.tolist(), log_probs, self.params.top_n_logprobs):
+                named: dict[str, float] = {}
+                for token, value in found:  # of two with the same text, the likelier stays
+                    named.setdefault(self._name_of(token), value)
+                self._top_n.append(named)
+        self._told(self)
+
+    @override
+    def hear_text(self, text: str) -> None:
+        if text.startswith(OF_PROMPT):
+            self._of_prompt = msgspec.json.decode(text.removeprefix(OF_PROMPT))
+
+    @override
+    def ended(self, end: Ended) -> None:
+        super().ended(end)
+        self.tell()
+        if self._stream.finished:
+            return
+        if (error := self._future.exception()) is not None:
+            self._stream.finish(error)
+            return
+        self._stream.put({"final": self._future.result()})
+        self._stream.finish()
+
+    def tell(self) -> None:
+        """Give the stream what has come, if it is enough for a partial."""
+        count = len(self._tokens) - self._held
+        if count < self._interval or self._stream.finished:
+            return
+        given: dict[str, Any] = {
+            "request_id": self._request_id, "new_tokens": self._tokens[:count]
+        }  # fmt: skip
+        if self.params.return_log_probs:
+            given["new_log_probs"] = self._log_probs[:count]
+            given["new_top_n_logprobs"] = self._top_n[:count]
+            given |= self._of_prompt
+        for taken in (self._tokens, self._log_probs, self._top_n):
+            del taken[:count]
+        self._of_prompt = {}
+        self._stream.put({"partial": given})
+
+
+def checked_interval(value: Any) -> int:
+    """Main's `SamplingParams.streaming_interval`: fewest new tokens of a partial.
+
+    Raises:
+        RequestError: it is no whole number from 1 on.
+    """
+    if type(value) is not int or value < 1:
+        raise RequestError(f"streaming_interval={value!r} must be an integer of 1 or more.")
+    return value
+
+
+class InferenceClient(NamesOfMegatron):
     """Sends requests and signals to the engines behind a coordinator, from an event loop.
 
     What is sent goes out in the order of the calls, none of which waits. Calls are Megatron-Core
@@ -94,18 +228,22 @@ class InferenceClient:
         deserialize: answer with requests; False: with dictionaries, as `serialize` makes them.
 
     Attributes:
-        completion_futures: of unfinished requests, by id.
+        completion_futures, streams: of unfinished requests, by id.
         next_request_id: of the next request.
     """
 
     def __init__(self, inference_coordinator_address: str, deserialize: bool = False) -> None:
         self.deserialize = deserialize
         self.completion_futures: dict[int, asyncio.Future[Answer]] = {}
+        self.streams: dict[int, AsyncStream] = {}
         self.next_request_id = 0
+        self._replies: dict[int, _Reply] = {}
+        self._with_news: set[_StreamReply] = set()
         self._address = inference_coordinator_address
         self._outbox: asyncio.Queue[tuple[Generate, _Reply] | dict[str, Any]] = asyncio.Queue()
         self._wire: _Wire | None = None
         self._questions: set[asyncio.Task[None]] = set()
+        self._tokenizer: Tokenizer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.listener_task: asyncio.Task[None] | None = None
 
@@ -125,6 +263,7 @@ class InferenceClient:
             _wait_for_listener(self._address, connect_timeout_seconds)
         self._loop = loop or asyncio.get_running_loop()
         self._wire = _Wire(self._address)
+        self._wire.after_message = self._tell_streams
         self.listener_task = self._loop.create_task(self._send_all(self._wire))
 
     def add_request(
@@ -132,6 +271,7 @@ class InferenceClient:
         prompt: str | Sequence[int] | torch.Tensor,
         sampling_params: SamplingParams,
         *,
+        multi_modal_data: Any = None,
         traceparent: str = "",
     ) -> asyncio.Future[Answer]:
         """Send a request.
@@ -139,6 +279,7 @@ class InferenceClient:
         Args:
             prompt: text, token ids, or a tensor of them, int64 `[prompt length]`, host memory.
             sampling_params: Megatron's.
+            multi_modal_data: main's; refused, unless None or empty.
             traceparent: ours: of a trace; see `TokenClient.send`.
 
         Returns:
@@ -151,15 +292,54 @@ class InferenceClient:
         """
         self._check_is_started()
         request_id = self.next_request_id
-        message = _message(prompt, sampling_params)
+        message = _message(prompt, sampling_params, multi_modal_data)
         message.traceparent = checked_traceparent(traceparent)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        reply = _Reply(request_id, future, self.deserialize, time.perf_counter())
-        self.next_request_id += 1
         self.completion_futures[request_id] = future
         future.add_done_callback(lambda _: self.completion_futures.pop(request_id, None))
-        self._outbox.put_nowait((message, reply))
+        self._submit(message, _Reply(request_id, future, self.deserialize))
         return future
+
+    def add_request_streaming(
+        self,
+        prompt: str | Sequence[int] | torch.Tensor,
+        sampling_params: SamplingParams,
+        *,
+        multi_modal_data: Any = None,
+    ) -> AsyncStream:
+        """Main's: send a request whose tokens are given as they come; arguments and errors are
+        those of `add_request`. `streaming` is set in `sampling_params`.
+
+        Returns:
+            an iterator of `{"partial": {"request_id", "new_tokens"}}`, each with
+            `streaming_interval` tokens or more, and at last `{"final": request}`. With log probs
+            asked for also "new_log_probs" and "new_top_n_logprobs" (by text, or by id where no
+            tokenizer can be sent), and in the first one "prompt_log_probs" and
+            "prompt_top_n_logprobs", unless skipped. Tokens that may become a stop word wait. What
+            the service raises is raised by the iterator.
+        """
+        self._check_is_started()
+        request_id = self.next_request_id
+        sampling_params.streaming = True  # type: ignore[attr-defined, unused-ignore]
+        message = _message(prompt, sampling_params, multi_modal_data)
+        stream = AsyncStream(request_id, partial(self.abort_request, request_id), loop=self._loop)
+        told = self._with_news.add
+        reply = _StreamReply(stream, sampling_params, self.deserialize, told)
+        self.streams[request_id] = stream
+        self._submit(message, reply)
+        return stream
+
+    def abort_request(self, request_id: int) -> None:
+        """Main's: end a request: its stream ends, its future is cancelled, the engine is told. One
+        that has ended stays as it is."""
+        reply = self._replies.pop(int(request_id), None)
+        if reply is None:
+            return
+        reply.cancel()
+        if (stream := self.streams.pop(int(request_id), None)) is not None:
+            stream.finish()
+        if reply.number >= 0 and self._wire is not None:
+            self._wire.abort(reply)
 
     def pause_engines(self) -> None:
         """All engines stand still, requests wait: PAUSED."""
@@ -200,8 +380,10 @@ class InferenceClient:
 
     def stop(self) -> None:
         """Disconnect, after what was sent before; unfinished requests are cancelled."""
-        for future in list(self.completion_futures.values()):
-            future.cancel()
+        for reply in list(self._replies.values()):
+            reply.cancel()
+        for stream in list(self.streams.values()):
+            stream.finish()
         if self.listener_task is not None and not self.listener_task.done():
             self._outbox.put_nowait({})
 
@@ -210,6 +392,22 @@ class InferenceClient:
     def _check_is_started(self) -> None:
         if self.listener_task is None:
             raise RuntimeError("the client has not been started: call start() first.")
+
+    def _submit(self, message: Generate, reply: _Reply) -> None:
+        request_id, self.next_request_id = self.next_request_id, self.next_request_id + 1
+        self._replies[request_id] = reply
+
+        def forget(_: asyncio.Future[Answer]) -> None:
+            self._replies.pop(request_id, None)
+            self.streams.pop(request_id, None)
+
+        reply.when_over(forget)
+        self._outbox.put_nowait((message, reply))
+
+    def _tell_streams(self) -> None:
+        news, self._with_news = self._with_news, set()
+        for reply in news:
+            reply.tell()
 
     def _signal(self, signal: Signal, value: Any = None) -> None:
         self._check_is_started()
@@ -241,8 +439,13 @@ class InferenceClient:
         if reply.is_over:
             return
         try:
-            await wire.card()  # waits for a connection, and the first engine
-            wire.send_message(message, reply)
+            card = await wire.card()  # waits for a connection, and the first engine
+            if isinstance(reply, _StreamReply) and reply.params.top_n_logprobs:
+                if self._tokenizer is None:
+                    self._tokenizer = await asyncio.to_thread(card.tokenizer)
+                reply.name_tokens(self._tokenizer)
+            if not reply.is_over:
+                wire.send_message(message, reply)
         except Exception as error:
             reply.fail(type(error).__name__, str(error))
 
@@ -284,7 +487,11 @@ def _wait_for_listener(address: str, timeout_s: float) -> None:
         time.sleep(RETRY_S)
 
 
-def _message(prompt: Any, params: SamplingParams) -> Generate:
+def _message(prompt: Any, params: SamplingParams, media: Any) -> Generate:
+    if media:
+        raise RequestError(
+            f"multi_modal_data={sorted(media)} is not served: leave it out, only text is."
+        )
     if isinstance(prompt, torch.Tensor):
         prompt = prompt.tolist()
     if not isinstance(prompt, str):

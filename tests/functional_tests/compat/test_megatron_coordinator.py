@@ -85,7 +85,7 @@ def test_requests_come_back_as_from_the_engine_itself(tiny_model: torch.nn.Modul
 def test_an_end_that_cannot_be_read_reaches_its_waiter() -> None:
     async def use() -> None:
         future = asyncio.get_running_loop().create_future()
-        _Reply(1, future, False, 0.0).hear_end(Ended(0, "length", record=b"\xc1"))
+        _Reply(1, future, False).hear_end(Ended(0, "length", record=b"\xc1"))
         with pytest.raises(msgspec.DecodeError):
             await asyncio.wait_for(future, PATIENCE_S)
 

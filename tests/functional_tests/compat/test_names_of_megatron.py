@@ -17,6 +17,7 @@ from megatron_async import (
     TextGenerationController,
 )
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM
+from megatron_async.compat.inference.inference_client import InferenceClient
 from megatron_async.names_of_megatron import CLASSES, MAIN, OF_MAIN, ClassNames
 from tests.support import compat_trio
 
@@ -92,6 +93,7 @@ def test_names_exist_or_are_answered(tiny_model: Any) -> None:
         if not is_own:
             trio["KVBlockCounts"] = engine.context.kv_block_allocator
             trio |= {each.__name__: each for each in (MegatronLLM, MegatronAsyncLLM)}
+            trio["InferenceClient"] = InferenceClient("tcp://127.0.0.1:1")
             for kind, newer in OF_MAIN.items():
                 for name in newer.compat.split():
                     assert hasattr(trio[kind], name), name

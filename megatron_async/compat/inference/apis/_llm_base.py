@@ -32,7 +32,7 @@ from megatron_async.compat.inference.text_generation_controllers.text_generation
     TextGenerationController,
 )
 from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
-    start_text_gen_server,
+    text_generation_server,
 )
 from megatron_async.errors import ConfigurationError
 from megatron_async.names_of_megatron import NamesOfMegatron
@@ -53,7 +53,7 @@ class CoordinatedEngine:
         self.submit = self._loop.submit
         self._loop.start()
         try:
-            self.address: str = self.wait(self._begin(host, port))
+            self.coord_addr: str = self.wait(self._begin(host, port))
         except BaseException:
             self._loop.stop()
             raise
@@ -159,8 +159,10 @@ class _MegatronLLMBase(NamesOfMegatron):
         coordinator_port: int | None = None,
         inference_wrapper_cls: type[GPTInferenceWrapper] | None = None,
     ) -> None:
-        wrapper_class = inference_wrapper_cls or GPTInferenceWrapper
-        if not issubclass(wrapper_class, GPTInferenceWrapper):
+        wrapper_class = inference_wrapper_cls
+        if wrapper_class is None:
+            wrapper_class = GPTInferenceWrapper
+        elif not issubclass(wrapper_class, GPTInferenceWrapper):
             raise ConfigurationError(
                 f"inference_wrapper_cls={wrapper_class.__module__}.{wrapper_class.__qualname__} is "
                 f"no subclass of {GPTInferenceWrapper.__module__}.GPTInferenceWrapper: leave it "
@@ -183,15 +185,17 @@ class _MegatronLLMBase(NamesOfMegatron):
             inference_config = InferenceConfig()
         self._use_coordinator = use_coordinator
         self._is_primary_rank = True
-        self._coordinated: CoordinatedEngine | None = None
-        self._shutdown_called = self._serves = False
+        self._coord_runtime: CoordinatedEngine | None = None
+        self._shutdown_called = self._serve_started = False
         self._context = DynamicInferenceContext(model.config, inference_config)
         wrapper = wrapper_class(model, self._context)
         self._controller = TextGenerationController(wrapper, tokenizer)
         self._engine = DynamicInferenceEngine(self._controller, self._context)
         if use_coordinator:
-            self._coordinated = CoordinatedEngine(self._engine, coordinator_host, coordinator_port)
-            self._is_primary_rank = self._coordinated.is_primary
+            self._coord_runtime = CoordinatedEngine(
+                self._engine, coordinator_host, coordinator_port
+            )
+            self._is_primary_rank = self._coord_runtime.is_primary
 
     @property
     def engine(self) -> DynamicInferenceEngine:
@@ -226,25 +230,27 @@ class _MegatronLLMBase(NamesOfMegatron):
         return self._needed_coordinator("run_sync").wait(coro)
 
     def _needed_coordinator(self, name: str) -> CoordinatedEngine:
-        if self._coordinated is None:
+        if self._coord_runtime is None:
             raise RuntimeError(f"{name}() needs use_coordinator=True: no event loop runs without.")
-        return self._coordinated
+        return self._coord_runtime
 
     def _start_server(self, serve_config: ServeConfig) -> None:
         """Start the HTTP server on the first rank."""
-        if self._coordinated is None:
+        if not self._use_coordinator:
             raise ConfigurationError(
                 "serve() requires use_coordinator=True: it asks the engines by a coordinator."
             )
         if self._is_primary_rank:
+            assert self._coord_runtime is not None
             # Its default is Megatron's word for no host.
             host = None if serve_config.host == ALL_NETWORKS else serve_config.host
-            start_text_gen_server(
-                self._coordinated.address, None, 0, serve_config.port, serve_config.parsers,
-                serve_config.verbose, serve_config.frontend_replicas, host,
-                getattr(serve_config, "sock", None),
+            text_generation_server.start_text_gen_server(
+                coordinator_addr=self._coord_runtime.coord_addr, tokenizer=None, rank=0,
+                server_port=serve_config.port, parsers=serve_config.parsers,
+                verbose=serve_config.verbose, num_replicas=serve_config.frontend_replicas,
+                hostname=host, sock=getattr(serve_config, "sock", None),
             )  # fmt: skip
-            self._serves = True
+            self._serve_started = True
 
     def _assert_primary(self) -> None:
         if not self._is_primary_rank:

@@ -49,8 +49,8 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         if not batch:
             return []
         params = sampling_params or SamplingParams()
-        if self._coordinated is not None:
-            found = await self._coordinated.run(self._coordinated.generate(batch, params))
+        if self._coord_runtime is not None:
+            found = await self._coord_runtime.run(self._coord_runtime.generate(batch, params))
             return list(found) if is_batch else found[0]
         answers = [
             self._engine.add_request(self._engine.requests.free_id(), prompt, params)
@@ -106,10 +106,10 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         if self._shutdown_called:
             return
         self._shutdown_called = True
-        if self._serves:
+        if self._serve_started:
             await asyncio.to_thread(stop_text_gen_server)
-        if self._coordinated is not None:
-            await self._coordinated.end()
+        if self._coord_runtime is not None:
+            await self._coord_runtime.end()
             return
         self._engine.close()
         if self._task is not None and not self._task.get_loop().is_closed():
@@ -118,17 +118,17 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     async def wait_for_shutdown(self) -> None:
         """Wait until `shutdown` has ended the engine; return at once if it has not run yet.
         Behind a coordinator: wait until the first rank has stopped the engines."""
-        if self._coordinated is not None:
+        if self._coord_runtime is not None:
             if not self._shutdown_called:
-                await self._coordinated.run(self._coordinated.until_stopped())
+                await self._coord_runtime.run(self._coord_runtime.until_stopped())
             return
         if self._task is not None and not self._task.done():
             await asyncio.wait({self._task})
 
     async def _do(self, call: str, state: EngineState) -> None:
         """Stop the engine, or let it go on."""
-        if self._coordinated is not None:
-            await self._coordinated.run(self._coordinated.tell(f"{call}_engines", state))
+        if self._coord_runtime is not None:
+            await self._coord_runtime.run(self._coord_runtime.tell(f"{call}_engines", state))
         else:
             getattr(self._engine, call)()
 

@@ -44,8 +44,8 @@ class MegatronLLM(_MegatronLLMBase):
         if not batch:
             return []
         params = sampling_params or SamplingParams()
-        if self._coordinated is not None:
-            return list(self._coordinated.wait(self._coordinated.generate(batch, params)))
+        if self._coord_runtime is not None:
+            return list(self._coord_runtime.wait(self._coord_runtime.generate(batch, params)))
         records = self._engine.generate(batch, params)
         return [record.merge() for record in records]
 
@@ -76,23 +76,23 @@ class MegatronLLM(_MegatronLLMBase):
         """End the engine for good; unfinished requests fail. Again: nothing happens."""
         if not self._shutdown_called:
             self._shutdown_called = True
-            if self._serves:
+            if self._serve_started:
                 stop_text_gen_server()
-            if self._coordinated is not None:
-                self._coordinated.end_now()
+            if self._coord_runtime is not None:
+                self._coord_runtime.end_now()
             else:
                 self._engine.close()
 
     def wait_for_shutdown(self) -> None:
         """Behind a coordinator: wait until the first rank has stopped the engines. Without one:
         return at once, as nothing runs in the background."""
-        if self._coordinated is not None and not self._shutdown_called:
-            self._coordinated.wait(self._coordinated.until_stopped())
+        if self._coord_runtime is not None and not self._shutdown_called:
+            self._coord_runtime.wait(self._coord_runtime.until_stopped())
 
     def _do(self, call: str, state: EngineState) -> None:
         """Stop the engine, or let it go on."""
-        if self._coordinated is not None:
-            self._coordinated.wait(self._coordinated.tell(f"{call}_engines", state))
+        if self._coord_runtime is not None:
+            self._coord_runtime.wait(self._coord_runtime.tell(f"{call}_engines", state))
         else:
             getattr(self._engine, call)()
 
