@@ -58,9 +58,12 @@ class _ChoiceWriter(ItemWriter):
         self._waits_for_end = style.is_scoring or (style.echo and style.top_n is not None)
         self._is_told = style.is_stream and not self._waits_for_end
         has_news = style.top_n is not None or style.gives_token_ids or style.continuous_usage
+        has_news = has_news or bool(style.megatron_fields)
         self._keeps_tokens = (has_news or not self._is_told) and not style.is_scoring
         self._taken: list[tuple[list[int], TokenLogProbs | None]] = []
         """Ids and log probs that no event has sent yet."""
+        self._all: list[tuple[list[int], TokenLogProbs | None]] = []
+        """Those of the whole choice, for Megatron's fields."""
         self._num_tokens = 0
         self._is_first = True
         if not style.is_stream:
@@ -79,6 +82,8 @@ class _ChoiceWriter(ItemWriter):
         self._num_tokens += len(tokens)
         if tokens and self._keeps_tokens:
             self._taken.append((tokens, log_probs))
+            if self.style.megatron_fields:
+                self._all.append((tokens, log_probs))
 
     @override
     def rest(self) -> bytes:
@@ -93,6 +98,11 @@ class _ChoiceWriter(ItemWriter):
         }  # fmt: skip
         if self.style.gives_token_ids:
             part["token_ids"] = []
+        if told := self._megatron_fields(result):
+            ids = told.get("generation_token_ids") or []
+            tokenizer = self.served.tokenizer
+            text = None if tokenizer is None else tokenizer.detokenize(ids)
+            part |= told | {"generated_text": text, "generated_length": len(ids)}
         return self._event(part)
 
     @override
@@ -134,14 +144,14 @@ class _ChoiceWriter(ItemWriter):
         if not names:
             return {}
         record, tokenizer = result.end.record, self.served.tokenizer
-        ids = [token for taken, _ in self._taken for token in taken]
+        ids = [token for taken, _ in self._all for token in taken]
         prompt = self._prompt_ids()
         told: dict[str, Any] = {} if record is None else msgspec.msgpack.decode(record)
         told |= {
             "prompt_token_ids": prompt,
             "generation_token_ids": ids,
             "generation_log_probs": [
-                value for _, found in self._taken if found is not None
+                value for _, found in self._all if found is not None
                 for value in found.chosen.tolist()
             ],
         }  # fmt: skip

@@ -34,6 +34,7 @@ from megatron_async.server.fields.prompts import (
     checked_limit,
     completion_prompts,
     cut,
+    with_earlier_tokens,
 )
 from megatron_async.server.fields.refusal import Refusal, not_allowed
 from megatron_async.server.fields.request_bodies import ChatRequest, CompletionRequest, SharedFields
@@ -78,7 +79,7 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
     name, given = _named_limit(request, "max_tokens", "max_completion_tokens")
     most = 1 if is_scoring else checked_limit(name, given)
     prompts = completion_prompts(request, most, served)
-    check_room(name, most, prompts, served)
+    most = check_room(name, most, prompts, served)
     most = COMPLETION_TOKENS if most is None else most
     params = sampling_params(request, served, caller, most, structured_output(request))
     params.echo = echo
@@ -119,13 +120,14 @@ def ask_chat(
     text = served.chat.render(request, plan.tools)
     ids = served.tokenize(text, request.add_special_tokens is True, "messages")
     if served.as_megatron and served.tokenizer is not None:
+        ids = with_earlier_tokens(request, served, plan.tools, ids)
         bos = served.tokenizer.bos
         ids = list(dropwhile(lambda token: token == bos, ids))
         if request.add_BOS and bos is not None:
             ids = [bos, *ids]
     ids_cut = cut(ids, request, most, served)
     check_prompt(ids_cut, served, "messages")
-    check_room(name, most, [ids_cut], served)
+    most = check_room(name, most, [ids_cut], served)
     if most is None and served.answer_tokens is not None:
         most = max(served.answer_tokens, request.min_tokens or 0)
     in_thought = served.chat.starts_in_thought(text)

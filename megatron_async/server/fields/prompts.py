@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
+
+import msgspec
 
 from megatron_async.server.fields.refusal import Refusal, not_allowed
-from megatron_async.server.fields.request_bodies import CompletionRequest, SharedFields
+from megatron_async.server.fields.request_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    SharedFields,
+)
 from megatron_async.server.fields.served_model import ServedModel
 
 
@@ -99,18 +105,63 @@ def checked_limit(name: str, value: int | None) -> int | None:
     return value
 
 
+def with_earlier_tokens(
+    request: ChatRequest,
+    served: ServedModel,
+    tools: Sequence[dict[str, Any]] | None,
+    ids: list[int],
+) -> list[int]:
+    """A chat's token ids with those of its earlier turns as they were: where the assistant's last
+    message brings the ids of its prompt and of its answer, these stand for what template and
+    tokenizer make of the chat up to the end of that answer (Megatron-Core's
+    `prevent_retokenization`)."""
+    messages = request.messages
+    last = [place for place, message in enumerate(messages) if message.role == "assistant"][-1:]
+    if request.prevent_retokenization is False or not last:
+        return ids
+    known: list[int] = []
+    for name in ("prompt_token_ids", "generation_token_ids"):
+        raw = bytes(getattr(messages[last[0]], name)) or b"null"
+        try:
+            found = msgspec.json.decode(raw, type=list[int] | None)
+        except msgspec.ValidationError as error:
+            where = f"messages[{last[0]}].{name}"
+            raise Refusal(f"{where}: {error}: give token ids.", param="messages") from error
+        if found is None:
+            return ids
+        known += found
+    assert served.tokenizer is not None, "it has made the ids"
+    ends = {*served.card.eos_ids, *served.tokenizer.eos_ids}
+    if known and known[-1] in ends:
+        known.pop()
+    earlier = msgspec.structs.replace(
+        request, messages=messages[: last[0] + 1], add_generation_prompt=False,
+        continue_final_message=None,
+    )  # fmt: skip
+    text = served.chat.render(earlier, tools)
+    length = len(served.tokenize(text, request.add_special_tokens is True, "messages"))
+    place = min(length, len(ids))
+    # From the end of that answer on the chat is new; the template may write nothing there.
+    end = next((n for n in reversed(range(place)) if ids[n] in ends), place)
+    return known + ids[end:]
+
+
 def check_room(
     name: str, value: int | None, prompts: Sequence[Sequence[int] | str], served: ServedModel
-) -> None:
-    """Refuse a limit that a request names and its prompt leaves no room for, as OpenAI's and vLLM's
-    servers do, instead of cutting it in silence. The first words are Anthropic's: Claude Code reads
-    the three numbers and asks again for fewer tokens.
+) -> int | None:
+    """The limit that a request names and its prompt leaves room for.
+
+    Others are refused, as at OpenAI's and vLLM's servers, instead of cut in silence. The first
+    words are Anthropic's: Claude Code reads the three numbers and asks again for fewer tokens.
 
     A text of which only the replica has the tokens counts as one token. `value` is None where the
-    request names none, and the answer ends with the context."""
+    request names none, and the answer ends with the context. At the server that stands for
+    Megatron's, which never refuses one, the limit is the room."""
     longest = max(1 if isinstance(prompt, str) else len(prompt) for prompt in prompts)
     context = served.card.max_sequence_length
     room = context - longest
+    if value is not None and served.as_megatron:
+        return min(value, room)
     if value is not None and value > room:
         shown = str(value) if value < 2**64 else "a number of more than 64 bits"
         raise Refusal(
@@ -118,3 +169,4 @@ def check_room(
             f"tokens. Give {name} of at most {room}, or shorten the prompt.",
             param=name, code="context_length_exceeded",
         )  # fmt: skip
+    return value

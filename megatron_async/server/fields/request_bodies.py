@@ -145,7 +145,12 @@ class MessageToolCall(msgspec.Struct, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """A message of a chat; a content of several parts is a list of objects with a `type`."""
+    """A message of a chat; a content of several parts is a list of objects with a `type`.
+
+    Attributes:
+        prompt_token_ids, generation_token_ids: of an earlier answer of Megatron-Core's server, as
+            JSON: read there alone (`prompts.with_earlier_tokens`).
+    """
 
     role: str
     content: str | list[str | dict[str, Any]] | None = None
@@ -153,6 +158,8 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    generation_token_ids: msgspec.Raw = msgspec.Raw()
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):

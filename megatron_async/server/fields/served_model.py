@@ -26,8 +26,6 @@ LONGEST_TOKEN = 16
 """Characters that are reckoned for a token at least, where the vocabulary has none so long."""
 CPU_ANSWER_TOKENS = 1024
 """A minute or so of a small model on a CPU; to the end of its context it might take ten."""
-MEGATRON_NAMES = ("", "EMPTY")
-"""Names of the model in requests of megatron.rl, and in answers of Megatron-Core's server."""
 SHOWN = 100
 """Characters of a name that a message quotes."""
 
@@ -40,9 +38,9 @@ class ServedModel:
     Attributes:
         names: that requests may use; answers use the one that was used.
         tokenizer: None where there is none, or only the replica has it.
-        as_megatron: requests mean what they mean at Megatron-Core's server: a model called "" or
-            "EMPTY" is this one, top_p 0 is off, a chat's prompt has a BOS token where `add_BOS`
-            says so; and answers tell what Megatron's do.
+        as_megatron: requests mean what they mean at Megatron-Core's server: every name is this
+            model's, top_p 0 is off, a chat's prompt has a BOS token where `add_BOS` says so; and
+            answers tell what Megatron's do.
     """
 
     card: ModelCard
@@ -123,7 +121,7 @@ class ServedModel:
 
     def name(self, asked: str | None) -> str:
         """The name for the answer; 404 where the model is not served."""
-        if asked is None or (self.as_megatron and asked in MEGATRON_NAMES):
+        if asked is None or (self.as_megatron and asked not in self.names):
             return self.names[0]
         if asked not in self.names:
             raise Refusal(
@@ -151,8 +149,9 @@ class ServedModel:
     def too_long(self, what: str, param: str) -> Refusal:
         """The refusal of a prompt beyond the model's context."""
         return Refusal(
-            f"prompt is too long: {what}, but this model's context of "
-            f"{self.card.max_sequence_length} tokens must hold it and at least one generated token"
-            ": shorten it.",
+            # Clients read these words: of Anthropic's servers, of vLLM's and of Megatron's.
+            f"prompt is too long: {what}. This model's maximum context length was exceeded. Its "
+            f"{self.card.max_sequence_length} tokens must hold the prompt and at least one "
+            "generated token: shorten it.",
             param=param, code="context_length_exceeded",
         )  # fmt: skip

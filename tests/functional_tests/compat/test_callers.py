@@ -46,11 +46,13 @@ from tests.support.compat_trio import make_compat_engine
 from tests.support.letter_tokenizers import make_ascii_tokenizer
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.served_demo import (
+    CONTEXT,
     answered,
     asked_chat,
     demo,
     demo_card,
     demo_tokenizer,
+    streamed,
     tokens_of,
 )
 
@@ -242,7 +244,7 @@ def test_requests_of_megatron_rl_at_the_server_that_stands_for_megatrons() -> No
     assert asked_chat(ours, top_p=0.0, temperature=1.0).choices[0].params.top_k == 1
     assert asked_chat(theirs).choices[0].params.temperature == 1.0
     assert asked_chat(ours).choices[0].params.temperature == 0.0, "the demo model says nothing"
-    for name in ("", "EMPTY"):
+    for name in ("", "EMPTY", "nvidia/its-own-name"):
         assert asked_chat(theirs, model=name).style.model == "smollm2"
         with pytest.raises(Refusal, match="does not exist"):
             asked_chat(ours, model=name)
@@ -266,6 +268,77 @@ def test_requests_of_megatron_rl_at_the_server_that_stands_for_megatrons() -> No
     assert not answered(asked_chat(ours), "Hi")["choices"][0]["message"].keys() & {"num_evictions"}
     given = ServedModel.of(demo_card(), chat_template="{{ messages[0].content }}!")
     assert demo_tokenizer().detokenize(list(asked_chat(given).prompts[0])) == "Hi!"
+
+
+def test_history_of_nemo_gym() -> None:
+    """Bodies of NeMo-Gym's `vllm_model`, 07d6b0d0, at Megatron's server: an earlier answer brings
+    its ids, which the next prompt begins with; and what it reads in a refusal."""
+    theirs, ours = ServedModel.of(demo_card(), as_megatron=True), demo()
+    of_gym = {
+        "model": "nvidia/its-own-name", "logprobs": True, "top_logprobs": 0, "temperature": 1.0,
+        "return_tokens_as_token_ids": True, "max_tokens": 10**6,
+    }  # fmt: skip
+    question = {"role": "user", "content": "Hi"}
+    first = asked_chat(theirs, messages=[question], **of_gym)
+    prompt = list(first.prompts[0])
+    assert first.choices[0].params.num_tokens_to_generate == CONTEXT - len(prompt)
+    message = answered(first, "Hello you", theirs)["choices"][0]["message"]
+    # A model may write other tokens than the tokenizer makes of their text.
+    message["generation_token_ids"] = [*tokens_of("Hel", ends=False), *tokens_of("lo you")]
+    known = prompt + message["generation_token_ids"][:-1]
+    assert message["generation_token_ids"] != tokens_of("Hello you")
+    further = {"role": "user", "content": "More"}
+    history = [question, message, further]
+    plain = [{name: each[name] for name in ("role", "content")} for each in history]
+    rendered = list(asked_chat(ours, messages=plain).prompts[0])
+    found = list(asked_chat(theirs, messages=history, **of_gym).prompts[0])
+    assert found[: len(known)] == known
+    # Without add_BOS, Megatron's server takes a BOS token off, here <|im_start|>.
+    assert found[len(known) :] == rendered[1:][len(prompt) + len(tokens_of("Hello you")) - 1 :]
+    assert list(asked_chat(ours, messages=history).prompts[0]) == rendered
+    # Only the last answer counts; without ids, or if they are not wanted, nothing does.
+    for left_out in (
+        {"messages": [*history, {"role": "assistant", "content": "x"}, further]},
+        {"messages": [question, message | {"prompt_token_ids": None}, further]},
+        {"messages": history, "prevent_retokenization": False},
+    ):
+        found = list(asked_chat(theirs, **left_out).prompts[0])
+        assert found == list(asked_chat(ours, **left_out).prompts[0])[1:]
+    for wrong in ({"prompt_token_ids": ["a"]}, {"generation_token_ids": [10**9, 5]}):
+        with pytest.raises(Refusal, match=r"generation_token_ids|prompt_token_ids|messages"):
+            asked_chat(theirs, messages=[question, message | wrong, further])
+    with pytest.raises(Refusal, match="maximum context length was exceeded"):
+        asked_chat(theirs, messages=[{"role": "user", "content": "a " * 2 * CONTEXT}])
+
+
+def test_a_stream_ends_with_what_megatrons_tells() -> None:
+    """The last choice of a stream of Megatron-LM main, d98e8a64 (`openai_streaming.py`)."""
+    theirs = ServedModel.of(demo_card(), as_megatron=True)
+    asked = asked_chat(theirs, stream=True, logprobs=True, return_raw_text=True)
+    *_, last = [event for event in streamed(asked, "Hi you", theirs) if event["choices"]]
+    (choice,) = last["choices"]
+    ids = tokens_of("Hi you")
+    assert choice["generation_token_ids"] == ids
+    assert len(choice["generation_log_probs"]) == choice["generated_length"] == len(ids)
+    assert (choice["generated_text"], choice["delta"]) == ("Hi you", {})
+    assert choice["prompt_token_ids"] == list(asked.prompts[0])
+    assert choice["raw_text"].endswith("Hi you")
+
+
+def test_thoughts_of_nemo_rls_recipes() -> None:
+    """Parsers that NeMo-RL's recipes name (7ea279ab), of a model whose template has no thoughts."""
+    text = "so</think>Yes."
+    served = ServedModel.of(demo_card(), reasoning_parser="deepseek-r1-reasoning")
+    for said in (text, f"<think>{text}"):
+        message = answered(asked_chat(served), said, served)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("so", "Yes.")
+    message = answered(asked_chat(served), "so", served)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("so", None)
+    served = ServedModel.of(demo_card(), reasoning_parser="nemotron-v3-reasoning")
+    asked = asked_chat(served, chat_template_kwargs={"force_nonempty_content": True})
+    message = answered(asked, "so", served)["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    assert message["content"] == "so"
 
 
 def test_routes_of_megatron_rl(model: GPTModel) -> None:
