@@ -6,7 +6,8 @@ Examples run on a checkpoint that is made here, and must give the tokens of `LLM
 twice, on Megatron's own code and with the import hook; a test that passes there and not here, and
 is not on the list in scripts/upstream/public_tests.py, makes the exit status 1, as does a wrong or
 failed example. Nothing is written into the checkout. Megatron's tests need msgpack and
-pytest-asyncio (`pip install --target DIR`, with DIR on PYTHONPATH).
+pytest-asyncio (`pip install --target DIR`, with DIR on PYTHONPATH). A checkout of main brings its
+own megatron-core: put it on PYTHONPATH, too.
 """
 
 import argparse
@@ -14,11 +15,11 @@ import platform
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from upstream.file_runs import Comparison, lost_tests, table
+from megatron import core
+from upstream.file_runs import TIMEOUT, Comparison, lost_tests, table
 from upstream.public_tests import DATA, FOLDER, ON_A_GPU, OUT, OWN, PUBLIC, unlisted
 
 
@@ -33,7 +34,7 @@ def main() -> int:
         print("no GPU here: add --cpu for stand-ins of what scripts ask CUDA for", file=sys.stderr)
         return 2
     print(
-        f"{checkout}; megatron-core {version('megatron-core')}, torch {torch.__version__}, "
+        f"{checkout}; megatron-core {core.__version__}, torch {torch.__version__}, "
         f"{platform.machine()}, {'CPU' if options.cpu else torch.cuda.get_device_name()}"
     )
     wrong = []
@@ -73,18 +74,27 @@ def run_examples(checkout: Path, options: argparse.Namespace) -> list[str]:
             found = [said] if said else differences(example, answers, expected[number])
             passed += not found
             seconds = time.monotonic() - start
-            print(f"{'wrong' if found else 'equal'}  {seconds:4.0f} s  {example.name}", flush=True)
+            print(f"{verdict(found)}  {seconds:4.0f} s  {example.name}", flush=True)
             wrong += [f"{example.name}: {line}" for line in found]
         for script in (script for script in SERVERS if options.match in script):
             texts = [one.text for one in expected[0]]
             found = run_server(checkout, script, folder, flags, options.cpu, options.timeout, texts)
-            print(f"{'wrong' if found else 'equal'}  by HTTP  {script}", flush=True)
+            print(f"{verdict(found)}  by HTTP  {script}", flush=True)
             wrong += [f"{script}: {line}" for line in found]
     print(f"examples: {passed} of {len(chosen)} runs have the tokens of LLM({options.model!r})")
     print(f"not run, {len(NOT_RUN)}:")
     for script, reason in NOT_RUN.items():
         print(f"  {script}: {reason}")
     return wrong
+
+
+def verdict(found: list[str]) -> str:
+    """One word for a run with these faults, and the first of them behind it."""
+    if not found:
+        return "equal"
+    why = found[0].splitlines()
+    said = f" ({why[0].removeprefix(TIMEOUT)}; {why[-1]})" if len(why) > 1 else f" ({why[0]})"
+    return ("timeout" if found[0].startswith(TIMEOUT) else "wrong") + said
 
 
 def run_tests(checkout: Path, options: argparse.Namespace) -> list[str]:
@@ -95,7 +105,7 @@ def run_tests(checkout: Path, options: argparse.Namespace) -> list[str]:
     files = PUBLIC | ({} if options.cpu else ON_A_GPU)
     comparisons: list[Comparison] = []
     for number, (name, (_, listed)) in enumerate(files.items(), 1):
-        if options.match not in name:
+        if options.match not in name or not (checkout / FOLDER / name).is_file():
             continue
         start = time.monotonic()
         one = compare_file(checkout, FOLDER + name, listed, options.cpu, options.timeout)
@@ -126,7 +136,9 @@ def run_tests(checkout: Path, options: argparse.Namespace) -> list[str]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="folder of a Megatron-LM checkout (0.19)")
+    parser.add_argument(
+        "checkout", type=Path, help="folder of Megatron-LM (0.19 or main)"
+    )
     parser.add_argument("--cpu", action="store_true", help="stand-ins for a machine without a GPU")
     parser.add_argument(
         "--model", default="smollm2", help="of the examples: dense, with a tokenizer (smollm2)"

@@ -39,9 +39,15 @@ def environment() -> dict[str, str]:
     }
 
 
+TIME_IS_UP = 124
+"""The exit status of what was killed after its time."""
+TIMEOUT = "timeout: "
+"""Begins what is said of it."""
+
+
 def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: float) -> tuple[int, str]:
-    """Run a command to its end, or kill it after `timeout_s`: its exit status, 124 if time was up,
-    and what it wrote to both streams. `env` is its whole environment."""
+    """Run a command to its end, or kill it after `timeout_s`: its exit status or `TIME_IS_UP`, and
+    what it wrote to both streams. `env` is its whole environment."""
     try:
         done = subprocess.run(
             command, env=env, cwd=folder, timeout=timeout_s, check=False, text=True,
@@ -49,7 +55,7 @@ def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: float)
         )  # fmt: skip
     except subprocess.TimeoutExpired as late:
         said = late.stdout or b""
-        return 124, said.decode(errors="replace") if isinstance(said, bytes) else said
+        return TIME_IS_UP, said.decode(errors="replace") if isinstance(said, bytes) else said
     return done.returncode, done.stdout
 
 
@@ -57,12 +63,14 @@ def run(command: list[str], env: dict[str, str], folder: Path, timeout_s: float)
 class Comparison:
     """Two runs of a test file. By test, why it failed with Megatron's own code (`control`; "" if it
     passed; skipped tests are left out) and with this engine's modules; `listed` are patterns of
-    tests that do not count, each with its reason."""
+    tests that do not count, each with its reason; `missing` says why others of ours have no
+    outcome."""
 
     file: str
     control: Mapping[str, str | None] = field(default_factory=dict)
     ours: Mapping[str, str | None] = field(default_factory=dict)
     listed: Mapping[str, str] = field(default_factory=dict)
+    missing: str = "not run: the file does not import"
 
     def reason(self, test: str) -> str | None:
         """Why a test does not count; None if it does."""
@@ -85,11 +93,7 @@ class Comparison:
     @property
     def lost(self) -> dict[str, str]:
         """Counted tests that do not pass with ours, and why."""
-        return {
-            test: why
-            for test in self.counted
-            if (why := self.ours.get(test, "not run: the file does not import, or time was up"))
-        }
+        return {test: why for test in self.counted if (why := self.ours.get(test, self.missing))}
 
     @property
     def row(self) -> str:
@@ -128,14 +132,15 @@ def compare_file(
 ) -> Comparison:
     """Run `file` of the checkout twice, each for `timeout_s` at most; tests that did not end by
     then are not in the outcome."""
-    control = _outcomes(checkout, file, False, cpu, timeout_s)
-    ours = _outcomes(checkout, file, True, cpu, timeout_s)
-    return Comparison(file, control, ours, listed)
+    control, _ = _outcomes(checkout, file, False, cpu, timeout_s)
+    ours, missing = _outcomes(checkout, file, True, cpu, timeout_s)
+    return Comparison(file, control, ours, listed, missing)
 
 
 def _outcomes(
     checkout: Path, file: str, ours: bool, cpu: bool, timeout_s: float
-) -> dict[str, str | None]:
+) -> tuple[dict[str, str | None], str]:
+    """By test why it failed, and why others have no outcome."""
     with tempfile.TemporaryDirectory() as folder:
         written, settings = Path(folder) / "outcomes.json", Path(folder) / "pytest.ini"
         settings.write_text("[pytest]\n")
@@ -154,11 +159,12 @@ def _outcomes(
             "-c", str(settings), "--rootdir", str(checkout), "--import-mode=append",
             str(checkout / file),
         ]  # fmt: skip
-        run(command, env, Path(folder), timeout_s)
-        if not written.is_file():
-            return {}
-        outcomes = json.loads(written.read_text())
-    return {test: _why(outcome) for test, outcome in outcomes.items()}
+        status, said = run(command, env, Path(folder), timeout_s)
+        missing = f"not run: {' '.join(said.splitlines()[-1:])}"
+        if status == TIME_IS_UP:
+            missing = f"{TIMEOUT}{timeout_s:g} s were not enough"
+        outcomes = json.loads(written.read_text()) if written.is_file() else {}
+    return {test: _why(outcome) for test, outcome in outcomes.items()}, missing
 
 
 def _why(outcome: dict[str, str]) -> str | None:

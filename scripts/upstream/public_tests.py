@@ -16,6 +16,7 @@ PUBLIC: dict[str, tuple[str, dict[str, str]]] = {
     "test_batch_dimension_utils.py": (OWN, {}),
     "test_async_stream.py": (OWN, {}),
     "test_async_sched_output_metrics.py": (OWN, {}),
+    "test_openai_streaming.py": (OWN, {}),
     "high_level_api/test_apis.py": (
         ENGINE,
         {
@@ -32,6 +33,7 @@ ON_A_GPU: dict[str, tuple[str, dict[str, str]]] = {"engines/test_dynamic_engine.
 
 LAYOUT = "white box: the layout of Megatron's buffers and private methods of its bookkeeping"
 STATIC = "static batching is Megatron's own engine, with and without the hook"
+HANDOFF = "prefill and decode are not divided among engines here"
 LAYERS = "Megatron's layers and kernels, which are not asked for here"
 
 OUT = {
@@ -69,13 +71,25 @@ OUT = {
     "test_scheduler.py": STATIC,
     "test_flash_decode.py": STATIC,
     "test_communication_utils.py": LAYERS,
+    "test_inference_client_streaming.py": "white box: bytes of Megatron's messages, as in "
+    "test_inference_client.py (test_dynamo in tests/functional_tests/compat/test_callers.py)",
+    "contexts/test_kv_event_publication.py": "events of KV blocks for a router of other services: "
+    "replicas tell the coordinator what they hold",
+    "test_kv_allocator_observers.py": LAYOUT,
+    "test_disagg_handoff_lifecycle.py": HANDOFF,
+    "test_kv_transfer_backends.py": HANDOFF,
+    "test_nccl_transfer_backend.py": HANDOFF,
+    "test_ssm_reshard.py": HANDOFF,
+    "test_vllm_fused_moe_batch_invariant.py": LAYERS,
+    "engines/test_gdp_cuda_graph_e2e.py": "layers of a kind (Gated Delta Product) that no model "
+    "here has",
     "test_dynamic_sink_attention.py": LAYERS,
     "test_dynamic_sink_attention_e2e.py": "attention sinks are refused by name",
     "test_hybrid_moe.py": LAYERS,
     "test_inference_shards.py": LAYERS,
     "test_inference_utils.py": LAYERS,
-    "test_kv_reshard.py": "disaggregation is not served",
-    "test_mamba_reshard.py": "disaggregation is not served",
+    "test_kv_reshard.py": HANDOFF,
+    "test_mamba_reshard.py": HANDOFF,
     "test_moe_dispatching_and_routing.py": LAYERS,
     "test_moe_permute.py": LAYERS,
     "test_mxfp8_utils.py": LAYERS,

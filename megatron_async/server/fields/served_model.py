@@ -77,13 +77,16 @@ class ServedModel:
         if tokenizer is not None:
             longest = max(longest, max(map(len, tokenizer.backend.get_vocab()), default=0))
         limits = limits or Limits()
+        chat = ChatFormat(card, tokenizer, tool_parser, limits.template_bytes, reasoning_parser)
+        if as_megatron and reasoning_parser is None:
+            chat.thoughts = False  # they are part of the content
         return cls(
             card,
             tuple(names) or (card.model,),
             limits,
             tokenizer,
             TokenNames(tokenizer),
-            ChatFormat(card, tokenizer, tool_parser, limits.template_bytes, reasoning_parser),
+            chat,
             longest,
             as_megatron,
         )

@@ -83,7 +83,7 @@ def test_a_file_runs_on_both_engines_and_leaves_the_checkout_alone(checkout, cap
 def test_what_did_not_run_is_lost() -> None:
     one = Comparison("f", {"f::a": "", "f::b": "AssertionError", "f::c": None}, {})
     two = Comparison("g", {"g::a": ""}, {"g::a": ""})
-    assert lost_tests([one, two]) == ["f::a: not run: the file does not import, or time was up"]
+    assert lost_tests([one, two]) == ["f::a: not run: the file does not import"]
     rows = table([one, two]).splitlines()[2:]
     assert rows == ["| f | 1/2 | 0/1 | 0 |", "| g | 1/1 | 1/1 | 0 |", "| all | 2/3 | 1/2 | 0 |"]
 
@@ -98,6 +98,14 @@ def test_without_a_checkout_or_a_gpu_nothing_runs(
     monkeypatch.setattr("sys.argv", ["run_upstream.py", *arguments])
     assert run_upstream.main() == 2
     assert capsys.readouterr().err
+
+
+def test_a_line_says_why_a_run_is_wrong_and_that_time_was_up() -> None:
+    verdict = run_upstream.verdict
+    assert verdict([]) == "equal"
+    assert verdict(["'p': tokens [1], not [2]", "more"]) == "wrong ('p': tokens [1], not [2])"
+    assert verdict(["exit status 1\nA\nValueError: b"]) == "wrong (exit status 1; ValueError: b)"
+    assert verdict(["timeout: 9 s\nA"]) == "timeout (9 s; A)"
 
 
 def test_every_file_is_named_once_and_has_a_reason() -> None:
