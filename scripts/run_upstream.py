@@ -136,9 +136,7 @@ def run_tests(checkout: Path, options: argparse.Namespace) -> list[str]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "checkout", type=Path, help="folder of Megatron-LM (0.19 or main)"
-    )
+    parser.add_argument("checkout", type=Path, help="folder of Megatron-LM (0.19 or main)")
     parser.add_argument("--cpu", action="store_true", help="stand-ins for a machine without a GPU")
     parser.add_argument(
         "--model", default="smollm2", help="of the examples: dense, with a tokenizer (smollm2)"
