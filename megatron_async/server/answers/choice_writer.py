@@ -63,7 +63,7 @@ class _ChoiceWriter(ItemWriter):
         self._taken: list[tuple[list[int], TokenLogProbs | None]] = []
         """Ids and log probs that no event has sent yet."""
         self._all: list[tuple[list[int], TokenLogProbs | None]] = []
-        """Those of the whole choice, for Megatron's fields."""
+        """Ids and log probs of the whole choice, for Megatron's fields."""
         self._num_tokens = 0
         self._is_first = True
         if not style.is_stream:
