@@ -179,6 +179,45 @@ def test_the_first_computation_counts():
     assert future.result().routing.replacements == 1
 
 
+class NoWeights:
+    """A round of weights that changes none."""
+
+    num_bytes = 0
+
+    def commit(self) -> bool:
+        return False
+
+    def drop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "abort"])
+def test_an_update_of_weights_keeps_or_replaces(policy):
+    """A prompt that is half computed begins again in any case."""
+    engine = counting_engine(max_requests=2, max_tokens=6)
+    running = engine.add_request(0, [1, 2, 3], greedy(8))
+    for _ in range(3):
+        engine.step_modern()
+    waiting = engine.add_request(1, [*range(10, 20)], greedy(3))
+    engine.step_modern()  # pass 3: a token of one, 5 of the other's 10
+    engine.updating.stage(1, NoWeights())
+    engine.updating.commit(1, "new", policy)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    first, second = running.result(), waiting.result()
+    found = passes_of(first)
+    if policy == "recompute":
+        assert first.routing.replacements == 1
+        assert min(found) == 4
+        assert len(found) == 10
+    else:
+        assert found[:6] == [0] * 3 + [1, 2, 3]
+        assert len(found) == (10 if policy == "keep" else 6)
+        assert first.routing.replacements == 0
+    assert min(passes_of(second)) >= 4
+    assert second.routing.replacements == 1
+
+
 def test_a_failed_step_spoils_no_record(model, plain):
     engine = make_engine(model, lookahead=2, max_requests=4, **RECORDS)
     compute, calls = engine.controller._compute_step, iter(range(100))
