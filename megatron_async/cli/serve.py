@@ -44,8 +44,9 @@ HTTP: Rows = (
      "name or address to listen at; 0.0.0.0 is all networks, and needs a key"),
     ("--port", port, "PORT", 8000, "0 takes any that is free"),
     ("--fd", [int], "N", [], "bound sockets that it inherits, in place of host and port"),
-    ("--api-processes", int, "N", API_PROCESSES,
-     "processes that speak HTTP; one for about 100,000 tokens/s"),
+    ("--api-processes", int, "N", None,
+     "processes that speak HTTP; one for about 100,000 tokens/s\n"
+     f"(default: {API_PROCESSES}; 1 with --rl-api)"),
     ("--served-model-name", [str], "NAME", [],
      "names that requests may call the model by (default: its own)"),
     ("--root-path", str, "PATH", "", "where a proxy has mounted it, as /llm"),
@@ -87,6 +88,18 @@ ACCESS: Rows = (
      "key of control endpoints (pause, drain, sleep, abort, profile), or the variable\n"
      "MEGATRON_ASYNC_ADMIN_KEY; without one they are refused"),
 )  # fmt: skip
+RL: Rows = (
+    ("--rl-api", ("none", "vllm", "sglang"), None, "none",
+     "paths of that server by which trainers replace weights, pause and\n"
+     "take memory (docs/rl.md)"),
+    ("--rl-socket", str, "HOST:PORT", None,
+     "a further address, where nobody needs a key and all is allowed: of loopback, or of\n"
+     "the network interface of that name, as eth1:9600"),
+    ("--weights-dir", str, "FOLDER", None, "new weights come from folders below it"),
+    ("--trainer", list, "HOST[:PORT]", None,
+     "a trainer whose process group may be joined; may be repeated"),
+    ("--weights-finite", bool, None, False, "refuse new weights with NaN or infinity"),
+)  # fmt: skip
 LIMITS: Rows = (
     ("--max-unfinished", int, "N", 4096,
      "requests queued and served; further ones are told to come back later (503)"),
@@ -127,6 +140,7 @@ docs/server.md has all of it.""",
     add_rows(serve, WHAT)
     add_rows(serve.add_argument_group("HTTP"), HTTP)
     add_rows(serve.add_argument_group("who may use it"), ACCESS)
+    add_rows(serve.add_argument_group("trainers"), RL)
     add_rows(serve.add_argument_group("limits"), LIMITS)
     add_engine_options(serve)
     add_parallel(serve, "serve")
@@ -206,7 +220,7 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         port=arguments.port,
         listener_fds=tuple(arguments.fd),
         needs_key=not (arguments.as_megatron and is_open_server(os.environ)),
-        api_processes=arguments.api_processes,
+        api_processes=_api_processes(arguments),
         keys=read_keys(arguments.api_key, arguments.api_key_file, os.environ),
         admin_key=read_admin_key(arguments.admin_key, os.environ),
         served_names=tuple(arguments.served_model_name),
@@ -227,8 +241,19 @@ def read_settings(arguments: argparse.Namespace) -> Any:
         page=not arguments.no_page,
         log_requests=not arguments.no_request_log,
         otlp_endpoint=arguments.otlp_endpoint,
+        rl_api=arguments.rl_api,
+        rl_socket=arguments.rl_socket,
+        weights_dir=arguments.weights_dir,
+        trainers=tuple(arguments.trainer),
+        checks_finite=arguments.weights_finite,
         max_body_bytes=int(arguments.max_body_mb * 2**20),
     )
+
+
+def _api_processes(arguments: argparse.Namespace) -> int:
+    if arguments.api_processes is not None:
+        return int(arguments.api_processes)
+    return API_PROCESSES if arguments.rl_api == "none" else 1
 
 
 def _template(given: str | None) -> str | None:

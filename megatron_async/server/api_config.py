@@ -56,6 +56,10 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
         page: whether there is a page for people at "/".
         shutdown_timeout_s: how long requests may go on after SIGTERM.
         otlp_endpoint: URL that spans are sent to; None: what OpenTelemetry's variables say.
+        rl_api: the family whose paths for trainers are served, "vllm" or "sglang", or "none".
+        weights_dir: new weights are read from folders below it; None: from no folder.
+        trainers: hosts, or HOST:PORT, whose process groups may be joined.
+        checks_finite: new weights with NaN or infinity are refused.
     """
 
     secret_file: str | None = None
@@ -75,6 +79,10 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     page: bool = True
     shutdown_timeout_s: float = 30.0
     otlp_endpoint: str | None = None
+    rl_api: str = "none"
+    weights_dir: str | None = None
+    trainers: tuple[str, ...] = ()
+    checks_finite: bool = False
 
 
 class ApiConfig(HttpSettings, frozen=True, kw_only=True):
@@ -82,12 +90,16 @@ class ApiConfig(HttpSettings, frozen=True, kw_only=True):
 
     Attributes:
         name: of the process, for its lines of log.
+        rl_round: key of the rounds that paths for trainers begin; other clients do not know it.
+        rl_address: where callers need no key, and are the administrator; None: nowhere.
     """
 
     coordinator: str
     tls: TlsFiles | None = None
     log_requests: bool = False
     name: str = "api"
+    rl_round: str = ""
+    rl_address: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         check_keys(self.keys, self.admin_key)

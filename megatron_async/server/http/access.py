@@ -13,6 +13,8 @@ from megatron_async.server.fields.asked import NOBODY, Caller
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.http.request_log import RequestNote
 
+TRAINER = Caller("rl-socket", is_admin=True)
+"""A caller of `--rl-socket`, which has no key."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 REQUEST_ID = b"x-request-id"
 ID_BYTES = 12
@@ -32,6 +34,10 @@ class Access:
         self._has_keys, self._has_admin = bool(config.keys), config.admin_key is not None
         self._any_host = "*" in config.allowed_hosts
         self._hosts = {name.lower() for name in (*LOCAL_NAMES, *config.allowed_hosts)}
+        self._rl_address = config.rl_address
+        if self._rl_address is not None:
+            host = self._rl_address[0]
+            self._hosts.add(f"[{host}]" if ":" in host else host)
 
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """Refuse (421) a request that was meant for another name: a page on the web can point a
@@ -48,14 +54,23 @@ class Access:
             )  # fmt: skip
 
     def caller(
-        self, headers: Mapping[bytes, bytes], needs_admin: bool, note: RequestNote | None = None
+        self,
+        headers: Mapping[bytes, bytes],
+        needs_admin: bool,
+        note: RequestNote | None = None,
+        came_to: tuple[str, int] | None = None,
     ) -> Caller:
-        """The sender of a request, by the key in its headers. `note` gets the name of the key, also
-        where the key is not enough.
+        """The sender of a request, by the key in its headers, or by the address that it `came_to`.
+        `note` gets the name of the key, also where the key is not enough.
 
         Raises:
-            Refusal: 401 without a valid key where one is needed; 403 where the admin key is.
+            Refusal: 401 without a valid key where one is needed; 403 where the admin key is, or for
+                a browser at the address without keys: a page of any site can send to it.
         """
+        if came_to is not None and came_to == self._rl_address:
+            if b"origin" in headers or b"sec-fetch-site" in headers:
+                raise Refusal("this address is for trainers: browsers are not served here.", 403)
+            return TRAINER
         caller, given = self._given(headers)
         if note is not None and caller is not None:
             note.owner = caller.owner

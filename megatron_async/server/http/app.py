@@ -79,7 +79,8 @@ class App:
             if self._logs and route.is_logged:
                 note = exchange.note = RequestNote(route.path, own_id)
             if not route.is_open:
-                exchange.caller = self._access.caller(headers, route.needs_admin, note)
+                came_to = scope.get("server")
+                exchange.caller = self._access.caller(headers, route.needs_admin, note, came_to)
             await route.handler(exchange, rest)
         except ClientGone:
             pass

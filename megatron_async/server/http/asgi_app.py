@@ -17,11 +17,16 @@ from megatron_async.server.http.generate_routes import GenerateRoutes
 from megatron_async.server.http.replies import Send
 from megatron_async.server.http.server import HttpServer
 from megatron_async.server.http.service_routes import ServiceRoutes
+from megatron_async.server.rl.sglang import SglangPaths
+from megatron_async.server.rl.vllm import VllmPaths
 from megatron_async.server.supervisor.listener import listen
 from megatron_async.server.tracing import RequestTracer
 from megatron_async.serving.token_client import RequestClient
 
 logger = logging.getLogger("megatron_async")
+
+FAMILIES = {"vllm": VllmPaths, "sglang": SglangPaths}
+"""Values of `--rl-api` beside "none"."""
 
 
 def make_app(
@@ -35,6 +40,8 @@ def make_app(
     generate = GenerateRoutes(client, config, hub, tracer)
     service = ServiceRoutes(client, config, generate.shown_name)
     routes = [*service.routes(), *generate.routes(), *further]
+    if config.rl_api in FAMILIES:  # what is ours and theirs has their meaning
+        routes += FAMILIES[config.rl_api](client, config).routes()
     return App(
         routes, Access(config), config.root_path, config.log_requests, make_ready=generate.prepare
     )

@@ -23,6 +23,7 @@ from megatron_async.server.http.exchange import Exchange, read_body
 from megatron_async.server.http.openapi import openapi
 from megatron_async.server.http.replies import ClientGone, reply, reply_json
 from megatron_async.server.http.tokenize_routes import TokenizeRoutes
+from megatron_async.server.rl.sglang_generate import GENERATE
 from megatron_async.server.tracing import RequestTracer
 from megatron_async.serving.token_client import RequestClient
 
@@ -74,6 +75,8 @@ class GenerateRoutes:
         if self._config.as_megatron:
             for path in ("/completions", "/chat/completions"):
                 endpoints[path] = ENDPOINTS["/v1" + path]
+        if self._config.rl_api == "sglang":
+            endpoints["/generate"] = GENERATE
         return [
             Route("GET", "/v1/models", self._models),
             Route("GET", "/v1/models/*", self._model),

@@ -113,25 +113,47 @@ class ServiceRoutes:
     async def _do(self, verb: str, kind: type[msgspec.Struct], exchange: Exchange, _: str) -> None:
         """Do a command. Its fields come in the body, or as vLLM's clients send them, in the query;
         one that it does not have is refused, as an administrator meant something by it."""
-        body = await exchange.body(ADMIN_LIMITS.body_bytes)
-        given = decode_body(body or b"{}", dict[str, Any], ADMIN_LIMITS)
-        try:
-            query = exchange.scope["query_string"].decode("latin-1")
-            of_query = dict(parse_qsl(query, max_num_fields=100))
-            found = msgspec.convert(of_query | given, kind, strict=False)
-        except (msgspec.ValidationError, ValueError) as error:
-            takes = ", ".join(kind.__struct_fields__) or "no fields"
-            raise Refusal(f"{error}: /{verb} takes {takes}.") from error
+        found = await read_command(exchange, f"/{verb}", kind, ADMIN_LIMITS)
         fields: dict[str, Any] = msgspec.to_builtins(found)
         if verb == "abort":
             label = fields.pop("id")
             fields = {"all": True} if fields["all"] else {"label": label}
             if not fields.get("all") and not label:
                 raise Refusal('give the id of an answer, or "all": true.', param="id")
-        try:
-            answer = await self._client.ask(verb, **fields)
-        except ValueError as error:
-            raise Refusal(str(error), 409, code="not_now") from error
-        except RemoteError as error:  # an administrator may read what failed
-            raise Refusal(str(error), 500, code="verb_failed", kind="server_error") from error
-        await reply_json(exchange.send, answer)
+        await reply_json(exchange.send, await ask_service(self._client, verb, **fields))
+
+
+async def read_command[K: msgspec.Struct](
+    exchange: Exchange, path: str, kind: type[K], limits: Limits
+) -> K:
+    """The fields of a command, from the query, as vLLM's clients send them, and from the body.
+
+    Raises:
+        Refusal: they are not those of `kind`, or beyond the limits.
+    """
+    body = await exchange.body(limits.body_bytes)
+    given = decode_body(body or b"{}", dict[str, Any], limits)
+    try:
+        query = exchange.scope["query_string"].decode("latin-1")
+        pairs, of_query = parse_qsl(query, max_num_fields=100), dict[str, Any]()
+        for name, value in pairs:  # a field that is repeated is a list
+            values = [value for other, value in pairs if other == name]
+            of_query[name] = value if len(values) == 1 else values
+        return msgspec.convert(of_query | given, kind, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        takes = ", ".join(kind.__struct_fields__) or "no fields"
+        raise Refusal(f"{error}: {path} takes {takes}.") from error
+
+
+async def ask_service(client: RequestClient, what: str, **fields: Any) -> dict[str, Any]:
+    """Ask the service, or tell it what to do.
+
+    Raises:
+        Refusal: 409, it refuses; 500, a replica failed.
+    """
+    try:
+        return await client.ask(what, **fields)
+    except ValueError as error:
+        raise Refusal(str(error), 409, code="not_now") from error
+    except RemoteError as error:  # an administrator may read what failed
+        raise Refusal(str(error), 500, code="verb_failed", kind="server_error") from error

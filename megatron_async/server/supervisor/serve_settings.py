@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
+import socket
 import ssl
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from megatron_async.communication.host import is_loopback
 from megatron_async.errors import ConfigurationError
@@ -23,6 +27,9 @@ from megatron_async.serving.records import CoordinatorConfig
 MOST_API_PROCESSES = 64
 MOST_REPLICAS = 64
 METRICS_NAMES = ("own", "vllm")
+RL_APIS = ("none", "vllm", "sglang")
+RL_OPTIONS = {"trainers": "trainer", "checks_finite": "weights_finite"}
+"""Names of options that are not those of their fields."""
 
 
 class ServeSettings(HttpSettings, frozen=True, kw_only=True):
@@ -44,6 +51,8 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
         certificate, certificate_key, certificate_password: files and password for TLS.
         profile_folder: where profiles of the engine are written; None: nowhere.
         log_requests: whether each request has a line of log.
+        rl_socket: HOST:PORT where trainers need no key, of loopback or of a network interface by
+            its name; None: nowhere.
     """
 
     model: str | None
@@ -63,6 +72,7 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
     certificate_password: str | None = None
     profile_folder: str | None = None
     log_requests: bool = True
+    rl_socket: str | None = None
 
     def __post_init__(self) -> None:
         if self.model is None and self.coordinator is None:
@@ -107,6 +117,7 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
             check_reasoning(self.reasoning_parser)
         self._check_exposure()
         self._check_certificate()
+        self._check_trainers()
         if self.profile_folder is not None and not os.path.isdir(self.profile_folder):
             raise ConfigurationError(f"--profile-dir {self.profile_folder}: no such folder.")
 
@@ -134,6 +145,35 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
             )
         check_keys(self.keys, self.admin_key)
 
+    def _check_trainers(self) -> None:
+        if self.rl_api not in RL_APIS:
+            raise ConfigurationError(
+                f"--rl-api {self.rl_api!r} must be one of {', '.join(RL_APIS)}."
+            )
+        if self.rl_api == "none":
+            for name in ("rl_socket", "weights_dir", "trainers", "checks_finite"):
+                if getattr(self, name):
+                    option = RL_OPTIONS.get(name, name).replace("_", "-")
+                    raise ConfigurationError(f"--{option} needs --rl-api vllm or sglang.")
+            return
+        if self.admin_key is None and self.rl_socket is None:
+            raise ConfigurationError(
+                f"--rl-api {self.rl_api} replaces weights: give --admin-key (or the variable "
+                "MEGATRON_ASYNC_ADMIN_KEY), or --rl-socket HOST:PORT for trainers without keys."
+            )
+        if self.api_processes != 1:
+            raise ConfigurationError(
+                f"--api-processes {self.api_processes}: with --rl-api one process serves HTTP, "
+                "which knows a trainer's session; leave it out."
+            )
+        if self.weights_dir is not None and not os.path.isdir(self.weights_dir):
+            raise ConfigurationError(f"--weights-dir {self.weights_dir}: no such folder.")
+        for trainer in self.trainers:
+            if not re.fullmatch(r"[^\s,:]+(:\d{1,5})?|\[[0-9a-fA-F:.]+\](:\d{1,5})?", trainer):
+                raise ConfigurationError(f"--trainer {trainer!r} must be HOST or HOST:PORT.")
+        if self.rl_socket is not None:
+            trainers_address(self.rl_socket)
+
     def _check_certificate(self) -> None:
         if self.certificate is None:
             if self.certificate_key is not None or self.certificate_password is not None:
@@ -154,6 +194,29 @@ class ServeSettings(HttpSettings, frozen=True, kw_only=True):
                 f"cannot be used ({error}): give a certificate and its own key, both in PEM form, "
                 "and the key's password where it has one (--ssl-keyfile-password)."
             ) from error
+
+
+def trainers_address(given: str) -> tuple[str, int]:
+    """Address and port of `--rl-socket`, which has no key: so it is only one of loopback, or of a
+    network interface that is called by its name.
+
+    Raises:
+        ConfigurationError: it is none of both.
+    """
+    host, _, port = given.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(f"--rl-socket {given!r} must be HOST:PORT.")
+    of_interface = psutil.net_if_addrs().get(host, [])
+    found = [each.address for each in of_interface if each.family == socket.AF_INET]
+    if not found:
+        found = [resolve(host.strip("[]"), int(port))[1][0]]
+        if not is_loopback(found[0]):
+            raise ConfigurationError(
+                f"--rl-socket {given}: {host!r} is neither loopback nor the name of a network "
+                "interface with an IPv4 address, and who reaches it replaces weights without a "
+                f"key; there are {', '.join(psutil.net_if_addrs())}."
+            )
+    return found[0], int(port)
 
 
 def served_name(model: str) -> str:
@@ -201,8 +264,10 @@ def api_config(settings: ServeSettings, coordinator: str) -> ApiConfig:
     hosts = settings.allowed_hosts or (("*",) if settings.is_exposed else ())
     shared = {name: getattr(settings, name) for name in HttpSettings.__struct_fields__}
     shared |= {"served_names": names_of(settings), "allowed_hosts": hosts}
-    log_requests = settings.log_requests
-    return ApiConfig(coordinator=coordinator, tls=tls, log_requests=log_requests, **shared)
+    return ApiConfig(
+        coordinator=coordinator, tls=tls, log_requests=settings.log_requests,
+        rl_round=secrets.token_hex(16), **shared,
+    )  # fmt: skip
 
 
 def curl_line(settings: ServeSettings, url: str) -> str:

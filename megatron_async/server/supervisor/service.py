@@ -24,9 +24,11 @@ from megatron_async.server.supervisor.serve_settings import (
     api_config,
     curl_line,
     replica_command,
+    trainers_address,
 )
 from megatron_async.server.supervisor.signals import Signals
 from megatron_async.serving.engine_verbs import PROFILE_VARIABLE
+from megatron_async.serving.weight_sources import FOLDER_VARIABLE, TRAINERS_VARIABLE
 
 logger = logging.getLogger("megatron_async")
 
@@ -105,6 +107,11 @@ class Supervisor:
         self.url = url_of(listeners[-1], settings.has_tls)
         if settings.is_exposed and not settings.keys:
             logger.warning("Everybody who reaches %s can use the model: no key is set.", self.url)
+        if settings.rl_socket is not None:
+            host, port = trainers_address(settings.rl_socket)
+            listeners.append(self._stack.enter_context(listen(host, port)))
+            rl_url = url_of(listeners[-1], settings.has_tls)
+            self._say(f"paths of {settings.rl_api} for trainers, without a key, at {rl_url}")
         # Nobody writes to it: its end tells children that this process has ended.
         pipe, held = os.pipe()
         self._stack.callback(os.close, pipe)
@@ -112,6 +119,10 @@ class Supervisor:
         environment = without_keys(os.environ)
         if settings.profile_folder is not None:
             environment[PROFILE_VARIABLE] = os.path.abspath(settings.profile_folder)
+        if settings.weights_dir is not None:
+            environment[FOLDER_VARIABLE] = os.path.abspath(settings.weights_dir)
+        if settings.trainers:
+            environment[TRAINERS_VARIABLE] = ",".join(settings.trainers)
         address = settings.coordinator
         if address is None:
             self._coordinator = self._stack.enter_context(OwnCoordinator(settings.dispatch))
@@ -128,6 +139,9 @@ class Supervisor:
                     )
                 )  # fmt: skip
         config = api_config(settings, address)
+        if settings.rl_socket is not None:
+            found = listeners[-1].getsockname()[:2]
+            config = msgspec.structs.replace(config, rl_address=found)
         for number in range(settings.api_processes):
             fds = [listener.fileno() for listener in listeners]
             arguments = ("api", *map(str, fds))

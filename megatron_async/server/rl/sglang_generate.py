@@ -1,0 +1,206 @@
+"""`/generate` of SGLang's server, as trainers use it: token ids in, token ids, log probs and
+versions of weights out. A request is a completion in other words.
+
+Facts: `srt/managers/io_struct.py` (`GenerateReqInput`), `srt/sampling/sampling_params.py` and
+`srt/managers/tokenizer_manager.py` of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any, override
+
+import msgspec
+
+from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind
+from megatron_async.server.answers.log_prob_json import Place, places
+from megatron_async.server.endpoints import Endpoint
+from megatron_async.server.fields.ask import ask_completion
+from megatron_async.server.fields.asked import Asked, AskedChoice, Caller
+from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_not_served
+from megatron_async.server.fields.refusal import Refusal, told_at
+from megatron_async.server.fields.request_bodies import CompletionRequest, StructuredOutputs
+from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.readers import TokenLogProbs, prompt_log_probs_of
+
+NEW_TOKENS = 128
+"""SGLang's default of `max_new_tokens`."""
+CUT = ("aborted", "weight_update")
+"""Ends of requests that had more to say."""
+FIELDS = {
+    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim", "request_id": "rid", "prompt": "input_ids",
+    "top_logprobs": "top_logprobs_num", "logprobs": "top_logprobs_num",
+}  # fmt: skip
+"""Fields of completions -> SGLang's names."""
+
+
+class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """SGLang's `sampling_params`. `spaces_between_special_tokens`: a tokenizer of today reads it
+    not."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
+    n: int = 1
+    json_schema: str | None = None
+    regex: str | None = None
+
+
+class GenerateRequest(KnownFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of /generate: one prompt."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: Sampling = msgspec.field(default_factory=Sampling)
+    rid: str | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    priority: int | None = None
+
+
+def ask_generate(request: GenerateRequest, served: ServedModel, caller: Caller) -> Asked:
+    """What the engine is asked.
+
+    Raises:
+        Refusal: naming the field in SGLang's words, its value and what is allowed.
+    """
+    refuse_what_is_not_served(request)
+    one, start = request.sampling_params, request.logprob_start_len
+    if (request.text is None) == (request.input_ids is None):
+        raise Refusal("give one of text and input_ids.", param="input_ids")
+    if request.stream or one.n != 1:
+        raise Refusal(
+            "/generate gives one answer as a whole: send several requests, and streams to "
+            "/v1/completions.", param="stream" if request.stream else "n",
+        )  # fmt: skip
+    if start not in (-1, 0):
+        raise Refusal(
+            f"logprob_start_len={start} is not served: 0 gives log probs of the whole prompt, "
+            "-1 none.", param="logprob_start_len",
+        )  # fmt: skip
+    top_n = request.top_logprobs_num if request.return_logprob else None
+    wanted = {"json": one.json_schema, "regex": one.regex}
+    structured: dict[str, Any] = {
+        name: value for name, value in wanted.items() if value is not None
+    }
+    completion = CompletionRequest(
+        prompt=request.text if request.input_ids is None else list(request.input_ids),
+        max_tokens=NEW_TOKENS if one.max_new_tokens is None else one.max_new_tokens,
+        min_tokens=one.min_new_tokens, include_stop_str_in_output=one.no_stop_trim,
+        seed=one.sampling_seed, logprobs=top_n, prompt_logprobs=None if start else top_n,
+        structured_outputs=StructuredOutputs(**structured) if structured else None,
+        request_id=request.rid, priority=request.priority,
+        **{name: getattr(one, name) for name in SAME},
+    )  # fmt: skip
+    with told_at(FIELDS):
+        asked = ask_completion(completion, served, caller)
+    # Its id is what /abort_request calls it by.
+    name = request.rid or asked.style.id
+    repeated = {"return_text_in_logprobs": request.return_text_in_logprobs}
+    style = msgspec.structs.replace(asked.style, id=name, field_names=FIELDS, repeated=repeated)
+    return msgspec.structs.replace(asked, style=style)
+
+
+SAME = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+"""Fields of `Sampling` that completions call so too."""
+
+
+class GenerateWriter(ItemWriter):
+    """Writes the answer; an `ItemWriter`."""
+
+    tells_aborts = True
+
+    def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
+        super().__init__(asked, choice, served)
+        self._ids: list[int] = []
+        self._places: list[Place] = []
+
+    @override
+    def new_id(self, kind: Kind) -> str:
+        return ""
+
+    @override
+    def took(self, tokens: list[int], log_probs: TokenLogProbs | None) -> None:
+        self._ids += tokens
+        if log_probs is not None:
+            self._places += places(tokens, log_probs, self.style.top_n or 0)
+
+    @override
+    def more(self, item: Item, text: str) -> bytes:
+        item.texts.append(text)
+        return b""
+
+    @override
+    def finished(self, result: ItemResult) -> bytes:
+        return b""
+
+    @override
+    def failed(self, refusal: Refusal) -> bytes:
+        return b""
+
+    @override
+    def whole(self, result: ItemResult) -> dict[str, Any]:
+        end = result.end
+        meta: dict[str, Any] = {
+            "id": self.style.id,
+            "finish_reason": self._reason(result),
+            "prompt_tokens": end.num_prompt_tokens,
+            "completion_tokens": len(self._ids),
+            "cached_tokens": end.num_cached_tokens or 0,
+            "e2e_latency": end.latency,
+        }
+        if self.style.top_n is not None:
+            found = prompt_log_probs_of(end)
+            prompt = self.asked.prompts[self.choice.prompt]
+            if found is not None and not isinstance(prompt, str):
+                first: Place = (prompt[0], 0.0, [])
+                of_prompt = [first, *places(prompt[1:], found, self.style.top_n)]
+                meta |= self._log_probs("input", of_prompt)
+                meta["input_token_logprobs"][0][0] = None
+            meta |= self._log_probs("output", self._places)
+        text = "".join(item.text for item in result.items)
+        return {"text": text, "output_ids": self._ids, "meta_info": meta}
+
+    def _reason(self, result: ItemResult) -> dict[str, Any]:
+        """SGLang's finish reason: an object with a type."""
+        if result.end.finish_reason in CUT:
+            return {"type": "abort", "message": result.end.finish_reason}
+        if result.reason == "length":
+            return {"type": "length", "length": len(self._ids)}
+        last = self._ids[-1] if self._ids else None
+        return {"type": "stop", "matched": result.stop_word or last}
+
+    def _log_probs(self, of: str, found: list[Place]) -> dict[str, Any]:
+        """Log prob, id and text of each token, and of the likeliest ones beside it."""
+        told = {f"{of}_token_logprobs": [self._one(token, value) for token, value, _ in found]}
+        if self.style.top_n:
+            told[f"{of}_top_logprobs"] = [
+                [self._one(token, value) for token, value in top] for _, _, top in found
+            ]
+        return told
+
+    def _one(self, token: int, value: float) -> list[Any]:
+        with_text = self.style.repeated.get("return_text_in_logprobs")
+        return [value, token, self.served.names_of_tokens.text_of(token) if with_text else None]
+
+
+GENERATE = Endpoint(GenerateRequest, ask_generate, GenerateWriter)
