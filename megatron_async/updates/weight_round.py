@@ -10,7 +10,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,10 @@ from megatron_async.updates.writes import Write, check_twins, checked, copy_all
 SELECTORS = ("all", "target", "draft")
 _OTHER_FACTS = ("model_type", "max_position_embeddings", "eos_token_ids", "bos_token_id")
 """Fields of an architecture on which no weight and no logit depends."""
+
+
+_Marked = tuple[Piece, Tensor]
+"""A piece of a tensor, and the marks of its place."""
 
 
 class _Held(NamedTuple):
@@ -130,7 +134,7 @@ class WeightRound:
         }
         self.num_bytes = sum(held.parameter.nbytes for held in self._held.values())
         self._spare: dict[str, Tensor] = {}
-        self._pieces: dict[int, _Pieces] = {}
+        self._pieces: dict[int, dict[str, list[_Marked]]] = {}
         self._later: list[Write] = []
         self._embedding: dict[str, list[Write]] = {}
         self._twins: list[tuple[Write, Write]] = []
@@ -159,6 +163,16 @@ class WeightRound:
         for name, tensor in tensors:
             self._take(name, tensor)
         self._end()
+
+    def check(self, tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Check names and shapes of tensors that are to come, before there is memory for them.
+
+        Raises:
+            UpdateError: as `load`.
+        """
+        for sent, shape in tensors:
+            if (found := self._names.find(sent)) is not None:
+                self._fit(sent, *found, tuple(shape))
 
     @makes_ordinary_tensors
     def load_folder(self, folder: str | Path) -> None:
@@ -288,14 +302,11 @@ class WeightRound:
 
     # A tensor comes.
 
-    def _take(self, sent: str, tensor: Tensor) -> None:
-        found = self._names.find(sent)
-        if found is None:
-            self.left_out += 1
-            return
-        (table, name), tensor = found, checked(sent, tensor)
-        whole, shape = table.shapes[name], tuple(tensor.shape)
-        kind = "shard" if shape != whole else "whole"
+    def _fit(
+        self, sent: str, table: NameTable, name: str, shape: Shape
+    ) -> list[tuple[Weight, list[_Marked]]]:
+        """The weights of this rank that a tensor is part of, and its pieces."""
+        whole, fitting = table.shapes[name], []
         shards = set[Shape]()
         for weight in table.held[name]:
             if weight.name not in self._held:
@@ -304,26 +315,37 @@ class WeightRound:
                     "leave it out, or begin the round with selector='all'."
                 )
             known = self._pieces_of(table, weight).get(name, [])  # of no expert here
-            fitting = [each for each in known if each[0].is_alone == (kind == "shard")]
             shards |= {piece.shape for piece, _ in known if piece.is_alone} - {whole}
-            if kind == "whole" or shape in shards:
-                if self.plan.staging != "direct":
-                    self._check_finite(sent, tensor)
-                self._write(sent, weight, table.kind, fitting, tensor)
-        if kind == "shard" and shape not in shards:
+            if shape == whole or shape in shards:
+                pieces = [each for each in known if each[0].is_alone == (shape != whole)]
+                fitting.append((weight, pieces))
+        if shape != whole and shape not in shards:
             also = "".join(f", or {list(each)} (this rank's shard)" for each in shards)
             raise UpdateError(
                 f"tensor {sent!r} has the wrong shape: expected {list(whole)}{also}, got "
                 f"{list(shape)}."
             )
+        return fitting
 
-    def _write(self, sent: str, weight: Weight, kind: str, pieces: Any, tensor: Tensor) -> None:
-        is_scaled = kind == HUGGINGFACE and (weight.scale != 1 or weight.offset != 0)
+    def _take(self, sent: str, tensor: Tensor) -> None:
+        found = self._names.find(sent)
+        if found is None:
+            self.left_out += 1
+            return
+        tensor = checked(sent, tensor)
+        fitting = self._fit(sent, *found, tuple(tensor.shape))
+        if fitting and self.plan.staging != "direct":
+            self._check_finite(sent, tensor)
+        for weight, pieces in fitting:
+            is_scaled = found[0].kind == HUGGINGFACE and (weight.scale, weight.offset) != (1, 0)
+            writes = [
+                Write(sent, place, tensor if is_alone else tensor[region], weight, is_scaled)
+                for (region, place, is_alone), _ in pieces
+            ]
+            self._write(sent, weight, writes, [marks for _, marks in pieces])
+
+    def _write(self, sent: str, weight: Weight, writes: list[Write], marked: list[Tensor]) -> None:
         is_direct = self.plan.staging == "direct"
-        writes = [
-            Write(sent, place, tensor if is_alone else tensor[region], weight, is_scaled)
-            for (region, place, is_alone), _ in pieces
-        ]
         if self._architecture.tie_word_embeddings and weight.stored == EMBEDDING:
             first = self._embedding.setdefault(weight.name, writes)
             if first[0].sent != sent:  # one weight, sent under both of its names
@@ -332,7 +354,7 @@ class WeightRound:
                 for pair in () if is_direct else twins:
                     check_twins(*pair)
                 return
-        for _, marks in pieces:
+        for marks in marked:
             if marks.any():
                 self._doubled.append(sent)
             marks.fill_(True)
@@ -344,7 +366,7 @@ class WeightRound:
             write.run()
             writes[number] = write._replace(values=write.place)  # the sender's may change
 
-    def _pieces_of(self, table: NameTable, weight: Weight) -> _Pieces:
+    def _pieces_of(self, table: NameTable, weight: Weight) -> dict[str, list[_Marked]]:
         """Pieces by name, each with its marks."""
         if id(weight) not in self._pieces:
             target, marks = self._target(weight.name), self._held[weight.name].marks
@@ -378,10 +400,6 @@ class WeightRound:
                 f"tensor {name!r} holds NaN or infinite numbers: the trainer's step has failed, or "
                 "begin the round with checks_finite=False."
             )
-
-
-_Pieces = dict[str, list[tuple[Piece, Tensor]]]
-"""Pieces of tensors by name, each with its marks."""
 
 
 def _marks(weight: Weight) -> Tensor:

@@ -1,0 +1,225 @@
+"""How tensors of another process come to a `WeightRound`: bytes, a process group, CUDA IPC.
+
+What comes is plain data; nothing is unpickled or imported by its word. Give `WeightRound.check` the
+names and shapes first: then no memory is made for what the model does not have.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+from megatron_async.errors import UpdateError
+
+DTYPES = {
+    name: dtype
+    for dtype, safetensors in (
+        (torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float16, "F16"),
+        (torch.float64, "F64"),
+    )
+    for name in (safetensors, str(dtype), str(dtype).removeprefix("torch."))
+}  # fmt: skip
+"""Dtypes by the names of safetensors and of torch."""
+BACKENDS = ("nccl", "gloo")
+POLL_S = 0.0005
+GRACE_S = 600.0
+"""NCCL's own watchdog ends the process; it is told so many seconds more than our limit."""
+_MEMORY_FIELDS = 8
+
+
+def tensors_of_bytes(items: Iterable[Sequence[Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in host memory of `[name, dtype, shape, bytes]`."""
+    for name, dtype_name, shape, data in items:
+        dtype, size = _dtype(name, dtype_name), _size(name, shape)
+        if len(data) != size * dtype.itemsize:
+            raise UpdateError(
+                f"tensor {name!r} of shape {list(shape)} and {dtype} takes "
+                f"{size * dtype.itemsize:,} bytes, and {len(data):,} came."
+            )
+        values = torch.frombuffer(bytearray(data), dtype=dtype) if size else torch.empty(0)
+        yield name, values.to(dtype).view(tuple(shape))
+
+
+class TrainersGroup:
+    """A torch process group of a trainer, its rank 0, and ranks of engines; see `open_group`."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, time_limit_s: float) -> None:
+        self.name, self._group, self._time_limit_s = name, group, time_limit_s
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Fill a tensor with what the trainer sends.
+
+        Raises:
+            UpdateError: it did not come in time, or the trainer is gone.
+        """
+        try:
+            work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
+            end = time.monotonic() + self._time_limit_s
+            while tensor.is_cuda and not work.is_completed():
+                if time.monotonic() > end:
+                    self._group.abort()
+                    raise RuntimeError(f"nothing came for {self._time_limit_s:g} s")
+                time.sleep(POLL_S)
+            work.wait()
+        except RuntimeError as error:
+            raise UpdateError(
+                f"process group {self.name!r}: the trainer's tensor did not come ({error}). The "
+                "group is lost: both sides make a new one."
+            ) from error
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)
+
+
+def open_group(
+    name: str,
+    backend: str,
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    time_limit_s: float,
+) -> TrainersGroup:
+    """Join a trainer's group beside this process's own, as SGLang and NeMo-RL make theirs: the
+    trainer is rank 0 and keeps the store at `host:port`.
+
+    Raises:
+        UpdateError: an unknown backend or rank, a name that is taken, or nobody came in time.
+    """
+    if backend not in BACKENDS or not 0 < rank < world_size:
+        raise UpdateError(
+            f"process group {name!r}: backend={backend!r} must be one of {', '.join(BACKENDS)} and "
+            f"rank={rank} one of 1 to {world_size - 1}, the trainer being rank 0."
+        )
+    limit = timedelta(seconds=time_limit_s)
+    longer = timedelta(seconds=time_limit_s + GRACE_S) if backend == "nccl" else limit
+    address = f"[{host}]" if ":" in host else host
+    try:
+        store, *_ = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=limit))
+        store.set_timeout(limit)
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=c10d.GroupName(name),
+            timeout=longer,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UpdateError(
+            f"process group {name!r} at {host}:{port}: cannot be joined as rank {rank} of "
+            f"{world_size} ({str(error).splitlines()[0]})."
+        ) from error
+    c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return TrainersGroup(name, group, time_limit_s)
+
+
+def receive(
+    group: TrainersGroup,
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    device: torch.device,
+    packed: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that a trainer broadcasts in this order; `packed`: as one message of bytes.
+
+    Raises:
+        UpdateError: lists of different lengths, an unknown dtype, or nothing came.
+    """
+    if not len(names) == len(dtypes) == len(shapes):
+        raise UpdateError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: give one of each "
+            "for a tensor."
+        )
+    kinds = [_dtype(name, each) for name, each in zip(names, dtypes, strict=True)]
+    sizes = [_size(name, shape) for name, shape in zip(names, shapes, strict=True)]
+    if not packed:
+        for name, dtype, shape in zip(names, kinds, shapes, strict=True):
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+            group.broadcast(tensor)
+            yield name, tensor
+        return
+    total = sum(size * dtype.itemsize for size, dtype in zip(sizes, kinds, strict=True))
+    message = torch.empty(total, dtype=torch.uint8, device=device)
+    group.broadcast(message)
+    first = 0
+    for name, dtype, size, shape in zip(names, kinds, sizes, shapes, strict=True):
+        part = message[first : first + size * dtype.itemsize]
+        first += len(part)
+        # A view of another dtype has to begin at a multiple of its size.
+        yield name, part.clone().view(dtype).view(tuple(shape))
+
+
+def open_handles(handles: Mapping[str, Any], device: torch.device) -> list[tuple[str, Tensor]]:
+    """Tensors on a GPU of another process of this host, by torch's CUDA IPC, without a copy.
+
+    Args:
+        handles: "memories", each `[GPU (number or UUID), handle, size and offset (bytes), handle
+            and offset of the reference counter, event's handle, whether to wait for it]`, as
+            `UntypedStorage._share_cuda_` gives them; "tensors", each `[name, dtype, shape, stride,
+            number of its memory, offset]`, in elements.
+        device: where the engine's steps run.
+
+    Raises:
+        UpdateError: no GPU here, a tensor outside of its memory, or the memory cannot be opened.
+    """
+    if device.type != "cuda":
+        raise UpdateError("CUDA IPC needs an engine on a GPU: send the tensors' bytes, or a group.")
+    memories = []
+    for gpu, *fields in handles["memories"]:
+        if len(fields) != _MEMORY_FIELDS - 1:
+            raise UpdateError(f"a memory has {_MEMORY_FIELDS} fields, and {len(fields) + 1} came.")
+        try:
+            memories.append(torch.UntypedStorage._new_shared_cuda(_gpu(gpu), *fields))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UpdateError(
+                f"memory of GPU {gpu!r} cannot be opened ({str(error).splitlines()[0]}): trainer "
+                "and engine must run on one host and see this GPU."
+            ) from error
+    found = []
+    for name, dtype_name, shape, stride, number, offset in handles["tensors"]:
+        dtype, size = _dtype(name, dtype_name), _size(name, shape)
+        _size(name, (*stride, number, offset))
+        last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False))
+        is_inside = number < len(memories) and len(shape) == len(stride)
+        if not is_inside or (size and (last + 1) * dtype.itemsize > memories[number].nbytes()):
+            raise UpdateError(f"tensor {name!r} lies outside of its memory.")
+        storage = memories[number]
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
+        found.append((name, empty.set_(storage, offset, tuple(shape), tuple(stride))))
+    return found
+
+
+def _gpu(which: int | str) -> int:
+    """Number of a GPU in this process."""
+    if isinstance(which, int):
+        return which
+    uuids = [
+        str(torch.cuda.get_device_properties(each).uuid)
+        for each in range(torch.cuda.device_count())
+    ]
+    return uuids.index(which.removeprefix("GPU-"))
+
+
+def _dtype(name: str, dtype: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise UpdateError(f"tensor {name!r}: dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def _size(name: str, shape: Sequence[int]) -> int:
+    if not all(isinstance(each, int) and 0 <= each < 2**40 for each in shape):
+        raise UpdateError(f"tensor {name!r}: shape {list(shape)!r:.200} is none.")
+    return math.prod(shape)

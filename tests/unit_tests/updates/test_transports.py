@@ -1,0 +1,105 @@
+"""Tensors of another process: bytes, a gloo group of two processes; hostile fields are refused."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_async.errors import UpdateError
+from megatron_async.updates.transports import open_group, open_handles, receive, tensors_of_bytes
+from tests.support.ranks import free_port, run_ranks
+
+CPU = torch.device("cpu")
+NAMES, DTYPES, SHAPES = ["a", "b", "c"], ["bfloat16", "F32", "torch.float16"], [[3, 5], [], [2, 0]]
+
+
+def sent() -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    return [torch.randn(shape).to(each) for shape, each in zip(SHAPES, dtypes, strict=True)]
+
+
+def trainer_and_engine(port: int) -> list[str]:
+    """Rank 0 is a trainer that makes its group as SGLang's callers do; what rank 1 finds wrong."""
+    name, tensors = "weights", sent()
+    if int(os.environ["RANK"]) == 0:
+        limit = timedelta(seconds=60)
+        store, *_ = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=limit))
+        group, _ = c10d._new_process_group_helper(
+            2, 0, [], dist.Backend("gloo"), dist.PrefixStore(name, store),
+            group_name=c10d.GroupName(name), timeout=limit,
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0, group=group)
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        dist.broadcast(torch.cat(parts), src=0, group=group)
+        return []
+    group = open_group(name, "gloo", "127.0.0.1", port, 1, 2, time_limit_s=60)
+    wrong = []
+    for packed in (False, True):
+        found = list(receive(group, NAMES, DTYPES, SHAPES, CPU, packed))
+        if [each for each, _ in found] != NAMES:
+            wrong.append("names")
+        for (_, ours), theirs in zip(found, tensors, strict=True):
+            if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
+                wrong.append(f"{packed}: {ours} for {theirs}")
+    try:
+        list(receive(group, NAMES, DTYPES, SHAPES, CPU))
+        wrong.append("a trainer that is gone has sent something")
+    except UpdateError as error:
+        if "did not come" not in str(error):
+            wrong.append(str(error))
+    group.close()
+    return wrong
+
+
+def test_a_trainers_gloo_group() -> None:
+    assert run_ranks(2, trainer_and_engine, free_port()) == [[], []]
+
+
+def test_bytes() -> None:
+    tensors = sent()
+    data = [each.reshape(-1).view(torch.uint8).numpy().tobytes() for each in tensors]
+    items = list(zip(NAMES, DTYPES, SHAPES, data, strict=True))
+    for (name, found), expected in zip(tensors_of_bytes(items), tensors, strict=True):
+        assert name in NAMES
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (("a", "F32", [2], b"1234567"), "takes 8 bytes, and 7 came"),
+        (("a", "F8_E4M3", [2], b"12"), "dtype 'F8_E4M3' is not one of"),
+        (("a", "os.system", [2], b"12"), "dtype 'os.system' is not one of"),
+        (("a", "F32", [-1], b""), r"shape \[-1\] is none"),
+        (("a", "F32", [2**50], b""), "is none"),
+        (("a", "F32", ["x"], b""), "is none"),
+    ],
+)
+def test_hostile_bytes(item: Any, message: str) -> None:
+    with pytest.raises(UpdateError, match=message):
+        list(tensors_of_bytes([item]))
+
+
+def test_hostile_groups_and_handles() -> None:
+    for backend, rank in (("mpi", 1), ("gloo", 0), ("gloo", 2)):
+        with pytest.raises(UpdateError, match="must be one of nccl, gloo and"):
+            open_group("g", backend, "127.0.0.1", 1, rank, 2, 1)
+    with pytest.raises(UpdateError, match="cannot be joined as rank 1 of 2"):
+        open_group("g", "gloo", "127.0.0.1", free_port(), 1, 2, 0.1)
+    with pytest.raises(UpdateError, match="2 names, 3 dtypes and 3 shapes"):
+        list(receive(None, NAMES[:2], DTYPES, SHAPES, CPU))  # type: ignore[arg-type]
+    with pytest.raises(UpdateError, match="CUDA IPC needs an engine on a GPU"):
+        open_handles({"memories": [], "tensors": []}, CPU)
+    cuda = torch.device("cuda")
+    with pytest.raises(UpdateError, match="a memory has 8 fields, and 2 came"):
+        open_handles({"memories": [[0, b""]], "tensors": []}, cuda)
+    with pytest.raises(UpdateError, match="outside of its memory"):
+        open_handles({"memories": [], "tensors": [["a", "F32", [2], [1], 0, 0]]}, cuda)
