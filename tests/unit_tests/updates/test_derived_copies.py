@@ -1,4 +1,4 @@
-"""After a round an engine says what a fresh one with those weights says, also from copies of weights
+"""After a round an engine says what a fresh one says with those weights, also from copies of them
 in other forms."""
 
 from pathlib import Path
