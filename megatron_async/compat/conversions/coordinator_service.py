@@ -118,7 +118,9 @@ class MegatronReplica(Replica):
         if label is None:
             whole = entry.record.merge().serialize()
         else:
-            whole = vars(finished_record(entry.request))
+            whole = dict(vars(finished_record(entry.request)))
+            if (rows := entry.request.routing_indices) is not None:
+                whole["moe_topk_indices"] = rows.tolist()  # sync-ok: NumPy
         return msgspec.structs.replace(told, record=encode(whole))
 
     def _tell(self, news: StepTokens) -> None:

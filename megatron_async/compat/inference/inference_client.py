@@ -487,11 +487,14 @@ def _wait_for_listener(address: str, timeout_s: float) -> None:
         time.sleep(RETRY_S)
 
 
+def refuse_media(given: Any) -> None:
+    """Raise RequestError if main's `multi_modal_data` has anything."""
+    if given:
+        raise RequestError("multi_modal_data is not served: leave it out, only text is.")
+
+
 def _message(prompt: Any, params: SamplingParams, media: Any) -> Generate:
-    if media:
-        raise RequestError(
-            f"multi_modal_data={sorted(media)} is not served: leave it out, only text is."
-        )
+    refuse_media(media)
     if isinstance(prompt, torch.Tensor):
         prompt = prompt.tolist()
     if not isinstance(prompt, str):

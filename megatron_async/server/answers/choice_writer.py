@@ -118,7 +118,9 @@ class _ChoiceWriter(ItemWriter):
     @override
     def whole(self, result: ItemResult) -> dict[str, Any]:
         found: dict[str, Any] = {"index": self.choice.index, **self._object(result)}
-        found.get("message", found).update(self._megatron_fields(result))
+        told = self._megatron_fields(result)
+        found |= {name: told.pop(name) for name in tuple(told) if name.endswith("topk_indices")}
+        found.get("message", found).update(told)
         found["stop_reason"] = result.stop_reason
         if self.style.gives_token_ids:
             found["token_ids"] = [token for ids, _ in self._taken for token in ids]
@@ -158,7 +160,11 @@ class _ChoiceWriter(ItemWriter):
         if "raw_text" in names and prompt is not None and tokenizer is not None:
             begin = tokenizer.detokenize(prompt, skip_special_tokens=False)
             told["raw_text"] = begin + tokenizer.detokenize(ids)
-        return {name: told.get(name) for name in names}
+        found = {name: told.get(name) for name in names}
+        if "moe_topk_indices" in told:  # of the choice, also of a chat's
+            found["moe_topk_indices"] = told["moe_topk_indices"]
+            found["prompt_moe_topk_indices"] = told["moe_topk_indices"][: len(prompt or ())]
+        return found
 
     def _object(self, result: ItemResult) -> dict[str, Any]:
         """What a whole choice has behind its index."""

@@ -78,6 +78,7 @@ OF_ANSWERS: Mapping[str, str] = {
     "spaces_between_special_tokens": "special tokens stand as they are: leave it out",
     "lora_request": NO_LORA,
     "lora_path": NO_LORA,
+    "streaming_interval": "tokens are written as they come: leave it out, or set it to 1",
     "suffix": "text behind the completion is not served: leave it out",
     "audio": NO_MEDIA,
     "function_call": "the old form of tool_choice is not served: use tool_choice",
@@ -89,7 +90,8 @@ OF_ANSWERS: Mapping[str, str] = {
 KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 """Anthropic's edit of a context that takes nothing out: Claude Code sends it in every request."""
 NEUTRAL: Mapping[str, Any] = {
-    "n": 1, "length_penalty": 1, "spaces_between_special_tokens": True, "verbosity": "medium",
+    "n": 1, "length_penalty": 1, "streaming_interval": 1, "verbosity": "medium",
+    "spaces_between_special_tokens": True,
     "skip_special_tokens": True, "include_reasoning": True, "add_generation_prompt": True,
     "truncation": "disabled", "truncation_side": "left", "context_management": KEEPS_ALL,
 }  # fmt: skip

@@ -158,8 +158,8 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    generation_token_ids: msgspec.Raw = msgspec.Raw()
+    prompt_token_ids: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    generation_token_ids: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):

@@ -25,6 +25,7 @@ from megatron.core.inference.config import (
 from megatron.core.inference.engines.dynamic_engine import EngineState
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.utils import get_pg_size
 
 from megatron_async.compat.inference.apis import MegatronLLM
@@ -113,6 +114,8 @@ def test_a_wrapper_and_the_loop_of_main(model: GPTModel) -> None:
         handed.add_attributes({"do_kv_handoff": True, "streaming": False})
         (refused,) = llm.generate(["a"], handed)
         assert "do_kv_handoff=True" in str(refused.events[-2].payload)
+        with pytest.raises(RequestError, match="multi_modal_data is not served"):
+            llm.generate("a", multi_modal_data={"image": b""})
     with made(inference_wrapper_cls=None) as llm:
         coroutine = here()
         with pytest.raises(RuntimeError, match="use_coordinator=True"):
@@ -341,9 +344,16 @@ def test_thoughts_of_nemo_rls_recipes() -> None:
     assert message["content"] == "so"
 
 
-def test_routes_of_megatron_rl(model: GPTModel) -> None:
+def test_routes_of_megatron_rl() -> None:
     """The routes that NeMo-RL 7ea279ab polls and megatron.rl (Megatron-LM main d98e8a64) posts to,
     at a socket which the caller has bound (`MegatronLLM.serve` of main), and the ledger."""
+    model = gpt_model(
+        {
+            "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24,
+            "moe_enable_routing_replay": True,
+        }
+    ).eval()  # fmt: skip
+    RouterReplay.clear_global_router_replay_instances()
     config = MegatronConfig(
         max_sequence_length=64, buffer_size_gb=0.01, max_requests=4, block_size_tokens=16
     )
@@ -374,6 +384,8 @@ def test_routes_of_megatron_rl(model: GPTModel) -> None:
         assert choice["prompt_token_ids"] == [1, 2, 3]
         assert len(choice["generation_token_ids"]) == len(choice["generation_log_probs"]) == 4
         assert choice["num_evictions"] == 0
+        assert [len(layers) for layers in choice["moe_topk_indices"]] == [2] * (3 + 4 - 1)
+        assert choice["prompt_moe_topk_indices"] == choice["moe_topk_indices"][:3]
         assert list(llm.engine.local_metadata_ledger) == [said["id"]]
 
 
@@ -445,9 +457,9 @@ def test_dynamo(model: GPTModel) -> None:
         while engine.has_unfinished_requests():
             await asyncio.sleep(0.01)
         assert engine.finished_request_count == before
-        with pytest.raises(RequestError, match="streaming_interval=0"):
+        with pytest.raises(ValueError, match="streaming_interval"):
             await streamed(client, 0)
-        with pytest.raises(RequestError, match=r"multi_modal_data=\['image'\]"):
+        with pytest.raises(RequestError, match="multi_modal_data is not served"):
             client.add_request([1], long, multi_modal_data={"image": b""})
         with pytest.raises(AttributeError, match="prefill and decode are not divided"):
             client.release_handoff(1)  # type: ignore[attr-defined]

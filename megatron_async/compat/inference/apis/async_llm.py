@@ -11,6 +11,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async.compat.inference.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_async.compat.inference.inference_client import refuse_media
 from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
     stop_text_gen_server,
 )
@@ -28,13 +29,17 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     _task: asyncio.Task[None] | None = None
 
     async def generate(
-        self, prompts: Prompts, sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        multi_modal_data: Any = None,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Generate for one prompt or several.
 
         Args:
             prompts: see `Prompts`.
             sampling_params: for all of them; None takes Megatron's defaults.
+            multi_modal_data: main's; refused, unless None or empty.
 
         Returns:
             a request for one prompt; a list of them, in order, for a
@@ -45,6 +50,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             EngineSuspendedError: the engine is shut down.
         """
         self._assert_primary()
+        refuse_media(multi_modal_data)
         batch, is_batch = self._normalize_prompts(prompts)
         if not batch:
             return []

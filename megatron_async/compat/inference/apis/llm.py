@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from megatron.core.inference.apis.serve_config import ServeConfig
 from megatron.core.inference.engines.dynamic_engine import EngineState
@@ -10,6 +10,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_async.compat.inference.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_async.compat.inference.inference_client import refuse_media
 from megatron_async.compat.inference.text_generation_server.dynamic_text_gen_server import (
     stop_text_gen_server,
 )
@@ -23,13 +24,17 @@ class MegatronLLM(_MegatronLLMBase):
     """
 
     def generate(
-        self, prompts: Prompts, sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        multi_modal_data: Any = None,
     ) -> list[DynamicInferenceRequest]:
         """Generate for one prompt or several, all at once.
 
         Args:
             prompts: see `Prompts`.
             sampling_params: for all of them; None takes Megatron's defaults.
+            multi_modal_data: main's; refused, unless None or empty.
 
         Returns:
             the request of each, in order; a list for a single prompt too.
@@ -40,6 +45,7 @@ class MegatronLLM(_MegatronLLMBase):
             EngineSuspendedError: the engine is paused, suspended or shut down.
         """
         self._assert_primary()
+        refuse_media(multi_modal_data)
         batch, _ = self._normalize_prompts(prompts)
         if not batch:
             return []
