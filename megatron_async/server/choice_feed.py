@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from megatron_async.serving.messages import Ended
@@ -29,7 +30,10 @@ class ChoiceFeed(TokenReader):
         first_ns: when the first ones came, in nanoseconds since 1970; 0 before.
         end: how the request ended; None before.
         ended_ns: when, in nanoseconds since 1970.
+        keeps_aborted: an aborted request has ended with the tokens that came; else it has failed.
     """
+
+    keeps_aborted = False
 
     def __init__(self, told: Callable[[ChoiceFeed, bool], None]) -> None:
         super().__init__()
@@ -63,6 +67,8 @@ class ChoiceFeed(TokenReader):
 
     def ended(self, end: Ended) -> None:
         """The request has ended, which cannot wait."""
+        if self.keeps_aborted and end.finish_reason == "aborted":
+            end = msgspec.structs.replace(end, failure=None)
         self.end, self.ended_ns = end, time.time_ns()
         self._told(self, True)
 

@@ -209,6 +209,7 @@ class GenerateRoutes:
             exchange.trace.sent(asked, readers)
         traceparent = exchange.traceparent
         for choice, reader in zip(asked.choices, readers, strict=True):
+            reader.keeps_aborted = self._config.rl_api != "none"
             prompt = asked.prompts[choice.prompt]
             try:
                 numbers.append(

@@ -178,16 +178,23 @@ class Family:
         await self._load({"folder": name}, ends=True)
 
     async def group(
-        self, name: str, names: list[str], dtypes: list[str], shapes: list[list[int]], **how: Any
+        self,
+        name: str,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        packed: bool = False,
+        **how: Any,
     ) -> None:
-        """A bucket that the trainer broadcasts in a process group; `how` is for `bucket`."""
+        """A bucket that the trainer broadcasts in a process group, tensor by tensor or (`packed`)
+        as one of bytes; `how` is for `bucket`."""
         if not names or not len(names) == len(dtypes) == len(shapes):
             raise Refusal(
                 f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes were given: "
                 "give one of each for a tensor, and one tensor at least.", param="names",
             )  # fmt: skip
         kinds = list(map(dtype_named, dtypes))
-        sent = {"name": name, "names": names, "dtypes": kinds, "shapes": shapes}
+        sent = {"name": name, "names": names, "dtypes": kinds, "shapes": shapes, "packed": packed}
         await self.bucket({"group": sent}, {"kind": "group", "name": name}, **how)
 
     async def handles(self, of_ranks: Sequence[Named], **how: Any) -> None:

@@ -25,10 +25,9 @@ from megatron_async.server.rl.family import (
     path,
     refuse,
 )
+from megatron_async.server.rl.sglang_generate import shown_version
 from megatron_async.server.rl.torch_pickle import read_named_tensors
 
-NO_VERSION = "default"
-"""SGLang's label of weights that nobody has named."""
 MEMORY = ("weights", "kv_cache")
 PAUSES = {"abort": "abort", "retract": "recompute", "in_place": "keep"}
 Tags = list[Literal["weights", "kv_cache", "cuda_graph"]] | None
@@ -53,8 +52,8 @@ class SglangPaths(Family):
     @path("GET /get_weight_version", "GET /model_info", "GET /get_model_info", in_turn=False)
     async def _version(self) -> dict[str, Any]:
         version, card = (await self.info())["version"], await self._client.card()
-        shown = NO_VERSION if version is None else str(version)
-        return {"weight_version": shown, "model_path": card.model, "is_generation": True}
+        shown = {"weight_version": shown_version(version), "is_generation": True}
+        return {**shown, "model_path": card.model}
 
     @path("POST /pause_generation")
     async def _pause(
@@ -135,17 +134,17 @@ class SglangPaths(Family):
         dtypes: list[str],
         shapes: list[list[int]],
         group_name: Text = GROUP,
-        load_format: None = None,
+        load_format: Literal["flattened_bucket"] | None = None,
         weight_version: Text | None = None,
         selector: Selector = "all",
         abort_all_requests: bool = False,
         flush_cache: bool = True,
         torch_empty_cache: bool = False,
     ) -> dict[str, Any]:
-        """A bucket that the trainer broadcasts, tensor by tensor."""
+        """A bucket that the trainer broadcasts."""
         await self.group(
-            group_name, names, dtypes, shapes, version=weight_version, selector=selector,
-            policy=_policy(abort_all_requests),
+            group_name, names, dtypes, shapes, load_format is not None, version=weight_version,
+            selector=selector, policy=_policy(abort_all_requests),
         )  # fmt: skip
         return _done("The tensors are there.")
 

@@ -117,6 +117,11 @@ def ask_generate(request: GenerateRequest, served: ServedModel, caller: Caller) 
     return msgspec.structs.replace(asked, style=style)
 
 
+def shown_version(version: str | int | None) -> str:
+    """A version as SGLang tells it, with its label for weights that nobody has named."""
+    return "default" if version is None else str(version)
+
+
 SAME = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
@@ -168,6 +173,16 @@ class GenerateWriter(ItemWriter):
             "cached_tokens": end.num_cached_tokens or 0,
             "e2e_latency": end.latency,
         }
+        for name, spans in (
+            ("weight_versions", end.weight_versions),
+            ("kv_versions", end.kv_versions),
+        ):
+            meta[name] = [
+                {"version": shown_version(version), "start": start, "end": behind}
+                for version, start, behind in spans or ()
+            ]
+        last = end.weight_versions[-1][0] if end.weight_versions else None
+        meta["weight_version"] = shown_version(last)
         if self.style.top_n is not None:
             found = prompt_log_probs_of(end)
             prompt = self.asked.prompts[self.choice.prompt]

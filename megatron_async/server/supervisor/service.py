@@ -64,7 +64,7 @@ class Supervisor:
         """By replica: starts in a row from which it did not become ready."""
         self._is_announced = False
         self._failure = ""
-        self.url = ""
+        self.url = self._rl_url = ""
 
     def run(self) -> int:
         """Serve until a signal, or until nothing can be served any more.
@@ -85,6 +85,8 @@ class Supervisor:
                 what = settings.model or f"the replicas of {settings.coordinator}"
                 loading = "" if self._coordinator is None else "; loading the model"
                 self._say(f"serving {what} at {self.url}{loading}")
+                if self._rl_url:
+                    self._say(f"serving trainers, without a key, at {self._rl_url}")
                 while not signals.leave and not self._failure:
                     self._turn()
                     signals.wait(self._until_next())
@@ -110,8 +112,7 @@ class Supervisor:
         if settings.rl_socket is not None:
             host, port = trainers_address(settings.rl_socket)
             listeners.append(self._stack.enter_context(listen(host, port)))
-            rl_url = url_of(listeners[-1], settings.has_tls)
-            self._say(f"paths of {settings.rl_api} for trainers, without a key, at {rl_url}")
+            self._rl_url = url_of(listeners[-1], settings.has_tls)
         # Nobody writes to it: its end tells children that this process has ended.
         pipe, held = os.pipe()
         self._stack.callback(os.close, pipe)

@@ -122,7 +122,8 @@ class Trainer:
 
 
 BUCKET = {"names": ["a"], "dtypes": ["torch.bfloat16"], "shapes": [[2, 3]]}
-SENT = {"name": "weight_update_group", "names": ["a"], "dtypes": ["BF16"], "shapes": [[2, 3]]}
+SENT = {"name": "weight_update_group", "names": ["a"], "dtypes": ["BF16"], "shapes": [[2, 3]],
+        "packed": False}  # fmt: skip
 BEGIN = {"policy": "keep", "checks_finite": True, "selector": "all",
          "source": {"kind": "group", "name": "weight_update_group"}}  # fmt: skip
 
