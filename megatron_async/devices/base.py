@@ -140,9 +140,16 @@ class Device(ABC):
         done when its call returns."""
         return None
 
-    def caller_waits(self, event: Event) -> None:
-        """Hold the calling thread's own device work back until the event is reached."""
-        event.wait()
+    def caller_waits(self, event: Event | None = None) -> None:
+        """Hold the calling thread's own device work back until the event is reached; None: what is
+        launched on `compute` so far."""
+        self._event_of(event).wait()
+
+    def _event_of(self, event: Event | None) -> Event:
+        if event is None:
+            event = self.event()
+            self.compute.record(event)
+        return event
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Capture `work`, which has run before, as a graph on the compute stream; waits for it.

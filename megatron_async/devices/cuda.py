@@ -155,7 +155,8 @@ class CudaDevice(Device):
         event.event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
-    def caller_waits(self, event: Event) -> None:
+    def caller_waits(self, event: Event | None = None) -> None:
+        event = self._event_of(event)
         assert isinstance(event, CudaEvent)
         torch.cuda.current_stream(self.torch_device).wait_event(event.event)
 

@@ -144,6 +144,8 @@ class WeightRound:
         self.is_torn = False
         self.left_out = 0
         self.plan = make_plan(device, staging, self.num_bytes, len(self._held), partial)
+        if partial or staging == "none":
+            device.caller_waits()  # parameters are read or written: an update before is to be done
         if self.plan.spare_bytes and not partial:
             for name in self._held:
                 self._target(name)

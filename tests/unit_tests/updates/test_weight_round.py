@@ -101,9 +101,7 @@ def bring(new: WeightRound, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def commit(new: WeightRound, device: CpuDevice) -> None:
     """And wait until the copies are done."""
     assert new.commit() is False
-    event = device.event()
-    device.compute.record(event)
-    event.wait()
+    device.caller_waits()
 
 
 def assert_equal(found: Tensors, expected: Tensors) -> None:
