@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
@@ -24,6 +25,9 @@ from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import MOST_LOOKAHEAD, InferenceConfig
 from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine, Prompt
+from megatron_async.engine.updating import UpdateDone
+from megatron_async.engine.weight_books import Policy
+from megatron_async.engine.weight_update import WeightUpdate
 from megatron_async.errors import ConfigurationError
 from megatron_async.interrupts import HeldInterrupts
 from megatron_async.models.architecture import ModelArchitecture
@@ -44,6 +48,7 @@ from megatron_async.requests.defaults import default_sampling_params, generation
 from megatron_async.requests.generation_keys import tell_passed_over
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.weight_versions import Version
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.text_generation_controller import (
     TextGenerationController,
@@ -298,6 +303,24 @@ class LLM:
             **given: fields of `SamplingParams`.
         """
         return default_sampling_params(self.generation_defaults, **given)
+
+    def begin_weight_update(self, version: Version, **options: Any) -> WeightUpdate:
+        """Begin a round of new weights (`DynamicInferenceEngine.begin_weight_update`); each rank
+        makes the same calls."""
+        return self.engine.begin_weight_update(version, **options)
+
+    def update_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], version: Version, **options: Any
+    ) -> UpdateDone:
+        """Take new weights in one call (`DynamicInferenceEngine.update_weights`)."""
+        return self.engine.update_weights(tensors, version, **options)
+
+    def weights_open(
+        self, version: Version, policy: Policy = "keep"
+    ) -> AbstractContextManager[None]:
+        """`with` it around a change of the very parameters that are served
+        (`DynamicInferenceEngine.weights_open`)."""
+        return self.engine.weights_open(version, policy)
 
     @property
     def is_primary_rank(self) -> bool:

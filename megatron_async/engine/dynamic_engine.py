@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from megatron_async.engine.admission import POLL_S, Admission
 from megatron_async.engine.following import follow
@@ -20,6 +22,9 @@ from megatron_async.engine.pausing import EngineState, Pausing
 from megatron_async.engine.step_log import StepLog
 from megatron_async.engine.step_loop import StepLoop
 from megatron_async.engine.turn import EngineThread
+from megatron_async.engine.updating import UpdateDone
+from megatron_async.engine.weight_books import Policy
+from megatron_async.engine.weight_update import WeightUpdate, weights_open
 from megatron_async.errors import RequestError
 from megatron_async.names_of_megatron import NamesOfMegatron
 from megatron_async.observe.statistics import EngineStatistics
@@ -288,6 +293,49 @@ class DynamicInferenceEngine(NamesOfMegatron):
     def weight_epoch(self) -> int:
         """Updates of the weights so far."""
         return self.updating.epoch
+
+    def begin_weight_update(
+        self, version: Version, *, policy: Policy = "keep", **options: Any
+    ) -> WeightUpdate:
+        """Begin a round of new weights: then `load` (any number of calls) and `finish`, or `drop`.
+        Steps go on meanwhile. On several ranks each rank makes the same calls.
+
+        Args:
+            version: a name for the weights, text or number; requests tell it of each token.
+            policy: what becomes of requests that have tokens: "keep" (they go on with the keys and
+                values that they have), "recompute" (these are computed again) or "abort" (they end
+                with the tokens so far, finish reason "weight_update").
+            **options: of `updates.weight_round.WeightRound`: staging, names, partial, selector,
+                checks_finite.
+
+        Raises:
+            UpdateError: an option is unknown, or there is no memory for the round.
+        """
+        return WeightUpdate(self, version, policy, **options)
+
+    def update_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], version: Version, **options: Any
+    ) -> UpdateDone:
+        """Take new weights in one call; the options are those of `begin_weight_update`.
+
+        Raises:
+            UpdateError: a tensor is not the model's, or one is missing; the old weights serve on.
+        """
+        update = self.begin_weight_update(version, **options)
+        update.load(tensors)
+        return update.finish()
+
+    def weights_open(
+        self, version: Version, policy: Policy = "keep"
+    ) -> AbstractContextManager[None]:
+        """`with` it around a change of the very parameters that the engine serves, such as an
+        optimizer's step. The device orders the change behind the steps in flight, and later steps
+        behind the change. No step can be launched inside.
+
+        What is raised inside leaves weights that may be torn: no step runs until a whole round, or
+        another `weights_open`, has ended.
+        """
+        return weights_open(self, version, policy)
 
     # ---- Stopping and going on ---------------------------------------------------------------
 

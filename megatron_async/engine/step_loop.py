@@ -18,6 +18,7 @@ from megatron_async.engine.prefill_limit import prefill_limit_of
 from megatron_async.engine.step_booking import StepBooking
 from megatron_async.engine.turn import Turn
 from megatron_async.engine.updating import Updating
+from megatron_async.engine.weight_books import WeightBooks
 from megatron_async.errors import JobFailed, RanksDisagree
 from megatron_async.observe.statistics import EngineStatistics, NoOverlapReason
 from megatron_async.planning.step_plan import StepPlan, StepShape
@@ -51,6 +52,7 @@ class StepLoop:
         booking: books a resolved step.
         turn: within which the books change; Ctrl-C takes effect between turns, and in waits.
         updating: commits new weights between two steps.
+        weight_books: what they change in the books.
         is_paused, is_suspended, is_closed, is_frozen: for which no step is launched; `Pausing` sets
             them, and `updating` the last.
     """
@@ -77,6 +79,7 @@ class StepLoop:
             context, requests, statistics, self.invalidation, watch, listeners
         )
         self.turn = Turn(WeakMethod(self._mend))
+        self.weight_books = WeightBooks(context, requests, self.booking, listeners, self.in_flight)
         self.updating = Updating(self)
         self.is_paused = self.is_suspended = self.is_closed = self.is_frozen = False
         self._recovers_until = -1
@@ -268,8 +271,8 @@ class StepLoop:
                     if later.awaits_masks:  # which depend on tokens that are not booked now
                         self.controller.sample_constrained(later, 0, is_last=True)
                 return True
-            if step.plan.step >= self.updating.border:
-                self.updating.pass_border(step.plan.step)
+            if step.plan.step >= self.weight_books.border:
+                self.weight_books.pass_border(step.plan.step)
             output = self.booking.book(step)
             self.requests.readers.booked(output.request_ids, output.is_first)
             for listener in self.listeners:

@@ -12,29 +12,22 @@ that failed somewhere; all leaders know it before the same plan.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from asyncio import AbstractEventLoop
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_async.engine.listener import EngineListener
-from megatron_async.engine.step_booking import StepBooking
 from megatron_async.engine.turn import Turn
+from megatron_async.engine.weight_books import LABEL, NEVER, POLICIES, Policy, WeightBooks
 from megatron_async.errors import RanksDisagree, UpdateError
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
-from megatron_async.planning.request_slots import SlotState
 from megatron_async.ranks.actions import Update
 from megatron_async.ranks.rank_group import RankGroup
-from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.requests.weight_versions import Version
 from megatron_async.rollback.policy import Invalidation
@@ -44,15 +37,6 @@ from megatron_async.step.text_generation_controller import (
 )
 from megatron_async.updates.stage import Stage
 
-Policy = Literal["keep", "recompute", "abort"]
-"""What becomes of requests that have tokens: they go on with the keys and values that they have;
-all of these are computed again; or they end with the tokens so far, finish reason "weight_update".
-A request without a token begins again under each."""
-POLICIES = ("keep", "recompute", "abort")
-LABEL = "label"
-"""In the place of a policy: no weights come, the version alone is another."""
-NEVER = sys.maxsize
-
 
 class _Loop(Protocol):
     """The parts of `StepLoop` that an update changes."""
@@ -61,9 +45,8 @@ class _Loop(Protocol):
     controller: TextGenerationController
     requests: RequestRegistry
     statistics: EngineStatistics
-    booking: StepBooking
+    weight_books: WeightBooks
     invalidation: Invalidation
-    listeners: list[EngineListener]
     in_flight: deque[LaunchedStep]
     group: RankGroup
     turn: Turn
@@ -100,16 +83,6 @@ class _Round:
     done: Future[UpdateDone] = field(default_factory=Future)
 
 
-class _Border(NamedTuple):
-    """The first step of some weights; the steps before it are not all booked yet."""
-
-    step: int
-    version: Version
-    held: NDArray[np.int64]
-    """Slots whose requests have keys and values of the weights before."""
-    generations: NDArray[np.int64]
-
-
 class Updating:
     """Updates the weights of an engine. `stage`, `fail`, `staged` and `commit` may be called on any
     thread.
@@ -122,7 +95,6 @@ class Updating:
         is_due: whether `tend` has something to do before the next plan.
         is_waiting: whether the last `tend` has left something that is due.
         awaits_agreement: whether leaders that share experts must agree on a step to go on.
-        border: first step whose booking must wait for `pass_border`.
         torn: why no step can run before other weights have come; "" if they are whole.
         event_loop: that runs the engine; None: nobody sleeps.
     """
@@ -131,14 +103,12 @@ class Updating:
         self._loop_of = ref(loop)  # whose part this is
         self.epoch = 0
         self.is_due = self.is_waiting = self.awaits_agreement = False
-        self.border = NEVER
         self.torn = ""
         self.event_loop: AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._rounds: dict[int, _Round] = {}
         self._last, self._last_failure = 0, ""
         self._applying: _Round | None = None
-        self._borders: list[_Border] = []
         self._captures_again = False
 
     @property
@@ -205,8 +175,7 @@ class Updating:
         Raises:
             UpdateError: the policy has another name, or the round has ended.
         """
-        if policy not in POLICIES:
-            raise UpdateError(f"policy={policy!r} is none of {', '.join(POLICIES)}.")
+        check_policy(policy)
         with self._lock:
             found = self._round(number)
             found.order = version, policy
@@ -286,7 +255,7 @@ class Updating:
             each.stage.drop()
         self._forget(each, each.failure)
         if self._loop.is_frozen:
-            self.torn = each.failure
+            self.torn = self.torn or each.failure
         for future in (each.staged, each.done):
             if not future.done():
                 future.set_exception(UpdateError(each.failure))
@@ -323,7 +292,7 @@ class Updating:
         """
         with self._loop.turn:
             if action.policy == LABEL and not action.failure:
-                self.change(action.version, LABEL)
+                self._loop.weight_books.change(action.version, LABEL)
                 return
             with self._lock:
                 found = self._rounds.get(action.number) or _Round(action.number)
@@ -348,7 +317,7 @@ class Updating:
         loop.turn.make_whole()
         with loop.turn:
             loop.group.updating(Update(0, self._step, version, LABEL))
-            self.change(version, LABEL)
+            self._loop.weight_books.change(version, LABEL)
 
     def _apply(self, each: _Round, version: Version, policy: Policy) -> None:
         loop, start = self._loop, time.perf_counter()
@@ -363,7 +332,7 @@ class Updating:
             self._end_failed(each)
             return
         self._captures_again |= moved
-        aborted, recomputed = self.change(version, policy)
+        aborted, recomputed = self._loop.weight_books.change(version, policy)
         self._finish(each, aborted, recomputed, time.perf_counter() - start)
 
     def _finish(self, each: _Round, aborted: int, recomputed: int, gap: float) -> None:
@@ -378,109 +347,33 @@ class Updating:
                 UpdateDone(self._step, self.epoch, self.version, aborted, recomputed, gap)
             )
 
-    def change(self, version: Version, policy: str) -> tuple[int, int]:
-        """Do what an update does to the books; a replay of a recording does nothing else.
-
-        Args:
-            version: of what is planned from now on.
-            policy: a `Policy`, or `LABEL`.
-
-        Returns:
-            how many requests it ended, and how many are to be prefilled again.
-        """
-        found = (0, 0)
-        if policy != LABEL:
-            found = self._begin_again(policy)
-            self._loop.context.reset_prefix_cache()
-        self._change(version, policy)
-        return found
-
-    def _begin_again(self, policy: str) -> tuple[int, int]:
-        """Do what the policy says of unfinished requests."""
-        loop, context = self._loop, self._loop.context
-        slots, scheduler, aborted = context.slots, context.scheduler, 0
-        if policy == "abort":
-            held = np.flatnonzero(slots.state != SlotState.FREE).tolist()  # sync-ok: NumPy
-            for slot in held:
-                if len(slots.generated(slot)):
-                    request = slots.request_at(slot)
-                    loop.booking.release(slot)
-                    self._end(request)
-                    aborted += 1
-            for request in context.waiting.in_order():
-                if request.generated_tokens:
-                    context.waiting.remove(request.request_id)
-                    self._end(request)
-                    aborted += 1
-        # A prompt that is half computed has made no token yet.
-        keeps = policy == "keep"
-        again = slots.state == SlotState.PREFILLING if keeps else slots.state != SlotState.FREE
-        scheduler.evict(again)
-        for request in context.waiting.in_order():
-            if request.routing is not None and not (keeps and request.generated_tokens):
-                request.routing.forget()
-            if not request.generated_tokens:
-                request.num_cached_tokens = None
-                if request.log_probs is not None:
-                    request.log_probs.forget_prompt()
-        return aborted, int(np.count_nonzero(again))
-
-    def _end(self, request: DynamicInferenceRequest) -> None:
-        for listener in self._loop.listeners:
-            listener.ended(request, "weight_update")
-        self._loop.requests.end(request, Status.COMPLETED, "weight_update")
-
-    def _change(self, version: Version, policy: str) -> None:
-        """What is planned from now on is of other weights, or of another name."""
-        loop, context = self._loop, self._loop.context
-        slots = context.slots
-        context.scheduler.weight_version = version
-        if policy != LABEL:
-            loop.booking.drafts_before = (self._step, self._step + slots.num_micro_batches)
-        held = np.flatnonzero(slots.state >= SlotState.DECODING)
-        self._borders.append(_Border(self._step, version, held, slots.generation[held]))
-        self.border = self._borders[0].step
-        for listener in loop.listeners:
-            listener.updated(self._step, version, policy)
-        if not loop.in_flight:
-            self.pass_border(self._step)
-
-    # ---- Books of what is of which weights ---------------------------------------------------
-
-    def pass_border(self, step: int) -> None:
-        """The steps before `step` are booked: what requests have now is of the weights before the
-        borders up to there. May be repeated."""
-        slots = self._loop.context.slots
-        while self._borders and self._borders[0].step <= step:
-            border = self._borders[0]
-            kept = border.held[slots.generation[border.held] == border.generations]
-            has_old = set(kept.tolist())  # sync-ok: NumPy
-            for request in self._loop.requests.unfinished():
-                slot = slots.slot_of.get(request.request_id)
-                generated = len(request.generated_tokens if slot is None else slots.generated(slot))
-                position = len(request.prompt_tokens) + generated - 1
-                is_old = slot in has_old
-                request.weights.change(border.version, generated, position if is_old else None)
-            del self._borders[0]
-        self.border = self._borders[0].step if self._borders else NEVER
-
     def mend(self) -> None:
         """A turn was cut short, and the steps in flight are dropped."""
-        self.pass_border(NEVER - 1)
+        self._loop.weight_books.pass_border(NEVER - 1)
         if (each := self._applying) is not None and each.order is not None:
-            # All requests are prefilled again, with nothing in the prefix cache.
-            self._change(*each.order)
+            self._loop.weight_books.change(*each.order)
             self._finish(each, 0, len(self._loop.requests), 0.0)
 
     # ---- Weights that are not whole ----------------------------------------------------------
 
-    def freeze(self, why: str = "") -> None:
-        """Launch no step until weights are committed (or `thaw`): they are written in place. `why`
-        says what is wrong with them already, if anything is."""
-        loop = self._loop
-        loop.is_frozen = True
-        self.torn = why
-        loop.drain()
+    def check_may_begin(self, is_whole: bool) -> None:
+        """Raise UpdateError where only a round of all weights may come, and this is none."""
+        if self.torn and not is_whole:
+            raise UpdateError(
+                f"the engine's weights are not whole ({self.torn}): send all of them, without "
+                "partial and selector."
+            )
+
+    def freeze(self) -> None:
+        """Launch no step until weights are committed (or `thaw`): they are written in place. Steps
+        in flight are booked first, and leaders that share experts stop together."""
+        self._loop.is_frozen = True
+        self._loop.drain()
+
+    def hold(self, why: str) -> None:
+        """Launch no step until weights are committed (or `thaw`), because of `why`; those in flight
+        go on."""
+        self._loop.is_frozen, self.torn = True, why
 
     def thaw(self) -> None:
         """Undo `freeze`: the weights are whole."""
@@ -511,6 +404,12 @@ class Updating:
             loop.controller.recapture_cuda_graphs()
         self._captures_again = False
         return True
+
+
+def check_policy(policy: Any) -> None:
+    """Raise UpdateError unless it is a `Policy`."""
+    if policy not in POLICIES:
+        raise UpdateError(f"policy={policy!r} is none of {', '.join(POLICIES)}.")
 
 
 def _needs_others(each: _Round) -> bool:

@@ -115,7 +115,7 @@ class Replay:
         elif isinstance(event, Updated):
             if event.step != engine.context.next_step:
                 raise RecordingError(f"the weights change before step {event.step}, but not here.")
-            engine.updating.change(event.version, event.policy)
+            engine.loop.weight_books.change(event.version, event.policy)
             engine.requests.take_ended()
         elif isinstance(event, Launched):
             self._comparer.expected = event

@@ -1,0 +1,201 @@
+"""`WeightUpdate`: new weights that a program in this process gives its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_async.devices import Device, Event
+from megatron_async.engine.step_loop import StepLoop
+from megatron_async.engine.turn import EngineThread
+from megatron_async.engine.updating import UpdateDone, check_policy
+from megatron_async.errors import UpdateError, WrongThread
+from megatron_async.interrupts import HeldInterrupts
+from megatron_async.requests.weight_versions import Version
+from megatron_async.updates.stage import Stage
+from megatron_async.updates.weight_round import WeightRound
+
+
+class _Engine(Protocol):
+    """The parts of an engine that finish a round."""
+
+    loop: StepLoop
+    thread: EngineThread
+
+    def follow(self) -> bool: ...
+    def step_modern(self) -> dict[str, Any]: ...
+    def take_back(self, report: dict[str, Any]) -> None: ...
+
+
+class WeightUpdate:
+    """A round of weights, from its beginning to its end. On several ranks each rank makes the same
+    calls, as with `LLM.generate`.
+
+    Args:
+        engine: begins the round.
+        version: of the weights.
+        policy: see `Policy`.
+        **options: of `WeightRound`.
+
+    Attributes:
+        version: of the weights.
+
+    Raises:
+        UpdateError: an option or the memory for it; the round has failed on all ranks then.
+        WrongThread: staging "none" on another thread than the engine's.
+    """
+
+    def __init__(self, engine: _Engine, version: Version, policy: Any, **options: Any) -> None:
+        check_policy(policy)
+        self._engine, self.version, self._policy = engine, version, policy
+        self._number, self._round = engine.loop.updating.next_number(), None
+        is_whole = not options.get("partial") and options.get("selector", "all") == "all"
+        with self._failing():
+            engine.loop.updating.check_may_begin(is_whole)
+            wrapper = engine.loop.controller.inference_wrapped_model
+            self._round = found = WeightRound.of(wrapper, **options)
+            if found.plan.staging == "none":
+                engine.thread.check()
+                engine.loop.updating.freeze()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the round takes on this rank, before a byte has moved: `staging`, `num_bytes`,
+        `spare_bytes` and `where` these are, `free_bytes`, `why`, `weights`."""
+        return asdict(self._opened.plan)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take tensors, in any order and any number of calls, on any thread (`WeightRound.load`).
+
+        Raises:
+            UpdateError: one is not the model's; the round has failed on all ranks.
+        """
+        with self._failing():
+            self._opened.load(tensors)
+
+    def load_folder(self, folder: str) -> None:
+        """Take all tensors from a folder; as `load`."""
+        with self._failing():
+            self._opened.load_folder(folder)
+
+    def finish(self) -> UpdateDone:
+        """Commit: the next step that is planned has the new weights. Waits until all ranks have
+        called it, and for no step.
+
+        Raises:
+            UpdateError: tensors are missing or came twice, here or on another rank. The old weights
+                serve on, but with staging "none".
+        """
+        with self._failing():
+            self._opened.finish()
+        self._engine.loop.updating.stage(self._number, self._opened)
+        return settle(self._engine, self._number, self.version, self._policy)
+
+    def drop(self) -> None:
+        """End the round on all ranks; the old weights serve on, but with staging "none" none do
+        until a whole round has come."""
+        self._fail(f"weights {self.version!r} were dropped before they were whole.")
+
+    @property
+    def _opened(self) -> WeightRound:
+        if self._round is None:
+            raise UpdateError(f"the round of weights {self.version!r} has ended: begin another.")
+        return self._round
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fail(f"{error}" if isinstance(error, UpdateError) else repr(error))
+            raise
+
+    def _fail(self, why: str) -> None:
+        found, self._round = self._round, None
+        updating = self._engine.loop.updating
+        updating.fail(self._number, why)
+        if found is not None:
+            found.drop()
+            if found.plan.staging == "none" and not found.is_torn:
+                updating.thaw()
+        with suppress(UpdateError):
+            settle(self._engine, self._number, self.version, self._policy)
+
+
+def settle(engine: _Engine, number: int, version: Version, policy: Any) -> UpdateDone:
+    """Have a round committed that is staged on this rank, or dropped that has failed.
+
+    Raises:
+        UpdateError: the round has failed.
+    """
+    done = engine.loop.updating.commit(number, version, policy)
+    if engine.loop.group.follows:
+        engine.follow()
+        if not done.done():
+            raise UpdateError(f"the leader has ended before round {number} did.")
+        return done.result(0)
+    try:
+        _drive(engine, done)
+    finally:
+        with HeldInterrupts():  # followers wait for it
+            engine.loop.group.release()
+    return done.result(0)
+
+
+def _drive(engine: _Engine, done: Future[UpdateDone]) -> None:
+    try:
+        engine.thread.check()
+    except WrongThread:  # that one commits it
+        wait([done])
+        return
+    loop = engine.loop
+    with loop.giving_up():
+        loop.tend_updates()
+    while not done.done():
+        engine.take_back(engine.step_modern())
+
+
+class WrittenInPlace(Stage):
+    """Weights that somebody else has written in place, up to `written`: what follows from them is
+    made again."""
+
+    num_bytes = 0
+
+    def __init__(self, device: Device, written: Event | None, refresh: Callable[[], bool]) -> None:
+        self._device, self._written, self._refresh = device, written, refresh
+
+    def commit(self) -> bool:
+        if self._written is not None:
+            self._device.compute.wait(self._written)
+        return self._refresh()
+
+    def drop(self) -> None:
+        """Nothing is kept."""
+
+
+@contextmanager
+def weights_open(engine: _Engine, version: Version, policy: Any = "keep") -> Iterator[None]:
+    """`DynamicInferenceEngine.weights_open`."""
+    engine.thread.check()
+    updating, device = engine.loop.updating, engine.loop.context.device
+    engine.loop.turn.make_whole()
+    number, launched = updating.next_number(), device.event()
+    updating.hold("they are open to a trainer")
+    device.compute.record(launched)
+    device.caller_waits(launched)  # steps in flight read them
+    try:
+        yield
+    except BaseException as error:
+        updating.hold(f"weights_open of version {version!r} broke off: {error!r}")
+        updating.fail(number, updating.torn)
+        with suppress(UpdateError):
+            settle(engine, number, version, policy)
+        raise
+    refresh = engine.loop.controller.inference_wrapped_model.derived.refresh
+    updating.stage(number, WrittenInPlace(device, device.caller_event(), refresh))
+    settle(engine, number, version, policy)
