@@ -108,7 +108,7 @@ def test_a_torn_round_in_place_lets_nothing_run_until_a_whole_one():
     update.load(list(trained(5))[:4])
     update.drop()
     future = engine.add_request(0, PROMPTS[0], greedy(4))
-    with pytest.raises(EngineStopped, match="until new weights have come .* were dropped"):
+    with pytest.raises(EngineStopped, match=r"until new weights have come .* were dropped"):
         engine.step_modern()
     with pytest.raises(UpdateError, match=r"not whole .* send all of them"):
         engine.begin_weight_update("b", partial=True)
