@@ -86,6 +86,11 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
                 "expert_model_parallel_size is not served under Ray: replicas that share experts "
                 "need each other, and Ray ends them one by one. Use `megatron-async serve`."
             )
+        if self.api.rl_api != "none":
+            raise ConfigurationError(
+                f"rl_api={self.api.rl_api!r} is not served under Ray, where nobody updates the "
+                "weights of all replicas together. Use `megatron-async serve`."
+            )
         if self.batch_s < SMALLEST_BATCH_S:
             raise ConfigurationError(
                 f"batch_s={self.batch_s} must be {SMALLEST_BATCH_S} or more: a batch costs what "

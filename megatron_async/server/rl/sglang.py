@@ -9,6 +9,8 @@ must, in any case.
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Any, Literal, override
 
 import msgspec
@@ -122,7 +124,8 @@ class SglangPaths(Family):
     ) -> dict[str, Any]:
         """A bucket in a GPU's memory, one text for each rank of a replica."""
         sent = decoded(serialized_named_tensors, "serialized_named_tensors")
-        tensors = [read_named_tensors(data, load_format is not None) for data in sent]
+        read = partial(read_named_tensors, is_flattened=load_format is not None)
+        tensors = await asyncio.to_thread(list, map(read, sent))
         policy = _policy(abort_all_requests)
         await self.handles(tensors, version=weight_version, selector=selector, policy=policy)
         return _done("The tensors are there.")

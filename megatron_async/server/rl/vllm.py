@@ -6,6 +6,7 @@ Facts: `vllm/entrypoints/serve/dev/rlhf/api_router.py`, `serve/sleep/api_router.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
 import msgspec
@@ -118,7 +119,8 @@ class VllmPaths(Family):
             await self.group(GROUP, info.names, info.dtype_names, info.shapes)
         else:
             (data,) = decoded([pickled], "ipc_handles_pickled")
-            await self.handles([read_handles(data, info.names, info.dtype_names, info.shapes)])
+            named = info.names, info.dtype_names, info.shapes
+            await self.handles([await asyncio.to_thread(read_handles, data, *named)])
         return {"message": "Weights updated"}
 
     @path("POST /finish_weight_update")

@@ -17,6 +17,7 @@ import pytest
 from megatron_async.cli.main import build_parser
 from megatron_async.cli.serve import read_settings
 from megatron_async.errors import ConfigurationError
+from megatron_async.ray.fleet_settings import FleetSettings
 from megatron_async.server.answer_stream import StreamHub
 from megatron_async.server.api_config import ApiConfig, KeyDigest
 from megatron_async.server.http.asgi_app import make_app
@@ -340,6 +341,11 @@ def test_all_paths_need_the_admin_key_or_the_trainers_address() -> None:
         status, _ = trainer.call("/weight_info", method="GET", came_to=TRAINER, host="evil.example")
         assert status == 421
     assert Trainer("none").call("/weight_info", method="GET")[0] == 404
+
+
+def test_under_ray_there_are_none() -> None:
+    with pytest.raises(ConfigurationError, match="not served under Ray"):
+        FleetSettings(model="dummy:tiny", api=ApiConfig(coordinator="", rl_api="vllm")).check()
 
 
 def settings(*words: str) -> Any:
