@@ -36,6 +36,7 @@ BY_OTHER_NAMES = {
     "detokenize_stop_sequence": "for programs",
     "logit_bias": "for programs",
     "cache_salt": "prompts of one command line are one user's",
+    "forced_routing": "for programs",
     "echo": "a switch",
 }
 """Fields that have options of other names or none, and why."""

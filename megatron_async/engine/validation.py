@@ -7,12 +7,16 @@ import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_async.errors import PoolTooSmall, PromptTooLong, RequestError, SequenceTooLong
+from megatron_async.models.partition import routed_layers
+from megatron_async.models.pipeline import stage_of
 from megatron_async.planning.admission import MAX_PRIORITY
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -122,6 +126,56 @@ def prompt_to_array(prompt: Any, vocab_size: int) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
+def check_forced_routing(
+    params: SamplingParams, prompt: int, model: Any
+) -> NDArray[np.int16] | None:
+    """Check `forced_routing` for a prompt of so many tokens, and leave its bytes in `params`, for
+    other ranks. What the prompt leaves in the cache is only for requests that force the same.
+
+    Returns:
+        `[positions, layers, topk]`; None if nothing is forced.
+
+    Raises:
+        RequestError: names what is wrong, and where.
+    """
+    given = params.forced_routing
+    if given is None:
+        return None
+    if not (layers := routed_layers(model)) or stage_of(model).count > 1:
+        raise RequestError(
+            "forced_routing is for models that have layers with experts, all on one pipeline "
+            "stage: leave it None."
+        )
+    topk, experts = model.moe_router_topk, model.num_moe_experts
+    try:
+        found = np.asarray(np.frombuffer(given, "<i2") if isinstance(given, bytes) else given)
+        found = found.reshape(-1, layers, topk) if isinstance(given, bytes) else found
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"forced_routing is no array of expert ids: {error}.") from error
+    if found.shape[1:] != (layers, topk) or len(found) > prompt or found.dtype.kind not in "iu":
+        raise RequestError(
+            f"forced_routing of shape {found.shape} and dtype {found.dtype} is not allowed: it "
+            f"must be integers [positions, {layers}, {topk}], for at most the prompt's {prompt} "
+            "positions."
+        )
+    rows = found.reshape(-1, topk).astype(np.int64)
+    ordered = np.sort(rows, axis=1)
+    is_wrong = (rows < 0).any(1) | (rows >= experts).any(1)
+    is_wrong |= (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    is_wrong &= (rows != -1).any(1)
+    if is_wrong.any():
+        where = int(np.argmax(is_wrong))
+        raise RequestError(
+            f"forced_routing of position {where // layers} in layer {where % layers} is "
+            f"{[*map(int, rows[where])]}: give different experts from 0 to {experts - 1}, or -1 in "
+            "all places for the router's choice."
+        )
+    params.forced_routing = found.astype("<i2").tobytes()
+    content = (params.cache_salt or "").encode() + b"\0" + params.forced_routing
+    params.cache_salt = blake2b(content, digest_size=16).hexdigest()
+    return found.astype(np.int16)
+
+
 def check_request(
     request: DynamicInferenceRequest, context: DynamicInferenceContext, vocab_size: int
 ) -> RequestLimits:
@@ -134,6 +188,7 @@ def check_request(
     params, config = request.sampling_params, context.config
     params.validate(vocab_size)
     prompt = len(request.prompt_tokens)
+    request.forced_routing = check_forced_routing(params, prompt, context.model_config)
     longest = context.max_sequence_length
     if prompt >= longest:
         raise SequenceTooLong(

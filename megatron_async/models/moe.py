@@ -21,7 +21,7 @@ from megatron_async.models.mlp import SharedExpertMLP
 from megatron_async.models.moe_experts import Experts, TokenDispatcher
 from megatron_async.models.norm import normalise
 from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan
-from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.ops.experts.expert_routing import Routing, force_routing
 from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
 from megatron_async.ops.linear.product_kernel import NORM_WIDTH
 from megatron_async.ops.linear.stream import Stream
@@ -64,7 +64,7 @@ class TopKRouter(MegatronModule):
     def forward(self, hidden_states: Tensor, view: StepView | None) -> Routing:
         """Experts of `[tokens, hidden]`; tokens that belong to no request of `view` get none."""
         places, dummy_place = real_tokens(view)
-        return self.ops.route(
+        routing = self.ops.route(
             hidden_states,
             self.weight,
             self.topk,
@@ -75,11 +75,21 @@ class TopKRouter(MegatronModule):
             self.expert_bias,
             self.scale,
         )
+        if (forced := forced_experts(view)) is None:
+            return routing
+        scores = self.pre_softmax, self.sigmoid, self.scale
+        return force_routing(routing, forced, hidden_states, self.weight, *scores)
 
 
 def real_tokens(view: StepView | None) -> tuple[Tensor | None, int]:
     """Arguments of `route` that mark real tokens: their places, and the place of all others."""
     return (None, 0) if view is None else (view.step.write_index, view.dummy_place)
+
+
+def forced_experts(view: StepView | None) -> Tensor | None:
+    """Experts that the tokens have to go to in the layer that runs next, as `force_routing` takes
+    them; None: the router chooses."""
+    return None if view is None or view.routing is None else view.routing.forced
 
 
 class MoELayer(MegatronModule):
@@ -123,13 +133,14 @@ class MoELayer(MegatronModule):
         With sequence parallelism the tokens are this rank's share of the group's, before and after.
         """
         collectives, scatter = collectives_of(self.tp_group), self._is_scattered
-        planned = None if scatter else self._planned(stream.rows)
+        has_plan = not scatter and forced_experts(view) is None
+        planned = self._planned(stream.rows) if has_plan else None
         if planned is None or stream.parts_of_ranks is not None:
             normalise(self.ops, stream)
         x = stream.value
         if scatter:
             x = collectives.all_gather(x)
-            planned = self._planned(x)
+            planned = self._planned(x) if forced_experts(view) is None else None
         if planned is not None:
             given = x if stream.weight is None else stream
             total = stream.early_total if collectives.size == 1 else None

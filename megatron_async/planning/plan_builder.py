@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_async.device_state.state_table import StatePlan
 from megatron_async.ops.batch_dimensions import BatchDimensions
@@ -93,7 +95,12 @@ class PlanBuilder:
             prefill_rows=len(chunks),
             prefill_tokens=prefill_tokens,
             tokens=count * width + prefill_tokens,
-            is_eager=int(any(start < wanted[slot] for slot, start, _ in chunks)),
+            is_eager=int(
+                any(
+                    start < wanted[slot] or self._slots.forces_routing[slot]
+                    for slot, start, _ in chunks
+                )
+            ),
             width=width,
         )
 
@@ -117,6 +124,7 @@ class PlanBuilder:
         slots.count_launched(rows, widths[:num_decode])
         starts, token_ids = _NO_STARTS, _NONE
         step_features = following = _NONE
+        forced = None
         if chunks:
             ends = np.array([chunk.end for chunk in chunks], dtype=np.int32)
             prefill_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
@@ -138,7 +146,12 @@ class PlanBuilder:
             slots.state[done] = SlotState.DECODING
             rows = np.concatenate((rows, prefill_slots))
             kv_at_most = np.concatenate((kv_at_most, ends))
+            if np.count_nonzero(slots.forces_routing[prefill_slots]):
+                forced = _forced_routing(slots, chunks)
         mode = SamplingMode(int(slots.sampling_mode[rows].max(initial=SamplingMode.GREEDY)))
+        features = _features_of(slots, rows, produces, chunks, mode)
+        if forced is not None:
+            features = replace(features, forced_routing=forced)
         plan = StepPlan(
             step=self.next_step,
             dims=shape.captured(self._graph_shapes)
@@ -160,7 +173,7 @@ class PlanBuilder:
             prefill_token_ids=token_ids,
             prefill_features=step_features,
             prefill_following=following,
-            features=_features_of(slots, rows, produces, chunks, mode),
+            features=features,
             states=states,
             short_of_blocks=short_of_blocks,
         )
@@ -173,6 +186,20 @@ class PlanBuilder:
         columns = zip(*self._updates, strict=True)
         self._updates = []
         return BlockUpdates(*(np.concatenate(column) for column in columns))
+
+
+def _forced_routing(slots: RequestSlots, chunks: list[PrefillChunk]) -> NDArray[np.int16]:
+    """`PlanFeatures.forced_routing` of a step with such chunks."""
+    given = [slots.request_at(slot).forced_routing for slot, _, _ in chunks]
+    shape = next(each.shape[1:] for each in given if each is not None)
+    found = np.full((sum(end - start for _, start, end in chunks), *shape), -1, np.int16)
+    first = 0
+    for each, (_, start, end) in zip(given, chunks, strict=True):
+        if each is not None:
+            rows = each[start:end]
+            found[first : first + len(rows)] = rows
+        first += end - start
+    return found
 
 
 def dummy_plan(dims: BatchDimensions) -> StepPlan:

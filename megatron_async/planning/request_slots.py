@@ -120,6 +120,8 @@ class RequestSlots:
         """Most drafts of the requests that a step verifies, as in their records."""
         self.prompt_log_probs = np.zeros(capacity, dtype=np.int32)
         """Positions of the prompt, from its beginning, whose log probs are not delivered yet."""
+        self.forces_routing = np.zeros(capacity, dtype=np.bool_)
+        """Whether the requests' prompts go to given experts."""
         self.sampling_mode = np.zeros(capacity, dtype=np.int8)
         """`SamplingMode` of the requests' records."""
 
@@ -201,6 +203,7 @@ class RequestSlots:
         self.watch_row[slot] = request.watch_row
         missing = request.log_probs is not None and request.log_probs.num_prompt_missing
         self.prompt_log_probs[slot] = len(prompt) - 1 if missing else 0
+        self.forces_routing[slot] = request.forced_routing is not None
         # Behind all that may raise: from here on the slot is the request's.
         self.slot_of[request.request_id] = slot
         self._free[micro_batch].pop()

@@ -40,6 +40,9 @@ class PlanFeatures:
     """Most alternatives that their requests want at each token."""
     constrained_rows: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Rows that produce a token with a grammar: they are sampled separately."""
+    forced_routing: NDArray[np.int16] | None = None
+    """Experts that the tokens of `StepPlan.prefill_token_ids` have to go to, `[tokens, layers,
+    topk]`, -1 for the router's choice; None: it chooses everywhere."""
 
     @property
     def needs_copy(self) -> bool:

@@ -79,6 +79,8 @@ class DynamicInferenceRequest:
             them in Megatron's form.
         routing: the experts of its tokens, or None if they are not recorded; `routing_indices` has
             them.
+        forced_routing: experts that its prompt's tokens have to go to, int16 `[positions, layers,
+            topk]`; None: the router's choice.
         num_cached_tokens: of its prompt, those that were found in the cache when it was admitted;
             None before that.
         block_hashes: of its sequence's first blocks; see `PrefixCache`.
@@ -109,6 +111,7 @@ class DynamicInferenceRequest:
     stop_words_from: int = field(default=0, repr=False)
     log_probs: RequestLogProbs | None = field(default=None, repr=False)
     routing: RoutingRecord | None = field(default=None, repr=False)
+    forced_routing: NDArray[np.int16] | None = field(default=None, repr=False)
     num_cached_tokens: int | None = None
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
     rank: int = field(default=0, repr=False)

@@ -133,6 +133,11 @@ class SamplingParams:
     """Most tokens that are drafted ahead for this request: up to the engine's own number, which is
     the default. 0: none. It never changes the tokens; requests with `structured_output` have no
     drafts."""
+    forced_routing: Any = None
+    """Experts that the prompt's tokens go to, whatever the router prefers: integers `[positions,
+    layers with experts, experts of a token]` for its first positions, such as a request's
+    `routing_indices`, or their int16 bytes. -1 in all places of a layer: the router's choice. The
+    weights are computed from the router's scores (docs/rl.md)."""
     structured_output: StructuredOutput | None = None
     """JSON schema, regular expression, grammar or choice that the text must match; the request ends
     when no further token is allowed. Needs the model's tokenizer."""

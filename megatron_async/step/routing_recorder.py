@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.step_routing import StepRouting
+from megatron_async.ops.experts.expert_routing import NO_EXPERT
+from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.routing_record import Rows
 
 if TYPE_CHECKING:
@@ -40,16 +41,11 @@ class RoutingRecorder:
         self._device, self._view = context.device, context.gpu_view
         context.scheduler.before_release = self.keep
 
-    def begin(self, view: ContextGPUView) -> None:
-        """Before a step's forward, inside its work."""
-        view.routing = StepRouting()
-
     def store(self, view: ContextGPUView) -> None:
         """Behind a step's forward, inside its work: keep what its layers have chosen."""
         routing, record = view.routing, view.kv_cache.block_routing
-        assert routing is not None, "see begin"
+        assert routing is not None, "a step that is recorded has one"
         assert record is not None, "a step on a released KV cache"
-        view.routing = None
         if len(routing.experts) != record.size(2):
             raise ConfigurationError(
                 f"enable_routing_replay=True: {len(routing.experts)} layers with experts told what "
@@ -70,6 +66,19 @@ class RoutingRecorder:
         table = self._view.slots.block_table[slot, first : -(-end // size)]
         rows = slice(record.num_rows - first * size, end - first * size)
         record.add(_Copy(self._device, kept, table, rows), end)
+
+
+def forced_routing(plan: StepPlan, device: Device) -> Tensor | None:
+    """`StepRouting`'s argument for a step, inside its work; None: nothing is forced."""
+    given = plan.features.forced_routing
+    if given is None:
+        return None
+    count, layers, topk = given.shape
+    size, first = (layers, plan.dims.tokens, topk), plan.first_prefill_token
+    forced = torch.full(size, NO_EXPERT, dtype=torch.int32, device=device.torch_device)
+    rows = torch.from_numpy(given).to(device.torch_device, non_blocking=True)
+    forced[:, first : first + count] = rows.transpose(0, 1)
+    return forced
 
 
 class _Copy:

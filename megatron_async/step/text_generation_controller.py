@@ -9,10 +9,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_async.device_state.bookkeeping_layout import COUNT, TOKENS
 from megatron_async.devices import Event, makes_ordinary_tensors
 from megatron_async.models.pipeline import stage_of
+from megatron_async.models.step_routing import StepRouting
 from megatron_async.names_of_megatron import NamesOfMegatron
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.sampling.sampling import SamplingMode
@@ -25,7 +27,7 @@ from megatron_async.step.drafting import Drafter, Drafting, make_drafting
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.pipeline_stage import PipelineStage, make_stage
 from megatron_async.step.prompt_log_probs import PromptLogProbs
-from megatron_async.step.routing_recorder import RoutingRecorder
+from megatron_async.step.routing_recorder import RoutingRecorder, forced_routing
 from megatron_async.step.sample_buffers import SampleBuffers
 from megatron_async.step.step_graphs import CaptureReport, EagerStep, StepGraphs, mixed_question
 from megatron_async.step.token_sampler import TokenSampler
@@ -265,6 +267,7 @@ class TextGenerationController(NamesOfMegatron):
                 stage.send(plan, failed=False)
             except Exception as error:
                 launched.raised = error
+                self.context.gpu_view.routing = None
                 # It may not have come as far as to count itself.
                 self.context.gpu_view.expect_step(plan.step + 1)
                 stage.send(plan, failed=True)
@@ -288,12 +291,19 @@ class TextGenerationController(NamesOfMegatron):
             if graph is not None:
                 graph.replay()
             else:
-                self._compute_step(plan.dims, plan.sampling_mode, plan.step)
+                forced = forced_routing(plan, self.device)
+                self._compute_step(plan.dims, plan.sampling_mode, plan.step, forced)
                 if plan.features.num_prompt_log_probs and self.stage.is_last:
                     self._prompt.compute(plan)
 
     @torch.inference_mode()
-    def _compute_step(self, dims: BatchDimensions, mode: SamplingMode, step: int = -1) -> None:
+    def _compute_step(
+        self,
+        dims: BatchDimensions,
+        mode: SamplingMode,
+        step: int = -1,
+        forced: Tensor | None = None,
+    ) -> None:
         """Unpack, forward, sample, feed back: what a graph captures. It depends on its arguments'
         shapes and on device memory, and on nothing else. A pipeline stage that is not the last
         ends with its forward."""
@@ -303,11 +313,14 @@ class TextGenerationController(NamesOfMegatron):
             view.begin_step(dims, mode, stage.lengths(dims))
             if (hidden_states := stage.hidden_states(dims)) is not None:
                 self.inference_wrapped_model.set_input_tensor(hidden_states)
-            if self.routing is not None:
-                self.routing.begin(view)
+            has_routing = self.routing is not None or forced is not None
+            if has_routing:
+                view.routing = StepRouting(forced)
             output = self.inference_wrapped_model.forward(view)
             if self.routing is not None:
                 self.routing.store(view)
+            if has_routing:
+                view.routing = None
             if not stage.is_last:
                 stage.keep(output)
                 view.move_on()

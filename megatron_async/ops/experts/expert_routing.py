@@ -88,18 +88,53 @@ def route(
     scores = logits.sigmoid() if sigmoid else logits
     preferred = scores if bias is None else scores + bias
     experts = preferred.sort(dim=1, descending=True, stable=True).indices[:, :topk]
-    if not sigmoid:
-        chosen = logits.softmax(1).gather(1, experts) if pre_softmax else logits.gather(1, experts)
-        weights = chosen if pre_softmax else chosen.softmax(1)
-    else:
-        weights = scores.gather(1, experts)
-        weights = weights / (weights.sum(1, keepdim=True) + LEAST_SUM) if topk > 1 else weights
-    weights, experts = weights * scale, experts.to(torch.int32)
+    weights = _weights_of(logits, experts, pre_softmax, sigmoid, scale)
+    experts = experts.to(torch.int32)
     if places is not None:
         real = torch.zeros((x.size(0), 1), dtype=torch.bool, device=x.device)
         real[: len(places), 0] = places != dummy_place
         experts, weights = experts.where(real, NO_EXPERT), weights.where(real, 0.0)
     return Routing(experts.contiguous(), weights.contiguous())
+
+
+def _weights_of(
+    logits: Tensor, experts: Tensor, pre_softmax: bool, sigmoid: bool, scale: float
+) -> Tensor:
+    """Weights of chosen experts, float32 `[tokens, topk]`, from all logits."""
+    if not sigmoid:
+        chosen = logits.softmax(1).gather(1, experts) if pre_softmax else logits.gather(1, experts)
+        return (chosen if pre_softmax else chosen.softmax(1)) * scale
+    weights = logits.sigmoid().gather(1, experts)
+    if experts.size(1) > 1:
+        weights = weights / (weights.sum(1, keepdim=True) + LEAST_SUM)
+    return weights * scale
+
+
+def force_routing(
+    routing: Routing,
+    forced: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    pre_softmax: bool,
+    sigmoid: bool,
+    scale: float,
+) -> Routing:
+    """Send tokens to given experts, in plain torch on any device; their weights follow from the
+    scores.
+
+    Args:
+        routing: by the router's own choice.
+        forced: int32 `[tokens or fewer, topk]`; -1 in a row: it stays as it is. Dummies do too.
+        x, weight, pre_softmax, sigmoid, scale: as for `route`.
+    """
+    given = torch.full_like(routing.experts, NO_EXPERT)
+    given[: len(forced)] = forced
+    is_forced = (given >= 0) & (routing.experts != NO_EXPERT)
+    logits = x.float() @ weight.float().t()
+    weights = _weights_of(logits, given.clamp(min=0).long(), pre_softmax, sigmoid, scale)
+    return Routing(
+        given.where(is_forced, routing.experts), weights.where(is_forced, routing.weights)
+    )
 
 
 @route.gpu

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron_async import LLM, DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
 from megatron_async.device_state.kv_cache import RoutingShape
 from megatron_async.devices import Chaos, CpuDevice
-from megatron_async.errors import ConfigurationError
+from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.moe import TopKRouter
 from megatron_async.ops.experts.expert_routing import Routing
@@ -23,7 +24,7 @@ from tests.support.capturing_cpu import CapturingCpu
 from tests.support.compat_models import engine_of, gpt_model, logits_of
 from tests.support.compat_trio import compat_engine
 from tests.support.drafters import Fickle
-from tests.support.harness import greedy, make_engine, make_model, random_prompts
+from tests.support.harness import drain, greedy, make_engine, make_model, random_prompts
 from tests.support.ranks import run_ranks
 from tests.support.schedules import MAX_STEPS, serial_tokens, sharing_schedule
 from tests.support.whole_sequence import whole_logits
@@ -261,16 +262,98 @@ def test_what_cannot_be_recorded_is_refused():
         make_engine(type("Model", (), {"config": config})(), **RECORDS)
 
 
+# ---- Forced routing -----------------------------------------------------------------------------
+
+
+def others_of(record: np.ndarray) -> np.ndarray:
+    """Experts that the router did not choose; every third position is left to it."""
+    forced = (record.astype(int) + 4) % EXPERTS.num_moe_experts
+    forced[::3] = -1
+    return forced
+
+
+def test_prompts_go_to_given_experts(model, plain):
+    """In chunks, in steps that would be captured, after an eviction, and beside others, which go
+    where they go alone."""
+    engine = make_engine(model, device=CapturingCpu(), max_tokens=12, max_requests=4, **RECORDS)
+    prompts = random_prompts(2, (30, 30))
+    (free,) = engine.generate(prompts[:1], greedy(1))
+    forced = others_of(free.routing_indices)
+    futures = [
+        engine.add_request(10, prompts[0], greedy(6, forced_routing=forced)),
+        engine.add_request(11, prompts[1], greedy(6)),
+    ]
+    for _ in range(4):
+        engine.step_modern()
+    engine.suspend(free_kv_cache=True)
+    engine.resume()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    first, second = (future.result() for future in futures)
+    found = first.routing_indices[:30]
+    assert (found[forced >= 0] == forced[forced >= 0]).all()
+    assert (found[::3] != free.routing_indices[::3]).any(), "states before them are others"
+    check(plain, second)
+
+
+def test_forced_prompts_share_blocks_with_their_like_alone(model):
+    engine = make_engine(model, block_size_tokens=4, **RECORDS)
+    prompt = random_prompts(3, (13,))[0]
+    (free,) = engine.generate([prompt], greedy(1))
+    params = greedy(1, forced_routing=others_of(free.routing_indices))
+    cached = [engine.generate([prompt], each)[0].num_cached_tokens for each in (params, params)]
+    assert cached == [0, 12]
+    (again,) = engine.generate([prompt], greedy(1))
+    assert again.num_cached_tokens == 12
+    assert (again.routing_indices == free.routing_indices).all()
+
+
+@pytest.mark.parametrize(
+    ("forced", "message"),
+    [
+        (np.zeros((4, 2, 2), int), r"position 0 in layer 0 is \[0, 0\]: give different experts"),
+        (np.full((4, 2, 2), [1, 8]), r"\[1, 8\]: give different experts from 0 to 7, or -1"),
+        (np.full((4, 2, 2), [1, -1]), r"\[1, -1\]: give different experts"),
+        (np.zeros((4, 2, 3), int), r"shape \(4, 2, 3\) .* integers \[positions, 2, 2\]"),
+        (np.full((5, 2, 2), -1), "at most the prompt's 4 positions"),
+        (np.zeros((4, 2, 2)), "dtype float64 is not allowed"),
+        (3, r"shape \(\) and dtype"),
+        ([[1], [2, 3]], "no array of expert ids"),
+        (b"123", "no array of expert ids"),
+    ],
+)
+def test_wrong_experts_are_refused(model, forced, message):
+    engine = make_engine(model)
+    params = [greedy(2, forced_routing=forced), greedy(2)]
+    wrong, right = engine.generate([[1, 2, 3, 4]] * 2, params)
+    with pytest.raises(RequestError, match=message):
+        raise wrong.error
+    assert right.error is None
+
+
+def test_a_model_without_experts_forces_none():
+    engine = make_engine(make_model())
+    (request,) = engine.generate([[1]], greedy(1, forced_routing=b""))
+    drain(engine)
+    with pytest.raises(RequestError, match="for models that have layers with experts"):
+        raise request.error
+
+
 # ---- Ranks ------------------------------------------------------------------------------------
 
 PROMPTS = ([3, 1, 4], list(range(40, 60)), [7] * 5, list(range(40, 56)))
 PARAMS = SamplingParams(num_tokens_to_generate=8, temperature=1.0, seed=3, termination_id=-1)
 
 
+FORCED = replace(PARAMS, forced_routing=np.full((16, 2, 2), [5, 1]))
+
+
 def records_of(numbers: tuple[int, ...], **sizes: Any) -> list[list[Any]]:
+    """Records of prompts, and of the last one when its tokens have to go elsewhere."""
     settings: dict[str, Any] = {"max_tokens": 24, "max_requests": 8, "block_size_tokens": 4}
     with LLM("dummy:tiny-moe", device="cpu", **settings, **RECORDS, **sizes) as llm:
         answers = llm.generate([PROMPTS[number] for number in numbers], PARAMS)
+        answers += llm.generate([PROMPTS[3]], FORCED)
         return [request.routing_indices.tolist() for request in answers]
 
 
@@ -293,7 +376,9 @@ def test_ranks_record_what_one_rank_does(sizes, work):
     for rank, records in enumerate(found):
         numbers = work[rank % len(work)]
         leads = rank == 0 or len(work) > 1
-        assert records == ([alone[number] for number in numbers] if leads else [])
+        wanted = [*(alone[number] for number in numbers), alone[-1]]
+        assert records == (wanted if leads else [])
+    assert alone[-1][:16] == FORCED.forced_routing.tolist()
 
 
 # ---- Megatron's replay ------------------------------------------------------------------------
@@ -322,8 +407,16 @@ def test_megatrons_own_forward_records_and_replays_the_same(replays):
     replays.set_replay_data(list(torch.from_numpy(record.astype(np.int64)).unbind(1)))
     replays.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     assert torch.equal(logits_of(model, tokens[:-1]), logits)
-    replays.set_replay_data(list(((own + 3) % 8).unbind(1)))
-    assert not torch.equal(logits_of(model, tokens[:-1]), logits)
+    others = (own + 3) % 8
+    replays.set_replay_data(list(others.unbind(1)))
+    forced = logits_of(model, tokens[:-1])
+    assert not torch.equal(forced, logits)
+    # Our layers go there too, if they have to.
+    params = greedy(1, return_log_probs=True, forced_routing=others.numpy())
+    (scored,) = engine.generate([tokens[:-1]], params)
+    wanted = forced.log_softmax(1)[:-1].gather(1, torch.tensor(tokens[1:-1])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(scored.prompt_log_probs), wanted, rtol=1e-4, atol=1e-4)
+    assert (scored.routing_indices == others.numpy()).all()
 
 
 def test_megatrons_requests_have_the_record(replays):
