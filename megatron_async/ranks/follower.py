@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_async.errors import CommunicationTimeout, RanksDisagree
@@ -63,6 +63,11 @@ class Follower(ConnectedGroup):
             "generate or follow of its LLM (or follow of its engine) here, and the rest on rank "
             f"{self.leader} alone."
         )
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Ranks of the model in the job, the leader first."""
+        return self._channel.members
 
     def receive(self, oldest: LaunchedStep | None) -> Action:
         """The leader's next action, which stays the next one until `replayed` is called.

@@ -51,6 +51,8 @@ class EngineDeployment:
         model = f"{settings.model} in {str(llm.dtype).removeprefix('torch.')}"
         name = context.replica_id.unique_id
         self._replica = FleetReplica(llm.engine, model, name, settings.batch_s)
+        info = self._replica.info
+        self._replica.info = msgspec.structs.replace(info, ranks=settings.ranks)
         self._running: asyncio.Task[None] | None = None
 
     def _run(self) -> None:
@@ -70,6 +72,11 @@ class EngineDeployment:
     async def abort(self, number: int, _: str) -> None:
         """End a request."""
         self._replica.abort(number)
+
+    async def update(self, data: bytes, _: str) -> bytes:
+        """Do a command of an update of the weights; see `FleetReplica.update`."""
+        self._run()
+        return await self._replica.update(data)
 
     async def hello(self, _: str) -> bytes:
         """What this replica says of itself, encoded."""

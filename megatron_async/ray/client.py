@@ -18,11 +18,14 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol, override
 
+import msgspec
+
 from megatron_async.errors import ReplicaLost
 from megatron_async.ray.messages import (
     MOST_INGRESSES,
     InOrder,
     decode_batch,
+    decode_done,
     decode_hello,
     first_number,
 )
@@ -35,6 +38,8 @@ from megatron_async.serving.messages import (
     Answer,
     Ask,
     ClientHello,
+    Do,
+    Done,
     Ended,
     Generate,
     Goodbye,
@@ -48,6 +53,7 @@ from megatron_async.serving.messages import (
     ToClient,
     ToCoordinator,
     ToReplica,
+    Weights,
     encode,
     exception_of,
 )
@@ -55,6 +61,7 @@ from megatron_async.serving.model_card import ModelCard, decode_card
 from megatron_async.serving.readers import TokenReader
 from megatron_async.serving.records import MOST_SILENCE_S, CoordinatorConfig
 from megatron_async.serving.sent_requests import SentRequests
+from megatron_async.serving.service_verbs import WEIGHT_VERBS
 from megatron_async.serving.token_client import RequestClient, check_request
 
 logger = logging.getLogger("megatron_async")
@@ -66,7 +73,7 @@ LOOK_EVERY_S = 0.5
 """Seconds between two looks at the replicas that there are; a request looks too."""
 ME = b""
 """The dispatcher's one client."""
-SERVED = ("health", "stats", "abort")
+SERVED = ("health", "stats", "abort", *WEIGHT_VERBS)
 """What the dispatcher is asked; the rest is the manager's."""
 
 
@@ -83,6 +90,9 @@ class Fleet(Protocol):
 
     async def abort(self, replica: str, number: int) -> None:
         """Let a replica end a request; nothing if the replica is gone."""
+
+    async def update(self, replica: str, data: bytes) -> bytes:
+        """Let a replica do a `Do` of an update of the weights, encoded; returns its `Done`."""
 
     async def hello(self, replica: str) -> bytes:
         """What a replica says of itself, `ReplicaHello`, encoded."""
@@ -151,6 +161,7 @@ class FleetClient(RequestClient):
         self._dispatcher = Dispatcher(ours, self._carry, time.monotonic(), first_number(ingress))
         self._dispatcher.hear(ME, ClientHello(PROTOCOL), time.monotonic())
         self._numbers = count()
+        self._questions: dict[int, asyncio.Future[Answer]] = {}
         self._sent = SentRequests(self.abort)
         self._replicas: dict[str, _Replica] = {}
         self._known: set[str] = set()
@@ -186,17 +197,21 @@ class FleetClient(RequestClient):
         return self._card
 
     async def ask(self, what: str, **fields: Any) -> dict[str, Any]:
-        """Answer "health" and "stats" for this ingress and all replicas; "abort" a request."""
+        """Answer "health" and "stats" for this ingress and all replicas; "abort" a request; update
+        the weights. An update belongs to this ingress: others learn of it when it is done."""
         if what not in SERVED:
             raise ValueError(
                 f"{what} is not served in front of Ray: scale or delete the application by Ray's "
                 "own commands (docs/serving.md)."
             )
         self._look()
-        self._dispatcher.hear(ME, Ask(0, what, "", fields), time.monotonic())
-        (answer,) = (message for message in self._told if isinstance(message, Answer))
-        self._told.remove(answer)
-        self._deliver()
+        number = next(self._numbers)
+        answered = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._hear(ME, Ask(number, what, "", fields))
+            answer = await answered
+        finally:
+            del self._questions[number]
         if answer.failure is not None:
             raise exception_of(*answer.failure)
         if what == "stats":
@@ -225,6 +240,8 @@ class FleetClient(RequestClient):
                 self._sent.hear(message)
             elif isinstance(message, Again):
                 self._sent.again(message.number)
+            elif isinstance(message, Answer) and message.number in self._questions:
+                self._questions[message.number].set_result(message)
         if self.after_message is not None:
             self.after_message()
 
@@ -245,6 +262,8 @@ class FleetClient(RequestClient):
                 found.is_aborted = True
                 if found.has_begun:  # else it would come before what it is to end
                     self._start(self._fleet.abort(replica.name, number))
+            case Do():
+                self._start(self._update(replica, message))
             case Leave() | Refused():
                 loop = asyncio.get_running_loop()
                 loop.call_soon(self._drop, replica, getattr(message, "reason", ""))
@@ -279,6 +298,8 @@ class FleetClient(RequestClient):
                     0, False, {},
                 )  # fmt: skip
                 replica.status, replica.counted = dict(status), replica.given
+                weights = msgspec.convert(status.get("weights", {}), Weights)
+                self._dispatcher.verbs.weights.told(replica.identity, weights)
                 self._hear(replica.identity, told)
 
     async def _keep_looking(self) -> None:
@@ -334,6 +355,13 @@ class FleetClient(RequestClient):
             ended = Ended(run.number, "error", (type(error).__name__, str(error)))
             replica.calls.pop(run.number, None)
             self._hear(replica.identity, StepTokens(ends=[ended]))
+
+    async def _update(self, replica: _Replica, do: Do) -> None:
+        try:
+            done = decode_done(await self._fleet.update(replica.name, encode(do)))
+        except Exception as error:
+            done = Done(do.number, failure=(type(error).__name__, str(error)))
+        self._hear(replica.identity, done)
 
     def _hear_batch(self, replica: _Replica, data: bytes) -> None:
         batch = decode_batch(data)

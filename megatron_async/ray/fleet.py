@@ -52,6 +52,11 @@ class RayFleet:
                 async with asyncio.timeout(10.0):
                     await self._handle.abort.remote(number, replica)
 
+    async def update(self, replica: str, data: bytes) -> bytes:
+        """Let a replica do a command of an update; see `Fleet.update`."""
+        found: bytes = await self._handle.update.remote(data, replica)
+        return found
+
     async def hello(self, replica: str) -> bytes:
         """What a replica says of itself, encoded."""
         found: bytes = await self._handle.hello.remote(replica)

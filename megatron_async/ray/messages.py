@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from megatron_async.serving.messages import ReplicaHello, StepTokens
+from megatron_async.serving.messages import Done, ReplicaHello, StepTokens
 
 
 class FleetBatch(msgspec.Struct, frozen=True):
@@ -60,4 +60,5 @@ def first_number(ingress: int) -> int:
 
 encode_batch = msgspec.msgpack.Encoder().encode
 decode_batch = msgspec.msgpack.Decoder(FleetBatch).decode
+decode_done = msgspec.msgpack.Decoder(Done).decode
 decode_hello = msgspec.msgpack.Decoder(ReplicaHello).decode

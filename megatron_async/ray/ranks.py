@@ -37,8 +37,10 @@ class RankActor:
         """Load the model, and serve the first rank until it ends."""
         os.environ.update(environment)
         from megatron_async.llm import LLM
+        from megatron_async.serving.replica_weights import follow_weights
 
         with LLM(model, **options) as llm:
+            follow_weights(llm.engine)
             llm.follow()
 
 

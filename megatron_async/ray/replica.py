@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
@@ -15,6 +16,8 @@ from megatron_async.serving.messages import (
     PROTOCOL,
     UNREADABLE,
     Abort,
+    Do,
+    Done,
     Message,
     ReplicaHello,
     Run,
@@ -53,11 +56,12 @@ class FleetReplica(Replica):
     @property
     def hello(self) -> bytes:
         """What it says of itself, encoded."""
-        return encode(ReplicaHello(PROTOCOL, self.info))
+        return encode(ReplicaHello(PROTOCOL, self.info, self.weights.weights))
 
     def status(self) -> dict[str, object]:
         """What routers and `/metrics` are told of this replica: `unfinished_tokens`,
-        `free_blocks`, `kv_blocks`, `unfinished_requests`, and `engine`, its `engine.stats()`."""
+        `free_blocks`, `kv_blocks`, `unfinished_requests`, `weights` (`Weights`), and `engine`, its
+        `engine.stats()`."""
         status = status_of(self._engine, self._runs_seen, dict(self._engine.stats()))
         return {
             "unfinished_tokens": status.unfinished_tokens,
@@ -65,7 +69,16 @@ class FleetReplica(Replica):
             "free_blocks": status.free_blocks,
             "kv_blocks": self.info.kv_blocks,
             "engine": status.engine,
+            "weights": msgspec.to_builtins(self.weights.weights),
         }
+
+    async def update(self, data: bytes) -> bytes:
+        """Do a command of an update of the weights (`Do`, encoded) and answer it (`Done`)."""
+        do = decode_for_replica(data)
+        if not isinstance(do, Do) or not do.what.startswith("weights_"):
+            raise RequestError("this is no command of an update of the weights.")
+        value, failure = await self.weights.do(do.what, do.fields)
+        return encode(Done(do.number, value, failure))
 
     async def serve(self, data: bytes) -> AsyncIterator[bytes]:
         """Serve one call to its end. Takes a `Run`, encoded, whose number is unique in the fleet

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_async.errors import CoordinatorLost, RequestError
 from megatron_async.requests.sampling_params import SamplingParams
-from megatron_async.serving.messages import Ended, exception_of
+from megatron_async.serving.messages import Ended, Span, exception_of
 from megatron_async.serving.model_card import ModelCard
 from megatron_async.serving.readers import TokenLogProbs, TokenReader, prompt_log_probs_of
 from megatron_async.serving.token_client import TokenClient, check_request, request_message
@@ -29,6 +29,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
         failure: kind (name of an exception) and message, or None.
         replica: name of the replica that served it last; "" if none did.
         attempts: number of replicas that it was given to.
+        weight_versions, kv_versions: spans; see `Ended`.
     """
 
     prompt_tokens: list[int] = []
@@ -45,6 +46,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     failure: tuple[str, str] | None = None
     replica: str = ""
     attempts: int = 0
+    weight_versions: list[Span] | None = None
+    kv_versions: list[Span] | None = None
 
     @property
     def error(self) -> Exception | None:
@@ -183,6 +186,8 @@ class RemoteRequest(TokenReader, AsyncIterator[TokenChunk]):
             failure=end.failure,
             replica=end.replica,
             attempts=end.attempts,
+            weight_versions=end.weight_versions,
+            kv_versions=end.kv_versions,
         )
 
     def _by_text(self, parts: Sequence[TokenLogProbs]) -> list[dict[str, float]] | None:

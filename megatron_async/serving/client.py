@@ -88,6 +88,10 @@ class CoordinatorClient:
         """The coordinator's counters, and its replicas by name (docs/serving.md lists them)."""
         return self._wait_for(self._client.stats())
 
+    def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        """Command the whole service; see `TokenClient.ask`."""
+        return self._wait_for(self._client.ask(what, **fields))
+
     def pause_replica(self, name: str) -> None:
         """Stop a replica's engine until `resume_replica`; its requests wait."""
         self._wait_for(self._client.pause_replica(name))

@@ -53,6 +53,7 @@ from megatron_async.serving.replica_status import (
     status_of,
 )
 from megatron_async.serving.replica_texts import ReplicaTexts
+from megatron_async.serving.replica_weights import ReplicaWeights, follow_weights
 from megatron_async.serving.token_emitter import TokenEmitter
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RETRY_EVERY_S = LOOK_EVERY_S = 0.2
 WARN_AFTER_S = 5.0
 """A replica without a coordinator logs a warning after these seconds, and at each doubling."""
+Told = tuple[dict[str, Any], tuple[str, str] | None]
+"""What a command has told, and the kind and text of its failure."""
 _read_params = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
@@ -107,8 +110,9 @@ class Replica:
         self._texts: ReplicaTexts | None = None
         """Where clients cannot have the tokenizer."""
         self._runs_seen = 0
-        self._answering: set[asyncio.Task[None]] = set()
-        """Commands that other ranks of the model have yet to do."""
+        self._answering: set[asyncio.Task[Told]] = set()
+        """Commands that this or other ranks of the model have yet to do."""
+        self.weights = ReplicaWeights(engine)
         self.joined = asyncio.Event()
         self._is_leaving = self._must_go = False
         self._failure: JobFailed | None = None
@@ -184,7 +188,7 @@ class Replica:
         self._runs_seen = 0
         self._error = None
         try:
-            hello = ReplicaHello(PROTOCOL, self.info)
+            hello = ReplicaHello(PROTOCOL, self.info, self.weights.weights)
             welcome = await connection.open(hello, WARN_AFTER_S)
             self._connection = connection
             self.joined.set()
@@ -286,16 +290,17 @@ class Replica:
                 if not self._engine.loop.is_paused:
                     self._engine.pause()
             case SetPaused():
-                self._engine.unpause()
+                if self._engine.loop.is_paused:
+                    self._engine.unpause()
+            case Do() if message.what.startswith("weights_"):
+                self._later(message.number, self.weights.do(message.what, message.fields))
             case Do():
                 value, failure = self.do(message.what, message.fields)
                 self._done(Done(message.number, value, failure))
 
     # ---- What replicas of another kind do otherwise --------------------------------------------
 
-    def do(
-        self, what: str, fields: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], tuple[str, str] | None]:
+    def do(self, what: str, fields: Mapping[str, Any]) -> Told:
         """Follow a command to the service; see `do_verb`."""
         if what == "watch":
             return self._watch.look(), None
@@ -330,18 +335,27 @@ class Replica:
 
     def _done(self, done: Done) -> None:
         """Answer a command, once all ranks of the model have done it."""
-        task = asyncio.ensure_future(self.until_done())
+
+        async def told() -> Told:
+            await self.until_done()
+            return done.value, done.failure
+
+        self._later(done.number, told())
+
+    def _later(self, number: int, work: Coroutine[Any, Any, Told]) -> None:
+        """Answer a command with what `work` returns."""
+        task = asyncio.ensure_future(work)
         self._answering.add(task)
 
-        def answer(task: asyncio.Task[None]) -> None:
+        def answer(task: asyncio.Task[Told]) -> None:
             self._answering.discard(task)
             if task.cancelled():
                 return
             error = task.exception()
-            if error is not None:
-                done.failure = (type(error).__name__, str(error))
+            failure: tuple[str, str] | None = (type(error).__name__, str(error))
+            value, failure = task.result() if error is None else ({}, failure)
             if self._connection is not None:
-                self._connection.send(done)
+                self._connection.send(Done(number, value, failure))
 
         task.add_done_callback(answer)
 
@@ -388,7 +402,9 @@ class Replica:
             send_news(self._connection, news, self.info.name)
 
     def _forget_all(self) -> None:
-        """Abort all requests: their coordinator is lost, or has given them to other replicas."""
+        """Abort all requests, and drop an update: their coordinator is lost, or has given them to
+        other replicas."""
+        self.weights.forget()
         self._emitter.forget()
         if self._texts is not None:
             self._texts.forget()
@@ -449,6 +465,7 @@ def serve_replica(
         # The end of a job is signalled to all its ranks; when to end, the primary rank says.
         for number in LEAVE_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        follow_weights(llm.engine)
         with frozen_heap():
             llm.follow()
         return

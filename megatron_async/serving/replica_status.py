@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from megatron_async.serving.messages import (
     PromptLogProbs,
     ReplicaInfo,
     ReplicaStatus,
+    Span,
     StepTokens,
 )
 from megatron_async.serving.model_card import ModelCard
@@ -99,7 +101,14 @@ def ended_of(request: DynamicInferenceRequest, replica: str, tells_prompt: bool)
         request.latency,
         _queue_s(request),
         replica=replica,
+        weight_versions=_named(request.weight_versions),
+        kv_versions=_named(request.kv_versions),
     )
+
+
+def _named(spans: Sequence[Span]) -> list[Span] | None:
+    """Spans of versions, unless the weights never had a name."""
+    return None if all(version is None for version, _, _ in spans) else list(spans)
 
 
 def failed_of(number: int, error: Exception, replica: str) -> Ended:

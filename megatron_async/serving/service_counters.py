@@ -15,7 +15,8 @@ from typing import Any
 from megatron_async.serving.messages import Ended
 
 REASONS = (
-    "length", "termination_id", "stop_token", "stop_word", "grammar", "aborted", "error",
+    "length", "termination_id", "stop_token", "stop_word", "grammar", "aborted", "weight_update",
+    "error",
 )  # fmt: skip
 """Why requests end; a reason that is none of these counts as "error"."""
 

@@ -257,7 +257,8 @@ class ServiceVerbs:
             answer = Answer(ask.number, failure=question.failure())
         else:
             answer = Answer(ask.number, {"replicas": question.answers})
-            if ask.what == "wake":
+            away = any(told.get("state") == "suspended" for told in question.answers.values())
+            if ask.what == "wake" and not away:  # what is away may be woken by tags
                 self._go_on(self._books.replicas.values())
             elif ask.what == "signal":
                 confirm = Do(UNASKED, "confirm", ask.fields)

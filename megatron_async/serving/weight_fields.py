@@ -71,12 +71,14 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Broadcast(Fields):
-    """Tensors that a group's rank 0 broadcasts, in this order."""
+    """Tensors that a group's rank 0 broadcasts, in this order; `packed`: several at once, as vLLM's
+    trainers do."""
 
     name: Name
     names: list[str]
     dtypes: list[Dtype]
     shapes: list[Shape]
+    packed: bool = False
 
 
 class Load(Fields):

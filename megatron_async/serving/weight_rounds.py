@@ -99,6 +99,14 @@ class WeightRounds:
             self.wanted = weights  # the coordinator is new
         self._mark()
 
+    def told(self, identity: bytes, weights: Weights) -> None:
+        """A replica has these weights: another ingress of a fleet may have updated them."""
+        replica = self._books.replicas.get(identity)
+        if replica is not None and self._round is None:
+            known = replica.weights
+            if (weights.number, weights.begun) > (known.number, known.begun):  # else it is older
+                self.joined(replica, weights)
+
     def lost(self, identity: bytes) -> None:
         """A replica is lost: the round goes on with the others."""
         self._tried.discard(identity)
@@ -332,7 +340,7 @@ class WeightRounds:
             for identity in wave & self._books.replicas.keys():
                 replica = self._books.replicas[identity]
                 if replica.name in question.answers:
-                    replica.weights = round.weights
+                    replica.weights = msgspec.structs.replace(round.weights, begun=round.number)
                     replica.prefix.clear()
             if waves and self._round is round:
                 self._commit(round, waves, then)
@@ -446,9 +454,8 @@ class WeightRounds:
     ) -> None:
         answer = Answer(ask.number, value)
         if round is not None and round.why:
-            kind = question.failure()[0] if question.failures else "UpdateError"
-            text = f"the update was dropped: {round.why}"
-            answer = Answer(ask.number, failure=(kind, text))
+            failure = ("UpdateError", f"the update was dropped: {round.why}")
+            answer = Answer(ask.number, failure=failure)
         elif round is None and question.failures:
             answer = Answer(ask.number, failure=question.failure())
         self._books.tell(asker, answer)

@@ -10,7 +10,12 @@ from typing import Any
 
 import msgspec
 
-from megatron_async.server.answers.choice_text import ChoiceText, finish_reason, piece_reader
+from megatron_async.server.answers.choice_text import (
+    CUT,
+    ChoiceText,
+    finish_reason,
+    piece_reader,
+)
 from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind, UsageCount
 from megatron_async.server.chat.answer_pieces import CallArguments, CallBegin, Piece, Thought
 from megatron_async.server.fields.asked import Asked, AskedChoice
@@ -101,7 +106,7 @@ class AnswerChoice:
             writer.choice.prompt, end.num_prompt_tokens, end.num_cached_tokens or 0
         )
         failure = end.failure
-        if failure is None and end.finish_reason == "aborted" and not writer.tells_aborts:
+        if failure is None and end.finish_reason in CUT and not writer.tells_aborts:
             failure = ("RequestAborted", ABORTED)
         if failure is not None:
             self.failure = self._style.refusal(*failure)

@@ -13,7 +13,9 @@ from megatron_async.serving.messages import Ended
 from megatron_async.text.token_text import TokenText
 
 STOPPED = ("termination_id", "stop_token", "stop_word", "grammar")
-_NAMES = {"length": "length", "aborted": "abort"} | dict.fromkeys(STOPPED, "stop")
+CUT = ("aborted", "weight_update")
+"""Reasons of an end on another's behalf."""
+_NAMES = {"length": "length"} | dict.fromkeys(CUT, "abort") | dict.fromkeys(STOPPED, "stop")
 
 
 class ChoiceText:

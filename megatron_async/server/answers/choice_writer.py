@@ -103,7 +103,7 @@ class _ChoiceWriter(ItemWriter):
             tokenizer = self.served.tokenizer
             text = None if tokenizer is None else tokenizer.detokenize(ids)
             part |= told | {"generated_text": text, "generated_length": len(ids)}
-        return self._event(part)
+        return self._event(part | self._versions(result))
 
     @override
     def failed(self, refusal: Refusal) -> bytes:
@@ -125,7 +125,7 @@ class _ChoiceWriter(ItemWriter):
         if self.style.gives_token_ids:
             found["token_ids"] = [token for ids, _ in self._taken for token in ids]
             found["prompt_token_ids"] = self._prompt_ids()
-        return found
+        return found | self._versions(result)
 
     @override
     def body(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -139,6 +139,14 @@ class _ChoiceWriter(ItemWriter):
         found = self._prompt_places(result, top_n)
         ids = [] if isinstance(self._prompt, str) else self._prompt
         return of_prompt(ids, found[1:], self.served.names_of_tokens)
+
+    def _versions(self, result: ItemResult) -> dict[str, Any]:
+        """Spans of the weights' versions in vLLM's form, if asked for; none: they have no name."""
+        if not self.style.gives_versions:
+            return {}
+        keys, end = ("version", "start", "end"), result.end
+        told = {"weight_versions": end.weight_versions, "kv_versions": end.kv_versions}
+        return {name: [dict(zip(keys, s)) for s in spans or ()] for name, spans in told.items()}
 
     def _megatron_fields(self, result: ItemResult) -> dict[str, Any]:
         """What Megatron's server tells beside ours; null where this replica does not know it."""

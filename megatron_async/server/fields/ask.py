@@ -226,6 +226,7 @@ def _style(
         echo=echo,
         is_scoring=is_scoring,
         gives_token_ids=bool(request.return_token_ids),
+        gives_versions=bool(request.return_weight_versions),
         names_by_id=bool(request.return_tokens_as_token_ids),
         keeps_special_tokens=request.skip_special_tokens is False,
         chat=chat,

@@ -74,6 +74,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
         echo: a completion's text begins with the prompt.
         is_scoring: nothing but the prompt is returned (max_tokens 0 with echo).
         gives_token_ids: of prompt and answer.
+        gives_versions: of the weights that made its tokens.
         names_by_id: tokens in log probs are called "token_id:123".
         keeps_special_tokens: in the text.
         chat: of a chat's answer.
@@ -94,6 +95,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     echo: bool = False
     is_scoring: bool = False
     gives_token_ids: bool = False
+    gives_versions: bool = False
     names_by_id: bool = False
     keeps_special_tokens: bool = False
     chat: ChatStyle = PLAIN

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 
+from megatron_async import LLM
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.errors import ReplicaLost
 from megatron_async.ray.client import FleetClient
@@ -26,7 +27,8 @@ from megatron_async.serving.messages import Ended
 from megatron_async.serving.records import CoordinatorConfig
 from tests.support.harness import greedy, make_engine, make_model
 from tests.support.patience import PATIENCE_S
-from tests.support.serving_processes import KeepingReader
+from tests.support.serving_processes import ENGINE, KeepingReader
+from tests.support.trained_weights import train
 
 STREAMS = 12
 MODEL: list[Any] = []
@@ -42,8 +44,8 @@ class InProcess:
     """Carries bytes to replicas in this process. `kill` drops a replica as its process' death
     would: nothing more comes of it, and its calls raise."""
 
-    def __init__(self, count: int) -> None:
-        self.engines = {f"r{number}": new_engine() for number in range(count)}
+    def __init__(self, engines: Sequence[DynamicInferenceEngine]) -> None:
+        self.engines = {f"r{number}": engine for number, engine in enumerate(engines)}
         self.there = {
             name: FleetReplica(engine, "tiny", name) for name, engine in self.engines.items()
         }
@@ -81,6 +83,9 @@ class InProcess:
     async def card(self) -> bytes:
         return next(iter(self.there.values())).card
 
+    async def update(self, replica: str, data: bytes) -> bytes:
+        return await self.there[replica].update(data)
+
     def replicas(self) -> Mapping[str, Mapping[str, Any]]:
         alive = {name: each for name, each in self.there.items() if not self.dead[name].is_set()}
         return {name: each.status() for name, each in alive.items()}
@@ -99,16 +104,20 @@ class InProcess:
 
 @contextlib.asynccontextmanager
 async def fleet_of(count: int, **config: Any) -> AsyncIterator[tuple[InProcess, FleetClient]]:
-    fleet = InProcess(count)
+    fleet = InProcess([new_engine() for _ in range(count)])
     client = FleetClient(fleet, CoordinatorConfig(**config), ingress=3)
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            while (await client.ask("health"))["replicas"] < count:
-                await asyncio.sleep(0.001)
+        await until_all_are_there(client, count)
         yield fleet, client
     finally:
         await client.close()
         await fleet.close()
+
+
+async def until_all_are_there(client: FleetClient, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while (await client.ask("health"))["replicas"] < count:
+            await asyncio.sleep(0.001)
 
 
 def ask_all(client: FleetClient, params: SamplingParams) -> list[KeepingReader]:
@@ -379,3 +388,43 @@ def test_ingresses_on_one_host_share_the_port_and_others_do_not() -> None:
         assert f"--port {port}" in told[0]["message"]
 
     asyncio.run(run())
+
+
+def test_weights_of_a_fleet_are_replaced_and_other_ingresses_learn_of_it(tmp_path) -> None:
+    params = SamplingParams(num_tokens_to_generate=8, seed=3)
+
+    async def answers(client: FleetClient) -> list[list[int]]:
+        readers = ask_all(client, params)
+        ends = await ends_of(readers)
+        assert {end.weight_versions[0][0] for end in ends if end.weight_versions} <= {"new"}
+        return [reader.got for reader in readers]
+
+    async def main() -> None:
+        with LLM("dummy:tiny", **ENGINE) as one, LLM("dummy:tiny", **ENGINE) as two:
+            fleet = InProcess([one.engine, two.engine])
+            client, other = (FleetClient(fleet, ingress=number) for number in (3, 4))
+            try:
+                await until_all_are_there(client, 2)
+                await until_all_are_there(other, 2)
+                before = await answers(client)
+                key = (await client.ask("weights_begin", version="new"))["round"]
+                with pytest.raises(ValueError, match="no update"):
+                    await other.ask("weights_load", round=key, folder="x")
+                whole = train(tmp_path / "new", 0).items()
+                message = [[n, "F32", list(t.shape), t.numpy().tobytes()] for n, t in whole]
+                await client.ask("weights_load", round=key, tensors=message)
+                assert set((await client.ask("weights_finish", round=key))["replicas"]) == {
+                    "r0", "r1",
+                }  # fmt: skip
+                after = await answers(client)
+                assert after != before
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await other.ask("health")).get("weight_version") != "new":
+                        await asyncio.sleep(0.01)
+                assert await answers(other) == after
+            finally:
+                await client.close()
+                await other.close()
+                await fleet.close()
+
+    asyncio.run(main())

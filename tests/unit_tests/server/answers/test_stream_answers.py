@@ -1,4 +1,5 @@
 import json
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -246,6 +247,27 @@ def test_token_ids_and_prompt_log_probs() -> None:
     assert ids == tokens_of(TEXT)
     chat = answered(asked_chat(prompt_logprobs=0), " b")
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("ask", [asked_chat, partial(asked_completion, prompt="Hello")])
+def test_versions_of_weights_are_told_at_the_end(ask: Any) -> None:
+    told = {"weight_versions": [("a", 0, 2), (2, 2, 5)], "kv_versions": [("a", 0, 9)]}
+    in_json = {
+        "weight_versions": [
+            {"version": "a", "start": 0, "end": 2}, {"version": 2, "start": 2, "end": 5},
+        ],
+        "kv_versions": [{"version": "a", "start": 0, "end": 9}],
+    }  # fmt: skip
+    for is_stream in (False, True):
+        asked = ask(return_weight_versions=True, stream=is_stream)
+        answer = answer_of(asked, is_stream=is_stream)
+        answer.choices[0].push(tokens_of(TEXT))
+        data = answer.choices[0].end(end_of(asked, "weight_update", **told))
+        last = events_of(data)[-1] if is_stream else json.loads(answer.body())
+        choice = last["choices"][0]
+        assert {name: choice[name] for name in in_json} == in_json
+        assert choice["finish_reason"] == "abort"
+    assert "weight_versions" not in str(answered(ask(), TEXT))
 
 
 def test_answers_are_what_openais_client_reads() -> None:

@@ -1,0 +1,300 @@
+"""`ReplicaWeights`: what one rank of a replica does in updates of the service's weights.
+
+The leader tells its followers in the group's log. Each rank loads in a thread of its own while
+steps run, and says to its engine that a round is staged, or why it cannot be: so a follower's fault
+fails the round, where the leader waits for all ranks (`Updating.staged`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from megatron_async.communication.bootstrap import join_job
+from megatron_async.errors import JobFailed, UpdateError
+from megatron_async.ranks.follower import Follower
+from megatron_async.serving.messages import Weights
+from megatron_async.serving.weight_fields import Begin, Group, Load, Piece, read_fields
+from megatron_async.serving.weight_sources import (
+    FOLDER_VARIABLE,
+    TRAINERS_VARIABLE,
+    check_trainer,
+    folder_below,
+)
+from megatron_async.updates.checksum import combined, weights_checksum
+from megatron_async.updates.transports import (
+    DTYPES,
+    open_group,
+    open_handles,
+    receive,
+    tensors_of_bytes,
+)
+from megatron_async.updates.weight_round import WeightRound
+
+if TYPE_CHECKING:
+    from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+
+GROUP_LIMIT_S = 300.0
+"""Seconds within which a trainer's group must meet, and send what it has announced."""
+NEWS = "weights"
+"""What the leader's news of updates are called in the group's log."""
+
+
+class ReplicaWeights:
+    """Loads new weights on this rank; no other code may update the engine's weights.
+
+    Args:
+        engine: of this rank.
+        rank: of this process in its replica.
+
+    Attributes:
+        weights: that the replica has, as the coordinator is told.
+    """
+
+    def __init__(self, engine: DynamicInferenceEngine, rank: int = 0) -> None:
+        self._engine, self._rank = engine, rank
+        self._round: WeightRound | None = None
+        self._number = 0
+        self._begin = Begin()
+        self._pieces = _Pieces()
+        self._groups: dict[str, Any] = {}
+        self._checks = 0
+        self._thread = ThreadPoolExecutor(1, "weights", initializer=self._choose_device)
+        self.weights = Weights()
+
+    def follow(self, what: str, value: Any) -> None:
+        """Do on a follower what the leader's news say."""
+        if what == NEWS:
+            self._thread.submit(self._try, *value)
+
+    async def do(
+        self, what: str, fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], tuple[str, str] | None]:
+        """Do on the leader what the coordinator says.
+
+        Returns:
+            the answer, and the reason why it failed, or None.
+
+        Raises:
+            JobFailed: ranks of this replica are lost.
+        """
+        try:
+            return await self._lead(what, fields), None
+        except JobFailed:
+            raise
+        except Exception as error:  # whatever it is, it is this round's alone
+            return {}, (type(error).__name__, str(error))
+
+    def forget(self) -> None:
+        """Drop the open round: the coordinator is lost."""
+        if self._round is not None:
+            self._engine.group.tell(NEWS, ["weights_drop", {}])
+            self._thread.submit(self._try, "weights_drop", {})
+
+    async def _lead(self, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        updating, loop = self._engine.updating, asyncio.get_running_loop()
+        if what == "weights_label":
+            updating.label(fields["version"])
+            self.weights = msgspec.structs.replace(self.weights, version=fields["version"])
+            return {}
+        if what == "weights_commit":
+            return await self._commit(fields)
+        if what == "weights_load" and self._writes_in_place and not self._engine.loop.is_frozen:
+            updating.freeze()
+        if what != "weights_begin":  # which may be refused here
+            self._engine.group.tell(NEWS, [what, fields])
+        answer = await loop.run_in_executor(self._thread, self._work, what, fields)
+        if what == "weights_begin":
+            self._engine.group.tell(NEWS, [what, fields])
+        elif what == "weights_finish":
+            await asyncio.wrap_future(updating.staged(self._number))
+        elif what == "weights_drop" and self._engine.loop.is_frozen and not answer["is_torn"]:
+            updating.thaw()
+        return answer
+
+    async def _commit(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        weights = msgspec.convert(fields["weights"], Weights)
+        order = self._engine.updating.commit(self._number, weights.version, fields["policy"])
+        done = await asyncio.wrap_future(order)
+        self.weights = msgspec.structs.replace(weights, begun=self._number)
+        self._round = None
+        self._engine.group.tell(NEWS, ["weights_commit", {}])
+        return done._asdict()
+
+    # ---- In the thread ---------------------------------------------------------------------------
+
+    def _try(self, what: str, fields: Mapping[str, Any]) -> None:
+        try:
+            self._work(what, fields)
+        except Exception as error:  # the leader learns of it, and the round fails
+            number = fields.get("number", self._number)
+            self._engine.updating.fail(number, f"{type(error).__name__}: {error}")
+
+    def _work(self, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        match what:
+            case "weights_begin":
+                return self._open(fields)
+            case "weights_load":
+                self._load(read_fields(fields, Load))
+            case "weights_finish":
+                self._pieces.check_whole()
+                self._opened.finish()
+                self._engine.updating.stage(self._number, self._opened)
+            case "weights_commit":  # on a follower, whose engine has done it
+                self._round = None
+            case "weights_drop":
+                return self._drop()
+            case "weights_check":
+                return self._check()
+            case "weights_group":
+                self._meet(read_fields(fields, Group))
+            case _:
+                raise ValueError(f"a replica has no command {what!r}")
+        return {}
+
+    def _open(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        if self._round is not None:
+            raise UpdateError("an update of this replica's weights is open already: drop it.")
+        given = dict(fields)
+        number = given.pop("number")
+        self._begin = begin = read_fields(given, Begin)
+        self._number, self._pieces = number, _Pieces()
+        self.weights = msgspec.structs.replace(self.weights, begun=number)
+        self._round = WeightRound.of(
+            self._wrapper, staging=begin.staging, names=begin.names, partial=begin.partial,
+            selector=begin.selector, checks_finite=begin.checks_finite,
+        )  # fmt: skip
+        return asdict(self._round.plan)
+
+    def _load(self, load: Load) -> None:
+        round, device = self._opened, self._engine.context.device.torch_device
+        if load.tensors is not None:
+            round.load(tensors_of_bytes(self._pieces.whole(load.tensors)))
+        elif load.folder is not None:
+            round.load_folder(folder_below(os.environ.get(FOLDER_VARIABLE), load.folder))
+        elif load.handles is not None:
+            handles = load.handles
+            round.load(open_handles(handles[self._rank if len(handles) > 1 else 0], device))
+        elif (sent := load.group) is not None:
+            if sent.name not in self._groups:
+                raise UpdateError(f"no process group {sent.name!r} was joined (weights_group).")
+            round.check(zip(sent.names, sent.shapes, strict=True))
+            group = self._groups[sent.name]
+            round.load(receive(group, sent.names, sent.dtypes, sent.shapes, device, sent.packed))
+
+    def _drop(self) -> dict[str, Any]:
+        if self._round is None:
+            return {"is_torn": self.weights.is_torn}
+        round, self._round = self._round, None
+        is_torn = round.is_torn or bool(self._engine.updating.torn)
+        self.weights = msgspec.structs.replace(self.weights, is_torn=is_torn)
+        self._engine.updating.fail(self._number, "the update was dropped.")
+        round.drop()
+        return {"is_torn": is_torn}
+
+    def _check(self) -> dict[str, Any]:
+        """One sum for all ranks that hold a part of the weights: those that steps need."""
+        self._checks += 1
+        job, ours = join_job(), weights_checksum(self._wrapper.model)
+        theirs = {0: json.dumps(ours)}
+        if job.world_size > 1:
+            name = f"sums of the weights, {self._checks}"
+            needed = job.watch.needed  # None: all ranks of the job
+            theirs = job.exchange(name, theirs[0], None if needed is None else sorted(needed))
+        told = combined([json.loads(each) for each in theirs.values()])
+        return {"checksum": told, "stale_copies": self._wrapper.derived.stale()}
+
+    def _meet(self, group: Group) -> None:
+        if (old := self._groups.pop(group.name, None)) is not None:
+            old.close()
+        if group.destroy:
+            return
+        host, _, port = group.address.rpartition(":")
+        host = host.strip("[]")
+        number = int(port) if port.isdecimal() else 0
+        allowed = os.environ.get(TRAINERS_VARIABLE, "").split(",")
+        check_trainer(host, number, allowed)
+        rank = group.rank_offset + self._rank
+        self._groups[group.name] = open_group(
+            group.name, group.backend, host, number, rank, group.world_size, GROUP_LIMIT_S
+        )
+
+    def _choose_device(self) -> None:
+        device = self._engine.context.device.torch_device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    @property
+    def _wrapper(self) -> Any:
+        return self._engine.controller.inference_wrapped_model
+
+    @property
+    def _opened(self) -> WeightRound:
+        if self._round is None:
+            raise UpdateError("no update of this replica's weights is open: begin one.")
+        return self._round
+
+    @property
+    def _writes_in_place(self) -> bool:
+        return self._round is not None and self._round.plan.staging == "none"
+
+
+class _Pieces:
+    """A tensor of which some bytes have come."""
+
+    def __init__(self) -> None:
+        self._of: tuple[str, str, list[int]] | None = None
+        self._bytes = bytearray()
+
+    def whole(self, pieces: list[Piece]) -> Iterator[tuple[str, str, list[int], bytes | bytearray]]:
+        """The tensors that are complete with these pieces.
+
+        Raises:
+            UpdateError: a piece does not follow the one before it, or is too long.
+        """
+        for piece in pieces:
+            if piece.dtype not in DTYPES:
+                raise UpdateError(
+                    f"{piece.name} is of type {piece.dtype}: send {', '.join(DTYPES)}."
+                )
+            size = math.prod(piece.shape) * DTYPES[piece.dtype].itemsize
+            of, end = (piece.name, piece.dtype, piece.shape), piece.offset + len(piece.data)
+            follows = self._of in (None, of) and piece.offset == len(self._bytes)
+            if not follows or end > size or not (piece.data or size == 0):
+                last = self._of[0] if self._of else "no tensor"
+                raise UpdateError(
+                    f"bytes {piece.offset} to {end} of {piece.name} came after {len(self._bytes)} "
+                    f"of {last}: send its {size} bytes in order, and no other tensor between them."
+                )
+            if len(piece.data) == size:
+                yield *of, piece.data
+                continue
+            self._of = of
+            self._bytes += piece.data
+            if len(self._bytes) == size:
+                data, self._of, self._bytes = self._bytes, None, bytearray()
+                yield *of, data
+
+    def check_whole(self) -> None:
+        """Raise UpdateError if bytes of a tensor are missing."""
+        if self._of is not None:
+            raise UpdateError(
+                f"of {self._of[0]} only {len(self._bytes)} bytes came: send the rest."
+            )
+
+
+def follow_weights(engine: DynamicInferenceEngine) -> None:
+    """On a follower: take part in the updates that its leader is told of."""
+    group = engine.loop.group
+    assert isinstance(group, Follower), "its leader talks to the service"
+    rank = group.members.index(join_job().rank)
+    group.on_told = ReplicaWeights(engine, rank).follow

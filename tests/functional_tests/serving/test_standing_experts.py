@@ -1,0 +1,52 @@
+"""Replicas that share experts are paused, and sleep, at one step; then they go on."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.serving.replica import serve_replica
+from tests.support.patience import eventually
+from tests.support.ranks import Ranks
+from tests.support.serving_processes import ENGINE, Service
+
+MODEL = "dummy:tiny-moe"
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
+PARAMS = SamplingParams(num_tokens_to_generate=100, termination_id=-1, seed=3)
+
+
+def expert_rank(address: str) -> None:
+    with LLM(MODEL, expert_model_parallel_size=2, **ENGINE) as llm:
+        serve_replica(llm, address, MODEL, "e")
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    service = Service("tcp://127.0.0.1:*")
+    service.processes["e"] = Ranks(2, expert_rank, service.address)
+    eventually(lambda: service.names() == {"e-0", "e-1"}, "both replicas")
+    yield service
+    service.close()
+
+
+def steps_of(service: Service) -> list[int]:
+    """Of each replica, once it has done what it was told before."""
+    return [told["steps"] for told in service.client.ask("watch")["replicas"].values()]
+
+
+def test_they_stop_together_and_go_on_to_the_same_tokens(service: Service) -> None:
+    ask = service.client.ask
+    streams = [service.client.stream(prompt, PARAMS) for prompt in PROMPTS]
+    tokens = [list(next(stream).tokens) for stream in streams]
+    for stop, go_on, state in (("pause", "resume", "paused"), ("sleep", "wake", "sleeping")):
+        ask(stop)
+        steps = steps_of(service)
+        assert min(steps) > 0
+        assert ask("health") == {"state": state, "replicas": 0}
+        assert steps_of(service) == steps, "no step is launched"
+        ask(go_on)
+    for stream, got in zip(streams, tokens, strict=True):
+        for chunk in stream:
+            got += chunk.tokens
+    expected = service.client.generate(PROMPTS, PARAMS)
+    assert tokens == [answer.generated_tokens for answer in expected]
