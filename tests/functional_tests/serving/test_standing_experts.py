@@ -30,7 +30,7 @@ def service() -> Iterator[Service]:
 
 
 def steps_of(service: Service) -> list[int]:
-    """Of each replica, once it has done what it was told before."""
+    """Steps of each replica, once it has done what it was told before."""
     return [told["steps"] for told in service.client.ask("watch")["replicas"].values()]
 
 
