@@ -41,6 +41,7 @@ STEP_PATH = (
     "ranks",
     "rollback",
     "step",
+    "updates",
     "models",
     "ops",
 )

@@ -31,6 +31,7 @@ FAMILIES = {
     "qwen2 untied": replace(
         DUMMY_SHAPES["tiny"], model_type="qwen2", add_qkv_bias=True, tie_word_embeddings=False
     ),
+    "qwen3.5": replace(DUMMY_SHAPES["tiny-gated-delta"], model_type="qwen3_5_moe"),
     "granite": replace(
         DUMMY_SHAPES["tiny"], model_type="granitemoehybrid", residual_multiplier=0.25
     ),
@@ -52,11 +53,12 @@ def parameters(a: ModelArchitecture, shard: Shard) -> Tensors:
     return tensors
 
 
-def sent(a: ModelArchitecture, kind: str, whole: Tensors, seed: int = 0) -> Tensors:
-    """Tensors that make up a whole model, by names of one kind, of several ways one by chance."""
-    shard, chance = Shard(with_mtp=bool(a.mtp_pattern)), random.Random(seed)
+def sent(a: ModelArchitecture, kind: str, whole: Tensors, modules: bool = False) -> Tensors:
+    """Tensors that make up a whole model, by names of one kind, of several ways one by chance; with
+    `modules` as transformers' modules hold them, all experts in one."""
+    shard, chance = Shard(with_mtp=bool(a.mtp_pattern)), random.Random(0)
     table, found = NameTable(kind, a, shard), Tensors()
-    for weight in weights(a, shard):
+    for weight in weights(a, shard, modules, modules):
         if kind == HUGGINGFACE:
             found |= weight.split(whole[weight.name])
             continue
@@ -116,11 +118,12 @@ def buckets(tensors: Tensors, seed: int = 0) -> list[list[tuple[str, Tensor]]]:
     return [each[start : start + 7] for start in range(0, len(each), 7)]
 
 
+@pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shuffled_buckets_are_a_fresh_load(family: str, begin, device, tmp_path) -> None:
+def test_shuffled_buckets_are_a_fresh_load(family: str, modules: bool, begin, device) -> None:
     a = FAMILIES[family]
     whole = parameters(a, Shard(with_mtp=bool(a.mtp_pattern)))
-    tensors = {name: t.clone() for name, t in sent(a, HUGGINGFACE, whole).items()}
+    tensors = {name: t.clone() for name, t in sent(a, HUGGINGFACE, whole, modules).items()}
     old, new = begin(a)
     for bucket in buckets(tensors):
         new.load(bucket)
@@ -149,14 +152,15 @@ def of_stage(shard: Shard, a: ModelArchitecture) -> Shard:
     return replace(shard, stage=replace(shard.stage, pattern=pattern))
 
 
-@pytest.mark.parametrize("kind", [HUGGINGFACE, MEGATRON, GPT])
+@pytest.mark.parametrize("kind", [HUGGINGFACE, "modules", MEGATRON, GPT])
 @pytest.mark.parametrize("family", SHARED)
 @pytest.mark.parametrize("way", SHARDS)
 def test_each_rank_takes_its_part(way: str, family: str, kind: str, begin, device) -> None:
     a = replace(DUMMY_SHAPES[family], vocab_size=131)  # which ranks do not divide
     if (way == "ep tp" and not a.num_moe_experts) or (kind == GPT and a.layers_per_block == 1):
         return
-    tensors = sent(a, kind, parameters(a, Shard()))
+    modules, kind = kind == "modules", HUGGINGFACE if kind == "modules" else kind
+    tensors = sent(a, kind, parameters(a, Shard()), modules)
     for shard in SHARDS[way]:
         shard = of_stage(shard, a)
         old, new = begin(a, shard, names=kind)
