@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -172,6 +173,10 @@ def _expert_names(prefix: str, expert: int) -> list[str]:
     return [one, f"{prefix}{expert}"]
 
 
+_table = lru_cache(maxsize=2 * len(KINDS))(NameTable)
+"""Tables are the same in each round, and take a second where there are 20,000 tensors."""
+
+
 class Names:
     """Finds a tensor by the name under which it was sent.
 
@@ -183,14 +188,11 @@ class Names:
 
     def __init__(self, kind: str, architecture: ModelArchitecture, shard: Shard) -> None:
         self._kind, self._architecture, self._shard = kind, architecture, shard
-        self._tables: dict[str, NameTable] = {}
 
     def table(self, kind: str = "") -> NameTable:
         """The table of a kind, or of the kind that came."""
         kind = kind or (HUGGINGFACE if self._kind == "auto" else self._kind)
-        if kind not in self._tables:
-            self._tables[kind] = NameTable(kind, self._architecture, self._shard)
-        return self._tables[kind]
+        return _table(kind, self._architecture, self._shard)
 
     def find(self, sent: str) -> tuple[NameTable, str] | None:
         """The table that has the tensor, and its name there; None for what a model without its
@@ -203,6 +205,8 @@ class Names:
         if name is None:
             return None
         kinds = self._kinds if self._kind == "auto" else (self._kind,)
+        if len(kinds) > 1 and not name.startswith("mtp.") and name in self.table().shapes:
+            kinds = (HUGGINGFACE,)  # and Megatron's tables need not be made
         found = [table for table in map(self.table, kinds) if name in table.shapes]
         if not found:
             raise UpdateError(self._unknown(sent, name, kinds))

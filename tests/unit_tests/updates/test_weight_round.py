@@ -173,14 +173,21 @@ def test_each_rank_takes_its_part(way: str, family: str, kind: str, begin, devic
 
 @pytest.mark.parametrize("family", SHARED)
 def test_a_rank_s_own_shard(family: str, begin, device) -> None:
-    """A trainer with the same sizes sends what each rank holds, by Megatron's names."""
+    """A trainer with the same sizes sends what each rank holds: Megatron's weights as they are, of
+    Hugging Face's tensors those of one region."""
     a = DUMMY_SHAPES[family]
+    whole = sent(a, HUGGINGFACE, parameters(a, Shard()))
     for shard in SHARDS["tp"]:
         mine = parameters(a, shard)
-        old, new = begin(a, shard, names=MEGATRON, staging="direct")
-        bring(new, mine.items())
-        commit(new, device)
-        assert_equal(old, mine)
+        parts = dict(whole)
+        for weight in weights(a, shard):
+            if not weight.strips:
+                parts |= {name: whole[name][weight.held(name)] for name in weight.parts}
+        for kind, tensors in ((MEGATRON, mine), (HUGGINGFACE, parts)):
+            old, new = begin(a, shard, names=kind, staging="direct")
+            bring(new, tensors.items())
+            commit(new, device)
+            assert_equal(old, mine)
 
 
 USERS = ModelArchitecture("megatron", 2, 32, 4, 2, 16, 48, 96, tie_word_embeddings=False)
