@@ -47,7 +47,7 @@ from megatron_async.ranks.join_group import join_group
 from megatron_async.requests.defaults import default_sampling_params, generation_defaults
 from megatron_async.requests.generation_keys import tell_passed_over
 from megatron_async.requests.inference_request import DynamicInferenceRequest
-from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.sampling_params import SamplingParams, scoring_params
 from megatron_async.requests.weight_versions import Version
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.text_generation_controller import (
@@ -252,6 +252,22 @@ class LLM:
         finally:
             with HeldInterrupts():  # other ranks wait for it
                 self.engine.group.release()
+
+    def score(
+        self,
+        sequences: Prompt | Sequence[Prompt],
+        start: int | Sequence[int] = 0,
+        sampling_params: SamplingParams | None = None,
+    ) -> list[DynamicInferenceRequest]:
+        """Log probs of given tokens, of one sequence or many (`DynamicInferenceEngine.score`). On
+        several ranks each of them calls it, as `generate`.
+
+        Raises:
+            RequestError: the number of starts differs from the number of sequences.
+            JobFailed: as in `generate`.
+        """
+        batch = [sequences] if _is_one_prompt(sequences) else list(sequences)
+        return self.generate(batch, scoring_params(len(batch), start, sampling_params))
 
     @answers_keywords
     def chat(

@@ -37,7 +37,7 @@ from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.source import DTYPES, parse_dtype
 from megatron_async.cli.options import add_parallel, parallel_sizes
 from megatron_async.cli.ranks import end_together, gather_replicas, has_other_ranks, is_first_rank
-from megatron_async.lab.divergence import Divergence, find_divergences
+from megatron_async.lab.divergence import Divergence, LogProbDistance, find_divergences
 from megatron_async.lab.references import (
     EngineReference,
     Reference,
@@ -72,6 +72,8 @@ class Run:
     pauses: int
     evictions: int
     tokens: list[list[int]]
+    distance: str = ""
+    """Of the log probs of its tokens to their scores; of the largest batch."""
 
 
 @dataclass
@@ -163,12 +165,27 @@ def run_engine(prompts: list[list[int]], args: argparse.Namespace) -> list[Run]:
                         pauses=int(after["pauses"] - before["pauses"]),
                         evictions=int(after["evictions"] - before["evictions"]),
                         tokens=generated(requests),
+                        distance=score_distance(llm, prompts, args)
+                        if size == max(args.batch_sizes)
+                        else "",
                     )
                 )
         mine = {"runs": [asdict(run) for run in runs]}
         found = [Run(**run) for part in gather_replicas(llm, mine) for run in part["runs"]]
         end_together()
     return found
+
+
+def score_distance(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> str:
+    """How far the log probs of generated tokens are from the scores of the same tokens."""
+    params = greedy_params(args.tokens)
+    params.return_log_probs = params.skip_prompt_log_probs = True
+    requests = llm.generate(prompts[: max(args.batch_sizes)], params)
+    whole = [[*each.prompt_tokens.tolist(), *each.generated_tokens] for each in requests]
+    scores = llm.score(whole, [len(each.prompt_tokens) for each in requests])
+    generated_ones = [value for each in requests for value in each.generated_log_probs or ()]
+    scored = [value for each in scores for value in each.prompt_log_probs or ()]
+    return str(LogProbDistance.of(generated_ones, scored))
 
 
 def make_reference(prompts: list[list[int]], args: argparse.Namespace) -> Reference:
@@ -206,6 +223,12 @@ def judge(runs: list[Run], prompts: list[list[int]], args: argparse.Namespace) -
             f"{outcome.near_ties:11}{outcome.failures:6}{run.overlap_ratio:9.2f}{run.pauses:8}"
             f"{run.evictions:11}"
         )
+    for run in runs:
+        if run.distance:
+            print(
+                f"replica {run.replica}, lookahead {run.lookahead}: log probs of scores and of "
+                f"generation differ by {run.distance}"
+            )
     for outcome in outcomes:
         where = f"replica {outcome.run.replica}, lookahead {outcome.run.lookahead}"
         for divergence in outcome.divergences:

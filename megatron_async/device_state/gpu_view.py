@@ -131,6 +131,16 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
         ends."""
         self._next_entry.fill_(step % len(self.bookkeeping))
 
+    def take_block_updates(self, step: int, dims: BatchDimensions, count: int) -> None:
+        """Enter the `count` blocks that a failed step brought, as its unpacking would have: rows of
+        the same requests may be in flight behind it, and write where their tables say."""
+        if count:
+            words = self._entries[step % len(self._entries)]
+            fields = BookkeepingLayout.for_batch(dims, count).views(words)
+            owners, places = fields["block_update_slots"], fields["block_update_indices"]
+            blocks = fields["block_update_blocks"]
+            self.slots.block_table.index_put_((owners.long(), places.long()), blocks)
+
     def begin_step(
         self, dims: BatchDimensions, mode: SamplingMode, lengths: Tensor | None = None
     ) -> None:
@@ -162,12 +172,6 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
         if dims.prefill_rows:
             for state in self.states:
                 state.begin_chunks(self, mode)
-
-    def prefill_following(self, words: Tensor) -> Tensor:
-        """The token after each chunk, int64 `[chunks]`, -1 if there is none, from a step's
-        bookkeeping `words`."""
-        fields = BookkeepingLayout.for_batch(self.dims, 0).views(words)
-        return fields["prefill_following"].long()
 
     def feed_back(self, sampled: Tensor) -> None:
         """Store the tokens that each row yields, of the sampled ones, int64 `[sample rows]`, for

@@ -159,6 +159,11 @@ class Device(ABC):
         """
         raise RuntimeError(f"{type(self).__name__} captures no graphs")
 
+    def alias(self, tensor: Tensor) -> Tensor:
+        """A tensor at the same place. Of the memory of a graph (`capture`) it keeps nothing, so
+        that later graphs use it too."""
+        return tensor
+
     @abstractmethod
     def close(self, wait: bool = True) -> None:
         """Finish what is launched and free threads; the device is not used again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -142,6 +143,14 @@ class CudaDevice(Device):
             work()
         self._pool_graphs.add(graph)
         return graph
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_contiguous():
+            return tensor
+        size = tensor.numel() * tensor.element_size()
+        interface = {"shape": (size,), "typestr": "|u1", "data": (tensor.data_ptr(), False)}
+        place = SimpleNamespace(__cuda_array_interface__={**interface, "version": 2})
+        return torch.as_tensor(place, device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
     def fence(self) -> None:
         # Weights and caches are made on the default stream; steps read them on ours.

@@ -97,6 +97,11 @@ class Admission:
                 self._requests.add(entry)
                 self._requests.end(request, Status.FAILED, "error", error)
             return entry.future
+        if request.sampling_params.is_score and not request.prompt_log_probs_missing:
+            with self._turn:
+                self._requests.add(entry)
+                self._requests.end(request, Status.COMPLETED, "length")
+            return entry.future
         try:
             with self._turn:
                 self._enter(entry, max_length)
@@ -296,7 +301,8 @@ def _prepare_request(
     )
     if params.return_log_probs:
         wanted = 0 if params.skip_prompt_log_probs else length
-        request.log_probs = RequestLogProbs(min(params.top_n_logprobs, vocab_size), wanted)
+        top_n, first = min(params.top_n_logprobs, vocab_size), params.prompt_log_probs_from
+        request.log_probs = RequestLogProbs(top_n, wanted, first)
     if params.stop_words:
         entry.stop_words, request.watch_row = watch.stop_words(
             params.stop_words, require_detokenizer(tokenizer)

@@ -33,7 +33,7 @@ from megatron_async.planning.step_output import StepOutput
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest
 from megatron_async.requests.request_registry import RequestRegistry
-from megatron_async.requests.sampling_params import SamplingParams
+from megatron_async.requests.sampling_params import SamplingParams, scoring_params
 from megatron_async.requests.streaming import RequestStream
 from megatron_async.requests.weight_versions import Version
 from megatron_async.step.text_generation_controller import (
@@ -456,6 +456,32 @@ class DynamicInferenceEngine(NamesOfMegatron):
                     finally:  # another Ctrl-C may have cut that short
                         self._abandon(futures)
                 raise
+
+    def score(
+        self,
+        sequences: Sequence[Prompt],
+        start: int | Sequence[int] = 0,
+        sampling_params: SamplingParams | None = None,
+    ) -> list[DynamicInferenceRequest]:
+        """Log probs of given tokens: `generate` of prompts that are not continued. Among running
+        requests, `add_request` with `SamplingParams.scoring` is the same.
+
+        Args:
+            sequences: texts or token ids.
+            start: the first token of all, or of each, whose log prob is wanted. What comes before
+                may be found in the prefix cache.
+            sampling_params: None: raw log probs. With `logprobs_mode="processed"` they are of what
+                a token is drawn from, by temperature, filters and biases.
+
+        Returns:
+            the requests in order. `prompt_log_probs` are of the tokens from `start` on (but of the
+            very first, which has none), `prompt_top_n_logprobs` the likeliest ones there.
+
+        Raises:
+            RequestError: the number of starts differs from the number of sequences.
+            Exception: as `generate`.
+        """
+        return self.generate(sequences, scoring_params(len(sequences), start, sampling_params))
 
     def _abandon(
         self, futures: Mapping[int, asyncio.Future[DynamicInferenceRequest] | None]

@@ -80,8 +80,9 @@ class StepBooking:
         if step.error is not None:
             self._fail(step, step.error)
         with tracer.range("update_requests", step.plan.step):
+            scored: list[int] = []
             if step.plan.features.num_prompt_log_probs:
-                _book_prompt_log_probs(step, context.slots)
+                scored = _book_prompt_log_probs(step, context.slots)
             output = context.update_requests(
                 step.plan, step.samples, step.counts, step.log_probs, step.drafts
             )
@@ -91,7 +92,7 @@ class StepBooking:
                 if first <= step.plan.step < end:
                     self._statistics.old_drafts.count(output.verified)
         with tracer.range("emit", step.plan.step):
-            output = self._emit(output)
+            output = self._emit(output, scored)
         if context.config.check_integrity:
             context.check_integrity()
         return output
@@ -132,8 +133,9 @@ class StepBooking:
         self._invalidation.before_release(slot)
         self._context.release_request(slot)
 
-    def _emit(self, output: StepOutput) -> StepOutput:
-        """Stamp first tokens and end what has ended: Python per event, not per token.
+    def _emit(self, output: StepOutput, scored: list[int]) -> StepOutput:
+        """Stamp first tokens and end what has ended, the requests in slots `scored` too: Python per
+        event, not per token.
 
         Returns:
             the output, without tokens after a request's end.
@@ -144,6 +146,7 @@ class StepBooking:
                 request = slots.request_at(slot)
                 request.ttft = time.perf_counter() - request.arrival_time
         output, ends = self._find_ends(output)
+        ends += [(slot, "length", None) for slot in scored]
         statistics.resolved_steps += 1
         statistics.generated_tokens += len(output.tokens)
         statistics.zombie_rows += output.zombie_rows
@@ -279,16 +282,20 @@ def _book_log_probs(output: StepOutput, slots: RequestSlots) -> None:
         found.add_generated(output.log_probs[token])
 
 
-def _book_prompt_log_probs(step: LaunchedStep, slots: RequestSlots) -> None:
+def _book_prompt_log_probs(step: LaunchedStep, slots: RequestSlots) -> list[int]:
     """Book the log probs of prompt tokens that the step's chunks delivered, but for requests that
-    lost their slots since."""
-    plan, words, first = step.plan, step.prompt_log_probs, 0
-    for chunk in plan.features.prompt_log_prob_chunks:
-        row = plan.num_decode + chunk
-        length = int(plan.prefill_starts[chunk + 1] - plan.prefill_starts[chunk])
-        slot = plan.slots[row]
+    lost their slots since. Slots of the requests which that ends."""
+    plan, words, place = step.plan, step.prompt_log_probs, 0
+    scored: list[int] = []
+    for chunk, first, end, _ in plan.features.prompt_spans:
+        row, count = plan.num_decode + chunk, end - first
+        slot = int(plan.slots[row])
         if slots.generation[slot] == plan.generations[row]:
             found = slots.request_at(slot).log_probs
             assert found is not None, "its slot says that it asked"
-            found.add_prompt(int(plan.kv_at_most[row]) - length, words[first : first + length])
-        first += length
+            position = int(plan.kv_at_most[row]) - (int(plan.prefill_starts[chunk + 1]) - first)
+            found.add_prompt(position, words[place : place + count])
+            if not found.num_prompt_missing and slots.is_score(slot):
+                scored.append(slot)
+        place += count
+    return scored

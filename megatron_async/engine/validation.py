@@ -190,10 +190,16 @@ def check_request(
     prompt = len(request.prompt_tokens)
     request.forced_routing = check_forced_routing(params, prompt, context.model_config)
     longest = context.max_sequence_length
-    if prompt >= longest:
+    if prompt > longest - (not params.is_score):
+        more = "" if params.is_score else " and at least one generated token"
         raise SequenceTooLong(
-            f"the prompt has {prompt} tokens, but max_sequence_length={longest} must hold it and "
-            "at least one generated token: shorten the prompt or raise max_sequence_length."
+            f"the prompt has {prompt} tokens, but max_sequence_length={longest} must hold it{more}"
+            ": shorten the prompt or raise max_sequence_length."
+        )
+    if (first := params.prompt_log_probs_from) >= prompt:
+        raise RequestError(
+            f"prompt_log_probs_from={first} is behind the prompt's {prompt} tokens, 0 to "
+            f"{prompt - 1}: lower it, or set skip_prompt_log_probs=True."
         )
     if prompt > context.max_tokens and not config.enable_chunked_prefill:
         raise PromptTooLong(

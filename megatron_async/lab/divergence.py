@@ -52,6 +52,31 @@ class Divergence:
         )
 
 
+@dataclass(frozen=True)
+class LogProbDistance:
+    """How far two log probs of the same tokens are apart."""
+
+    tokens: int
+    mean: float
+    """Mean size of the difference."""
+    largest: float
+    k3: float
+    """Mean of exp(d) - d - 1, where d is the second less the first: an estimate of the KL
+    divergence of the second from the first (Schulman 2020), which NeMo-RL calls gen_kl_error."""
+
+    @classmethod
+    def of(cls, generated: Sequence[float], scored: Sequence[float]) -> LogProbDistance:
+        """The distance of two equally long lists."""
+        d = torch.tensor(scored, dtype=torch.float64) - torch.tensor(generated, dtype=torch.float64)
+        if not len(d):
+            return cls(0, 0.0, 0.0, 0.0)
+        size, k3 = d.abs(), (d.expm1() - d).mean()
+        return cls(len(d), float(size.mean()), float(size.max()), float(k3))
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.2g}, largest {self.largest:.2g}, K3 {self.k3:.2g}"
+
+
 def tolerance(logits: Tensor, dtype: torch.dtype, num_blocks: int) -> float:
     """Largest gap between two logits that rounding in `dtype` may turn around.
 

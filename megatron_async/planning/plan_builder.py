@@ -20,6 +20,7 @@ from megatron_async.planning.step_plan import (
     BlockUpdates,
     IntArray,
     PlanFeatures,
+    PromptSpan,
     StepPlan,
     StepShape,
 )
@@ -27,6 +28,9 @@ from megatron_async.planning.step_plan import (
 _NONE = np.empty(0, dtype=np.int32)
 _NO_UPDATES = BlockUpdates(NO_SLOTS, _NONE, _NONE)
 _NO_STARTS = np.zeros(1, dtype=np.int32)
+OF_PROMPTS = int(RowFeature.LOG_PROBS)
+OF_SCORES = int(RowFeature.LOG_PROBS | RowFeature.PROCESSED_LOG_PROBS | RowFeature.EDITS)
+"""Features that log probs of a prompt heed: they are raw, but for a score."""
 
 
 class PrefillChunk(NamedTuple):
@@ -89,18 +93,12 @@ class PlanBuilder:
         if not chunks:
             return StepShape(count, tokens=count * width, width=width)
         prefill_tokens = sum(end - start for _, start, end in chunks)
-        wanted = self._slots.prompt_log_probs
         return StepShape(
             decode_rows=count,
             prefill_rows=len(chunks),
             prefill_tokens=prefill_tokens,
             tokens=count * width + prefill_tokens,
-            is_eager=int(
-                any(
-                    start < wanted[slot] or self._slots.forces_routing[slot]
-                    for slot, start, _ in chunks
-                )
-            ),
+            is_eager=int(any(self._slots.forces_routing[slot] for slot, _, _ in chunks)),
             width=width,
         )
 
@@ -236,13 +234,19 @@ def _features_of(
     if mode != SamplingMode.PROCESSED:
         return NO_FEATURES
     features = slots.features[rows]
-    wanted = slots.prompt_log_probs
-    prompts = tuple(i for i, (slot, start, _) in enumerate(chunks) if start < wanted[slot])
-    params = [slots.request_at(chunks[chunk][0]).sampling_params for chunk in prompts]
+    spans: list[PromptSpan] = []
+    place = 0
+    for chunk, (slot, start, end) in enumerate(chunks):
+        first = max(start, int(slots.prompt_log_probs_from[slot]))
+        last = min(end, int(slots.prompt_log_probs[slot]))
+        if first < last:
+            own = OF_SCORES if slots.is_score(slot) else OF_PROMPTS
+            at = place - start
+            spans.append(PromptSpan(chunk, at + first, at + last, slots.features[slot] & own))
+        place += end - start
     return PlanFeatures(
         wants_log_probs=bool(np.any(features & RowFeature.LOG_PROBS)),
-        prompt_log_prob_chunks=prompts,
-        num_prompt_log_probs=sum(chunks[chunk][2] - chunks[chunk][1] for chunk in prompts),
-        prompt_top_n=max((each.top_n_logprobs for each in params), default=0),
+        prompt_spans=tuple(spans),
+        num_prompt_log_probs=sum(span.end - span.first for span in spans),
         constrained_rows=np.flatnonzero(((features & RowFeature.CONSTRAINED) != 0) & produces),
     )

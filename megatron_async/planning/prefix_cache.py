@@ -129,13 +129,11 @@ class PrefixCache:
 
     def _find(self, request: DynamicInferenceRequest, num_known: int, step: int) -> Found:
         self._take_notice()
-        if not _takes_hits(request):
-            return NOTHING
         self._catch_up(step)
         found: list[int] = []
         is_being_written = was_lost = False
         salt = _salt(request)
-        for each in request.block_hashes[: self._most(num_known)]:
+        for each in request.block_hashes[: self._most(request, num_known)]:
             block = self._block_of.get(each)
             if block is None or self._salt_of[block] != salt:
                 was_lost = each in self._handed_out
@@ -155,12 +153,16 @@ class PrefixCache:
         blocks = np.array(found, dtype=np.int32)
         return Found(blocks, is_being_written, matched, row, was_lost)
 
-    def _most(self, num_known: int) -> int:
-        """Blocks that a sequence of so many tokens may share. The last token is always computed. If
-        it ends a block, this is shared all the same, but not without the state before the token;
-        nor is a block of this token alone, which saves nothing."""
+    def _most(self, request: DynamicInferenceRequest, num_known: int) -> int:
+        """Blocks that a request's sequence of so many tokens may share. The last token is always
+        computed. If it ends a block, this is shared all the same, but not without the state before
+        the token; nor is a block of this token alone, which saves nothing. All tokens are computed
+        from the one before the first whose log prob is wanted."""
         ends_alone = self.states is not None or self._size == 1
-        return (num_known - ends_alone) // self._size
+        most = num_known - ends_alone
+        if missing := request.prompt_log_probs_missing:
+            most = min(most, len(request.prompt_tokens) - missing - 1)
+        return most // self._size
 
     def _hold_tokens_of(self, request: DynamicInferenceRequest, found: list[int]) -> int:
         """How many of the blocks in `found`, from the first on, hold this request's tokens: all,
@@ -185,14 +187,14 @@ class PrefixCache:
         if self.states is not None:
             self.states.begin(slot, found.state_row, found.matched, step)
 
-    def count(self, num_known: int, found: Found) -> None:
-        """Count a request of so many tokens that has begun with what was found."""
-        cached = len(found.blocks) * self._size
+    def count(self, request: DynamicInferenceRequest, found: Found) -> None:
+        """Count a request that has begun with what was found."""
+        num_known, cached = request.num_known, len(found.blocks) * self._size
         self.queries += num_known
         self.hits += min(cached, num_known - 1)
         self.lost_states += found.matched - cached
         if found.was_lost:
-            self.lost_blocks += self._most(num_known) * self._size - found.matched
+            self.lost_blocks += self._most(request, num_known) * self._size - found.matched
 
     # ---- What steps write --------------------------------------------------------------------
 
@@ -373,8 +375,3 @@ class PrefixCache:
 
 def _salt(request: DynamicInferenceRequest) -> bytes:
     return (request.sampling_params.cache_salt or "").encode()
-
-
-def _takes_hits(request: DynamicInferenceRequest) -> bool:
-    """Whether a request may skip cached tokens: not if log probs of its prompt are wanted."""
-    return request.log_probs is None or not request.log_probs.num_prompt_missing

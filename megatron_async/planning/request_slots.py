@@ -119,7 +119,10 @@ class RequestSlots:
         self.drafts = np.zeros(capacity, dtype=np.int32)
         """Most drafts of the requests that a step verifies, as in their records."""
         self.prompt_log_probs = np.zeros(capacity, dtype=np.int32)
-        """Positions of the prompt, from its beginning, whose log probs are not delivered yet."""
+        """End of the positions of the prompt at which log probs are made of the next token; 0:
+        none are wanted, or all are delivered."""
+        self.prompt_log_probs_from = np.zeros(capacity, dtype=np.int32)
+        """Beginning of these positions."""
         self.forces_routing = np.zeros(capacity, dtype=np.bool_)
         """Whether the requests' prompts go to given experts."""
         self.sampling_mode = np.zeros(capacity, dtype=np.int8)
@@ -201,8 +204,9 @@ class RequestSlots:
         is_constrained = request.sampling_params.structured_output is not None
         self.most_in_flight[slot] = 2 if is_constrained else MANY
         self.watch_row[slot] = request.watch_row
-        missing = request.log_probs is not None and request.log_probs.num_prompt_missing
+        missing = request.prompt_log_probs_missing
         self.prompt_log_probs[slot] = len(prompt) - 1 if missing else 0
+        self.prompt_log_probs_from[slot] = len(prompt) - 1 - missing
         self.forces_routing[slot] = request.forced_routing is not None
         # Behind all that may raise: from here on the slot is the request's.
         self.slot_of[request.request_id] = slot
@@ -250,6 +254,15 @@ class RequestSlots:
             return int(self.num_prefilled[slot])
         # The sample of the step launched last has not been fed back.
         return int(min(self.at_least(slot) - 1, self.num_known[slot]))
+
+    def is_score(self, slot: int) -> bool:
+        """Whether the request in `slot` generates nothing."""
+        return bool(self.max_length[slot] == self.prompt_length[slot])
+
+    def num_to_prefill(self, slot: int) -> int:
+        """Tokens of `slot` that are prefilled: the known ones, but for the last of a sequence that
+        ends with it."""
+        return int(min(self.num_known[slot], self.max_length[slot] - 1))
 
     def may_decode(self) -> NDArray[np.bool_]:
         """Slots with their prompts in the cache that the steps in flight do not bring to their

@@ -221,7 +221,7 @@ class Scheduler:
 
     def _add_chunk(self, chunks: list[PrefillChunk], slot: int, budget: int) -> int:
         start = int(self._slots.num_prefilled[slot])
-        known = int(self._slots.num_known[slot])
+        known = self._slots.num_to_prefill(slot)
         end = min(known, start + budget)
         border = end // self._chunk_border * self._chunk_border
         if end < known and border > start:
@@ -258,7 +258,7 @@ class Scheduler:
     def _blocks_for(self, request: DynamicInferenceRequest) -> int:
         """Blocks of a request's known tokens, and of the drafts behind them."""
         places = min(request.num_known + self._slots.draft_places, request.max_length - 1)
-        return -(-max(places, request.num_known) // self._config.block_size_tokens)
+        return -(-places // self._config.block_size_tokens)
 
     def _look_up(self, request: DynamicInferenceRequest) -> Found:
         """What is kept of a request's beginning."""
@@ -294,7 +294,7 @@ class Scheduler:
         request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
         self.waiting.pop()
         if self.prefix_cache is not None:
-            self.prefix_cache.count(request.num_known, found)
+            self.prefix_cache.count(request, found)
         tokens = int(slots.num_cached[slot])
         if request.num_cached_tokens is None:
             request.num_cached_tokens = tokens

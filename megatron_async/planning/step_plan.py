@@ -26,18 +26,27 @@ class BlockUpdates:
     blocks: IntArray
 
 
+class PromptSpan(NamedTuple):
+    """Tokens of a prefill chunk at which log probs are made of the token after each."""
+
+    chunk: int
+    first: int
+    """Index of the first in `StepPlan.prefill_token_ids`."""
+    end: int
+    features: int
+    """Bits of `RowFeature`."""
+
+
 @dataclass(frozen=True, eq=False)
 class PlanFeatures:
     """The work of the host for the rows of a step, beside booking their tokens."""
 
     wants_log_probs: bool = False
     """Whether a row asks for log probs of its sample."""
-    prompt_log_prob_chunks: tuple[int, ...] = ()
-    """Prefill chunks whose tokens' log probs are wanted."""
+    prompt_spans: tuple[PromptSpan, ...] = ()
+    """Where log probs of prompts are wanted."""
     num_prompt_log_probs: int = 0
-    """Tokens of those chunks."""
-    prompt_top_n: int = 0
-    """Most alternatives that their requests want at each token."""
+    """Tokens of the spans."""
     constrained_rows: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Rows that produce a token with a grammar: they are sampled separately."""
     forced_routing: NDArray[np.int16] | None = None

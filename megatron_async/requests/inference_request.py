@@ -138,6 +138,11 @@ class DynamicInferenceRequest:
         return spans(self.weights.cache, max(self.num_known - 1, 0))
 
     @property
+    def prompt_log_probs_missing(self) -> int:
+        """Log probs of the prompt that are wanted and no step has delivered, the last ones."""
+        return 0 if self.log_probs is None else self.log_probs.num_prompt_missing
+
+    @property
     def generated_text(self) -> str | None:
         """Text of the generated tokens, made at first use: the consumer's thread detokenizes, not
         the engine's loop."""
@@ -170,7 +175,8 @@ class DynamicInferenceRequest:
 
     @property
     def prompt_log_probs(self) -> list[float] | None:
-        """Log prob of each prompt token but the first; None if they were not asked for."""
+        """Log prob of each prompt token from `prompt_log_probs_from` on, but of the first; None if
+        they were not asked for."""
         return None if self.log_probs is None else self.log_probs.prompt()
 
     @property

@@ -23,15 +23,17 @@ class RequestLogProbs:
     Args:
         top_n: alternatives at each place, 0 for none.
         prompt_length: tokens of the prompt if its log probs are wanted, else 0.
+        first: the first token of the prompt whose log prob is wanted; 0 is as 1.
     """
 
-    def __init__(self, top_n: int, prompt_length: int) -> None:
+    def __init__(self, top_n: int, prompt_length: int, first: int = 0) -> None:
         self._top_n = top_n
         self._width = 1 + MAX_TOP_N + top_n if top_n else 1
         self._booked = bytearray()
         """The first `_width` words of each generated token."""
-        self.num_prompt_missing = max(prompt_length - 1, 0)
-        """Places of the prompt that no step has delivered."""
+        self._first = max(first, 1) - 1
+        self.num_prompt_missing = max(prompt_length - 1 - self._first, 0)
+        """Places of the prompt that no step has delivered: the last ones."""
         self._prompt = np.zeros((self.num_prompt_missing, self._width), dtype=np.int32)
         self._wants_prompt = prompt_length > 0
 
@@ -42,8 +44,9 @@ class RequestLogProbs:
     def add_prompt(self, first: int, words: Words) -> None:
         """Book prompt places `first` .. (place i is the prompt's token i + 1), `[places,
         OUT_WORDS]`; copied. A place that comes again, after an eviction, is written again."""
-        end = min(first + len(words), len(self._prompt))
-        self._prompt[first:end] = words[: max(end - first, 0), : self._width]
+        first -= self._first
+        end = first + len(words)
+        self._prompt[first:end] = words[:, : self._width]
         self.num_prompt_missing = min(self.num_prompt_missing, len(self._prompt) - end)
 
     def forget_prompt(self) -> None:
@@ -55,7 +58,8 @@ class RequestLogProbs:
         return _values(self._generated)
 
     def prompt(self) -> list[float] | None:
-        """Log prob of each prompt token but the first; None if they were not asked for."""
+        """Log prob of each prompt token from the first wanted on, but of the very first; None if
+        they were not asked for."""
         if not self._wants_prompt:
             return None
         return _values(self._delivered)
@@ -65,7 +69,7 @@ class RequestLogProbs:
         return [self._alternatives(words) for words in self._generated] if self._top_n else None
 
     def prompt_top_n(self) -> list[Alternatives] | None:
-        """The likeliest tokens at each prompt token but the first; None if not asked for."""
+        """The likeliest tokens at each token of `prompt`; None if not asked for."""
         if not self._wants_prompt or not self._top_n:
             return None
         return [self._alternatives(words) for words in self._delivered]

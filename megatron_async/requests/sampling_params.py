@@ -6,7 +6,7 @@ import math
 import numbers
 import reprlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,11 @@ INTEGERS = (
     ("top_k", 0, math.inf, "0 (off) or more"),
     ("top_n_logprobs", 0, MAX_TOP_N, f"0 (off) to {MAX_TOP_N}"),
     ("min_tokens", 0, math.inf, "0 (off) or more"),
+    ("prompt_log_probs_from", 0, math.inf, "0 (all) or more"),
 )
 INTEGERS_OR_NONE = (
     ("seed", 0, 2**63 - 1, "between 0 and 2**63 - 1"),
-    ("num_tokens_to_generate", 1, math.inf, "1 or more"),
+    ("num_tokens_to_generate", 0, math.inf, "0 (nothing, to score the prompt) or more"),
     ("num_tokens_total", 1, math.inf, "1 or more"),
     ("num_speculative_tokens", 0, math.inf, "0 (none) or more"),
 )
@@ -80,7 +81,8 @@ class SamplingParams:
     """Seed of the request's random numbers. The same seed and prompt give the same tokens in any
     batch. None: `InferenceConfig.inference_sampling_seed` mixed with the request's id."""
     num_tokens_to_generate: int | None = None
-    """Most tokens to generate. None: until `max_sequence_length`."""
+    """Most tokens to generate. None: until `max_sequence_length`. 0: none, for the prompt's log
+    probs alone (a *score*)."""
     num_tokens_total: int | None = None
     """Most tokens of prompt and generation together; give this or num_tokens_to_generate."""
     termination_id: int | None = None
@@ -99,13 +101,16 @@ class SamplingParams:
     `skip_prompt_log_probs`."""
     skip_prompt_log_probs: bool = False
     """Leave out the prompt's log probs, which cost a projection to the vocabulary a token."""
+    prompt_log_probs_from: int = 0
+    """First token of the prompt whose log prob is wanted; tokens before it may come from the prefix
+    cache."""
     top_n_logprobs: int = 0
     """The N likeliest tokens at each place with their log probs, at most 20. With
     `return_log_probs`."""
     logprobs_mode: str = "raw"
     """Log probs of the model's logits (raw), or of the distribution that the token is drawn from
     (processed): with penalties, biases, bans, temperature and filters. vLLM's names. A prompt's
-    log probs are always raw."""
+    log probs are raw, but for a score, which has no penalties and bans."""
     frequency_penalty: float = 0.0
     """Make generated tokens less likely each time they occur: -2 to 2, 0 is off. Subtracted from
     the logit for each occurrence."""
@@ -158,6 +163,20 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def is_score(self) -> bool:
+        """Whether nothing is generated."""
+        return self.num_tokens_to_generate == 0
+
+    def scoring(self, start: int = 0) -> SamplingParams:
+        """A copy that asks for the log probs of the prompt's tokens from `start` on, and for
+        nothing else."""
+        found = self.copy()
+        found.num_tokens_to_generate, found.num_tokens_total = 0, None
+        found.return_log_probs, found.skip_prompt_log_probs = True, False
+        found.prompt_log_probs_from = start
+        return found
 
     def copy(self) -> SamplingParams:
         """An independent copy: a request's own parameters never change under it."""
@@ -239,6 +258,17 @@ class SamplingParams:
                 raise RequestError(
                     f"{name}={getattr(self, name)!r} is not allowed: it must be True or False."
                 )
+        if self.is_score and self.logprobs_mode == "processed":
+            depends = {
+                "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1,
+                "bad_words": None, "structured_output": None,
+            }  # fmt: skip
+            for name, off in depends.items():
+                if getattr(self, name) != off:
+                    raise RequestError(
+                        f"{name}={getattr(self, name)!r} is not served with processed log probs of "
+                        "a score (num_tokens_to_generate=0): leave it out, or take raw ones."
+                    )
         if self.top_n_logprobs and not self.return_log_probs:
             raise RequestError(
                 f"top_n_logprobs={self.top_n_logprobs} was given without log probs: set "
@@ -254,6 +284,19 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _token("a token of logit_bias", token, vocab_size, allow_off=False)
             _check_number(f"logit_bias of token {token}", bias, -100, 100, "-100 to 100")
+
+
+def scoring_params(
+    count: int, start: int | Sequence[int], params: SamplingParams | None
+) -> list[SamplingParams]:
+    """Parameters of `count` scores; see `DynamicInferenceEngine.score`."""
+    starts = start if isinstance(start, Sequence) else [start] * count
+    if len(starts) != count:
+        raise RequestError(
+            f"{len(starts)} starts were given for {count} sequences: give one for all, or one for "
+            "each."
+        )
+    return [(params or SamplingParams()).scoring(each) for each in starts]
 
 
 def check_word_length(name: str, word: str) -> None:

@@ -1,7 +1,8 @@
-"""Log probs of prompt tokens, chunk by chunk, in the steps that prefill them.
+"""Log probs of prompt tokens, chunk by chunk, behind the steps that prefill them.
 
-Such a step projects the hidden state of every chunk token to the vocabulary; other steps project
-only each row's last hidden state. The step runs eagerly. It overlaps like other steps.
+Such a step's hidden states are projected to the vocabulary wherever a log prob is wanted; of other
+steps only each row's last one is. That is work of its own behind the step, which is captured like
+any other. The log softmax is the one of generated tokens (`ops/sampling/log_probs.py`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.devices import Device, makes_ordinary_tensors
-from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS
+from megatron_async.ops.sampling.logits_processing import ProcessingRows
+from megatron_async.ops.sampling.sampling import FilterCuts, SamplingMode
+from megatron_async.ops.sampling.slot_records import OUT_WORDS, RowFeature
 from megatron_async.planning.step_plan import IntArray, StepPlan
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_async.step.token_sampler import TokenSampler
 
 SLICE = 256
-"""Tokens whose logits are in memory together."""
+"""Tokens whose logits are in memory together. Rows of a slice begin at multiples of 16 bytes: on a
+GPU the kernels are those of captured steps."""
 
 
 class PromptEntry:
@@ -56,57 +62,73 @@ class PromptLogProbs:
 
     Args:
         model: for its context and its projection.
+        sampler: for what processed logits depend on.
         device: where it runs.
 
     Attributes:
         ring: an entry for each step in flight.
     """
 
-    def __init__(self, model: GPTInferenceWrapper, device: Device) -> None:
+    def __init__(self, model: GPTInferenceWrapper, sampler: TokenSampler, device: Device) -> None:
         self._model = model
+        self._sampler = sampler
         context = model.inference_context
         self._view = context.gpu_view
         self.ring = [PromptEntry(context.max_tokens, device) for _ in self._view.sample_ring]
 
     @torch.inference_mode()
-    def compute(self, plan: StepPlan) -> None:
-        """Fill the step's entry: for each token of the plan's `prompt_log_prob_chunks`, one chunk
-        after another, the log prob of the next token. Runs inside launched work."""
-        view, first = self._view, plan.first_prefill_token
-        out = self.ring[plan.step % len(self.ring)].source
+    def compute(self, plan: StepPlan, hidden_states: Tensor) -> None:
+        """Fill the step's entry: for each token of the plan's `prompt_spans`, one after another,
+        the log prob of the next token. Runs inside launched work.
+
+        Args:
+            plan: of the step that ran last.
+            hidden_states: `[tokens, hidden]` of the step, after the last norm.
+        """
+        view, first, spans = self._view, plan.first_prefill_token, plan.features.prompt_spans
+        # Of the bookkeeping, because a replayed graph leaves the view as it was.
         words = view.bookkeeping[plan.step % len(view.bookkeeping)]
-        following = view.prefill_following(words)
-        end = 0
-        for chunk in plan.features.prompt_log_prob_chunks:
-            span = slice(
-                first + int(plan.prefill_starts[chunk]), first + int(plan.prefill_starts[chunk + 1])
-            )
-            targets = torch.cat((view.step.token_ids[span][1:], following[chunk : chunk + 1]))
-            hidden = view.hidden_states[span]
-            for start in range(0, len(targets), SLICE):
-                part = slice(start, min(start + SLICE, len(targets)))
-                logits = self._model.project(hidden[part])
-                rows = out[end + part.start :]
-                write_prompt_log_probs(logits, targets[part], plan.features.prompt_top_n, rows)
-            end += len(targets)
+        fields = BookkeepingLayout.for_batch(plan.dims, 0).views(words)
+        ids, following = fields["prefill_token_ids"], fields["prefill_following"]
+        owners = fields["row_slots"][plan.dims.decode_rows :]
+        hidden, targets, slots, features = [], [], [], []
+        for chunk, start, end, bits in spans:
+            ends_chunk = end == int(plan.prefill_starts[chunk + 1])
+            hidden.append(hidden_states[first + start : first + end])
+            targets.append(ids[start + 1 : end if ends_chunk else end + 1])
+            if ends_chunk:
+                targets.append(following[chunk : chunk + 1])
+            slots.append(owners[chunk : chunk + 1].expand(end - start))
+            features.append(ids.new_full((end - start,), bits))
+        rows = self._rows(torch.cat(slots).long(), torch.cat(features))
+        states, tokens = torch.cat(hidden), torch.cat(targets).long()
+        for at in range(0, len(tokens), SLICE):
+            self._write(plan, states, tokens, rows, slice(at, min(at + SLICE, len(tokens))))
 
+    def _rows(self, slots: Tensor, features: Tensor) -> ProcessingRows:
+        # No bit of these rows heeds a position, or what came before.
+        positions, memory = torch.zeros_like(features), self._sampler.state.memory
+        return ProcessingRows(slots, positions, self._view.slots.records, features, memory)
 
-def write_prompt_log_probs(logits: Tensor, targets: Tensor, top_n: int, out: Tensor) -> None:
-    """Log probs of `targets`, and the likeliest tokens.
-
-    Args:
-        logits: `[tokens, vocabulary]`.
-        targets: int64 `[tokens]`; one that is negative gets a meaningless value.
-        top_n: likeliest tokens, at most `MAX_TOP_N`; a sort of the vocabulary, if any.
-        out: int32 `[tokens or more, OUT_WORDS]`, written as by `ops.sampling.log_probs`.
-    """
-    count, top_n = len(targets), min(top_n, logits.size(1))
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
-    floats = out.view(torch.float32)
-    floats[:count, 0] = log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    if top_n == 0:
-        return
-    # Stable, so that equal ones are in the order of their ids, here and on a GPU.
-    values, ids = torch.sort(log_probs, dim=-1, descending=True, stable=True)
-    out[:count, 1 : 1 + top_n] = ids[:, :top_n].int()
-    floats[:count, 1 + MAX_TOP_N : 1 + MAX_TOP_N + top_n] = values[:, :top_n]
+    def _write(
+        self, plan: StepPlan, hidden: Tensor, tokens: Tensor, rows: ProcessingRows, part: slice
+    ) -> None:
+        """Log probs of a slice, to the same rows of the step's entry."""
+        ops, count = self._view.ops, part.stop - part.start
+        out = self.ring[plan.step % len(self.ring)].source
+        rows = ProcessingRows(
+            rows.slots[part], rows.positions[part], rows.records, rows.features[part], rows.memory
+        )
+        logits = self._model.project(hidden[part])
+        floats = logits.new_empty(1, 1, dtype=torch.float32)  # not read where all are raw
+        cuts = FilterCuts(floats[0], rows.features, floats[0])
+        bits = [span.features for span in plan.features.prompt_spans]
+        if any(each & RowFeature.PROCESSED_LOG_PROBS for each in bits):
+            floats = logits.new_empty(logits.shape, dtype=torch.float32)
+            floats = ops.process_logits(logits, rows, floats, logits)
+            cuts = ops.sample(floats, rows, SamplingMode.FILTERED)[1] or cuts
+        ring = out.as_strided(
+            (1, count, OUT_WORDS), (SLICE * OUT_WORDS, OUT_WORDS, 1), part.start * OUT_WORDS
+        )
+        entry = rows.features.new_zeros(1)
+        ops.log_probs(logits, floats, tokens[part], cuts, rows, ring, entry)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from megatron_async.choices import Fact, Question, leaders
@@ -49,8 +49,8 @@ OF_CONFIG = (
 
 Prepare = Callable[[BatchDimensions], None]
 """Makes a step of dummy rows the next on the device."""
-Step = Callable[[BatchDimensions, SamplingMode], None]
-"""The device work of a step."""
+Step = Callable[[BatchDimensions, SamplingMode], Tensor | None]
+"""The device work of a step; returns its hidden states after the last norm, `[tokens, hidden]`."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,13 @@ class StepGraphs:
 
     Attributes:
         bytes: device memory that captures took so far.
+        hidden: by shape, what the graph of a step that may have log probs of a prompt leaves of
+            its `Step`'s result until the next replay. It is the graph's memory, and keeps none.
     """
 
     def __init__(self, device: Device, without_gather: bool = False) -> None:
         self._device = device
+        self.hidden: dict[tuple[int, int, int], Tensor] = {}
         own = (SamplingMode.SOFTMAX,) if without_gather else ()
         self._modes = tuple(sorted((*CAPTURED_MODES, *own)))
         self._graphs: dict[tuple[tuple[int, int, int], SamplingMode], Graph] = {}
@@ -148,7 +151,7 @@ class StepGraphs:
         return tuple(measured)
 
     def _measure(self, dims: BatchDimensions, prepare: Prepare, step: Step) -> EagerStep:
-        work = partial(step, dims, SamplingMode.GREEDY)
+        work = partial(_launch, step, dims)
         self._time(dims, prepare, work)  # kernels are compiled
         return EagerStep(dims.prefill_tokens, dims.decode_rows, *self._time(dims, prepare, work))
 
@@ -180,12 +183,22 @@ class StepGraphs:
         """
         before = self._device.memory_in_use()
         jobs = [(dims, mode) for dims in shapes for mode in self._modes_of(dims)]
+        made: list[Tensor | None] = []
+
+        def run(dims: BatchDimensions, mode: SamplingMode) -> None:
+            made.append(step(dims, mode))
+
         for dims, mode in _bar(jobs, "capturing steps", progress):
             prepare(dims)
             # Once eagerly: kernels are compiled and libraries make their workspaces.
-            work = partial(step, dims, mode)
+            work = partial(run, dims, mode)
             self._device.compute.launch(work)
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
+            # Alive until here, so that nothing else in the graph takes its memory.
+            hidden = made[-1] if made else None
+            if mode == SamplingMode.PROCESSED and hidden is not None:
+                self.hidden[dims.graph_key] = self._device.alias(hidden)
+            made.clear()
         self.bytes += self._device.memory_in_use() - before
 
     def time_mixed_shapes(
@@ -218,6 +231,7 @@ class StepGraphs:
     def clear(self) -> None:
         """Drop all graphs and, with them, their memory."""
         self._graphs.clear()
+        self.hidden.clear()
         self.bytes = 0
 
     def find(self, dims: BatchDimensions, mode: SamplingMode) -> Graph | None:
@@ -229,6 +243,10 @@ class StepGraphs:
         elif mode not in self._modes:
             mode = SamplingMode.FILTERED
         return self._graphs.get((dims.graph_key, mode))
+
+
+def _launch(step: Step, dims: BatchDimensions) -> None:
+    step(dims, SamplingMode.GREEDY)
 
 
 def mixed_question(

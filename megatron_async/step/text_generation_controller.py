@@ -109,8 +109,8 @@ class LaunchedStep:
 
     @property
     def prompt_log_probs(self) -> IntArray:
-        """int32 `[tokens, OUT_WORDS]`: of the tokens of the chunks in
-        `plan.features.prompt_log_prob_chunks`, end to end; valid as long as `samples`."""
+        """int32 `[tokens, OUT_WORDS]`: of the tokens of `plan.features.prompt_spans`, end to end;
+        valid as long as `samples`."""
         return self._buffers.prompt.array[: self.plan.features.num_prompt_log_probs]
 
 
@@ -145,7 +145,7 @@ class TextGenerationController(NamesOfMegatron):
         shard = inference_wrapped_model.shard
         self.sampler = TokenSampler(view, self.vocab_size if is_last else 0, dtype, shard)
         self.constrained = ConstrainedSampler(view, self.sampler, self.vocab_size, self.device)
-        self._prompt = PromptLogProbs(inference_wrapped_model, self.device)
+        self._prompt = PromptLogProbs(inference_wrapped_model, self.sampler, self.device)
         self._ring = [
             SampleBuffers(samples, host, config.decode_width, log_probs, prompt, self.device)
             for samples, host, log_probs, prompt in zip(
@@ -267,9 +267,11 @@ class TextGenerationController(NamesOfMegatron):
                 stage.send(plan, failed=False)
             except Exception as error:
                 launched.raised = error
-                self.context.gpu_view.routing = None
-                # It may not have come as far as to count itself.
-                self.context.gpu_view.expect_step(plan.step + 1)
+                # It may not have come as far as to unpack its bookkeeping and to count itself.
+                view = self.context.gpu_view
+                view.routing = None
+                view.take_block_updates(plan.step, plan.dims, len(plan.block_updates.slots))
+                view.expect_step(plan.step + 1)
                 stage.send(plan, failed=True)
 
     def _sample_guarded(self, launched: LaunchedStep, part: slice) -> None:
@@ -290,11 +292,12 @@ class TextGenerationController(NamesOfMegatron):
         with self.tracer.stage("device_step", plan.step, self.device.compute):
             if graph is not None:
                 graph.replay()
+                hidden = self.graphs.hidden.get(plan.dims.graph_key)
             else:
                 forced = forced_routing(plan, self.device)
-                self._compute_step(plan.dims, plan.sampling_mode, plan.step, forced)
-                if plan.features.num_prompt_log_probs and self.stage.is_last:
-                    self._prompt.compute(plan)
+                hidden = self._compute_step(plan.dims, plan.sampling_mode, plan.step, forced)
+            if plan.features.num_prompt_log_probs and hidden is not None:
+                self._prompt.compute(plan, hidden)
 
     @torch.inference_mode()
     def _compute_step(
@@ -303,10 +306,10 @@ class TextGenerationController(NamesOfMegatron):
         mode: SamplingMode,
         step: int = -1,
         forced: Tensor | None = None,
-    ) -> None:
+    ) -> Tensor | None:
         """Unpack, forward, sample, feed back: what a graph captures. It depends on its arguments'
         shapes and on device memory, and on nothing else. A pipeline stage that is not the last
-        ends with its forward."""
+        ends with its forward, and returns None; the last one the view's `hidden_states`."""
         view, tracer, stage = self.context.gpu_view, self.tracer, self.stage
         compute = self.device.compute
         with tracer.stage("forward_pass", step, compute):
@@ -324,15 +327,17 @@ class TextGenerationController(NamesOfMegatron):
             if not stage.is_last:
                 stage.keep(output)
                 view.move_on()
-        if stage.is_last:
-            with tracer.stage("sampling", step, compute):
-                sampled = self.sampler.sample(output, mode)
-            with tracer.stage("feed_back", step, compute):
-                view.feed_back(sampled)
-                self.sampler.remember(sampled, mode)
-            if self.drafting is not None:
-                with tracer.stage("drafting", step, compute):
-                    self.drafting.draft(view)
+        if not stage.is_last:
+            return None
+        with tracer.stage("sampling", step, compute):
+            sampled = self.sampler.sample(output, mode)
+        with tracer.stage("feed_back", step, compute):
+            view.feed_back(sampled)
+            self.sampler.remember(sampled, mode)
+        if self.drafting is not None:
+            with tracer.stage("drafting", step, compute):
+                self.drafting.draft(view)
+        return view.hidden_states
 
     def create_cuda_graphs(self, progress: bool = False) -> CaptureReport | None:
         """Capture the context's padded shapes, unless that is done already. Mixed shapes that do

@@ -78,7 +78,9 @@ class StepWatch:
         decodes &= slots.in_flight_steps < slots.most_in_flight  # of a grammar
         missing = np.maximum(slots.with_drafts(slots.places(everywhere, 1)) - places, 0)
         wanted = -(-missing // context.block_size_tokens)
-        if np.any(slots.state == SlotState.PREFILLING) or np.any(decodes & (wanted == 0)):
+        prefills = slots.state == SlotState.PREFILLING
+        prefills &= slots.num_prefilled < slots.max_length - 1  # else a score, all launched
+        if np.any(prefills) or np.any(decodes & (wanted == 0)):
             return True
         ready = np.flatnonzero(decodes)
         if not len(ready):

@@ -113,8 +113,6 @@ class AnswerChoice:
             events = writer.failed(self.failure)
         else:
             events = self._finish(end)
-        if self._style.is_scoring:
-            answer.usage.generated -= self._num_tokens
         return events if answer.num_open else events + writer.last(answer.usage)
 
     def whole(self) -> dict[str, Any]:

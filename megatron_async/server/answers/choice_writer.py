@@ -59,7 +59,7 @@ class _ChoiceWriter(ItemWriter):
         self._is_told = style.is_stream and not self._waits_for_end
         has_news = style.top_n is not None or style.gives_token_ids or style.continuous_usage
         has_news = has_news or bool(style.megatron_fields)
-        self._keeps_tokens = (has_news or not self._is_told) and not style.is_scoring
+        self._keeps_tokens = has_news or not self._is_told
         self._taken: list[tuple[list[int], TokenLogProbs | None]] = []
         """Ids and log probs that no event has sent yet."""
         self._all: list[tuple[list[int], TokenLogProbs | None]] = []
@@ -291,8 +291,8 @@ class CompletionWriter(_ChoiceWriter):
     def _whole_text(self, result: ItemResult) -> str:
         if not self.style.is_scoring:
             return "".join(item.text for item in result.items)
-        if isinstance(self._prompt, str):
-            return self._prompt
+        if isinstance(self._prompt, str) or not self.style.echo:
+            return str(self._prompt) if self.style.echo else ""
         tokenizer = self.served.tokenizer
         return "" if tokenizer is None else tokenizer.detokenize(list(self._prompt))
 

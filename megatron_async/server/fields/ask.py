@@ -75,9 +75,9 @@ def ask_completion(request: CompletionRequest, served: ServedModel, caller: Call
     model, prompt_top_n = _check_style(request, served)
     top_n = log_prob_count("logprobs", request.logprobs)
     echo = bool(request.echo)
-    is_scoring = echo and request.max_tokens == 0
+    is_scoring = request.max_tokens == 0 and (echo or request.prompt_logprobs is not None)
     name, given = _named_limit(request, "max_tokens", "max_completion_tokens")
-    most = 1 if is_scoring else checked_limit(name, given)
+    most = 0 if is_scoring else checked_limit(name, given)
     prompts = completion_prompts(request, most, served)
     most = check_room(name, most, prompts, served)
     most = COMPLETION_TOKENS if most is None else most

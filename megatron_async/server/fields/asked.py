@@ -72,7 +72,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
         top_n: the log prob of each token and this many beside it; None: no log probs.
         prompt_top_n: the same of the prompt in `prompt_logprobs`; None: none.
         echo: a completion's text begins with the prompt.
-        is_scoring: nothing but the prompt is returned (max_tokens 0 with echo).
+        is_scoring: nothing is generated (max_tokens 0 with echo or prompt_logprobs).
         gives_token_ids: of prompt and answer.
         gives_versions: of the weights that made its tokens.
         names_by_id: tokens in log probs are called "token_id:123".

@@ -26,6 +26,7 @@ from tests.functional_tests.fuzz.fuzz_requests import (
     TrackedRequest,
     asks,
     engine_settings,
+    score_of,
     snapshot_settings,
 )
 from tests.support.attention_model import VOCABULARY, AttentionModel
@@ -194,6 +195,8 @@ class EngineMachine(RuleBasedStateMachine):
                 self._unreported.append(tracked)
             else:
                 self.unfinished[ask.request_id] = tracked
+            if (score := score_of(ask)) is not None and score.request_id not in self.unfinished:
+                self.add_requests([score])
 
     @precondition(lambda machine: machine.ended)
     @rule(which=some_request, ask=asks)

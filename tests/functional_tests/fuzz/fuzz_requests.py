@@ -145,6 +145,19 @@ asks = st.builds(
 )
 
 
+def score_of(ask: Ask) -> Ask | None:
+    """A score of a prompt, for a request that asks for alternatives. Not drawn: so all schedules
+    stay what they were before there were scores."""
+    fields = ask.sampling
+    is_score = fields["num_tokens_to_generate"] == 0
+    if "top_n_logprobs" not in fields or len(ask.prompt) < 2 or is_score:
+        return None
+    kept = (*DRAWING, "logit_bias", "logprobs_mode", "top_n_logprobs", "return_log_probs")
+    fields = {name: value for name, value in fields.items() if name in kept}
+    fields |= {"num_tokens_to_generate": 0, "prompt_log_probs_from": len(ask.prompt) // 2}
+    return ask._replace(request_id=ask.request_id + 20, sampling=fields)
+
+
 @st.composite
 def engine_settings(draw: st.DrawFn) -> dict[str, Any]:
     """Fields of `InferenceConfig`."""
@@ -317,7 +330,7 @@ class SerialAnswers:
             return self._answers[key]
         params = SamplingParams(**ask.sampling)
         future = self._engine.add_request(ask.request_id, ask.prompt, params)
-        request = self._engine.get_request(ask.request_id)
+        request = future.result() if future.done() else self._engine.get_request(ask.request_id)
         while not future.done() and (tokens is None or request.generated_length < tokens):
             self._engine.step_modern()
         if future.done():

@@ -38,7 +38,7 @@ VOCABULARY = 100
         ({"top_k": True}, ("top_k=True", "integer")),
         ({"seed": -1}, ("seed=-1", "2**63 - 1")),
         ({"seed": 2**63}, (f"seed={2**63}", "2**63 - 1")),
-        ({"num_tokens_to_generate": 0}, ("num_tokens_to_generate=0", "1 or more")),
+        ({"num_tokens_to_generate": -1}, ("num_tokens_to_generate=-1", "to score the prompt")),
         ({"num_tokens_to_generate": 1.0}, ("num_tokens_to_generate=1.0", "integer")),
         ({"num_tokens_total": -4}, ("num_tokens_total=-4", "1 or more")),
         (

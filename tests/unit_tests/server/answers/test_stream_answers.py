@@ -209,14 +209,20 @@ def test_a_streams_log_probs_are_those_of_the_whole_answer() -> None:
 def test_scoring_tells_the_prompt_alone() -> None:
     """What lm-eval asks for: echo, log probs and no token."""
     asked = asked_completion(prompt=[[9906, 1354, 11]], echo=True, logprobs=1, max_tokens=0)
-    found = answered(asked, "x", reason="length")
+    assert asked.choices[0].params.is_score
+    found = answered(asked, "", reason="length")
     choice = found["choices"][0]
     assert choice["text"] == demo().tokenizer.detokenize([9906, 1354, 11])  # type: ignore[union-attr]
     assert choice["logprobs"]["token_logprobs"] == [None, -1, -1.5]
     assert found["usage"]["completion_tokens"] == 0
     asked = asked_completion(prompt=[9906, 1354], echo=True, logprobs=1, max_tokens=0, stream=True)
-    events = streamed(asked, "x", reason="length")
+    events = streamed(asked, "", reason="length")
     assert events[0]["choices"][0]["logprobs"]["token_logprobs"] == [None, -1]
+    found = answered(asked_completion(prompt=[9906, 1354], prompt_logprobs=0, max_tokens=0), "")
+    assert found["choices"][0]["text"] == ""
+    assert [None if at is None else [*at] for at in found["choices"][0]["prompt_logprobs"]] == [
+        None, ["1354"],
+    ]  # fmt: skip
 
 
 def test_numbers_that_json_does_not_have() -> None:

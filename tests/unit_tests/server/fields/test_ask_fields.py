@@ -63,7 +63,7 @@ def test_defaults_are_the_likeliest_token_and_openais() -> None:
         ({"logprobs": 0}, {"return_log_probs": True, "top_n_logprobs": 0, "skip_prompt_log_probs": True}),
         ({"logprobs": 3, "echo": True}, {"top_n_logprobs": 3, "skip_prompt_log_probs": False, "echo": True}),
         ({"prompt_logprobs": 2, "logprobs": 1}, {"top_n_logprobs": 2, "skip_prompt_log_probs": False}),
-        ({"max_tokens": 0, "echo": True}, {"num_tokens_to_generate": 1}),
+        ({"max_tokens": 0, "echo": True}, {"num_tokens_to_generate": 0}),
         ({"max_tokens": None, "temperature": None, "stop": None, "n": None, "seed": None}, {"temperature": 0}),
         ({"unknown": {"of": ["any", "kind"]}}, {"temperature": 0}),
         ({"top_p": 0.9}, {"temperature": 1, "top_p": 0.9}),
