@@ -113,6 +113,19 @@ def test_without_a_refresh_copies_are_old() -> None:
     assert_megatrons(model, after)
 
 
+def test_copies_follow_weights_that_are_written_while_the_engine_runs() -> None:
+    model = gpt_model(EXPERTS, UNTIED).eval()
+    engine = engine_of(model, lookahead=1)
+    before = generate(engine)
+    with engine.weights_open("trained"):
+        fill(model, seed=5)
+    after = generate(engine)
+    assert engine.controller.inference_wrapped_model.derived.stale() == []
+    engine.close()
+    assert after != before
+    assert_megatrons(model, after)
+
+
 @pytest.mark.parametrize("kind", ["other memory", "other parameters"])
 def test_weights_that_lie_elsewhere_now(kind: str) -> None:
     model = gpt_model(EXPERTS, UNTIED).eval()
