@@ -110,10 +110,10 @@ class Scheduler:
 
     def keep_routing(self, slot: int) -> None:
         """Have the routing record of the request in `slot` copied, if it has one."""
-        if self.before_release is not None:
+        if self.before_release is not None and (request := self._slots.requests[slot]) is not None:
             # Of its tokens the last one is fed by a step that is not booked, or never.
             computed = min(self._slots.num_computed(slot), int(self._slots.num_known[slot]) - 1)
-            self.before_release(self._slots.request_at(slot), slot, computed)
+            self.before_release(request, slot, computed)
 
     def schedule(self) -> tuple[DecodeRows, list[PrefillChunk]]:
         """Decode rows and prefill chunks of the next step; both empty if nothing can run."""

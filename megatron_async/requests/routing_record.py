@@ -14,6 +14,10 @@ Rows = NDArray[np.unsignedinteger[Any]]
 class RowsOnTheirWay(Protocol):
     """Rows that are being copied to the host."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` does not wait."""
+
     def take(self) -> Rows:
         """The rows; waits for the copy."""
 
@@ -43,6 +47,11 @@ class RoutingRecord:
         """All positions are computed anew."""
         self.replacements += self.num_rows > 0
         self.num_rows, self._parts, self._rows = 0, [], None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all copies are done."""
+        return all(part.is_ready for part in self._parts)
 
     def take(self) -> Rows | None:
         """All rows; None where there is none. Waits for copies."""

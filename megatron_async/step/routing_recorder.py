@@ -22,7 +22,7 @@ from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.experts.expert_routing import NO_EXPERT
 from megatron_async.planning.step_plan import StepPlan
-from megatron_async.requests.routing_record import Rows
+from megatron_async.requests.routing_record import Rows, RowsOnTheirWay
 
 if TYPE_CHECKING:
     from megatron_async.device_state.gpu_view import ContextGPUView
@@ -81,8 +81,8 @@ def forced_routing(plan: StepPlan, device: Device) -> Tensor | None:
     return forced
 
 
-class _Copy:
-    """Rows of some blocks on their way to the host."""
+class _Copy(RowsOnTheirWay):
+    """Rows of some blocks."""
 
     def __init__(self, device: Device, kept: Tensor, table: Tensor, rows: slice) -> None:
         self._rows = rows
@@ -112,6 +112,10 @@ class _Copy:
         if found.is_cuda:  # nobody needs it behind the copy
             found.record_stream(torch.cuda.current_stream(found.device))
         self._found = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.query()
 
     def take(self) -> Rows:
         self._ready.wait()

@@ -65,6 +65,7 @@ def check(plain: torch.nn.Module, request: DynamicInferenceRequest) -> None:
     """The record of a request that has ended is what its sequence gives."""
     tokens = [*request.prompt_tokens.tolist(), *request.generated_tokens]
     record = request.routing_indices
+    assert request.routing.is_ready
     if request.finish_reason == "aborted":
         if record is None:
             return

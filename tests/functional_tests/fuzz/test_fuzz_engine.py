@@ -73,7 +73,6 @@ short ones, in which few bugs show."""
 MANY = 1000
 """Schedules in which a bug that needs a rare event is to be found."""
 SEEDS = {
-    "half_booked_tokens_stay": 32,
     "bookkeeping_thought_there": 1, "one_block_too_few": 2, "last_token_twice": 2,
     "pending_for_ever": 2, "blocks_for_one_token": 2, "drafts_without_blocks": 4,
     "drafts_believed": 1, "one_draft_too_many": 1, "surplus_and_one_more": 2,
