@@ -122,21 +122,20 @@ class NameTable:
 
     def _wholes(self, weight: Weight, tensor: Tensor) -> dict[str, list[Piece]]:
         found: dict[str, list[Piece]] = defaultdict(list)
+        first = weight.shard.experts_of(weight.experts).start
+        whole = [(origin, place, False) for origin, place in weight.whole_pieces(tensor)]
+        shard = ([first] + [0] * (tensor.dim() - 1), tensor, True)
         for prefix in self._prefixes[weight.stored]:
-            for origin, place in weight.whole_pieces(tensor):
+            for origin, place, is_alone in (*whole, shard):
                 region = _region(origin, place)
-                found[prefix].append(Piece(region, place))
+                found[prefix].append(Piece(region, place, is_alone))
                 for number, expert in enumerate(place if weight.experts else ()):
-                    for name in _expert_names(prefix, origin[0] + number):
-                        found[name].append(Piece(region[1:], expert))
-            found[prefix].append(_alone(tensor))
-            held = weight.shard.experts_of(weight.experts)
-            for number, expert in zip(held, tensor, strict=False):
-                for name in _expert_names(prefix, number):
-                    found[name].append(_alone(expert))
+                    for name in _expert_names(prefix, first + number):
+                        found[name].append(Piece(region[1:], expert, is_alone))
             if weight.is_stored_in_strips:
                 for suffix, origin, place in weight.stored_pieces(tensor):
-                    found[prefix + suffix] = [Piece(_region(origin, place), place), _alone(place)]
+                    piece = Piece(_region(origin, place), place)
+                    found[prefix + suffix] = [piece, piece._replace(is_alone=True)]
         return found
 
     def _megatron_names(self, weight: Weight) -> list[str]:
@@ -159,10 +158,6 @@ class NameTable:
 
 def _region(origin: list[int], place: Tensor) -> Region:
     return tuple(slice(first, first + n) for first, n in zip(origin, place.shape, strict=True))
-
-
-def _alone(place: Tensor) -> Piece:
-    return Piece(_region([0] * place.dim(), place), place, True)
 
 
 def _expert_names(prefix: str, expert: int) -> list[str]:
