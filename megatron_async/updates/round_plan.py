@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -33,26 +34,31 @@ class RoundPlan:
     why: str
 
 
-def make_plan(
-    device: Device, staging: str, num_bytes: int, weights: int, is_partial: bool
-) -> RoundPlan:
-    """The plan of a round of so many bytes and weights, for one of `STAGINGS`.
+def make_plan(device: Device, staging: str, sizes: Sequence[int], is_partial: bool) -> RoundPlan:
+    """The plan of a round of weights of so many bytes each, for one of `STAGINGS`.
 
     Raises:
         UpdateError: there is no memory for it; has the bytes.
     """
+    num_bytes, weights = sum(sizes), len(sizes)
+    is_cpu = device.torch_device.type == "cpu"
+    # torch's pinned memory comes in powers of two.
+    pinned = num_bytes if is_cpu else sum(1 << (size - 1).bit_length() for size in sizes)
+    needed = {"device": num_bytes, "host": pinned}
     free = {"device": device.free_memory(), "host": psutil.virtual_memory().available}
     if staging in ("direct", "none"):
         why = "asked for: no second memory"
         return RoundPlan(staging, "nowhere", num_bytes, 0, free["device"], weights, why)
     places: tuple[str, ...] = (staging,)
     if staging == "auto":  # on a CPU both are the same memory
-        places = ("device",) if device.torch_device.type == "cpu" else ("device", "host")
+        places = ("device",) if is_cpu else ("device", "host")
     for place in places:
-        if num_bytes <= FREE_SHARE * free[place] or (is_partial and place == places[-1]):
+        if needed[place] <= FREE_SHARE * free[place] or (is_partial and place == places[-1]):
             why = "asked for" if staging == place else "the first memory with room"
-            return RoundPlan(place, place, num_bytes, num_bytes, free[place], weights, why)
-    each = " and ".join(f"{free[place]:,} are free on the {place}" for place in places)
+            return RoundPlan(place, place, num_bytes, needed[place], free[place], weights, why)
+    each = " and ".join(
+        f"the {place} has {free[place]:,} of {needed[place]:,} free" for place in places
+    )
     raise UpdateError(
         f"a round of {num_bytes:,} bytes of weights does not fit: {each}, of which it may take "
         f"{FREE_SHARE:.0%}. Use staging='direct' (tensors of this process or by CUDA IPC) or "

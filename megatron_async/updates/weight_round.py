@@ -132,7 +132,8 @@ class WeightRound:
             for weight in everything
             if self._is_selected(weight.stored)
         }
-        self.num_bytes = sum(held.parameter.nbytes for held in self._held.values())
+        sizes = [held.parameter.nbytes for held in self._held.values()]
+        self.num_bytes = sum(sizes)
         self._spare: dict[str, Tensor] = {}
         self._pieces: dict[int, dict[str, list[_Marked]]] = {}
         self._later: list[Write] = []
@@ -143,7 +144,7 @@ class WeightRound:
         self._state = "open"
         self.is_torn = False
         self.left_out = 0
-        self.plan = make_plan(device, staging, self.num_bytes, len(self._held), partial)
+        self.plan = make_plan(device, staging, sizes, partial)
         if partial or staging == "none":
             device.caller_waits()  # parameters are read or written: an update before is to be done
         if self.plan.spare_bytes and not partial:
