@@ -187,6 +187,12 @@ def _tokenizer_fields(tokenizer: Any) -> dict[str, Any]:
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """What JSON has of some fields; files of tokenizers have nothing else."""
-    plain: dict[str, Any] = json.loads(json.dumps(fields, default=str))
+    """What JSON has of some fields; files of tokenizers have nothing else. 10**30, transformers'
+    word for no limit, is no integer of a message, and becomes a float."""
+    text = json.dumps(fields, default=str)
+    plain: dict[str, Any] = json.loads(text, parse_int=_number)
     return plain
+
+
+def _number(text: str) -> int | float:
+    return int(text) if len(text) < 19 else float(text)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, override
 
 import msgspec
@@ -193,13 +194,20 @@ class MegatronReplica(Replica):
 
 
 def tokenizer_for_clients(tokenizer: Any) -> Tokenizer | None:
-    """Megatron's tokenizer of transformers' library as one that HTTP processes can read; None for
-    other kinds, whose texts the replica makes."""
+    """Megatron's tokenizer of transformers' library, or an adapter that keeps one where Megatron's
+    server looks for it, as one that HTTP processes can read; None for other kinds, whose texts the
+    replica makes."""
     path = getattr(tokenizer, "path", None)
-    if getattr(tokenizer, "library", None) != "huggingface" or not isinstance(path, str):
+    if getattr(tokenizer, "library", None) == "huggingface" and isinstance(path, str):
+        folder = Path(path)
+        if Tokenizer.is_in(folder):  # and else a name in a hub
+            return Tokenizer.from_folder(folder)
+    inner = getattr(getattr(tokenizer, "_tokenizer", None), "tokenizer", None)
+    if inner is None or not getattr(inner, "is_fast", False):
         return None
-    folder = Path(path)
-    return Tokenizer.from_folder(folder) if Tokenizer.is_in(folder) else None
+    with TemporaryDirectory(prefix="megatron-async-tokenizer-") as place:
+        inner.save_pretrained(place)
+        return Tokenizer.from_folder(place)
 
 
 logger = logging.getLogger("megatron_async")
