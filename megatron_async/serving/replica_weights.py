@@ -167,6 +167,7 @@ class ReplicaWeights:
         given = dict(fields)
         number = given.pop("number")
         self._begin = begin = read_fields(given, Begin)
+        self._engine.updating.check_may_begin(begin.is_whole)
         self._number, self._pieces = number, _Pieces()
         self.weights = msgspec.structs.replace(self.weights, begun=number)
         self._round = WeightRound.of(
@@ -178,6 +179,7 @@ class ReplicaWeights:
     def _load(self, load: Load) -> None:
         round, device = self._opened, self._engine.context.device.torch_device
         if load.tensors is not None:
+            round.check((piece.name, piece.shape) for piece in load.tensors)
             round.load(tensors_of_bytes(self._pieces.whole(load.tensors)))
         elif load.folder is not None:
             round.load_folder(folder_below(os.environ.get(FOLDER_VARIABLE), load.folder))
@@ -204,6 +206,7 @@ class ReplicaWeights:
     def _check(self) -> dict[str, Any]:
         """One sum for all ranks that hold a part of the weights: those that steps need."""
         self._checks += 1
+        self._engine.context.device.caller_waits()  # a commit may be under way
         job, ours = join_job(), weights_checksum(self._wrapper.model)
         theirs = {0: json.dumps(ours)}
         if job.world_size > 1:

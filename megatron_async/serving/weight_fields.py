@@ -56,7 +56,7 @@ class Begin(Fields):
     @property
     def is_whole(self) -> bool:
         """Whether nothing of the weights before is left after it."""
-        return not self.partial and self.selector != "draft"
+        return not self.partial and self.selector == "all"
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -375,12 +375,19 @@ class WeightRounds:
         self._round, round.why = None, why
         logger.warning("Update %d of the weights is dropped: %s.", round.number, why.rstrip("."))
 
+        def mark(replica: ReplicaRecord, is_torn: bool) -> None:
+            replica.weights = msgspec.structs.replace(replica.weights, is_torn=is_torn)
+
         def dropped(question: Question) -> None:
             for replica in self._books.replicas.values():
-                if question.answers.get(replica.name, {}).get("is_torn"):
-                    replica.weights = msgspec.structs.replace(replica.weights, is_torn=True)
+                if replica.name in question.answers:
+                    mark(replica, bool(question.answers[replica.name].get("is_torn")))
             self._mark()
 
+        if round.begin.staging == "none":  # until it says otherwise
+            for identity in round.taking_part:
+                mark(self._books.replicas[identity], True)
+            self._mark()
         self._questions.put(round.taking_part, "weights_drop", {"round": round.key}, dropped)
 
     def _bring_up(self) -> None:

@@ -1,14 +1,20 @@
-"""Replicas that share experts are paused, and sleep, at one step; then they go on."""
+"""Replicas that share experts are paused, sleep and get new weights at one step."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_async import LLM, SamplingParams
+from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.replica import serve_replica
+from megatron_async.serving.weight_client import update_weights
 from tests.support.patience import eventually
 from tests.support.ranks import Ranks
 from tests.support.serving_processes import ENGINE, Service
+from tests.support.trained_weights import train
 
 MODEL = "dummy:tiny-moe"
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
@@ -20,13 +26,17 @@ def expert_rank(address: str) -> None:
         serve_replica(llm, address, MODEL, "e")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     service = Service("tcp://127.0.0.1:*")
     service.processes["e"] = Ranks(2, expert_rank, service.address)
     eventually(lambda: service.names() == {"e-0", "e-1"}, "both replicas")
     yield service
     service.close()
+
+
+def tokens_of(answers: Sequence[Any]) -> list[list[int]]:
+    return [answer.generated_tokens for answer in answers]
 
 
 def steps_of(service: Service) -> list[int]:
@@ -48,5 +58,25 @@ def test_they_stop_together_and_go_on_to_the_same_tokens(service: Service) -> No
     for stream, got in zip(streams, tokens, strict=True):
         for chunk in stream:
             got += chunk.tokens
-    expected = service.client.generate(PROMPTS, PARAMS)
-    assert tokens == [answer.generated_tokens for answer in expected]
+    assert tokens == tokens_of(service.client.generate(PROMPTS, PARAMS))
+
+
+def test_they_commit_new_weights_at_one_step(service: Service, tmp_path: Path) -> None:
+    before = tokens_of(service.client.generate(PROMPTS, PARAMS))
+    tensors = train(tmp_path / "new", 1, MODEL)
+
+    async def update(way: str) -> Any:
+        async with AsyncCoordinatorClient(service.address) as client:
+            return await update_weights(client, tensors.items(), way, way=way)
+
+    for way in ("together", "rolling"):
+        stream = service.client.stream(PROMPTS[0], PARAMS)
+        next(stream)
+        told = asyncio.run(update(way))
+        assert told["stale"] == {}
+        assert len({each["step"] for each in told["replicas"].values()}) == 1
+        assert list(stream)
+    with LLM(str(tmp_path / "new"), **ENGINE) as llm:
+        fresh = llm.generate(PROMPTS, PARAMS)
+    assert before != tokens_of(service.client.generate(PROMPTS, PARAMS)) == tokens_of(fresh)
+    assert service.client.ask("weights_check")["is_equal"]

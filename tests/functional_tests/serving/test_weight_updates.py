@@ -134,6 +134,20 @@ def test_a_torn_round_leaves_the_weights_before(service: Updated, trained: Train
     assert answer.weight_versions == [("whole", 0, 12)]
 
 
+def test_a_torn_round_without_a_second_memory_stops_all_until_a_whole_one_comes(
+    service: Updated, trained: Trained
+) -> None:
+    few = dict(list(trained.tensors[1].items())[:3])
+    with pytest.raises(UpdateError, match="dropped"):
+        service.update(few.items(), "torn", staging="none")
+    health = service.client.ask("health")
+    assert (health["state"], health["replicas"]) == ("stale", 0)
+    with pytest.raises(ValueError, match="a partial update needs"):
+        service.update(few.items(), "torn", partial=True)
+    assert service.update(trained.tensors[1].items(), "whole", staging="none")["stale"] == {}
+    assert service.tokens() == trained.tokens[1]
+
+
 def test_a_paused_service_is_updated(service: Updated, trained: Trained) -> None:
     service.client.ask("pause")
     service.update(trained.tensors[1].items(), 1, way="rolling")

@@ -1,0 +1,114 @@
+"""What a rank takes of an update's messages, and what it refuses."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron_async import LLM
+from megatron_async.serving.replica_weights import ReplicaWeights
+from megatron_async.serving.weight_sources import FOLDER_VARIABLE, TRAINERS_VARIABLE
+from tests.support.serving_processes import ENGINE
+
+BEGIN = {"number": 1, "version": "v"}
+NAME = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("dummy:tiny", **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture
+def rank(llm: LLM) -> Iterator[ReplicaWeights]:
+    found = ReplicaWeights(llm.engine)
+    yield found
+    told(found, "drop")
+
+
+NUMBERS = iter(range(1, 1000))
+
+
+def told(rank: ReplicaWeights, what: str, **fields: Any) -> dict[str, Any]:
+    value, failure = asyncio.run(rank.do(f"weights_{what}", fields))
+    assert failure is None, failure
+    return value
+
+
+def refused(rank: ReplicaWeights, what: str, **fields: Any) -> str:
+    _, failure = asyncio.run(rank.do(f"weights_{what}", fields))
+    assert failure is not None
+    return failure[1]
+
+
+def begin(rank: ReplicaWeights, **fields: Any) -> dict[str, Any]:
+    return told(rank, "begin", number=next(NUMBERS), round="k", **fields)
+
+
+def piece(data: int, offset: int = 0, name: str = NAME, dtype: str = "F32", size: int = 64) -> Any:
+    return [name, dtype, [size], bytes(data), offset]
+
+
+def test_what_a_round_takes_is_told_first(rank: ReplicaWeights) -> None:
+    plan = begin(rank)
+    assert plan["num_bytes"] == plan["spare_bytes"] > 0
+    assert "open already" in refused(rank, "begin", number=next(NUMBERS), round="k")
+
+
+@pytest.mark.parametrize(
+    ("messages", "part"),
+    [
+        ([[piece(100, 0), piece(100, 100)]], "only 200 bytes"),
+        ([[piece(100, 0)], [piece(100, 50)]], "in order"),
+        ([[piece(100, 8)]], "in order"),
+        ([[piece(100, 0), piece(256, 0, "model.layers.0.input_layernorm.weight")]], "no other tensor"),
+        ([[piece(200, 0), piece(57, 200)]], "in order"),
+        ([[piece(0, 0)]], "in order"),
+        ([[piece(4, 0, dtype="F8_E4M3")]], "F8_E4M3"),
+        ([[piece(4, 0, "model.unheard_of", size=1)]], "unheard_of"),
+        ([[piece(4, 0, size=1)]], "shape"),
+        ([[piece(4, 0, size=2**47)]], "shape"),
+    ],
+)
+def test_pieces_that_are_no_tensor_are_refused(
+    rank: ReplicaWeights, messages: list[Any], part: str
+) -> None:
+    begin(rank)
+    for message in messages[:-1]:
+        told(rank, "load", round="k", tensors=message)
+    value, failure = asyncio.run(rank.do("weights_load", {"round": "k", "tensors": messages[-1]}))
+    text = failure[1] if failure is not None else refused(rank, "finish", round="k")
+    assert part in text
+    assert value == {}
+
+
+def test_folders_and_groups_are_the_administrators(
+    rank: ReplicaWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setenv(TRAINERS_VARIABLE, "trainer:29500")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "weights" / "link").symlink_to(tmp_path / "other")
+    for root, folder in ((None, "x"), ("weights", "../other"), ("weights", "link")):
+        if root is not None:
+            monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / root))
+        begin(rank)
+        assert "--weights-dir" in refused(rank, "load", round="k", folder=folder)
+        told(rank, "drop")
+    group = {"name": "g", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    for address in ("127.0.0.1:1", "trainer:1", "trainer", "trainer:-1", ""):
+        text = refused(rank, "group", **group, address=address)
+        assert "--trainer" in text or "is no port" in text
+    begin(rank)
+    sent = {"name": "g", "names": [NAME], "dtypes": ["F32"], "shapes": [[64]]}
+    assert "weights_group" in refused(rank, "load", round="k", group=sent)
+
+
+def test_verbs_without_a_round_are_refused(rank: ReplicaWeights) -> None:
+    assert "begin one" in refused(rank, "load", round="k", tensors=[piece(256)])
+    assert "begin one" in refused(rank, "finish", round="k")
+    assert "no command" in refused(rank, "explode")
+    assert told(rank, "drop") == {"is_torn": False}
