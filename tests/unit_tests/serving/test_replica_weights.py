@@ -12,7 +12,7 @@ from megatron_async.serving.weight_sources import FOLDER_VARIABLE, TRAINERS_VARI
 from tests.support.serving_processes import ENGINE
 
 BEGIN = {"number": 1, "version": "v"}
-NAME = "model.norm.weight"
+NAME, OTHER = "model.norm.weight", "model.layers.0.input_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_what_a_round_takes_is_told_first(rank: ReplicaWeights) -> None:
         ([[piece(100, 0), piece(100, 100)]], "only 200 bytes"),
         ([[piece(100, 0)], [piece(100, 50)]], "in order"),
         ([[piece(100, 8)]], "in order"),
-        ([[piece(100, 0), piece(256, 0, "model.layers.0.input_layernorm.weight")]], "no other tensor"),
+        ([[piece(100, 0), piece(256, 0, OTHER)]], "no other tensor"),
         ([[piece(200, 0), piece(57, 200)]], "in order"),
         ([[piece(0, 0)]], "in order"),
         ([[piece(4, 0, dtype="F8_E4M3")]], "F8_E4M3"),
