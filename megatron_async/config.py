@@ -18,6 +18,8 @@ MOST_LOOKAHEAD = 64
 LOOKAHEAD_OF_MODE = {"legacy": 0, "async": 1}
 """Megatron-Core's `async_sched_mode` values, as lookahead."""
 
+MEMORY_TAGS = ("kv_cache", "weights")
+"""What the memory is called that a suspended engine can give back; the first has states too."""
 DEFAULT_MAX_REQUESTS = 256
 SHORT_PROMPT = 32
 """Prompt tokens for each prefill row of a captured mixed step with many of them."""
@@ -214,6 +216,10 @@ class InferenceConfig:
     and 16-bit dtypes), flash_attn_4, flash_attn_3 (packages, 16-bit dtypes) or torch (the
     reference; steps with prefill are not captured). Decode rows always use our kernel. None: the
     fastest of those there are, by `choices`."""
+
+    enable_sleep_mode: bool = False
+    """Keep the addresses of KV cache, states and weights while `suspend` has given their memory
+    back: captured steps stay valid, and weights can be given back too (docs/rl.md)."""
 
     check_integrity: bool = False
     """Check after every step that each KV block and slot has exactly one owner; for tests."""

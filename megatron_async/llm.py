@@ -23,6 +23,7 @@ from megatron_async.checkpoints.source import parse_dtype
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import MOST_LOOKAHEAD, InferenceConfig
+from megatron_async.device_state.pools import move_weights
 from megatron_async.devices import make_device, makes_ordinary_tensors, resolve_device_name
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine, Prompt
 from megatron_async.engine.updating import UpdateDone
@@ -71,6 +72,7 @@ LOADING_TIMEOUT_S = 3600.0
 OF_NO_KERNEL = (
     "device", "inference_sampling_seed", "logging_step_interval", "nvtx", "check_integrity",
     "check_ranks_agree", "late_launch", "target_tpot_ms", "async_sched_mode",
+    "enable_sleep_mode",
 )  # fmt: skip
 """Settings that change no kernel."""
 
@@ -178,6 +180,7 @@ class LLM:
                     sizes,
                     with_mtp=config.speculative_method == "mtp",
                 )
+                moved = config.enable_sleep_mode and move_weights(weights, self._device)
             with phases.phase("read weights"):
                 source.load_weights(weights, progress=progress)
             with phases.phase("wait for kernels"):
@@ -189,6 +192,8 @@ class LLM:
             context = DynamicInferenceContext(
                 weights.config, config, self._device, self.timeline, progress
             )
+            if moved:
+                context.memories["weights"] = moved
             wrapper = GPTInferenceWrapper(weights, context)
             controller = TextGenerationController(wrapper, self.tokenizer)
         with phases.phase("capture steps"):

@@ -44,6 +44,7 @@ ENGINE_NAMES = by_name({
     "buffer_size_gb": "gpu_memory_utilization mem_fraction_static cuda_memory_fraction "
     "kv_cache_memory_bytes active_buffer_size_gb",
     "num_kv_blocks": "num_gpu_blocks_override max_batch_total_tokens",
+    "enable_sleep_mode": "enable_memory_saver persist_cuda_graphs static_kv_memory_pointers",
     "enable_prefix_caching": "reuse_cache enable_radix_cache prefix_caching",
     "enable_prefix_caching=False": "disable_radix_cache no_prefix_caching",
     "mamba_ssm_states_dtype": "mamba_inference_ssm_states_dtype",
@@ -150,16 +151,14 @@ ENGINE_ADVICE = by_name({
     "use_same_sampling_seed_across_dp_ranks offset_sampling_seed_by_dp_rank",
     "it goes with Megatron's own objects: the InferenceConfig of "
     "megatron_async.compat.inference takes it":
-    "mamba_inference_state_config static_kv_memory_pointers pg_collection metrics_writer "
+    "mamba_inference_state_config pg_collection metrics_writer "
     "track_paused_request_events track_generated_token_events",
     "a request that finds no block is paused, or computed again: leave it out":
     "buffer_guaranteed_fraction",
     "max_requests and max_tokens say it": "buffer_overflow_factor",
     "latent attention is not served: leave it out": "cache_mla_latent",
-    "captured steps stay until engine.suspend(free_kv_cache=True): leave it out":
-    "persist_cuda_graphs",
-    "engine.suspend(free_kv_cache=True) frees the KV cache, without a copy on the host: leave "
-    "it out": "offload_kv_cache",
+    "engine.suspend(free_kv_cache=True, copies=['kv_cache']) does it: leave it out":
+    "offload_kv_cache",
     "convolutions have a kernel of their own: leave it out": "mamba_triton_conv1d",
     "the model's configuration says it: leave it out": "inference_wrapper_config wrapper_config",
     "random numbers follow from a request's seed, without a state: leave it out": "rng_tracker",

@@ -20,6 +20,7 @@ from megatron_async.device_state.kv_cache import (
     RoutingShape,
     blocks_that_fit,
 )
+from megatron_async.device_state.pools import Pools
 from megatron_async.device_state.recurrent_state import make_recurrent_state
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.device_state.slot_states import SlotStates
@@ -71,19 +72,22 @@ def make_gpu_view(
     """
     max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
     choices = choices or Choices(config.choices, device)
-    states = SlotStates()
+    # A simulation's device has no memory at all.
+    keeps = config.enable_sleep_mode and device.torch_device.type != "meta"
+    pools, states = Pools(device.torch_device, device if keeps else None), SlotStates()
     vocab_size = getattr(model, "vocab_size", None)
     if vocab_size is not None and stage_of(model).is_last:
-        states.append(SamplingState(config.max_requests, vocab_size, device.torch_device))
+        states.append(SamplingState(config.max_requests, vocab_size, pools))
     if layers := recurrent_layers(model):
         sizes = recurrent_sizes(model, layers)
+        where = device.torch_device
         states.append(
-            make_recurrent_state(sizes, config, model.params_dtype, device.torch_device, sharing)
+            make_recurrent_state(sizes, config, model.params_dtype, where, sharing, pools)
         )
     # What each slot takes comes first; blocks share what is left.
     num_blocks = _num_blocks(model, config, device, states)
     states.allocate()
-    kv_cache = PagedKVCache(block_shape(model, config), num_blocks, device.torch_device)
+    kv_cache = PagedKVCache(block_shape(model, config), num_blocks, pools)
     slots = DeviceSlots(
         config.max_requests,
         max_blocks,
@@ -108,6 +112,7 @@ def make_gpu_view(
         RotaryTable(described_frequencies(model), config.max_sequence_length, device.torch_device),
         model.layernorm_epsilon,
         _make_attention(model, config, device, max_blocks, choices),
+        pools,
         states,
         device.host_buffer(math.prod(samples), torch.int32).view(samples),
         Ops(device.torch_device),

@@ -17,6 +17,7 @@ from megatron_async.device_state.device_slots import DeviceSlots
 from megatron_async.device_state.feed_back import feed_back_kernel
 from megatron_async.device_state.kv_cache import PagedKVCache
 from megatron_async.device_state.paged_step_view import PagedStepView
+from megatron_async.device_state.pools import Pools
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.slot_states import SlotStates
 from megatron_async.device_state.step_on_host import feed_back_on_host, unpack_step_on_host
@@ -43,6 +44,7 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
         rotary: table of the rotary embedding that the model's configuration describes.
         norm_eps: epsilon of the model's q/k norms.
         attention: the attention backend.
+        pools: memory of cache and states.
         states: slot states: data that steps leave for later steps, by slot.
         host_samples: as `sample_ring`, host memory.
         ops: bound for the device.
@@ -75,6 +77,7 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
         rotary: RotaryTable,
         norm_eps: float,
         attention: TorchPagedAttention,
+        pools: Pools,
         states: SlotStates,
         host_samples: Tensor,
         ops: Ops,
@@ -96,7 +99,7 @@ class ContextGPUView(PagedStepView, RecurrentStepView):
         self._entries = self.bookkeeping.unbind()
         # Counted on the device, because a graph's arguments are fixed: each step moves it on.
         self._next_entry = torch.zeros(1, dtype=torch.int32, device=device)
-        self.states = states
+        self.pools, self.states = pools, states
         self._recurrent = states.find(RecurrentState)
         self._tensors = tensors
         self.rotary = rotary

@@ -6,19 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_async.devices import makes_ordinary_tensors
+from megatron_async.device_state.pools import GIB, Pools
 from megatron_async.errors import OutOfMemoryError
 
 MIB = 1024**2
-GIB = 1024**3
 DEFAULT_CPU_POOL_GB = 1.0
 DEFAULT_GPU_SHARE = 0.8
-ALIGNMENT = 64
-"""Bytes to which torch aligns memory on a CPU."""
 TOKEN_BYTES = torch.int32.itemsize
 """Bytes of a token id that is kept beside the keys."""
 
@@ -88,7 +84,7 @@ class PagedKVCache:
         shape: of a block.
         num_blocks: usable blocks; one more is allocated, the dummy block, which rows without a
             request write to.
-        device: where the cache lives.
+        pools: its memory.
 
     Attributes:
         num_layers, block_size: of `shape`.
@@ -108,8 +104,8 @@ class PagedKVCache:
             forward; None if no record is kept, and while the cache is released.
     """
 
-    def __init__(self, shape: BlockShape, num_blocks: int, device: torch.device) -> None:
-        self._shape, self._device = shape, device
+    def __init__(self, shape: BlockShape, num_blocks: int, pools: Pools) -> None:
+        self._shape, self._pools = shape, pools
         self.num_layers, self.block_size = shape.num_layers, shape.block_size
         self.dummy_block = num_blocks
         self._data: Tensor | None = None
@@ -123,25 +119,24 @@ class PagedKVCache:
         """Size of the whole cache, also while it is released."""
         return (self.dummy_block + 1) * self._shape.num_bytes
 
-    @makes_ordinary_tensors
     def allocate(self) -> None:
-        """Take the memory."""
-        shape, blocks, device = self._shape, self.dummy_block + 1, self._device
+        """Take the tensors, which are zeros."""
+        shape, blocks, zeros = self._shape, self.dummy_block + 1, self._pools.zeros
         places, head = (blocks, shape.block_size), (shape.num_heads, shape.head_dim)
         # Zeroed because a masked position has weight 0, and 0 times a stray NaN is NaN.
         whole = (shape.num_layers, 2, *places, *head)
-        self._data = _zeros(whole, shape.dtype, device)
+        self._data = zeros("keys and values", whole, shape.dtype)
         if shape.keeps_tokens:
-            self.block_tokens = _zeros(places, torch.int32, device)
+            self.block_tokens = zeros("tokens of blocks", places, torch.int32)
         if shape.num_hidden:
             hidden = (shape.num_hidden, blocks, shape.hidden_size)
-            self.block_hidden = _zeros(hidden, shape.dtype, device)
+            self.block_hidden = zeros("hidden states of blocks", hidden, shape.dtype)
         if (routing := shape.routing) is not None:
             record = (*places, routing.num_layers, routing.topk)
-            self.block_routing = _zeros(record, routing.dtype, device)
+            self.block_routing = zeros("routing of blocks", record, routing.dtype)
 
     def release(self) -> None:
-        """Free the memory, contents included; no step may run until `allocate`."""
+        """Let go of the tensors, before the pools do; no step may run until `allocate`."""
         self._data = self.block_tokens = self.block_hidden = self.block_routing = None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -149,20 +144,6 @@ class PagedKVCache:
         assert self._data is not None, "a step on a released KV cache"
         data = self._data[index]
         return data[0], data[1]
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros `size`. On a CPU the system zeroes a page when it is first touched.
-
-    `torch.zeros` would write the whole pool, half a second for 1 GiB, of which most engines use a
-    few blocks.
-    """
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    count = math.prod(size) * dtype.itemsize
-    memory = np.zeros(count + ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[first : first + count]).view(dtype).view(size)
 
 
 def blocks_that_fit(

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_async.config import InferenceConfig
+from megatron_async.device_state.pools import Pools
 from megatron_async.device_state.recurrences import RECURRENCES, MambaRecurrence, Recurrence
 from megatron_async.device_state.slot_states import PerSlotState, StateStep
 from megatron_async.device_state.state_table import StateSharing, StateTable
-from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.sizes import RecurrentSizes
 from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams, make_gating
@@ -52,7 +52,7 @@ class RecurrentState(PerSlotState):
         state_dtype: of the states, float32 or bfloat16; for float64 activations float64.
         width: most query tokens of a decode row.
         lag: tokens that may be taken back: the state does not include the last `lag` tokens.
-        device: where the pools live.
+        memory: of the pools.
         snapshots: rows beside the slots' rows.
         table: the row of each slot; None: a slot's row is its own number.
 
@@ -68,12 +68,12 @@ class RecurrentState(PerSlotState):
         state_dtype: torch.dtype,
         width: int,
         lag: int,
-        device: torch.device,
+        memory: Pools,
         snapshots: int = 0,
         table: StateTable | None = None,
     ) -> None:
         self.rule = rule = FlushRule(lag=lag)
-        self._device, self._rows = device, capacity + snapshots + 1
+        self._memory, self._rows = memory, capacity + snapshots + 1
         self._snapshots, self._table = snapshots, table
         if dtype == torch.float64:
             state_dtype = dtype
@@ -90,7 +90,7 @@ class RecurrentState(PerSlotState):
             )
         self._by_kind: list[RecurrentPools] = []
         self._layers: list[RecurrentPools] = []
-        self.base = torch.zeros(self._rows, dtype=torch.int32, device=device)
+        self.base = torch.zeros(self._rows, dtype=torch.int32, device=memory.device)
         self._prefill: PrefillRows | None = None
         self._chunk_dest: Tensor | None = None
         self._decode_rows: DecodeRows | None = None
@@ -107,16 +107,17 @@ class RecurrentState(PerSlotState):
     def bytes_of_snapshots(self) -> int:
         return self._snapshots * self.bytes_per_slot
 
-    @makes_ordinary_tensors
     def allocate(self) -> None:
         # Zeroed only so that a mistake is seen as wrong tokens and not as NaN now and then: nothing
         # reads what its own sequence has not written.
         counts, layers_of = Counter(self._kinds), {}
-        for kind, pools in self._pools.items():
+        for number, (kind, pools) in enumerate(self._pools.items()):
             whole = RecurrentPools(
                 *(
-                    torch.zeros(counts[kind], self._rows, *sizes, dtype=dtype, device=self._device)
-                    for sizes, dtype in pools
+                    self._memory.zeros(
+                        f"{name} of kind {number}", (counts[kind], self._rows, *sizes), dtype
+                    )
+                    for name, (sizes, dtype) in zip(RecurrentPools._fields, pools, strict=True)
                 )
             )
             self._by_kind.append(whole)
@@ -227,6 +228,7 @@ def make_recurrent_state(
     dtype: torch.dtype,
     device: torch.device,
     sharing: StateSharing | None = None,
+    pools: Pools | None = None,
 ) -> RecurrentState:
     """State of an engine's recurrent layers, with no memory allocated yet.
 
@@ -236,6 +238,7 @@ def make_recurrent_state(
         dtype: of activations.
         device: where it goes; "meta" to learn how large it is.
         sharing: of states; None: each request has its slot's row.
+        pools: their memory on that device; None: of their own.
 
     Raises:
         ConfigurationError: sizes or settings that the ops of these layers do not serve.
@@ -259,7 +262,7 @@ def make_recurrent_state(
         getattr(torch, config.mamba_ssm_states_dtype),
         config.decode_width,
         config.steps_in_flight if config.invalidation == "rollback" else 0,
-        device,
+        pools or Pools(device),
         sharing.snapshots if sharing else 0,
         table,
     )

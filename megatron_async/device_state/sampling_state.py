@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_async.device_state.pools import Pools
 from megatron_async.device_state.slot_states import PerSlotState, StateStep
-from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.ops.sampling.logits_processing import (
     CachedTokens,
     ChunkTensors,
@@ -25,27 +25,28 @@ class SamplingState(PerSlotState):
         memory: counts and recent tokens.
     """
 
-    def __init__(self, capacity: int, vocab_size: int, device: torch.device) -> None:
-        self._slots, self._vocab_size = capacity + 1, vocab_size
-        self._device = device
+    def __init__(self, capacity: int, vocab_size: int, pools: Pools) -> None:
+        self._slots, self._pools = capacity + 1, pools
+        self._widths = {"token counts": vocab_size, "recent tokens": WINDOW}
         self.release()
 
     @property
     def bytes_per_slot(self) -> int:
-        return (self._vocab_size + WINDOW) * torch.int32.itemsize
+        return sum(self._widths.values()) * torch.int32.itemsize
 
-    @makes_ordinary_tensors
     def allocate(self) -> None:
-        self._make(self._slots)
-
-    def release(self) -> None:
-        self._make(0)
-
-    def _make(self, slots: int) -> None:
         self.memory = TokenMemory(
             *(
-                torch.zeros(slots, width, dtype=torch.int32, device=self._device)
-                for width in (self._vocab_size, WINDOW)
+                self._pools.zeros(name, (self._slots, width), torch.int32)
+                for name, width in self._widths.items()
+            )
+        )
+
+    def release(self) -> None:
+        self.memory = TokenMemory(
+            *(
+                torch.zeros(0, width, dtype=torch.int32, device=self._pools.device)
+                for width in self._widths.values()
             )
         )
 

@@ -58,11 +58,11 @@ class PerSlotState:
         return 0
 
     def allocate(self) -> None:
-        """Allocate the memory: once the sum of all states is known to fit, and again after each
-        `release`."""
+        """Take the tensors of the view's `Pools`: once the sum of all states is known to fit, and
+        again after each `release`."""
 
     def release(self) -> None:
-        """Free the memory, contents included: the engine is suspended, and holds no request."""
+        """Let go of the tensors, before the pools are released: the engine is suspended."""
 
     def begin_step(self, view: StateStep) -> None:
         """Runs after the unpacking of every step, as a part of captured work."""
@@ -100,6 +100,6 @@ class SlotStates(list[PerSlotState]):
             state.allocate()
 
     def release(self) -> None:
-        """Give the memory of all states back."""
+        """Let go of the tensors of all states."""
         for state in self:
             state.release()

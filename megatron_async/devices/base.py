@@ -14,6 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_async.devices.own_memory import OwnMemory
+from megatron_async.errors import ConfigurationError
+
 
 class Event(ABC):
     """A point in a stream's order. Recorded again, it is another point for later questions
@@ -130,6 +133,22 @@ class Device(ABC):
         """Give memory that nothing uses back to the system. Nothing to do where freed memory goes
         back by itself."""
         return
+
+    def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:
+        """Memory whose addresses stay while it is given back; `is_shared`: it has file descriptors.
+
+        Raises:
+            ConfigurationError: there is none on this device.
+            OutOfMemoryError: there is not so much.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no memory that keeps its addresses.")
+
+    def wait(self) -> None:
+        """Until all that is launched is done."""
+        done = self.event()
+        for stream in (self.upload, self.compute, self.copy):
+            stream.record(done)
+            done.wait()
 
     @abstractmethod
     def fence(self) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.devices.base import Device, Event, Stream
+from megatron_async.devices.own_memory import CpuOwnMemory, OwnMemory
 
 HANGING_S = 0.5
 """A stream that is left behind has so long to end."""
@@ -221,6 +222,9 @@ class CpuDevice(Device):
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
+
+    def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:
+        return CpuOwnMemory(num_bytes, is_shared)
 
     def free_memory(self) -> int:
         return psutil.virtual_memory().available

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.devices.base import Device, Event, Graph, Stream
+from megatron_async.devices.own_memory import OwnMemory
 
 
 class CudaEvent(Event):
@@ -107,6 +108,12 @@ class CudaDevice(Device):
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:
+        # Only where it is asked for: the driver's bindings come with a CUDA build of torch.
+        from megatron_async.devices.cuda_own_memory import CudaOwnMemory
+
+        return CudaOwnMemory(num_bytes, self.torch_device, is_shared)
 
     def free_memory(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.torch_device)

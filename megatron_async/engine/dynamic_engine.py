@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_async.engine.admission import POLL_S, Admission
 from megatron_async.engine.following import follow
 from megatron_async.engine.listener import EngineListener
-from megatron_async.engine.pausing import EngineState, Pausing
+from megatron_async.engine.pausing import KV_CACHE, EngineState, Pausing
 from megatron_async.engine.step_log import StepLog
 from megatron_async.engine.step_loop import StepLoop
 from megatron_async.engine.turn import EngineThread
@@ -365,30 +365,46 @@ class DynamicInferenceEngine(NamesOfMegatron):
         self.thread.check()
         self.pausing.unpause()
 
-    def suspend(self, free_kv_cache: bool = False) -> int:
+    def suspend(
+        self, free_kv_cache: bool = False, free: Iterable[str] = (), copies: Iterable[str] = ()
+    ) -> int:
         """Launch no further step until `resume`, and book the steps in flight as `pause` does.
         `suspend` is independent of `pause`: an engine with both runs after `unpause` and `resume`.
 
         Args:
-            free_kv_cache: free the device memory of the KV cache and of captured graphs, also when
-                the engine is suspended already. Running requests are evicted: they keep their
-                tokens, and prefill them again after `resume`.
+            free_kv_cache: free "kv_cache".
+            free: what memory to give back, also when the engine is suspended already: "kv_cache",
+                with the states of requests and, unless `enable_sleep_mode` keeps the addresses,
+                captured graphs; "weights" (only with `enable_sleep_mode`).
+            copies: of which of it a copy is kept in (pinned) host memory. Without one of the cache
+                running requests are evicted: they keep their tokens, and prefill them again after
+                `resume`. Without one of the weights no step runs before a weight update.
 
         Returns:
             bytes freed, on a GPU as the driver counts them; 0 if nothing was freed.
-        """
-        self.thread.check()
-        return self.pausing.suspend(free_kv_cache)
-
-    def resume(self) -> None:
-        """Undo `suspend`: allocate the KV cache and capture graphs again if they were freed, and
-        continue. Without a `suspend`, nothing happens. A paused engine stays paused.
 
         Raises:
-            OutOfMemoryError: the cache does not fit any more; the engine stays suspended.
+            ConfigurationError: such memory cannot be given back.
+            OutOfMemoryError: the copy does not fit on the host; the engine is suspended, and has
+                given back nothing.
         """
         self.thread.check()
-        self.pausing.resume()
+        free = [free] if isinstance(free, str) else [*free]
+        return self.pausing.suspend([*free, KV_CACHE] if free_kv_cache else free, copies)
+
+    def resume(self, tags: Iterable[str] | None = None) -> None:
+        """Undo `suspend`: take memory again, capture graphs again if they were freed, and continue.
+        Without a `suspend`, nothing happens. A paused engine stays paused.
+
+        Args:
+            tags: what memory to take again, of `suspend`'s `free`; the engine continues when none
+                is left. None: all.
+
+        Raises:
+            OutOfMemoryError: it does not fit any more; the engine stays suspended.
+        """
+        self.thread.check()
+        self.pausing.resume(tags)
 
     def reset_prefix_cache(self) -> None:
         """Forget what KV blocks hold, as after a change of weights (docs/prefix_caching.md)."""

@@ -133,8 +133,7 @@ def _replay(engine: _Followed, group: Follower, action: Action) -> None:
         group.told(action)
     elif isinstance(action, Control):
         assert action.method in METHODS, action.method
-        arguments = () if action.argument is None else (action.argument,)
-        getattr(engine, action.method)(*arguments)
+        getattr(engine, action.method)(*action.arguments)
 
 
 def _check_step(verb: str, theirs: int, ours: int | None) -> None:

@@ -6,13 +6,17 @@ is planned when the engine continues. So a stop cannot change a token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, auto
 
+from megatron_async.config import MEMORY_TAGS
 from megatron_async.device_state.kv_cache import GIB
 from megatron_async.engine.step_loop import StepLoop
-from megatron_async.errors import EngineStopped, OutOfMemoryError
+from megatron_async.errors import ConfigurationError, EngineStopped, OutOfMemoryError
 from megatron_async.interrupts import HeldInterrupts
 from megatron_async.text.grammar_compiler import GrammarCompiler
+
+KV_CACHE, WEIGHTS = MEMORY_TAGS
 
 
 class EngineState(Enum):
@@ -34,7 +38,8 @@ class Pausing:
     def __init__(self, loop: StepLoop, grammars: GrammarCompiler) -> None:
         self._loop = loop
         self._grammars = grammars
-        self._cache_is_released = False
+        self._away: list[str] = []
+        self._must_capture = False
 
     @property
     def state(self) -> EngineState:
@@ -60,62 +65,93 @@ class Pausing:
             self._loop.is_paused = False
             self._go_on()
 
-    def suspend(self, free_kv_cache: bool) -> int:
+    def suspend(self, free: Iterable[str], copies: Iterable[str]) -> int:
         """Suspend the engine."""
-        loop = self._loop
+        loop, memories = self._loop, self._loop.context.memories
+        free, copies = self._checked(free), self._checked(copies)
         if not loop.is_suspended:
             loop.is_suspended = True
             loop.statistics.engine_suspends += 1
         self._drain()
+        wanted = [tag for tag in dict.fromkeys(free) if tag not in self._away]
+        kept = [tag for tag in wanted if tag in copies]
+        for tag in kept:
+            memories[tag].save(loop.context.device)
         with loop.turn:
-            loop.group.controlled("suspend", free_kv_cache)
-            if not free_kv_cache or self._cache_is_released:
-                return 0
-            return self._release_cache()
+            loop.group.controlled("suspend", False, free, copies)
+            return self._release(wanted, kept) if wanted else 0
 
-    def _release_cache(self) -> int:
-        self._cache_is_released = True
-        self._loop.context.evict_all(keeps_routing=True)
-        for listener in self._loop.listeners:
-            listener.evicted_all()
+    def _checked(self, tags: Iterable[str]) -> list[str]:
+        known, tags = self._loop.context.memories, [tags] if isinstance(tags, str) else [*tags]
+        for tag in tags:
+            if tag not in MEMORY_TAGS:
+                raise ConfigurationError(f"{tag!r} is no memory: use {' or '.join(MEMORY_TAGS)}.")
+            if tag not in known:
+                raise ConfigurationError(
+                    "the weights lie in memory that is not the engine's own: make the LLM with "
+                    "enable_sleep_mode=True, or free only the kv_cache."
+                )
+        return tags
+
+    def _release(self, wanted: list[str], kept: list[str]) -> int:
+        self._away += wanted
         context, view = self._loop.context, self._loop.context.gpu_view
+        if KV_CACHE in wanted and KV_CACHE not in kept:
+            context.evict_all(keeps_routing=True)
+            for listener in self._loop.listeners:
+                listener.evicted_all()
+        if WEIGHTS in wanted and WEIGHTS not in kept:
+            self._loop.updating.hold("they were given back, and no copy was kept")
+        context.device.wait()  # not long: for copies of what the evicted keep
         before = context.device.memory_in_use()
-        view.kv_cache.release()
-        view.states.release()
-        self._loop.controller.graphs.clear()
+        if KV_CACHE in wanted:
+            view.kv_cache.release()
+            view.states.release()
+        freed = sum(context.memories[tag].release() for tag in wanted)
+        if not all(context.memories[tag].keeps_addresses for tag in wanted):
+            self._loop.controller.graphs.clear()
+            self._must_capture = True
         context.device.trim()
-        if before:
-            return before - context.device.memory_in_use()
-        return view.kv_cache.num_bytes + view.states.num_bytes(context.max_requests)
+        return before - context.device.memory_in_use() if before else freed
 
-    def resume(self) -> None:
+    def resume(self, tags: Iterable[str] | None) -> None:
         """Undo `suspend`."""
         self.check_is_open()
+        tags = None if tags is None else self._checked(tags)
         with HeldInterrupts():
-            self._loop.group.controlled("resume")
-            if self._cache_is_released:
-                self._allocate_cache()
+            self._loop.group.controlled("resume", tags)
+            for tag in [tag for tag in self._away if tags is None or tag in tags]:
+                self._take(tag)
+            if self._away:
+                return
+            if self._must_capture:
+                self._loop.controller.recapture_cuda_graphs()
+                self._must_capture = False
             self._loop.is_suspended = False
             self._go_on()
 
-    def _allocate_cache(self) -> None:
+    def _take(self, tag: str) -> None:
         context, device = self._loop.context, self._loop.context.device
         cache, states = context.gpu_view.kv_cache, context.gpu_view.states
-        cache.release()  # of an attempt that failed after this point
-        states.release()
-        needed = cache.num_bytes + states.num_bytes(context.max_requests)
-        free = device.free_memory()
+        memory = context.memories[tag]
+        if tag == KV_CACHE:  # of an attempt that failed after this point
+            cache.release()
+            states.release()
+        memory.release()
+        needed, free = memory.num_bytes, device.free_memory()
         if needed > free:
             raise OutOfMemoryError(
-                f"resuming needs {needed / GIB:.3g} GiB for the KV cache and what else the engine "
-                f"gave back on {device.torch_device}, but {free / GIB:.3g} GiB is free: free "
-                "memory there and call resume() again."
+                f"resuming needs {needed / GIB:.3g} GiB for the {tag} that the engine gave back "
+                f"on {device.torch_device}, but {free / GIB:.3g} GiB is free: free memory there "
+                "and call resume() again."
             )
-        cache.allocate()
-        states.allocate()
+        memory.take()
+        if tag == KV_CACHE:
+            cache.allocate()
+            states.allocate()
         device.fence()
-        self._loop.controller.recapture_cuda_graphs()
-        self._cache_is_released = False
+        memory.restore(device)
+        self._away.remove(tag)
 
     def close(self) -> None:
         """End the engine for good."""
@@ -153,7 +189,7 @@ class Pausing:
     def check_is_running(self) -> None:
         """Raise EngineStopped if it is closed, paused or suspended."""
         self.check_is_open()
-        if self._loop.is_frozen:
+        if self._loop.is_frozen and not self._loop.is_suspended:
             raise EngineStopped(
                 "the engine launches no step until new weights have come "
                 f"({self._loop.updating.torn or 'they are being written in place'}): finish the "

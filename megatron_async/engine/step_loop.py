@@ -10,7 +10,6 @@ from itertools import islice
 from types import TracebackType
 from weakref import WeakMethod
 
-from megatron_async.devices import Device
 from megatron_async.engine.arrival import arrival
 from megatron_async.engine.late_launch import launching_of
 from megatron_async.engine.listener import EngineListener
@@ -347,7 +346,7 @@ class StepLoop:
             self._give_up_for(error)
             return
         context, requests = self.context, self.requests
-        _wait_for(context.device)  # before its rings and slots are used again
+        context.device.wait()  # before its rings and slots are used again
         self.in_flight.clear()
         self.invalidation.forget()
         self._recovers_until = -1
@@ -418,11 +417,3 @@ class _GivingUp:
     ) -> None:
         if isinstance(error, JobFailed):
             self._loop.give_up(error)
-
-
-def _wait_for(device: Device) -> None:
-    """Until all that is launched is done."""
-    done = device.event()
-    for stream in (device.upload, device.compute, device.copy):
-        stream.record(done)
-        done.wait()

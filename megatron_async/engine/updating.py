@@ -231,7 +231,14 @@ class Updating:
         group = self._loop.group
         if group.agrees and group.agreed >= each.number:
             return f"round {each.number} of weights has failed on another replica."
-        return ""
+        return self._without_memory()
+
+    def _without_memory(self) -> str:
+        """Why weights cannot be written, if a suspended engine has given their memory back."""
+        memory = self._loop.context.memories.get("weights")
+        if memory is None or memory.is_there:
+            return ""
+        return "the memory of the weights is given back: call resume(['weights']) first."
 
     def _is_agreed(self, each: _Round) -> bool:
         group = self._loop.group
@@ -366,7 +373,13 @@ class Updating:
 
     def freeze(self) -> None:
         """Launch no step until weights are committed (or `thaw`): they are written in place. Steps
-        in flight are booked first, and leaders that share experts stop together."""
+        in flight are booked first, and leaders that share experts stop together.
+
+        Raises:
+            UpdateError: a suspended engine has given their memory back.
+        """
+        if failure := self._without_memory():
+            raise UpdateError(failure)
         self._loop.is_frozen = True
         self._loop.drain()
 

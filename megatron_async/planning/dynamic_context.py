@@ -62,6 +62,7 @@ class DynamicInferenceContext(NamesOfMegatron):
 
     Attributes:
         gpu_view: the device's snapshot of the running step.
+        memories: what a suspended engine can give back, by tag; "weights" if the engine owns them.
         slots: per-request state.
         blocks: ownership of KV blocks.
         scheduler: decides which requests run in the next step; counts pauses and evictions.
@@ -95,6 +96,7 @@ class DynamicInferenceContext(NamesOfMegatron):
         self.gpu_view = make_gpu_view(
             model_config, inference_config, self.device, sharing, self.choices
         )
+        self.memories = {"kv_cache": self.gpu_view.pools}
         dummy_block = self.gpu_view.kv_cache.dummy_block
         self.blocks = KVBlockAllocator(dummy_block)
         max_blocks = -(-self.max_sequence_length // self.block_size_tokens)

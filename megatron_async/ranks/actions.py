@@ -66,7 +66,8 @@ class Control(msgspec.Struct, tag="control", array_like=True):
     """A method that stops an engine, or lets it continue, is called."""
 
     method: str
-    argument: bool | None = None
+    arguments: list[Any] = []
+    """What msgpack can hold."""
 
 
 class Update(msgspec.Struct, tag="update", array_like=True):

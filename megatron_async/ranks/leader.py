@@ -78,8 +78,8 @@ class Leader(ConnectedGroup):
     def aborted(self, request_id: int) -> None:
         self._pending.append(Abort(request_id))
 
-    def controlled(self, method: str, argument: bool | None = None) -> None:
-        self.log(Control(method, argument))
+    def controlled(self, method: str, *arguments: Any) -> None:
+        self.log(Control(method, [*arguments]))
 
     def launching(self, step: int, prefill_limit: int) -> int:
         self.log(Launch(step, prefill_limit=prefill_limit))

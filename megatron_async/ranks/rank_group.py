@@ -90,7 +90,7 @@ class RankGroup:
     def aborted(self, request_id: int) -> None:
         """An unfinished request was aborted."""
 
-    def controlled(self, method: str, argument: bool | None = None) -> None:
+    def controlled(self, method: str, *arguments: Any) -> None:
         """A method that stops the engine or lets it continue is about to act; the steps in flight
         are booked."""
 

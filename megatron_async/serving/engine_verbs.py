@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.errors import JobFailed
+from megatron_async.config import MEMORY_TAGS
+from megatron_async.errors import ConfigurationError, JobFailed
 from megatron_async.observe.timeline import NO_OVERLAP, Span, StepWindow, Timeline
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def do_verb(
     engine: DynamicInferenceEngine, name: str, what: str, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, str] | None]:
     """Follow a command to the service. `what` is "sleep", "wake", "reset_prefix_cache" or "profile"
-    (whose field `action` is "start" or "stop").
+    (whose field `action` is "start" or "stop"). "sleep" may have fields `tags` and `copies`, "wake"
+    `tags`: of `suspend` and `resume`; a replica stays "suspended" while a tag is missing.
 
     Returns:
         the answer, and the reason why the command failed, or None.
@@ -41,10 +43,11 @@ def do_verb(
     try:
         match what:
             case "sleep":
-                return {"freed_bytes": engine.suspend(free_kv_cache=True)}, None
+                tags, copies = _tags(fields, "tags", MEMORY_TAGS[:1]), _tags(fields, "copies", [])
+                return {"freed_bytes": engine.suspend(free=tags, copies=copies)}, None
             case "wake":
-                engine.resume()
-                return {}, None
+                engine.resume(_tags(fields, "tags", None))
+                return {"state": engine.state.name.lower()}, None
             case "reset_prefix_cache":
                 engine.reset_prefix_cache()
                 return {}, None
@@ -53,8 +56,18 @@ def do_verb(
     except JobFailed:
         raise  # the replica's end, as everywhere
     except Exception as error:  # whatever it is, it is this command's alone
-        return {}, (type(error).__name__, str(error))
+        kind = ValueError if type(error) is ConfigurationError else type(error)
+        return {}, (kind.__name__, str(error))
     return {}, ("ValueError", f"a replica has no command {what!r}")
+
+
+def _tags(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    tags = fields.get(name, default)
+    if name in fields and (
+        not isinstance(tags, list) or any(tag not in MEMORY_TAGS for tag in tags)
+    ):
+        raise ValueError(f"{name}={tags!r} must be a list of {' and '.join(MEMORY_TAGS)}.")
+    return tags
 
 
 def _profile(engine: DynamicInferenceEngine, name: str, action: object) -> dict[str, Any]:

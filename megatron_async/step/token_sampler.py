@@ -105,7 +105,7 @@ def _state_of(view: ContextGPUView, vocab_size: int) -> SamplingState:
     state = view.states.find(SamplingState)
     if state is None:
         capacity = len(view.slots.records) - 1
-        state = SamplingState(capacity, vocab_size, view.sample_ring.device)
+        state = SamplingState(capacity, vocab_size, view.pools)
         state.allocate()
         if vocab_size:
             view.states.append(state)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_async.devices import Device
 from megatron_async.devices.base import Event, Stream
+from megatron_async.devices.own_memory import CpuOwnMemory, OwnMemory
 
 
 class LateStream(Stream):
@@ -120,6 +121,9 @@ class LateDevice(Device):
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
+
+    def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:
+        return CpuOwnMemory(num_bytes, is_shared)
 
     def free_memory(self) -> int:
         return psutil.virtual_memory().available

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_async.device_state import recurrent_state
+from megatron_async.device_state.pools import Pools
 from megatron_async.engine.step_booking import StepBooking
 from megatron_async.engine.turn import Turn
 from megatron_async.interrupts import HeldInterrupts
@@ -17,6 +18,7 @@ from megatron_async.ops import all_ops
 from megatron_async.ops.drafting.draft_tokens import lay_out_entries
 from megatron_async.ops.drafting.hidden_states import keep_hidden
 from megatron_async.ops.sampling.slot_records import RowFeature
+from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.planning.prefix_cache import PrefixCache
 from megatron_async.planning.request_slots import RequestSlots
 from megatron_async.planning.state_rows import StateRows
@@ -231,3 +233,27 @@ INTERRUPT_BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [
     half_booked_tokens_stay,
     books_are_not_mended,
 ]
+
+
+def a_copy_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspend copies keys and values, and what is remembered of slots comes back as zeros."""
+    save = Pools.save
+
+    def save_blocks(pools: Pools, *arguments: Any) -> None:
+        save(pools, *arguments)
+        pools._copies = {n: c for n, c in pools._copies.items() if n.startswith("keys")}
+
+    monkeypatch.setattr(Pools, "save", save_blocks)
+
+
+def copies_count_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go on at a cache that comes back empty."""
+    monkeypatch.setattr(Pools, "restore", lambda pools, device: pools._copies.clear())
+
+
+def lost_blocks_stay_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that was given back without a copy is thought to be whole."""
+    monkeypatch.setattr(DynamicInferenceContext, "evict_all", lambda context, **_: None)
+
+
+SLEEP_BUGS = [a_copy_without_states, copies_count_as_none, lost_blocks_stay_known]

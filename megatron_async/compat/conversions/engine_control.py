@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from megatron_async.compat.conversions.logs import suspension_log
 from megatron_async.compat.conversions.requests import RequestBook
 from megatron_async.compat.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_async.engine.pausing import KV_CACHE
 from megatron_async.engine.pausing import EngineState as OwnState
 from megatron_async.errors import EngineStopped
 
@@ -106,32 +108,40 @@ class EngineControl(DynamicInferenceEngine):
         super().pause()
         self.requests.news.notify()
 
-    def suspend(self, free_kv_cache: bool | None = None) -> int:
+    def suspend(
+        self,
+        free_kv_cache: bool | None = None,
+        free: Iterable[str] = (),
+        copies: Iterable[str] = (),
+    ) -> int:
         """Launch no further step, until `resume`; suspended already: nothing happens.
 
         Args:
-            free_kv_cache: give the memory of KV cache and graphs back, and prefill running requests
-                again later. None: if `kv_cache_management_mode` is RECOMPUTE.
+            free_kv_cache: give the memory of KV cache and states back. None: unless
+                `kv_cache_management_mode` is PERSIST; and OFFLOAD keeps a copy on the host, so that
+                running requests are not prefilled again later.
+            free, copies: as of our engine.
 
         Returns:
             bytes given back.
         """
-        if self._is_suspended and free_kv_cache is None:
-            return 0
         if free_kv_cache is None:
+            if self._is_suspended:
+                return 0
             mode = self.context.kv_cache_management_mode
-            free_kv_cache = mode is KVCacheManagementMode.RECOMPUTE
+            free_kv_cache = mode is not KVCacheManagementMode.PERSIST
+            copies = [KV_CACHE] if mode is KVCacheManagementMode.OFFLOAD else copies
         with suspension_log("suspended"):
-            freed = super().suspend(free_kv_cache)
+            freed = super().suspend(free_kv_cache, free, copies)
         self.requests.news.notify()
         return freed
 
-    def resume(self) -> None:
+    def resume(self, tags: Iterable[str] | None = None) -> None:
         """Go on, with the weights that the model has now; not suspended: nothing happens.
 
         Copies that the wrapper made of weights are made again, and the prefix cache is forgotten:
         its keys and values are the old weights'. Keys and values of running requests stay, but with
-        RECOMPUTE.
+        RECOMPUTE. `tags` as of our engine.
         """
         if not self._is_suspended:
             return
@@ -140,7 +150,7 @@ class EngineControl(DynamicInferenceEngine):
             moved = isinstance(wrapper, RefreshesWeights) and wrapper.refresh_weights()
             self.reset_prefix_cache()
             captured = self.controller.graphs.count
-            super().resume()
+            super().resume(tags)
             if moved and captured:  # those of a freed cache were captured again just now
                 self.controller.graphs.clear()
                 self.controller.recapture_cuda_graphs()

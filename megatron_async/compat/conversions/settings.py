@@ -65,16 +65,15 @@ FIELDS: dict[str, FieldRule] = {
     "max_requests": _honoured("None: as many as there are KV blocks, at most max_tokens"),
     "max_tokens": _honoured("None: 16384, as in Megatron"),
     "kv_cache_management_mode": _honoured(
-        "use 'persist' (the cache stays) or 'recompute' (it is freed, requests are prefilled "
-        "again); copies on the host are not kept",
-        lambda mode: KVCacheManagementMode(mode) is not KVCacheManagementMode.OFFLOAD,
+        "what suspend does to keys, values and states: 'persist' leaves them, 'offload' frees them "
+        "with a copy on the host, 'recompute' without one"
     ),
     "num_cuda_graphs": _honoured("decode shapes; None and -1: as many as pay; 0: none"),
     "cuda_graph_mixed_prefill_count": _honoured("None or 0: mixed steps run eagerly"),
     "use_cuda_graphs_for_non_decode_steps": _honoured("as it is"),
     "static_kv_memory_pointers": _honoured(
-        "with 'persist' the cache never moves; with 'recompute' it may, and graphs are captured "
-        "again"
+        "addresses stay, and captured steps valid, by enable_sleep_mode; False: what was freed may "
+        "come back elsewhere, and graphs are captured again"
     ),
     "max_sequence_length": _honoured("as it is"),
     "pg_collection": _honoured("the model's own groups serve; the dp group offsets the seed"),
@@ -123,13 +122,6 @@ def check_fields(config: MegatronConfig) -> None:
             raise ConfigurationError(
                 f"InferenceConfig.{field.name}={value!r} is not served: {rule.note}."
             )
-    mode = KVCacheManagementMode(config.kv_cache_management_mode)
-    if config.static_kv_memory_pointers and mode is not KVCacheManagementMode.PERSIST:
-        logger.info(
-            "static_kv_memory_pointers=True has no effect with kv_cache_management_mode=%r: memory "
-            "that was given back may come back at other addresses, and graphs are captured again.",
-            mode.value,
-        )
 
 
 def _default(field: Field[Any]) -> Any:
@@ -194,6 +186,9 @@ def to_settings(model_config: Any, config: MegatronConfig | InferenceConfig) -> 
     fields |= _recurrent_fields(config)
     if getattr(model_config, "moe_enable_routing_replay", False):
         fields["enable_routing_replay"] = True
+    mode = KVCacheManagementMode(config.kv_cache_management_mode)
+    if config.static_kv_memory_pointers and mode is not KVCacheManagementMode.PERSIST:
+        fields["enable_sleep_mode"] = True  # a cache that persists never moves
     # How many requests there may be follows from memory, and memory from the other settings.
     served = ServedConfig(**fields, max_requests=1)
     limits = with_memory_limits(model_config, config, served)

@@ -132,6 +132,7 @@ def fit_context(
     if not as_it_is:
         context.gpu_view.kv_cache.release()
         context.gpu_view.states.release()
+        context.gpu_view.pools.release()
         device.trim()
     if weights is not None:
         weights.bind()

@@ -36,6 +36,19 @@ class PauseRequest(msgspec.Struct, forbid_unknown_fields=True):
     mode: str = "keep"
 
 
+class WakeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /wake: what memory to take again; left out, all."""
+
+    tags: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class SleepRequest(WakeRequest, forbid_unknown_fields=True):
+    """The body of /sleep: what memory to give back (left out, the KV cache), and of which of it a
+    copy is kept on the host."""
+
+    copies: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /abort: the id of an answer, or all."""
 
@@ -59,7 +72,7 @@ class ServiceRoutes:
         """The routes."""
         bodies: dict[str, type[msgspec.Struct]] = {
             "pause": PauseRequest, "abort": AbortRequest, "profile": ProfileRequest,
-            "resume": NoFields, "sleep": NoFields, "wake": NoFields, "drain": NoFields,
+            "resume": NoFields, "sleep": SleepRequest, "wake": WakeRequest, "drain": NoFields,
             "reset_prefix_cache": NoFields,
         }  # fmt: skip
         return [

@@ -184,7 +184,7 @@ def test_megatron_rl(model: GPTModel) -> None:
         InferenceClient("tcp://127.0.0.1:1").start(connect_timeout_seconds=0.01)
 
 
-@pytest.mark.parametrize("mode", [KVCacheManagementMode.PERSIST, KVCacheManagementMode.RECOMPUTE])
+@pytest.mark.parametrize("mode", list(KVCacheManagementMode))
 def test_nemo_rl_hybrid(mode: KVCacheManagementMode) -> None:
     """`MegatronGenerationMixin` of NeMo-RL, 7ea279ab: its configuration of a hybrid model, greedy
     requests by the client, sleep, and wake."""

@@ -185,11 +185,12 @@ def test_drafts_and_shared_blocks_are_counted(tiny_model: torch.nn.Module) -> No
 
 
 PERSIST, RECOMPUTE = KVCacheManagementMode.PERSIST, KVCacheManagementMode.RECOMPUTE
+OFFLOAD = KVCacheManagementMode.OFFLOAD
 PROMPT = list(range(3, 45, 2))
 TOKENS = 16
 
 
-@pytest.mark.parametrize("mode", ["persist", "recompute"])
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 @pytest.mark.parametrize("interval", [2, 3, 5])
 def test_megatrons_loop_with_suspends(tiny_model, mode: str, interval: int):
     with compat_engine(tiny_model, kv_cache_management_mode=mode) as engine:
@@ -201,13 +202,13 @@ def test_megatrons_loop_with_suspends(tiny_model, mode: str, interval: int):
     assert (evictions > 0) is ("EVICT" in kinds) is (mode == "recompute")
 
 
-def test_memory_goes_back_only_with_recompute(tiny_model: torch.nn.Module) -> None:
-    for mode in (PERSIST, RECOMPUTE):
+def test_memory_goes_back_unless_it_persists(tiny_model: torch.nn.Module) -> None:
+    for mode in (PERSIST, OFFLOAD, RECOMPUTE):
         with compat_engine(tiny_model, kv_cache_management_mode=mode) as engine:
             engine.add_request(0, PROMPTS[0], greedy_params(5))
             engine.step_modern()
             freed = engine.suspend()
-            assert (freed > 0) is (mode is RECOMPUTE)
+            assert (freed > 0) is (mode is not PERSIST)
             assert engine.suspend() == 0, "suspended already"
             engine.resume()
             engine.resume()  # nothing happens
@@ -238,7 +239,7 @@ def weights() -> tuple[list[int], list[int]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("mode", [PERSIST, RECOMPUTE])
+@pytest.mark.parametrize("mode", [PERSIST, OFFLOAD, RECOMPUTE])
 @pytest.mark.parametrize("caching", [False, True])
 def test_weights_that_training_changed_in_place_are_served(
     weights: tuple[list[int], list[int]], mode: KVCacheManagementMode, caching: bool
@@ -265,7 +266,7 @@ def half_way(engine: DynamicInferenceEngine, tokens: int) -> Any:
 
 def test_a_running_request_goes_on_with_new_weights_over_its_old_keys_or_new_ones(weights):
     answers = {}
-    for mode in (PERSIST, RECOMPUTE):
+    for mode in (PERSIST, OFFLOAD, RECOMPUTE):
         model = gpt_model(seed=0)
         with serving(model, kv_cache_management_mode=mode) as engine:
             future = half_way(engine, 6)
@@ -281,7 +282,7 @@ def test_a_running_request_goes_on_with_new_weights_over_its_old_keys_or_new_one
             rest = engine.generate([PROMPT + known], greedy_params(TOKENS - len(known)))
             alone = known + rest[0][0].generated_tokens
         assert (answers[mode] == alone) is (mode is RECOMPUTE)
-    assert answers[PERSIST] != answers[RECOMPUTE]
+    assert answers[PERSIST] == answers[OFFLOAD] != answers[RECOMPUTE]
 
 
 @pytest.mark.parametrize("mode", [PERSIST, RECOMPUTE])

@@ -54,17 +54,23 @@ def test_the_layers_come_from_the_configuration_or_from_the_model(
     assert found == expected
 
 
-@pytest.mark.parametrize("mode", ["persist", "recompute"])
-def test_suspended_half_way(hybrid: Any, expected: list[list[int]], mode: str) -> None:
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_suspended_half_way(hybrid: Any, expected: list[list[int]], mode: str, static: bool):
     states = MambaInferenceStateConfig.from_model(hybrid, torch.float32, torch.float32)
     with compat_engine(
         hybrid, max_requests=4, buffer_size_gb=2**-7, mamba_inference_state_config=states,
-        kv_cache_management_mode=mode,
+        kv_cache_management_mode=mode, static_kv_memory_pointers=static,
     ) as engine:  # fmt: skip
         futures = [engine.add_request(n, p, greedy_params(TOKENS)) for n, p in enumerate(PROMPTS)]
         for _ in range(4):
             engine.step_modern()
-        engine.suspend()
+        pools = engine.context.gpu_view.pools
+        before = [tensor.data_ptr() for tensor in pools._tensors.values()]
+        assert (engine.suspend() > 0) is (mode != "persist")
         engine.resume()
+        if static:
+            assert [tensor.data_ptr() for tensor in pools._tensors.values()] == before
         drain(engine)
+        assert (engine.evicted_request_count > 0) is (mode == "recompute")
         assert [future.result()[0].generated_tokens for future in futures] == expected

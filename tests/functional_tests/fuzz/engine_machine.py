@@ -121,6 +121,7 @@ class EngineMachine(RuleBasedStateMachine):
         model: str,
         requests: list[Ask],
     ) -> None:
+        settings = self._settings(settings)
         drafts = bool(settings["num_speculative_tokens"]) and drafter == NGRAM
         if drafts and len(requests) != 3:
             model = "MtpModel" if model == "AttentionModel" else "MtpHybridModel"
@@ -172,6 +173,9 @@ class EngineMachine(RuleBasedStateMachine):
                 self.whole[model] = WholeSequences(mtp_model)
             self.mtp = MtpWatch(self.engine, self.whole[model])
         self.add_requests(requests)
+
+    def _settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        return settings
 
     # ---- Requests ----------------------------------------------------------------------------
 

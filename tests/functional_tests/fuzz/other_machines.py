@@ -1,5 +1,6 @@
-"""Machines whose steps fail, are interrupted, or go on for others when their engine is stopped.
-Each is one of its own: one more rule in `EngineMachine` would change all its schedules."""
+"""Machines whose steps fail, are interrupted, or go on for others when their engine is stopped; or
+whose memory goes and comes. Each is one of its own: one more rule in `EngineMachine` would change
+all its schedules."""
 
 import asyncio
 import signal
@@ -234,3 +235,25 @@ class ExpertMachine(EngineMachine):
     def _finish(self) -> None:
         self.counts["steps_for_others"] += self.engine.group.launched
         super()._finish()
+
+
+class SleepingMachine(EngineMachine):
+    """After every few steps a suspend gives memory back, in turn with a copy and without one; it
+    comes back where it was, or elsewhere."""
+
+    steps = 0
+
+    def _settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        return {**settings, "enable_sleep_mode": settings["max_requests"] % 2 == 0}
+
+    def _step(self) -> None:
+        super()._step()
+        self.steps += 1
+        if self.steps % 4 or self.steps > 24 or self.engine.is_stopped:
+            return
+        copies = ["kv_cache"] if self.steps % 8 else []
+        self.script.append(f"engine.suspend(free=['kv_cache'], copies={copies})")
+        self.counts["copied" if copies else "freed"] += len(self.unfinished) > 0
+        self.engine.suspend(free=["kv_cache"], copies=copies)
+        self._deliver()
+        self.resume()

@@ -56,9 +56,10 @@ from tests.functional_tests.fuzz.other_machines import (
     ExpertMachine,
     FailingMachine,
     InterruptedMachine,
+    SleepingMachine,
 )
 from tests.support.planted_bugs import BUGS, Plant
-from tests.support.planted_state_bugs import INTERRUPT_BUGS
+from tests.support.planted_state_bugs import INTERRUPT_BUGS, SLEEP_BUGS
 from tests.support.tiny_launches import use_small_grid
 
 SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "160"))
@@ -224,6 +225,23 @@ def test_overwritten_samples_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((AssertionError, KeyError)):
         fuzz(ENOUGH, 2, Phase.generate, machine=ExpertMachine)
     print(f"found by schedule {EngineMachine.counts['schedules'] - before}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_that_goes_and_comes_changes_no_token() -> None:
+    counts = counts_of(FAILING_SCHEDULES // 4, FIRST_SEED, SleepingMachine)
+    # The schedules are worth their name.
+    assert min(counts["copied"], counts["freed"]) > FAILING_SCHEDULES / 10, counts
+
+
+@pytest.mark.parametrize("plant", SLEEP_BUGS, ids=lambda plant: plant.__name__)
+def test_a_bug_of_memory_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+    monkeypatch.setattr(EngineMachine, "answers", {})
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)) as failure:
+        fuzz(ENOUGH, SEEDS.get(plant.__name__, 0), Phase.generate, machine=SleepingMachine)
+    print(f"{plant.__name__} is found: {failure.value!r}")
 
 
 def test_endless_failures_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

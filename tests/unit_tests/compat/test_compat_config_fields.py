@@ -164,20 +164,10 @@ def test_a_field_of_a_newer_megatron_is_refused_by_its_name(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
-def test_what_is_not_kept_on_the_host_is_refused(mode: KVCacheManagementMode) -> None:
-    if mode is KVCacheManagementMode.OFFLOAD:
-        with pytest.raises(ConfigurationError, match="kv_cache_management_mode"):
-            settings(kv_cache_management_mode=mode)
-    else:
-        settings(kv_cache_management_mode=mode)
-
-
-def test_addresses_stay_only_where_the_cache_does(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "megatron_async")
-    settings(static_kv_memory_pointers=True)
-    assert "static_kv_memory_pointers" not in caplog.text
-    settings(static_kv_memory_pointers=True, kv_cache_management_mode="recompute")
-    assert "static_kv_memory_pointers=True has no effect" in caplog.text
+def test_addresses_are_kept_where_the_cache_is_given_back(mode: KVCacheManagementMode) -> None:
+    assert not settings(kv_cache_management_mode=mode).enable_sleep_mode
+    found = settings(kv_cache_management_mode=mode, static_kv_memory_pointers=True)
+    assert found.enable_sleep_mode is (mode is not KVCacheManagementMode.PERSIST)
 
 
 def test_snapshot_memory_counts_only_with_prefix_caching() -> None:

@@ -14,6 +14,7 @@ import torch
 from megatron_async import DynamicInferenceContext, InferenceConfig
 from megatron_async.device_state.device_memory import block_shape, make_gpu_view
 from megatron_async.device_state.kv_cache import GIB, BlockShape, PagedKVCache, blocks_that_fit
+from megatron_async.device_state.pools import Pools
 from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.device_state.sampling_state import SamplingState
 from megatron_async.devices import CpuDevice
@@ -85,7 +86,7 @@ def test_tokens_are_a_part_of_the_cache(layers):
     without = BlockShape(layers, 4, 2, 8, torch.float32)
     shape = replace(without, keeps_tokens=True)
     assert shape.num_bytes == without.num_bytes + 16
-    cache = PagedKVCache(shape, 5, CPU)
+    cache = PagedKVCache(shape, 5, Pools(CPU))
     assert cache.num_bytes == 6 * shape.num_bytes
     assert cache.block_tokens is not None
     assert (cache.block_tokens.shape, cache.block_tokens.dtype) == ((6, 4), torch.int32)
@@ -98,7 +99,7 @@ def test_tokens_are_a_part_of_the_cache(layers):
 
 def test_layers_are_separate_views_with_a_dummy_block():
     shape = BlockShape(3, 4, 2, 8, torch.float32)
-    cache = PagedKVCache(shape, 5, CPU)
+    cache = PagedKVCache(shape, 5, Pools(CPU))
     parts = [part for layer in range(3) for part in cache.layer(layer)]
     assert all(part.shape == (6, 4, 2, 8) for part in parts)
     assert len({part.data_ptr() for part in parts}) == 6
@@ -116,7 +117,7 @@ def test_a_pool_on_a_cpu_takes_memory_as_it_is_written():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before, shape = resident(), BlockShape(2, 16, 2, 64, torch.float32, keeps_tokens=True)
-    cache = PagedKVCache(shape, GIB // shape.num_bytes, torch.device("cpu"))
+    cache = PagedKVCache(shape, GIB // shape.num_bytes, Pools(CPU))
     assert cache.num_bytes >= GIB
     assert resident() - before < GIB // 4
     keys, values = cache.layer(1)
@@ -244,7 +245,7 @@ def test_snapshots_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_released_state_has_no_memory_and_comes_back_zeroed() -> None:
-    state = SamplingState(3, 1000, torch.device("cpu"))
+    state = SamplingState(3, 1000, Pools(CPU))
     assert state.memory.counts.nbytes == 0
     state.allocate()
     assert 4 * state.bytes_per_slot == state.memory.counts.nbytes + state.memory.recent.nbytes

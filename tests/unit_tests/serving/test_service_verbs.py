@@ -174,9 +174,14 @@ def test_a_sleeping_service_answers_when_all_replicas_sleep() -> None:
     (answer,) = service.take("client")
     assert answer.failure == ("RuntimeError", "b: OutOfMemoryError: no room")
     assert state(service) == "sleeping"
+    assert tell(service, 3, "wake", tags=["weights"]) == []
+    for name, told in ("a", "running"), ("b", "suspended"):
+        service.hear(name, Done(2, {"state": told}))
+    assert service.take("client")[0].failure is None
+    assert state(service) == "sleeping", "the cache of one is not there"
     assert tell(service, 3, "wake") == []
     for name in ("a", "b"):
-        service.hear(name, Done(2))
+        service.hear(name, Done(3))
     assert service.take("client") == [Answer(3, {"replicas": {"a": {}, "b": {}}})]
     assert state(service) == "running"
     assert service.runs("a") + service.runs("b") == [0]
@@ -246,8 +251,20 @@ def test_it_sleeps_and_wakes_to_the_same_tokens(engine: DynamicInferenceEngine) 
     assert failure is None
     assert value["freed_bytes"] > 0
     assert engine.is_stopped
-    assert do_verb(engine, "r", "wake", {}) == ({}, None)
+    assert do_verb(engine, "r", "wake", {}) == ({"state": "running"}, None)
     assert not engine.is_stopped
+    fields = {"tags": ["kv_cache"], "copies": ["kv_cache"]}
+    assert do_verb(engine, "r", "sleep", fields)[0]["freed_bytes"] > 0
+    assert do_verb(engine, "r", "wake", {"tags": []}) == ({"state": "suspended"}, None)
+    for what, wrong in (
+        ("sleep", {"tags": "kv_cache"}), ("sleep", {"copies": 5}), ("wake", {"tags": [["a"]]}),
+        ("wake", {"tags": {"cache": 1}}), ("sleep", {"tags": ["weights"]}),
+    ):  # fmt: skip
+        value, failure = do_verb(engine, "r", what, wrong)
+        assert (value, failure[0]) == ({}, "ValueError")
+        assert "must be a list of" in failure[1] or "enable_sleep_mode=True" in failure[1]
+    assert engine.is_stopped
+    assert do_verb(engine, "r", "wake", {"tags": ["kv_cache"]}) == ({"state": "running"}, None)
     assert tokens(engine) == before
 
 

@@ -94,6 +94,12 @@ def test_commands_have_the_fields_that_they_name() -> None:
         ("/abort?all=true", b"", ("abort", {"all": True})),
         ("/abort", b'{"id": "cmpl-1"}', ("abort", {"label": "cmpl-1"})),
         ("/sleep", b"{}", ("sleep", {})),
+        (
+            "/sleep",
+            b'{"tags": ["weights"], "copies": []}',
+            ("sleep", {"tags": ["weights"], "copies": []}),
+        ),
+        ("/wake", b'{"tags": ["kv_cache"]}', ("wake", {"tags": ["kv_cache"]})),
     ):
         assert answer(routes, "POST", path, body)[0] == 200
         assert client.asked.pop() == asked
