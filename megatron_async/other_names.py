@@ -59,6 +59,7 @@ ENGINE_NAMES = by_name({
     "draft_layer": "speculative_model model_draft sp_checkpoint_path",
     "num_speculative_tokens": "speculate draft_max speculative_num_steps "
     "speculative_num_draft_tokens gen_num_per_cycle gen_num_per_circle",
+    "enable_routing_replay": "enable_return_routed_experts moe_enable_routing_replay",
     "inference_sampling_seed": "random_seed",
     "nvtx": "nvtx_ranges",
     # The model, its arithmetic and its ranks

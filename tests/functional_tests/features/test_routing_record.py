@@ -131,6 +131,16 @@ def test_captured_steps_are_recorded(model, plain):
         check(plain, request)
 
 
+def test_layers_that_draft_are_not_recorded():
+    """A layer of multi-token prediction has experts of its own."""
+    shape = replace(EXPERTS, mtp_num_depths=1, mtp_pattern="*E")
+    engine = make_engine(make_model(shape, with_mtp=True), speculative_method="mtp", **RECORDS)
+    plain = make_model(shape, with_mtp=True)
+    for request in engine.generate(random_prompts(4, (3, 18)), greedy(12)):
+        check(plain, request)
+    assert engine.stats()["drafted_tokens"] > 0
+
+
 class CountingModel(AttentionModel):
     """Sends tokens to the expert of the pass's number: a record tells which pass a row is of."""
 

@@ -28,6 +28,9 @@ schedule that found them, each with serial answers of its own:
                                        repeated_tokens_read_the_dummy 4,
                                        repeated_tokens_one_further 12,
                                        blocks_entered_too_early 2, lost_blocks_are_found 5
+    routing records                    routing_of_rejected_drafts 9,
+                                       routing_of_another_writer 11,
+                                       routing_is_gathered_too_late 6
     recurrent states                   state_of_the_last_owner 6, short_chunks_forget 6,
                                        drafts_are_flushed 9, snapshot_of_the_wrong_chunk 10,
                                        snapshot_without_inputs 5,
