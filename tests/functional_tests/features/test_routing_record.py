@@ -307,6 +307,25 @@ def test_prompts_go_to_given_experts(model, plain):
     check(plain, second)
 
 
+def test_a_score_by_a_record_is_the_rollouts(model):
+    """What a trainer asks for, though its weights have moved the routers meanwhile."""
+    engine = make_engine(model, **RECORDS)
+    (rollout,) = engine.generate(random_prompts(6, (9,)), greedy(8, return_log_probs=True))
+    record, tokens = rollout.routing_indices, [*rollout.prompt_tokens, *rollout.generated_tokens]
+    other = make_model(EXPERTS)
+    for router in (each for each in other.modules() if isinstance(each, TopKRouter)):
+        router.weight.data[2:4] += 5.0
+    params = SamplingParams(forced_routing=record)
+    moved = make_engine(other, **RECORDS)
+    (scored,) = moved.score([tokens], 9, params)
+    assert (scored.routing_indices == record).all()
+    (free,) = moved.score([tokens], 9)
+    assert (free.routing_indices != record).any()
+    (again,) = engine.score([tokens], 9, params)
+    found = torch.tensor(again.prompt_log_probs), torch.tensor(rollout.generated_log_probs)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_forced_prompts_share_blocks_with_their_like_alone(model):
     engine = make_engine(model, block_size_tokens=4, **RECORDS)
     prompt = random_prompts(3, (13,))[0]
