@@ -37,7 +37,6 @@ NOT_OPTIONS = {
     "async_sched_mode": "Megatron-Core's name for --lookahead",
     "materialize_only_last_token_logits": "a name of Megatron-Core's; False is refused",
     "check_integrity": "for tests",
-    "enable_routing_replay": "records are arrays of a request in Python",
 }
 """Fields of `InferenceConfig` that are no options, and why."""
 

@@ -37,6 +37,7 @@ BY_OTHER_NAMES = {
     "logit_bias": "for programs",
     "cache_salt": "prompts of one command line are one user's",
     "forced_routing": "for programs",
+    "return_routing": "for programs",
     "echo": "a switch",
 }
 """Fields that have options of other names or none, and why."""

@@ -189,6 +189,11 @@ def check_request(
     params.validate(vocab_size)
     prompt = len(request.prompt_tokens)
     request.forced_routing = check_forced_routing(params, prompt, context.model_config)
+    if params.return_routing and not config.enable_routing_replay:
+        raise RequestError(
+            "return_routing=True needs an engine that records it: start it with "
+            "enable_routing_replay=True (--enable-routing-replay)."
+        )
     longest = context.max_sequence_length
     if prompt > longest - (not params.is_score):
         more = "" if params.is_score else " and at least one generated token"

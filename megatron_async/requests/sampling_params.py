@@ -143,6 +143,9 @@ class SamplingParams:
     layers with experts, experts of a token]` for its first positions, such as a request's
     `routing_indices`, or their int16 bytes. -1 in all places of a layer: the router's choice. The
     weights are computed from the router's scores (docs/rl.md)."""
+    return_routing: bool = False
+    """Send the experts of each token to the client of a replica, which has `enable_routing_replay`.
+    (In one process a request has them in any case, as `routing_indices`.)"""
     structured_output: StructuredOutput | None = None
     """JSON schema, regular expression, grammar or choice that the text must match; the request ends
     when no further token is allowed. Needs the model's tokenizer."""

@@ -3,7 +3,7 @@ connection begins with a hello, and the coordinator's answer to it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from megatron_async import errors
 
 TOKEN_BYTES = 4
 """Bytes of a token id."""
-PROTOCOL = 14
+PROTOCOL = 15
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -111,6 +111,20 @@ class PromptLogProbs(msgspec.Struct, frozen=True):
     words: bytes
 
 
+class RoutingRows(msgspec.Struct, frozen=True):
+    """The experts of a request's tokens but the last, as its `routing_indices` has them.
+
+    Attributes:
+        shape: tokens - 1, layers with experts, experts of a token.
+        dtype: NumPy's name of the ids' type.
+        ids: of that type and shape.
+    """
+
+    shape: tuple[Tokens, Tokens, Tokens]
+    dtype: Literal["uint8", "uint16"]
+    ids: bytes
+
+
 Span = tuple[Version | None, Tokens, Tokens]
 """A version, and of what it holds: the first, and the one after the last."""
 
@@ -134,6 +148,7 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
             the weights were never named.
         record: in a form that only clients of such replicas read (Megatron's, as msgpack): the
             whole request (`compat.inference.inference_client`), or what HTTP tells beside ours.
+        routing: where the request asked for it (`return_routing`) and a token was computed.
     """
 
     number: Number
@@ -155,6 +170,7 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
     weight_versions: list[Span] | None = None
     kv_versions: list[Span] | None = None
     record: bytes | None = None
+    routing: RoutingRows | None = None
 
     @property
     def error(self) -> Exception | None:

@@ -64,6 +64,7 @@ logger = logging.getLogger("megatron_async")
 
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RETRY_EVERY_S = LOOK_EVERY_S = 0.2
+LOOK_FOR_ROUTING_S = 0.001
 WARN_AFTER_S = 5.0
 """A replica without a coordinator logs a warning after these seconds, and at each doubling."""
 Told = tuple[dict[str, Any], tuple[str, str] | None]
@@ -378,6 +379,9 @@ class Replica:
         future.add_done_callback(lambda done: self._end(number, done))
 
     def _end(self, number: int, future: asyncio.Future[DynamicInferenceRequest]) -> None:
+        if number in self._requests and _waits_for_routing(future):
+            asyncio.get_running_loop().call_later(LOOK_FOR_ROUTING_S, self._end, number, future)
+            return
         prompt = self._requests.pop(number, None)
         if self._connection is None or future.cancelled():
             return
@@ -417,6 +421,14 @@ class Replica:
 
     def _status(self) -> ReplicaStatus:
         return status_of(self._engine, self._runs_seen, dict(self._engine.stats()))
+
+
+def _waits_for_routing(future: asyncio.Future[DynamicInferenceRequest]) -> bool:
+    """Whether a request has asked for records that are still on their way from the device."""
+    if future.cancelled() or not future.result().sampling_params.return_routing:
+        return False
+    routing = future.result().routing
+    return routing is not None and not routing.is_ready
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from megatron_async.serving.messages import (
     PromptLogProbs,
     ReplicaInfo,
     ReplicaStatus,
+    RoutingRows,
     Span,
     StepTokens,
 )
@@ -103,7 +104,17 @@ def ended_of(request: DynamicInferenceRequest, replica: str, tells_prompt: bool)
         replica=replica,
         weight_versions=_named(request.weight_versions),
         kv_versions=_named(request.kv_versions),
+        routing=_routing(request),
     )
+
+
+def _routing(request: DynamicInferenceRequest) -> RoutingRows | None:
+    rows = request.routing_indices if request.sampling_params.return_routing else None
+    if rows is None:
+        return None
+    tokens, layers, experts = rows.shape
+    dtype: Literal["uint8", "uint16"] = "uint8" if rows.itemsize == 1 else "uint16"
+    return RoutingRows((tokens, layers, experts), dtype, rows.tobytes())
 
 
 def _named(spans: Sequence[Span]) -> list[Span] | None:

@@ -7,9 +7,11 @@ Facts: `srt/managers/io_struct.py` (`GenerateReqInput`), `srt/sampling/sampling_
 
 from __future__ import annotations
 
+import base64
 from typing import Any, override
 
 import msgspec
+import numpy as np
 
 from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind
 from megatron_async.server.answers.log_prob_json import Place, places
@@ -17,7 +19,7 @@ from megatron_async.server.endpoints import Endpoint
 from megatron_async.server.fields.ask import ask_completion
 from megatron_async.server.fields.asked import Asked, AskedChoice, Caller
 from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_not_served
-from megatron_async.server.fields.refusal import Refusal, told_at
+from megatron_async.server.fields.refusal import Refusal, not_allowed, told_at
 from megatron_async.server.fields.request_bodies import CompletionRequest, StructuredOutputs
 from megatron_async.server.fields.served_model import ServedModel
 from megatron_async.serving.readers import TokenLogProbs, prompt_log_probs_of
@@ -26,6 +28,8 @@ NEW_TOKENS = 128
 """SGLang's default of `max_new_tokens`."""
 CUT = ("aborted", "weight_update")
 """Ends of requests that had more to say."""
+REPEATED = ("return_text_in_logprobs", "routed_experts_start_len")
+"""Fields that say how the answer is written."""
 FIELDS = {
     "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed",
     "include_stop_str_in_output": "no_stop_trim", "request_id": "rid", "prompt": "input_ids",
@@ -70,6 +74,8 @@ class GenerateRequest(KnownFields, kw_only=True, forbid_unknown_fields=True):
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
     stream: bool = False
     priority: int | None = None
 
@@ -89,11 +95,9 @@ def ask_generate(request: GenerateRequest, served: ServedModel, caller: Caller) 
             "/generate gives one answer as a whole: send several requests, and streams to "
             "/v1/completions.", param="stream" if request.stream else "n",
         )  # fmt: skip
-    if start not in (-1, 0):
-        raise Refusal(
-            f"logprob_start_len={start} is not served: 0 gives log probs of the whole prompt, "
-            "-1 none.", param="logprob_start_len",
-        )  # fmt: skip
+    for name in ("logprob_start_len", "routed_experts_start_len"):
+        if (value := getattr(request, name)) < -(name == "logprob_start_len"):
+            raise not_allowed(name, value, "0 or more (logprob_start_len=-1: none of the prompt)")
     top_n = request.top_logprobs_num if request.return_logprob else None
     wanted = {"json": one.json_schema, "regex": one.regex}
     structured: dict[str, Any] = {
@@ -103,16 +107,21 @@ def ask_generate(request: GenerateRequest, served: ServedModel, caller: Caller) 
         prompt=request.text if request.input_ids is None else list(request.input_ids),
         max_tokens=NEW_TOKENS if one.max_new_tokens is None else one.max_new_tokens,
         min_tokens=one.min_new_tokens, include_stop_str_in_output=one.no_stop_trim,
-        seed=one.sampling_seed, logprobs=top_n, prompt_logprobs=None if start else top_n,
+        seed=one.sampling_seed, logprobs=top_n, prompt_logprobs=None if start < 0 else top_n,
         structured_outputs=StructuredOutputs(**structured) if structured else None,
         request_id=request.rid, priority=request.priority,
         **{name: getattr(one, name) for name in SAME},
     )  # fmt: skip
     with told_at(FIELDS):
         asked = ask_completion(completion, served, caller)
+    params = asked.choices[0].params
+    params.return_routing, params.prompt_log_probs_from = (
+        request.return_routed_experts,
+        max(start, 0),
+    )
     # Its id is what /abort_request calls it by.
     name = request.rid or asked.style.id
-    repeated = {"return_text_in_logprobs": request.return_text_in_logprobs}
+    repeated = {name: getattr(request, name) for name in REPEATED}
     style = msgspec.structs.replace(asked.style, id=name, field_names=FIELDS, repeated=repeated)
     return msgspec.structs.replace(asked, style=style)
 
@@ -187,11 +196,17 @@ class GenerateWriter(ItemWriter):
             found = prompt_log_probs_of(end)
             prompt = self.asked.prompts[self.choice.prompt]
             if found is not None and not isinstance(prompt, str):
-                first: Place = (prompt[0], 0.0, [])
-                of_prompt = [first, *places(prompt[1:], found, self.style.top_n)]
+                ids = prompt[self.choice.params.prompt_log_probs_from :]
+                known = places(ids[len(ids) - len(found.chosen) :], found, self.style.top_n)
+                of_prompt = [(ids[0], 0.0, []), *known[len(known) - len(ids) + 1 :]]
                 meta |= self._log_probs("input", of_prompt)
-                meta["input_token_logprobs"][0][0] = None
+                meta["input_token_logprobs"][0][0] = None  # there is none of the first
             meta |= self._log_probs("output", self._places)
+        if end.routing is not None:
+            start = self.style.repeated["routed_experts_start_len"]
+            rows = np.frombuffer(end.routing.ids, end.routing.dtype).reshape(end.routing.shape)
+            sent = base64.b64encode(rows[start:].astype("<i4").tobytes()).decode()
+            meta |= {"routed_experts": sent, "routed_experts_start_len": start}
         text = "".join(item.text for item in result.items)
         return {"text": text, "output_ids": self._ids, "meta_info": meta}
 

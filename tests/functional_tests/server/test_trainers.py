@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,12 +24,13 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import free_port
 from tests.support.served import ADMIN, ENGINE, Served
 from tests.support.trained_weights import train
 
-MODEL = "dummy:tiny"
+MODEL = "dummy:tiny-gated-delta"
 SAMPLED = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True, "sampling_seed": 5}
 
 
@@ -86,7 +88,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the folders "step-0" and "step-1"."""
     root = tmp_path_factory.mktemp("weights")
     for step in range(2):
-        train(root / f"step-{step}", step)
+        train(root / f"step-{step}", step, MODEL)
     return root
 
 
@@ -95,7 +97,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator
     log = tmp_path_factory.mktemp("serve") / "log"
     with Served(
         log, MODEL, *ENGINE, "--rl-api", "sglang", "--rl-socket", "localhost:0", "--weights-dir",
-        str(weights), "--trainer", "127.0.0.1", "--no-page",
+        str(weights), "--trainer", "127.0.0.1", "--no-page", "--enable-routing-replay",
     ) as served:  # fmt: skip
         served.wait_until_ready()
         yield served
@@ -224,6 +226,25 @@ def test_an_aborted_request_gives_its_tokens_so_far(slime: Trainer) -> None:
 def slime_is_busy(slime: Trainer) -> bool:
     engines = slime.done("/live", method="GET")["replicas"].values()
     return any(engine["slots_in_use"] for engine in engines)
+
+
+def test_an_answer_has_the_experts_of_its_tokens(slime: Trainer) -> None:
+    told = slime.generate(return_routed_experts=True, logprob_start_len=0, top_logprobs_num=1)
+    meta = told["meta_info"]
+    rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+    shape = DUMMY_SHAPES[MODEL.removeprefix("dummy:")]
+    assert rows.size == (3 + 8 - 1) * shape.pattern.count("E") * shape.moe_router_topk
+    assert rows.max() < shape.num_moe_experts
+    assert rows.min() == 0
+    later = slime.generate(return_routed_experts=True, routed_experts_start_len=4)
+    part = np.frombuffer(base64.b64decode(later["meta_info"]["routed_experts"]), np.int32)
+    assert part.tolist() == rows[rows.size * 4 // 10 :].tolist()
+    of_prompt = meta["input_token_logprobs"]
+    assert [token for _, token, _ in of_prompt] == [1, 2, 3]
+    assert of_prompt[0][0] is None
+    end = slime.generate(logprob_start_len=1)["meta_info"]["input_token_logprobs"]
+    assert end == [[None, 2, None], of_prompt[2]]
+    assert "routed_experts" not in slime.generate()["meta_info"]
 
 
 class Danger:

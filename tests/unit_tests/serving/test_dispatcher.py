@@ -342,7 +342,7 @@ def test_a_trace_goes_with_its_request_to_each_replica(caplog: pytest.LogCapture
 
 def test_the_protocol_has_the_version_of_its_messages() -> None:
     """A change of what is sent raises `PROTOCOL`, and stands here too."""
-    assert PROTOCOL == 14
+    assert PROTOCOL == 15
     assert Run.__struct_fields__ == (
         "number", "prompt", "params", "priority", "traceparent", "label",
     )  # fmt: skip
