@@ -307,6 +307,24 @@ def test_prompts_go_to_given_experts(model, plain):
     check(plain, second)
 
 
+def test_a_failed_step_forces_nobody_else(model, monkeypatch):
+    engine = make_engine(model, lookahead=0)
+    prompts = random_prompts(8, (6, 7))
+    (expected,) = engine.generate(prompts[1:], greedy(6))
+    engine.reset_prefix_cache()
+    with monkeypatch.context() as patched:
+
+        def fail(view: Any) -> None:
+            raise ValueError("planned")
+
+        patched.setattr(engine.controller.inference_wrapped_model, "forward", fail)
+        params = greedy(2, forced_routing=np.full((6, 2, 2), [3, 6]))
+        (failed,) = engine.generate(prompts[:1], params)
+    assert failed.finish_reason == "error"
+    (after,) = engine.generate(prompts[1:], greedy(6))
+    assert after.generated_tokens == expected.generated_tokens
+
+
 def test_a_score_by_a_record_is_the_rollouts(model):
     """What a trainer asks for, though its weights have moved the routers meanwhile."""
     engine = make_engine(model, **RECORDS)

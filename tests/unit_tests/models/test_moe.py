@@ -225,6 +225,39 @@ def test_a_few_tokens_on_ranks_that_split_experts(kind):
     assert all(0 <= error < 2e-5 for error in run_ranks(2, _few_tokens_on_ranks, kind))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_forced_tokens_go_where_they_have_to(monkeypatch, kind):
+    """Also where few tokens would have an op of their own, which chooses for itself."""
+    planned = partial(plan_few_tokens, most=FEW)
+    monkeypatch.setattr(moe, "find_plan", lambda x, layer, major: planned(len(x), layer.shape))
+    monkeypatch.setattr(moe, "FEW_TOKENS", FEW)
+    layer, _groups = make_layer(ParallelSizes(), kind)
+    x, write_index = tokens_of(3, 4), torch.tensor([0, 20, DUMMY_PLACE, 60])
+    free = layer.router(x, View(Step(write_index), BatchDimensions(4)))
+    forced = (free.experts + 3) % EXPERTS
+    forced[0] = -1
+    view = View(Step(write_index), BatchDimensions(4), routing=StepRouting(forced[None]))
+    output = layer(x[:, None], inference_context=view)[0][:, 0]
+    (chosen,) = view.routing.experts
+    wanted = free.experts.clone()
+    wanted[[1, 3]] = forced[[1, 3]]
+    assert chosen.tolist() == wanted.tolist()
+    scores = x @ layer.router.weight.T
+    weights = scores[[1, 3]].gather(1, forced[[1, 3]].long())
+    if kind == "nemotron":
+        weights = weights.sigmoid()
+        weights = 2.5 * weights / weights.sum(1, keepdim=True)
+    else:
+        weights = weights.softmax(1)
+    free.experts, free.weights[[1, 3]] = wanted, weights
+    _router, fc1, fc2 = all_weights(kind)
+    expected = expert_mlp.reference(x, free, fc1, fc2, 0, EXPERTS)
+    if layer.shared_experts is not None:
+        expected = expected + layer.shared_experts(x[:, None])[0][:, 0]
+    torch.testing.assert_close(output, expected, rtol=2e-5, atol=2e-5)
+
+
 @torch.no_grad()
 def test_experts_elsewhere_have_no_op_of_few_tokens(monkeypatch):
     planned = partial(plan_few_tokens, most=FEW)
