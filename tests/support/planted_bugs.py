@@ -11,13 +11,14 @@ import torch
 from megatron_async import DynamicInferenceEngine, TextGenerationController
 from megatron_async.device_state import gpu_view, unpack_step_reference
 from megatron_async.device_state.bookkeeping_layout import COUNT
+from megatron_async.engine.weight_books import WeightBooks
 from megatron_async.ops.drafting.ngram_lookup import ngram_drafts
 from megatron_async.ops.sampling.slot_records import Header, RowFeature
 from megatron_async.planning import host_staging
 from megatron_async.planning.host_staging import HostStaging
 from megatron_async.planning.kv_block_allocator import KVBlockAllocator
 from megatron_async.planning.prefix_cache import PrefixCache
-from megatron_async.planning.request_slots import RequestSlots
+from megatron_async.planning.request_slots import RequestSlots, SlotState
 from megatron_async.planning.scheduler import Scheduler
 from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.streaming import RequestStream, StreamChunk
@@ -26,6 +27,7 @@ from megatron_async.step.ngram_drafter import NgramDrafter
 from megatron_async.step.routing_recorder import RoutingRecorder
 from tests.support.planted_state_bugs import MTP_BUGS, RECURRENT_BUGS
 from tests.support.poison import NOBODYS_EXPERT
+from tests.support.staged_weights import StagedWeights, copy_weights
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -423,6 +425,48 @@ def routing_is_gathered_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing_recorder._Copy, "_transfer", gather_and_transfer)
 
 
+def a_version_one_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of new weights is said to be the old ones'."""
+    pass_border = WeightBooks.pass_border
+
+    def pass_the_step_before(books: WeightBooks, step: int) -> None:
+        pass_border(books, step - 1)
+
+    monkeypatch.setattr(WeightBooks, "pass_border", pass_the_step_before)
+
+
+def hits_across_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights find blocks and states of old ones."""
+    monkeypatch.setattr(PrefixCache, "reset", lambda cache: None)
+
+
+def weights_change_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies are made when they are enqueued: steps in flight run with the new weights."""
+
+    def commit(stage: StagedWeights) -> bool:
+        copy_weights(stage._wrapper.model, stage._source)
+        return False
+
+    monkeypatch.setattr(StagedWeights, "commit", commit)
+
+
+def half_a_prompt_of_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is under way goes on."""
+    evict = Scheduler.evict
+
+    def evict_who_decodes(scheduler: Scheduler, which: Any) -> None:
+        evict(scheduler, which & (scheduler._slots.state != SlotState.PREFILLING))
+
+    monkeypatch.setattr(Scheduler, "evict", evict_who_decodes)
+
+
+UPDATE_BUGS: list[Plant] = [
+    a_version_one_step_late,
+    hits_across_epochs,
+    weights_change_at_once,
+    half_a_prompt_of_old_weights,
+]
+"""Bugs of changing weights."""
 BUGS: list[Plant] = [
     one_staging_buffer,
     bookkeeping_thought_there,

@@ -44,6 +44,8 @@ class StepWatch:
         self._drains = engine.is_stopped or engine.invalidation.is_draining
         waits = self._drains or engine.loop.is_recovering
         waits |= self._in_flight > self._lookahead  # a signal came before the last resolve
+        # An update may end or evict all, and steps that may be taken back are booked before it.
+        waits |= engine.updating.is_due
         self._must_launch = not waits and self._can_launch()
 
     def after_step(self) -> None:

@@ -81,7 +81,7 @@ COMPARED: dict[str, Callable[[DynamicInferenceRequest], Any]] = {
     "alternatives of the prompt": lambda request: (
         request.log_probs and request.log_probs.prompt_top_n()
     ),
-    "routing": lambda request: request.routing_indices.tolist(),
+    "routing": lambda request: request.routing and request.routing_indices.tolist(),
 }
 """Outputs of a finished request that must be what the serial engine gives (numbers with a point,
 nearly). Of an aborted one, those in `CUT_SHORT` must be the beginning of it."""
@@ -270,6 +270,8 @@ class TrackedRequest:
         assert request.error is None, request.error
         assert request.status == Status.COMPLETED
         for name, output in COMPARED.items():
+            if name == "routing" and request.routing is None:
+                continue
             found, expected = output(request), output(answer)
             assert equal(found, expected), (name, found, expected)
 

@@ -37,6 +37,8 @@ schedule that found them, each with serial answers of its own:
                                        snapshot_behind_its_tokens 13,
                                        snapshot_in_use_is_given_away 13,
                                        states_without_blocks 5
+    weights that change                a_version_one_step_late 6, hits_across_epochs 6,
+                                       weights_change_at_once 6, half_a_prompt_of_old_weights 9
     steps that fail for ever           test_endless_failures_are_found 58
     a stop beside shared experts       test_overwritten_samples_are_found 4
     an interrupt in a step             interrupts_are_not_held 5, half_booked_tokens_stay 5,
@@ -61,7 +63,8 @@ from tests.functional_tests.fuzz.other_machines import (
     InterruptedMachine,
     SleepingMachine,
 )
-from tests.support.planted_bugs import BUGS, Plant
+from tests.functional_tests.fuzz.updating_machine import UpdatingMachine
+from tests.support.planted_bugs import BUGS, UPDATE_BUGS, Plant
 from tests.support.planted_state_bugs import INTERRUPT_BUGS, SLEEP_BUGS
 from tests.support.tiny_launches import use_small_grid
 
@@ -199,6 +202,27 @@ def test_a_bug_of_interrupts_is_found(monkeypatch: pytest.MonkeyPatch, plant: Pl
     before = EngineMachine.counts["schedules"]
     with pytest.raises((AssertionError, RuntimeError, KeyError, IndexError)) as failure:
         fuzz(ENOUGH, SEEDS.get(plant.__name__, 1), Phase.generate, machine=InterruptedMachine)
+    number = EngineMachine.counts["schedules"] - before
+    print(f"{plant.__name__} is found by schedule {number}: {failure.value!r}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_weights_that_change_under_way() -> None:
+    counts = counts_of(FAILING_SCHEDULES, FIRST_SEED, UpdatingMachine)
+    # The schedules are worth their name.
+    policies = [counts[f"update: {policy}"] for policy in ("keep", "recompute", "abort")]
+    several, cut = counts["requests of several versions"], counts["weight_update"]
+    assert min(*policies, several, cut, counts["torn"]) > FAILING_SCHEDULES / 20, counts
+
+
+@pytest.mark.parametrize("plant", UPDATE_BUGS, ids=lambda plant: plant.__name__)
+def test_a_bug_of_updates_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+    monkeypatch.setattr(UpdatingMachine, "answers", {})
+    plant(monkeypatch)
+    before = EngineMachine.counts["schedules"]
+    with pytest.raises((AssertionError, RuntimeError, KeyError)) as failure:
+        fuzz(ENOUGH, SEEDS.get(plant.__name__, 2), Phase.generate, machine=UpdatingMachine)
     number = EngineMachine.counts["schedules"] - before
     print(f"{plant.__name__} is found by schedule {number}: {failure.value!r}")
 

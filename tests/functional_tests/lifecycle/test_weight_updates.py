@@ -59,6 +59,7 @@ def engine_of(kind: str, seed: int = 0, **config: Any) -> DynamicInferenceEngine
     return make_engine(make(seed), **{**room, **settings, **config})
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("policy", ["keep", "recompute", "abort"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_an_engine_that_stops(kind, policy, lookahead):

@@ -55,7 +55,7 @@ class ExpertRanks:
     """Engines that agree on steps, each driven by a thread; `shapes` of each rank's launched steps
     are (graph key or tokens, dispatch tokens, rows)."""
 
-    model = staticmethod(lambda: MODEL)
+    model: Callable[[], torch.nn.Module] = staticmethod(lambda: MODEL)
 
     def __init__(self, size: int, captures: bool = False, **config: Any) -> None:
         self.engines: list[DynamicInferenceEngine] = []

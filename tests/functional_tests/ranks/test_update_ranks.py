@@ -17,7 +17,6 @@ from tests.support.harness import (
     drain,
     greedy,
     make_engine,
-    make_model,
     random_prompts,
 )
 from tests.support.memory_channel import FollowingEngine
@@ -139,7 +138,7 @@ def test_copies_that_break_off_on_a_follower_end_the_job():
 class Replicas(ExpertRanks):
     """Leaders with weights of their own; `ready` is reached when all have come."""
 
-    model = staticmethod(make_model)
+    model = AttentionModel
 
     def __init__(self, size: int, **config: Any) -> None:
         super().__init__(size, **config)
@@ -153,7 +152,7 @@ def serving(
     another replica has work. The requests."""
 
     def call(engine: DynamicInferenceEngine) -> list[Any]:
-        futures = [engine.add_request(n, p, greedy(24)) for n, p in enumerate(prompts)]
+        futures = [engine.add_request(n, p, greedy(16)) for n, p in enumerate(prompts)]
         engine.group.begin_together()
         step = 0
         while engine.has_unfinished_requests() or engine.group.others_work:
@@ -173,19 +172,19 @@ def test_replicas_that_share_experts_change_before_the_same_step(lookahead):
     def act(engine: DynamicInferenceEngine, step: int) -> None:
         rank = replicas.engines.index(engine)
         if step == 3 + 2 * rank:
-            engine.updating.stage(1, StagedWeights(engine, make_model(seed=5)))
+            engine.updating.stage(1, StagedWeights(engine, AttentionModel(5)))
             done[rank] = engine.updating.commit(1, "b")
 
     work = [serving(replicas, prompts, act) for prompts in (PROMPTS, PROMPTS[3:], [])]
     results = replicas.run(*work)
     assert len({each.result().step for each in done.values()}) == 1
-    models = {None: make_model(), "b": make_model(seed=5)}
-    stopped = Stopped(make_engine(make_model(), lookahead=0), models)
+    models = {None: AttentionModel(), "b": AttentionModel(5)}
+    stopped = Stopped(make_engine(AttentionModel(), lookahead=0), models)
     mixed = 0
     for prompts, requests in zip((PROMPTS, PROMPTS[3:]), results, strict=False):
         for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             versions = by_token(request.weight_versions)
-            expected = stopped.tokens(Job(prompt, greedy(24)), number, versions)
+            expected = stopped.tokens(Job(prompt, greedy(16)), number, versions)
             assert request.generated_tokens == expected
             mixed += len(set(versions)) == 2
     assert mixed >= 4
@@ -203,7 +202,7 @@ def test_replicas_without_work_change_too_and_a_failure_of_one_is_all_of_theirs(
                 done: Any = engine.updating.staged(2)
             else:
                 time.sleep(0.02 * rank)
-                engine.updating.stage(number, StagedWeights(engine, make_model(seed=number)))
+                engine.updating.stage(number, StagedWeights(engine, AttentionModel(number)))
                 done = engine.updating.commit(number, number)
             while not done.done():
                 engine.step_modern()
@@ -228,7 +227,7 @@ def test_replicas_that_are_paused_change_together():
             engine.step_modern()
         engine.pause()
         known = len(engine.context.slots.tokens_since(0, 0) or ())
-        engine.updating.stage(1, StagedWeights(engine, make_model(seed=5)))
+        engine.updating.stage(1, StagedWeights(engine, AttentionModel(5)))
         done = engine.updating.commit(1, "b")
         while not done.done():
             engine.step_modern()
