@@ -170,7 +170,7 @@ class EngineControl(DynamicInferenceEngine):
         self.booking.take_undelivered()
         self.requests.take_ended()
         self.book.take_ended()
-        self.book.epoch = None
+        self.updating.label(None)
         if not preserve_prefix_cache:
             self.reset_prefix_cache()
         if not preserve_counters:
@@ -179,10 +179,10 @@ class EngineControl(DynamicInferenceEngine):
 
     def set_generation_epoch(self, epoch: int) -> None:
         """The weights are those of generation `epoch` from now on: unfinished and new requests are
-        stamped with it (`policy_epoch`, `kv_cache_epoch`). Call it while the engine is suspended,
-        or its steps in flight count as the new ones'. (Megatron's `InferenceClient` has it.)"""
+        stamped with it (`policy_epoch`, `kv_cache_epoch`). Steps in flight count as the ones
+        before. (Megatron's `InferenceClient` has it.)"""
         self.thread.check()
-        self.book.begin_epoch(epoch)
+        self.updating.label(epoch)
 
     def close(self) -> None:
         """End the engine for good; unfinished requests fail."""

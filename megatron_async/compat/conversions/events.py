@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from megatron_async.planning.step_output import StepOutput
 from megatron_async.requests.inference_request import DynamicInferenceEvent as OwnEvent
 from megatron_async.requests.inference_request import DynamicInferenceEventType as OwnType
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.weight_versions import Marks
 
 Payload = dict[str, Any]
 
@@ -116,48 +117,18 @@ def to_events(
     return sorted(found, key=lambda event: (event.type.name in ends, event.timestamp))
 
 
-Epochs = list[tuple[int, int]]
+Epochs = list[tuple[int, Any]]
 
 
-@dataclass(frozen=True)
-class _Stamp:
-    timestamp: float
-    first_token: int
-    epoch: int
+def to_epochs(request: DynamicInferenceRequest) -> tuple[Epochs | None, Epochs | None]:
+    """`policy_epoch` and `kv_cache_epoch` of a request; None where no epoch was ever told."""
+    weights, prompt = request.weights, len(request.prompt_tokens)
+    # Megatron counts from the position whose logits a token comes from.
+    tokens = [(max(prompt + first - 1, 0) if first else 0, told) for first, told in weights.tokens]
+    policy = _told(tokens)
+    return policy, _told(weights.cache) or policy
 
 
-@dataclass
-class EpochStamps:
-    """The stamps of one request."""
-
-    _stamps: list[_Stamp] = field(default_factory=list)
-
-    def stamp(self, timestamp: float, num_tokens: int, epoch: int) -> None:
-        """The epoch changes, or the request comes, at `time.time()`, with so many known tokens of
-        prompt and generation."""
-        first = num_tokens - 1 if self._stamps else 0
-        self._stamps.append(_Stamp(timestamp, first, epoch))
-
-    def policy(self) -> Epochs | None:
-        """`policy_epoch`; None where no epoch was ever told."""
-        if not self._stamps:
-            return None
-        return [(stamp.first_token, stamp.epoch) for stamp in self._stamps]
-
-    def kv_cache(self, request: DynamicInferenceRequest) -> Epochs | None:
-        """`kv_cache_epoch` of the request with these stamps."""
-        if not self._stamps:
-            return None
-        kinds = [event.type for event in request.events]
-        evictions = [i for i, k in enumerate(kinds) if k is OwnType.EVICT]
-        if not evictions:
-            return self.policy()
-        # Keys and values are those of the weights that were there when it was admitted again; while
-        # it waits, of those that are there now.
-        behind = request.events[evictions[-1] + 1 :]
-        admissions = (e for e in behind if e.type is OwnType.ADD_CONTEXT)
-        again = next((event.timestamp for event in admissions), float("inf"))
-        before = [stamp for stamp in self._stamps if stamp.timestamp <= again]
-        after = self._stamps[len(before) :]
-        first = before[-1].epoch if before else after[0].epoch
-        return [(0, first), *((stamp.first_token, stamp.epoch) for stamp in after)]
+def _told(marks: Marks) -> Epochs | None:
+    told: Epochs = [mark for mark in marks if mark[1] is not None]
+    return [(0, told[0][1]), *told[1:]] if told else None

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from numpy.typing import NDArray
 
 from megatron_async.compat.conversions.errors import to_overflow
-from megatron_async.compat.conversions.events import EpochStamps, TokenEvent, TokenTimes, to_events
+from megatron_async.compat.conversions.events import TokenEvent, TokenTimes, to_epochs, to_events
 from megatron_async.planning.request_slots import RequestSlots
 from megatron_async.requests.inference_request import DynamicInferenceRequest as OwnRequest
 from megatron_async.text.stop_words import cut_at_stop_word
@@ -236,7 +235,6 @@ class RequestEntry:
     future: asyncio.Future[Record] | None = None
     own: OwnRequest | None = None
     own_future: asyncio.Future[OwnRequest] | None = None
-    stamps: EpochStamps = field(default_factory=EpochStamps)
     since: int = 0
     has_ended: bool = False
 
@@ -257,7 +255,6 @@ class RequestBook:
         times: reports of tokens; None: they are not tracked.
 
     Attributes:
-        epoch: present generation of weights; None until one is told.
         finished: requests that have ended, failed ones not counted.
     """
 
@@ -271,7 +268,6 @@ class RequestBook:
         self._entries: dict[int, RequestEntry] = {}
         """In the order of their arrival."""
         self._ended: list[Record] = []
-        self.epoch: int | None = None
         self.finished = 0
 
     def __contains__(self, request_id: int) -> bool:
@@ -298,8 +294,6 @@ class RequestBook:
         """A request was added, and goes on."""
         entry.own = own
         set_prompt(entry.request, own)
-        if self.epoch is not None:
-            entry.stamps.stamp(time.time(), len(own.prompt_tokens), self.epoch)
 
     def live(self, request_id: int) -> DynamicInferenceRequest:
         """An unfinished request as it stands (KeyError if there is none): always the same object,
@@ -350,21 +344,12 @@ class RequestBook:
         """`take_ended` shall not return these, if they have ended."""
         self._ended = [each for each in self._ended if each.request_id not in request_ids]
 
-    def begin_epoch(self, epoch: int) -> None:
-        """The weights are new: stamp every unfinished request."""
-        self.epoch, now = epoch, time.time()
-        for entry in self._entries.values():
-            if (own := entry.own) is not None:
-                total = len(own.prompt_tokens) + len(self._tokens(own))
-                entry.stamps.stamp(now, total, epoch)
-
     def _tokens(self, own: OwnRequest) -> list[int]:
         slot = self._slots.slot_of.get(own.request_id)
         return list(own.generated_tokens) if slot is None else self._slots.generated_tokens(slot)
 
     def _set_epochs(self, entry: RequestEntry, own: OwnRequest) -> None:
-        entry.request.policy_epoch = entry.stamps.policy()
-        entry.request.kv_cache_epoch = entry.stamps.kv_cache(own)
+        entry.request.policy_epoch, entry.request.kv_cache_epoch = to_epochs(own)
 
 
 def deliver(future: asyncio.Future[Record], record: Record) -> None:

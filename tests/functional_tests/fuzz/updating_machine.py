@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[int], AttentionModel]] = {
     kind.__name__: kind for kind in (AttentionModel, *HYBRID_MODELS)
 }
 SEEDS = (0, 5, 7)
-"""Of the weights; an engine begins with the first."""
+"""Seeds of the weights; an engine begins with the first."""
 FIRST = "0.0"
 """Versions are the index of a seed, and a label."""
 
@@ -65,7 +65,7 @@ class Chronicle(EngineListener):
         self._changes: list[tuple[int, Any]] = [(0, None)]
         self.of: dict[int, History] = {}
         self.by_number: dict[int, History] = {}
-        """Those of the unfinished requests by their numbers."""
+        """Histories of the unfinished requests by their numbers."""
         engine.listeners.append(self)
         scheduler = engine.context.scheduler
         self._requeue = scheduler.requeue
