@@ -48,8 +48,10 @@ class SglangPaths(Family):
         """Whether the service would generate; a pause is no illness. What SGLang finds out by a
         request, the coordinator watches: replicas that finish no step are lost."""
         health = await self.ask("health")
-        if health["state"] not in ("running", "paused", "sleeping") or not health["replicas"]:
-            raise Refusal(f"the service is {health['state']}.", 503, code="not_ready")
+        is_well = health["replicas"] if health["state"] == "running" else None
+        if not is_well and health["state"] not in ("paused", "sleeping"):
+            why = f"the service is {health['state']}, with {health['replicas']} ready replicas."
+            raise Refusal(why, 503, code="not_ready")
 
     @path("GET /get_weight_version", "GET /model_info", "GET /get_model_info", in_turn=False)
     async def _version(self) -> dict[str, Any]:

@@ -98,6 +98,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator
     with Served(
         log, MODEL, *ENGINE, "--rl-api", "sglang", "--rl-socket", "localhost:0", "--weights-dir",
         str(weights), "--trainer", "127.0.0.1", "--no-page", "--enable-routing-replay",
+        "--enable-sleep-mode", "--weights-finite",
     ) as served:  # fmt: skip
         served.wait_until_ready()
         yield served
@@ -209,6 +210,43 @@ def test_a_torn_pause_leaves_the_weights_before(
     slime.done("/continue_generation", {})
     assert slime.log_probs() == before
     assert slime.version() == "whole"
+    name, tensor = next(iter(tensors.items()))
+    status, told = group.send(
+        {name: torch.full_like(tensor, torch.nan)},
+        lambda named: slime.call("/update_weights_from_distributed", body | named),
+    )
+    assert (status, name in told["message"]) == (409, True)
+    body["weight_version"] = "a part"
+    group.send(
+        {name: tensor}, lambda named: slime.done("/update_weights_from_distributed", body | named)
+    )
+    assert slime.version() == "a part"
+    assert slime.log_probs() != before
+
+
+def test_slimes_colocated_step_has_the_engines_memory(
+    slime: Trainer, weights: Path, group: Group
+) -> None:
+    """As slime's colocated actor calls: the weights' memory comes back before they do, that of the
+    KV cache behind them; requests wait meanwhile."""
+    slime.done("/update_weights_from_disk", {"model_path": "step-1", "weight_version": "c"})
+    expected = slime.log_probs()
+    slime.done("/update_weights_from_disk", {"model_path": "step-0", "weight_version": "d"})
+    slime.done("/flush_cache", method="GET")
+    slime.done("/release_memory_occupation", {})
+    slime.done("/health_generate", method="GET")
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(slime.log_probs)
+        slime.done("/resume_memory_occupation", {"tags": ["weights"]})
+        slime.done("/pause_generation", {"mode": "in_place"})
+        body = {"group_name": "slime-pp_0", "weight_version": "e"}
+        group.send(read(weights, 1), lambda named: slime.done(
+            "/update_weights_from_distributed", body | named))  # fmt: skip
+        slime.done("/continue_generation", {})
+        assert not waiting.done()
+        slime.done("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        assert waiting.result() == expected
+    assert slime.version() == "e"
 
 
 def test_an_aborted_request_gives_its_tokens_so_far(slime: Trainer) -> None:
