@@ -227,8 +227,8 @@ def test_a_torn_pause_leaves_the_weights_before(
 def test_slimes_colocated_step_has_the_engines_memory(
     slime: Trainer, weights: Path, group: Group
 ) -> None:
-    """As slime's colocated actor calls: the weights' memory comes back before they do, that of the
-    KV cache behind them; requests wait meanwhile."""
+    """The calls of slime's colocated actor: memory for weights comes back before they do, and the
+    KV cache's memory behind them; requests wait meanwhile."""
     slime.done("/update_weights_from_disk", {"model_path": "step-1", "weight_version": "c"})
     expected = slime.log_probs()
     slime.done("/update_weights_from_disk", {"model_path": "step-0", "weight_version": "d"})
