@@ -13,6 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from megatron_async.engine.step_loop import StepLoop
 from megatron_async.engine.validation import (
     check_params_type,
@@ -30,6 +32,7 @@ from megatron_async.requests.inference_request import (
     Status,
 )
 from megatron_async.requests.log_probs import RequestLogProbs
+from megatron_async.requests.moved_request import MOVED, MovedRequest
 from megatron_async.requests.request_registry import RequestEntry
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.sampling_record import sampling_record
@@ -41,6 +44,7 @@ from megatron_async.text.structured_output import ALLOWANCE_S, CREDIT_S, Structu
 from megatron_async.text.token_watch import EVERYTHING, TokenWatch
 from megatron_async.text.tokenizer import INTERRUPTS
 
+NO_TOKENS = np.empty(0, dtype=np.int32)
 POLL_S = 0.005
 """Seconds between two checks of an engine that only waits: for grammars to be compiled, or for the
 weights of other ranks."""
@@ -78,8 +82,10 @@ class Admission:
         sampling_params: SamplingParams | None,
         priority: int,
         traceparent: str = "",
+        moved: MovedRequest | None = None,
     ) -> asyncio.Future[DynamicInferenceRequest]:
-        """Add a request (`DynamicInferenceEngine.add_request`)."""
+        """Add a request (`DynamicInferenceEngine.add_request`), with what it had where it moved
+        from."""
         controller = self._controller
         checked_id = check_request_id(request_id)
         request = _new_request(
@@ -91,6 +97,8 @@ class Admission:
             max_length = _prepare_request(
                 entry, prompt, sampling_params, priority, controller, self._grammars, self._watch
             )
+            if moved is not None:
+                _restore(entry, moved, controller.vocab_size)
         except Exception as error:
             # Whatever it is, also from a user's own tokenizer, it is this request's alone.
             with self._turn:
@@ -122,6 +130,21 @@ class Admission:
         error = RequestAborted(f"request {request_id} was aborted")
         with self._turn:
             self._end_early(self._requests.get(request_id).request, "aborted", error)
+
+    def take(self, request_id: int, moved: MovedRequest) -> asyncio.Future[DynamicInferenceRequest]:
+        """Go on with a request (`DynamicInferenceEngine.import_request`)."""
+        return self.add(request_id, moved.prompt, moved.params, moved.priority, moved=moved)
+
+    def export(self, request_id: int) -> MovedRequest:
+        """End a request with what another engine goes on with
+        (`DynamicInferenceEngine.export_request`)."""
+        with self._turn:
+            request, slots = self._requests.get(request_id).request, self._context.slots
+            slot = slots.slot_of.get(request_id)
+            tokens = request.generated_tokens if slot is None else slots.generated_tokens(slot)
+            found = MovedRequest.of(request, tokens)
+            self._end_early(request, MOVED, None)
+        return found
 
     def tend(self) -> None:
         """Admit requests that are ready, and end requests that delay others. Only on the leader:
@@ -177,7 +200,12 @@ class Admission:
 
     def _admit(self, request: DynamicInferenceRequest, max_length: int) -> None:
         self._context.add_request(request, max_length)
-        request.weights.begin(self._context.scheduler.weight_version)
+        version = self._context.scheduler.weight_version
+        if request.num_moved:
+            request.version_lag += request.weights.tokens[-1][1] != version
+            request.weights.change(version, request.num_moved, None)
+        else:
+            request.weights.begin(version)
         for listener in self._loop.listeners:
             listener.added(request)
         self._loop.group.added(request)
@@ -192,6 +220,8 @@ class Admission:
             if request.finish_reason is None:
                 try:
                     entry.grammar = self._grammars.start(job.result())
+                    for token in request.generated_tokens:  # of a request that was moved
+                        entry.grammar.accept(token)
                 except Exception as error:
                     self._requests.end(request, Status.FAILED, "error", error)
                 else:
@@ -202,9 +232,9 @@ class Admission:
         self,
         request: DynamicInferenceRequest,
         reason: str,
-        error: RequestAborted | RequestError,
+        error: RequestAborted | RequestError | None,
     ) -> None:
-        """Fail an unfinished request, wherever it is."""
+        """End an unfinished request, wherever it is; with an error, it fails."""
         request_id = request.request_id
         if self._requests.compiling.pop(request_id, None) is None:
             self._loop.group.aborted(request_id)
@@ -212,7 +242,24 @@ class Admission:
                 listener.aborted(request_id)
             if self._context.waiting.remove(request_id) is None:
                 self._loop.booking.release(self._context.slots.slot_of[request_id])
-        self._requests.end(request, Status.FAILED, reason, error)
+        status = Status.COMPLETED if error is None else Status.FAILED
+        self._requests.end(request, status, reason, error)
+
+
+def _restore(entry: RequestEntry, moved: MovedRequest, vocab_size: int) -> None:
+    """Give a request that is prepared what it had where it moved from.
+
+    Raises:
+        RequestError: that does not fit.
+    """
+    request, params = entry.request, entry.request.sampling_params
+    tokens = prompt_to_array(moved.generated, vocab_size) if moved.generated else NO_TOKENS
+    request.prompt = moved.text
+    moved.restore(request, tokens)
+    for end in range(1, len(tokens) + 1 if entry.stop_words is not None else 1):
+        assert entry.stop_words is not None
+        if entry.stop_words.end_with(tokens[:end], params.min_tokens):
+            raise RequestError(f"the moved request has ended with a stop word at token {end}.")
 
 
 def _new_request(

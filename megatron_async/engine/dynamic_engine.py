@@ -32,6 +32,7 @@ from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.planning.step_output import StepOutput
 from megatron_async.ranks.rank_group import RankGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.moved_request import MovedRequest
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.requests.sampling_params import SamplingParams, scoring_params
 from megatron_async.requests.streaming import RequestStream
@@ -146,6 +147,22 @@ class DynamicInferenceEngine(NamesOfMegatron):
         """
         self.thread.check()
         self.admission.abort(request_id)
+
+    def export_request(self, request_id: int) -> dict[str, Any]:
+        """End an unfinished request (KeyError if there is none) with finish reason "moved". What is
+        returned, values that JSON and msgpack can hold, goes to `import_request` of an engine of
+        the same model, which goes on with the tokens that would have come here."""
+        self.thread.check()
+        return self.admission.export(request_id).plain()
+
+    def import_request(
+        self, request_id: int, data: dict[str, Any]
+    ) -> asyncio.Future[DynamicInferenceRequest]:
+        """Go on with what `export_request` gave, as `add_request`: RequestError if it is no such
+        data. The request's stream begins with its first new token."""
+        self.thread.check()
+        self.pausing.check_is_open()
+        return self.admission.take(request_id, MovedRequest.read(data))
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""
@@ -479,23 +496,13 @@ class DynamicInferenceEngine(NamesOfMegatron):
         start: int | Sequence[int] = 0,
         sampling_params: SamplingParams | None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Log probs of given tokens: `generate` of prompts that are not continued. Among running
-        requests, `add_request` with `SamplingParams.scoring` is the same.
+        """Log probs of given tokens, texts or ids: `generate` of prompts that are not continued.
+        Among running requests, `add_request` with `SamplingParams.scoring` is the same.
 
-        Args:
-            sequences: texts or token ids.
-            start: the first token of all, or of each, whose log prob is wanted. What comes before
-                may be found in the prefix cache.
-            sampling_params: None: raw log probs. With `logprobs_mode="processed"` they are of what
-                a token is drawn from, by temperature, filters and biases.
-
-        Returns:
-            the requests in order. `prompt_log_probs` are of the tokens from `start` on (but of the
-            very first, which has none), `prompt_top_n_logprobs` the likeliest ones there.
-
-        Raises:
-            RequestError: the number of starts differs from the number of sequences.
-            Exception: as `generate`.
+        `start` is the first token of all, or of each, whose log prob is wanted; what comes before
+        may be found in the prefix cache. Log probs are raw, or with `logprobs_mode="processed"` of
+        what a token is drawn from. `prompt_log_probs` of the requests have them (but of the very
+        first token, which has none). RequestError: as many starts as sequences are needed.
         """
         return self.generate(sequences, scoring_params(len(sequences), start, sampling_params))
 

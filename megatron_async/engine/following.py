@@ -20,6 +20,7 @@ from megatron_async.ranks.actions import (
     Close,
     Compile,
     Control,
+    Import,
     Launch,
     Release,
     Resolve,
@@ -55,6 +56,7 @@ class _Followed(Protocol):
         priority: int = 0,
         traceparent: str = "",
     ) -> asyncio.Future[Any]: ...
+    def import_request(self, request_id: int, data: dict[str, Any]) -> asyncio.Future[Any]: ...
 
 
 def follow(engine: _Followed) -> bool:
@@ -110,14 +112,18 @@ def _replay(engine: _Followed, group: Follower, action: Action) -> None:
     elif isinstance(action, Compile):
         with suppress(RequestError):  # the leader finds the same
             engine.grammars.begin(action.params.structured_output)
-    elif isinstance(action, Add):
-        if action.params.structured_output is not None:
+    elif isinstance(action, Add | Import):
+        params = action.params if isinstance(action, Add) else action.moved.params
+        if params.structured_output is not None:
             # Compiled since the leader began it, so this wait is short if it is one.
-            wait([engine.grammars.begin(action.params.structured_output)])
-        future = engine.add_request(
-            action.request_id, action.tokens, action.params, action.priority,
-            traceparent=action.traceparent,
-        )  # fmt: skip
+            wait([engine.grammars.begin(params.structured_output)])
+        if isinstance(action, Add):
+            future = engine.add_request(
+                action.request_id, action.tokens, params, action.priority,
+                traceparent=action.traceparent,
+            )  # fmt: skip
+        else:
+            future = engine.import_request(action.request_id, action.moved.plain())
         if future.done():
             failed = future.result()
             raise RanksDisagree(

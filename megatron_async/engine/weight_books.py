@@ -87,22 +87,27 @@ class WeightBooks:
 
     def _begin_again(self, policy: str) -> tuple[int, int]:
         """Do what the policy says of unfinished requests."""
-        context, slots, aborted = self._context, self._context.slots, 0
-        if policy == "abort":
-            held = np.flatnonzero(slots.state != SlotState.FREE).tolist()  # sync-ok: NumPy
-            for slot in held:
-                if len(slots.generated(slot)):
-                    request = slots.request_at(slot)
-                    self._booking.release(slot)
-                    self._end(request)
-                    aborted += 1
-            for request in context.waiting.in_order():
-                if request.generated_tokens:
+        context, slots, keeps, aborted = self._context, self._context.slots, policy == "keep", 0
+        for request in self._requests.unfinished():
+            if request.request_id in self._requests.compiling:
+                continue
+            slot, tokens = slots.slot_of.get(request.request_id), len(request.generated_tokens)
+            if slot is not None:
+                end = slots.at_least(slot) if keeps else slots.num_known[slot]
+                tokens = int(end) - len(request.prompt_tokens)
+            if tokens <= 0:
+                continue
+            request.version_lag += 1
+            most = request.sampling_params.max_version_lag
+            is_stale = most is not None and request.version_lag > most
+            if policy == "abort" or is_stale:
+                if slot is None:
                     context.waiting.remove(request.request_id)
-                    self._end(request)
-                    aborted += 1
+                else:
+                    self._booking.release(slot)
+                self._end(request, "stale" if is_stale else "weight_update")
+                aborted += 1
         # A prompt that is half computed has made no token yet.
-        keeps = policy == "keep"
         again = slots.state == SlotState.PREFILLING if keeps else slots.state != SlotState.FREE
         context.scheduler.evict(again)
         for request in context.waiting.in_order():
@@ -114,10 +119,10 @@ class WeightBooks:
                     request.log_probs.forget_prompt()
         return aborted, int(np.count_nonzero(again))
 
-    def _end(self, request: DynamicInferenceRequest) -> None:
+    def _end(self, request: DynamicInferenceRequest, reason: str) -> None:
         for listener in self._listeners:
-            listener.ended(request, "weight_update")
-        self._requests.end(request, Status.COMPLETED, "weight_update")
+            listener.ended(request, reason)
+        self._requests.end(request, Status.COMPLETED, reason)
 
     def _change(self, version: Version, policy: str) -> None:
         """What is planned from now on is of other weights, or of another name."""

@@ -30,6 +30,7 @@ from megatron_async.lab.recording import (
 from megatron_async.lab.simulated_tokens import cached_tokens
 from megatron_async.planning.step_plan import StepPlan
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.moved_request import MovedRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.weight_versions import Version
 from megatron_async.step.text_generation_controller import LaunchedStep
@@ -89,7 +90,10 @@ class Recorder(EngineListener):
     # ---- On the engine's thread --------------------------------------------------------------
 
     def added(self, request: DynamicInferenceRequest) -> None:
-        self._events.append(("add", request))
+        moved = None
+        if request.num_moved is not None:
+            moved = MovedRequest.of(request, request.generated_tokens).plain()
+        self._events.append(("add", request, moved))
 
     def aborted(self, request_id: int) -> None:
         self._events.append(("abort", request_id))
@@ -182,7 +186,7 @@ class Recorder(EngineListener):
     def _as_record(self, event: tuple[Any, ...]) -> list[Any]:
         kind = event[0]
         if kind == "add":
-            return _added(event[1])
+            return _added(*event[1:])
         if kind == "launch":
             return self._launched(*event[1:])
         if kind == "resolve":
@@ -217,7 +221,7 @@ def _plain(value: Any) -> Any:
     return value.item()  # sync-ok: NumPy, on the recorder's thread
 
 
-def _added(request: DynamicInferenceRequest) -> list[Any]:
+def _added(request: DynamicInferenceRequest, moved: dict[str, Any] | None) -> list[Any]:
     defaults, params = SamplingParams(), request.sampling_params
     names = [f.name for f in fields(params)]
     changed = {
@@ -230,7 +234,8 @@ def _added(request: DynamicInferenceRequest) -> list[Any]:
     if params.structured_output is not None:
         changed["structured_output"] = asdict(params.structured_output)
     prompt = request.prompt_tokens.tolist()  # sync-ok: NumPy, on the recorder's thread
-    return ["add", request.request_id, request.priority, prompt, changed]
+    record = ["add", request.request_id, request.priority, prompt, changed]
+    return record if moved is None else [*record, moved]
 
 
 def _header(engine: DynamicInferenceEngine) -> dict[str, Any]:

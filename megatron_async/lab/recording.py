@@ -8,7 +8,8 @@ of `InferenceConfig`, the KV pool as a number of blocks), "choices" (the rows of
 used; older recordings have none) and "shape" (`ModelShape`). Every other line is an array, in the
 order in which things happened; times are microseconds:
 
-    ["add", request id, priority, [prompt], {sampling parameters that are not the default}]
+    ["add", request id, priority, [prompt], {sampling parameters that are not the default},
+        {what it had on another engine}]                       last entry only if it began there
     ["abort", request id]
     ["evict_all"]                             the engine was suspended and gave its KV cache back
     ["prefill_limit", tokens]                 beside decode rows, from the next launch on
@@ -74,6 +75,8 @@ class Added:
     priority: int
     prompt: list[int]
     params: dict[str, Any]
+    moved: dict[str, Any] | None = None
+    """What it had on another engine (`MovedRequest`); None: it began here."""
 
     def sampling_params(self) -> SamplingParams:
         """The request's parameters.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
+import msgspec
 import numpy as np
 
 from megatron_async.config import InferenceConfig
@@ -129,12 +130,13 @@ class Replay:
 
     def _add(self, event: Added, text_end: TextEnd | None) -> None:
         params = event.sampling_params()
-        future = self.engine.add_request(
-            event.request_id,
-            np.array(event.prompt, np.int32),
-            without_text(params),
-            event.priority,
-        )
+        number, plain = event.request_id, without_text(params)
+        if event.moved is None:
+            prompt = np.array(event.prompt, np.int32)
+            future = self.engine.add_request(number, prompt, plain, event.priority)
+        else:
+            moved = {**event.moved, "params": msgspec.to_builtins(plain, str_keys=True)}
+            future = self.engine.import_request(number, moved)
         if future.done():
             error = future.result().error
             raise RecordingError(f"request {event.request_id} was served, but now: {error}")

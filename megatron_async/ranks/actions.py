@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from megatron_async.requests.moved_request import MovedRequest
 from megatron_async.requests.sampling_params import SamplingParams
 from megatron_async.requests.weight_versions import Version
 
@@ -36,6 +37,13 @@ class Add(msgspec.Struct, tag="add", array_like=True):
     def tokens(self) -> np.ndarray:
         """int32 `[prompt tokens]`."""
         return np.frombuffer(self.prompt, dtype=np.int32)
+
+
+class Import(msgspec.Struct, tag="import", array_like=True):
+    """A request was queued that has begun on another engine."""
+
+    request_id: int
+    moved: MovedRequest
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
@@ -103,7 +111,9 @@ class Close(msgspec.Struct, tag="close", array_like=True):
     """The error for which it gave up; None: it was closed in order."""
 
 
-Action = Compile | Add | Abort | Launch | Resolve | Control | Update | Tell | Release | Close
+Action = (
+    Compile | Add | Import | Abort | Launch | Resolve | Control | Update | Tell | Release | Close
+)
 
 
 class Turn(msgspec.Struct, array_like=True):

@@ -18,6 +18,7 @@ from megatron_async.ranks.actions import (
     Compile,
     Control,
     Failed,
+    Import,
     Launch,
     Release,
     Resolve,
@@ -30,6 +31,7 @@ from megatron_async.ranks.actions import (
 from megatron_async.ranks.plan_digest import PlanComparer, plan_digest, sample_digest
 from megatron_async.ranks.rank_group import Channel, ConnectedGroup
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.moved_request import MovedRequest
 from megatron_async.step.text_generation_controller import LaunchedStep
 
 CONFIRMATION_TIMEOUT_S = 5.0
@@ -70,6 +72,10 @@ class Leader(ConnectedGroup):
         self.log(Compile(request.sampling_params))
 
     def added(self, request: DynamicInferenceRequest) -> None:
+        if request.num_moved is not None:
+            moved = MovedRequest.of(request, request.generated_tokens)
+            self._pending.append(Import(request.request_id, moved))
+            return
         tokens = request.prompt_tokens.astype("int32").tobytes()
         params = request.sampling_params
         trace = request.traceparent

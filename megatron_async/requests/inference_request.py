@@ -67,7 +67,8 @@ class DynamicInferenceRequest:
             the request is evicted).
         generated_text: detokenized at first use, without the terminating token, and up to the stop
             word, unless asked for; None when the engine has no tokenizer.
-        finish_reason: "termination_id", "stop_token", "stop_word", "length", "weight_update" (ended
+        finish_reason: "termination_id", "stop_token", "stop_word", "length", "moved" (exported),
+            "stale" (`max_version_lag`), "weight_update" (ended
             by an update's policy, with the tokens so far), "aborted" or "error".
         error: why the request failed, or None.
         ttft: seconds from arrival to the first token, None before it.
@@ -88,6 +89,9 @@ class DynamicInferenceRequest:
         max_length: sequence length at which it ends, once it is queued.
         num_computed: known tokens that its last eviction took from the cache.
         weights: where the weights changed; `weight_versions` and `kv_versions` read it.
+        num_moved: tokens that it had generated when another engine exported it; None: it began
+            here.
+        version_lag: updates of the weights since its first token; see `max_version_lag`.
         traceparent: the trace that it belongs to, as `traces.read_traceparent` gives it; ""
             for none. Log lines name it.
     """
@@ -118,6 +122,8 @@ class DynamicInferenceRequest:
     max_length: int = field(default=0, repr=False)
     num_computed: int = field(default=0, repr=False)
     weights: WeightMarks = field(default_factory=WeightMarks, repr=False)
+    num_moved: int | None = field(default=None, repr=False)
+    version_lag: int = field(default=0, repr=False)
     traceparent: str = ""
     _text: str | None = field(default=None, init=False, repr=False)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async.errors import RequestError
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N
 
 Words = NDArray[np.integer[Any]]
@@ -48,6 +49,28 @@ class RequestLogProbs:
         end = first + len(words)
         self._prompt[first:end] = words[:, : self._width]
         self.num_prompt_missing = min(self.num_prompt_missing, len(self._prompt) - end)
+
+    def state(self) -> tuple[bytes, bytes]:
+        """What is booked, of generated tokens and of the prompt's, for `restore`."""
+        return bytes(self._booked), self._delivered.tobytes()
+
+    def restore(self, generated: int, booked: bytes, prompt: bytes) -> None:
+        """Take what `state` gave after so many generated tokens.
+
+        Raises:
+            RequestError: it is of another length.
+        """
+        size = 4 * self._width
+        count, rest = divmod(len(prompt), size)
+        if len(booked) != generated * size or rest or count > len(self._prompt):
+            raise RequestError(
+                f"the log probs of a moved request are {len(booked)} and {len(prompt)} bytes, but "
+                f"{generated} tokens have {generated * size}, and its prompt at most "
+                f"{len(self._prompt) * size} in steps of {size}."
+            )
+        self._booked = bytearray(booked)
+        self._prompt[:count] = np.frombuffer(prompt, dtype=np.int32).reshape(count, -1)
+        self.num_prompt_missing = len(self._prompt) - count
 
     def forget_prompt(self) -> None:
         """The prompt is computed again, with other weights."""

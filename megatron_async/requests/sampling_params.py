@@ -27,7 +27,7 @@ NUMBERS = (
 )  # fmt: skip
 NUMBERS_OR_NONE = (
     "seed", "num_tokens_to_generate", "num_tokens_total", "termination_id",
-    "num_speculative_tokens",
+    "num_speculative_tokens", "max_version_lag",
 )  # fmt: skip
 PLAIN = frozenset({int, float})
 """Python's own types of numbers: the classes of `numbers` take ten times as long to ask, and a
@@ -54,6 +54,7 @@ INTEGERS_OR_NONE = (
     ("num_tokens_to_generate", 0, math.inf, "0 (nothing, to score the prompt) or more"),
     ("num_tokens_total", 1, math.inf, "1 or more"),
     ("num_speculative_tokens", 0, math.inf, "0 (none) or more"),
+    ("max_version_lag", 0, math.inf, "0 (its first weights alone) or more"),
 )
 
 
@@ -134,6 +135,9 @@ class SamplingParams:
     cache_salt: str | None = None
     """Requests share blocks of equal beginnings only with requests of the same salt, such as a
     tenant's name: the time to first token can reveal that a prompt was seen before."""
+    max_version_lag: int | None = None
+    """Updates of the weights that the request may outlive after its first token; with one more it
+    ends with what it has (finish reason "stale"). None: any number."""
     num_speculative_tokens: int | None = None
     """Most tokens that are drafted ahead for this request: up to the engine's own number, which is
     the default. 0: none. It never changes the tokens; requests with `structured_output` have no

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from megatron_async.requests.inference_request import DynamicInferenceRequest
+from megatron_async.requests.moved_request import MOVED
 from megatron_async.requests.stream_wakeups import StreamWakeups
 from megatron_async.text.token_text import TokenText
 
@@ -76,6 +77,10 @@ class RequestStream(AsyncIterator[StreamChunk]):
             prompt = request.prompt
             given = request.prompt_tokens.tolist() if prompt is None else prompt
             self._text = TokenText(tokenizer, request.sampling_params, given)
+        if request.num_moved:  # its stream on another engine has had these
+            self._num_read = request.num_moved
+            if self._text is not None:
+                self._text.push(request.generated_tokens[: request.num_moved])
 
     async def __anext__(self) -> StreamChunk:
         # Every call of a function here is one more for each token of each stream.
@@ -91,7 +96,7 @@ class RequestStream(AsyncIterator[StreamChunk]):
                     tokens = request.generated_tokens[first:]
                 if self._text is not None and (tokens or self._is_over):
                     text = self._text.push(tokens)
-                    if self._is_over:
+                    if self._is_over and request.finish_reason != MOVED:
                         text += self._text.end(request.finish_reason, request.stop_words_from)
                 if tokens or text:
                     self._num_read += len(tokens)

@@ -49,8 +49,10 @@ OF_CONFIG = (
 
 Prepare = Callable[[BatchDimensions], None]
 """Makes a step of dummy rows the next on the device."""
-Step = Callable[[BatchDimensions, SamplingMode], Tensor | None]
-"""The device work of a step; returns its hidden states after the last norm, `[tokens, hidden]`."""
+Step = Callable[[BatchDimensions, SamplingMode], None]
+"""The device work of a step."""
+Hidden = Callable[[], Tensor | None]
+"""The hidden states of the step that ran last, `[tokens, hidden]`, after the last norm."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class StepGraphs:
 
     Attributes:
         bytes: device memory that captures took so far.
-        hidden: by shape, what the graph of a step that may have log probs of a prompt leaves of
-            its `Step`'s result until the next replay. It is the graph's memory, and keeps none.
+        hidden: by shape, hidden states of the graph of a step that may have log probs of a prompt:
+            valid until the next replay. They are the graph's memory, and keep none.
     """
 
     def __init__(self, device: Device, without_gather: bool = False) -> None:
@@ -151,7 +153,7 @@ class StepGraphs:
         return tuple(measured)
 
     def _measure(self, dims: BatchDimensions, prepare: Prepare, step: Step) -> EagerStep:
-        work = partial(_launch, step, dims)
+        work = partial(step, dims, SamplingMode.GREEDY)
         self._time(dims, prepare, work)  # kernels are compiled
         return EagerStep(dims.prefill_tokens, dims.decode_rows, *self._time(dims, prepare, work))
 
@@ -171,7 +173,12 @@ class StepGraphs:
         return host_s * 1e3, end.us_since(start) / 1e3
 
     def capture(
-        self, shapes: Sequence[BatchDimensions], prepare: Prepare, step: Step, progress: bool
+        self,
+        shapes: Sequence[BatchDimensions],
+        prepare: Prepare,
+        step: Step,
+        progress: bool,
+        hidden: Hidden = lambda: None,
     ) -> None:
         """Capture every shape in every mode, in the order given.
 
@@ -180,25 +187,19 @@ class StepGraphs:
             prepare: see `Prepare`.
             step: see `Step`.
             progress: show a bar.
+            hidden: see `Hidden`; None on a pipeline stage that is not the last.
         """
         before = self._device.memory_in_use()
         jobs = [(dims, mode) for dims in shapes for mode in self._modes_of(dims)]
-        made: list[Tensor | None] = []
-
-        def run(dims: BatchDimensions, mode: SamplingMode) -> None:
-            made.append(step(dims, mode))
-
         for dims, mode in _bar(jobs, "capturing steps", progress):
             prepare(dims)
             # Once eagerly: kernels are compiled and libraries make their workspaces.
-            work = partial(run, dims, mode)
+            work = partial(step, dims, mode)
             self._device.compute.launch(work)
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
             # Alive until here, so that nothing else in the graph takes its memory.
-            hidden = made[-1] if made else None
-            if mode == SamplingMode.PROCESSED and hidden is not None:
-                self.hidden[dims.graph_key] = self._device.alias(hidden)
-            made.clear()
+            if mode == SamplingMode.PROCESSED and (found := hidden()) is not None:
+                self.hidden[dims.graph_key] = self._device.alias(found)
         self.bytes += self._device.memory_in_use() - before
 
     def time_mixed_shapes(
@@ -243,10 +244,6 @@ class StepGraphs:
         elif mode not in self._modes:
             mode = SamplingMode.FILTERED
         return self._graphs.get((dims.graph_key, mode))
-
-
-def _launch(step: Step, dims: BatchDimensions) -> None:
-    step(dims, SamplingMode.GREEDY)
 
 
 def mixed_question(

@@ -292,12 +292,18 @@ class TextGenerationController(NamesOfMegatron):
         with self.tracer.stage("device_step", plan.step, self.device.compute):
             if graph is not None:
                 graph.replay()
-                hidden = self.graphs.hidden.get(plan.dims.graph_key)
             else:
                 forced = forced_routing(plan, self.device)
-                hidden = self._compute_step(plan.dims, plan.sampling_mode, plan.step, forced)
-            if plan.features.num_prompt_log_probs and hidden is not None:
+                self._compute_step(plan.dims, plan.sampling_mode, plan.step, forced)
+            if plan.features.num_prompt_log_probs and self.stage.is_last:
+                hidden = (
+                    self._hidden() if graph is None else self.graphs.hidden[plan.dims.graph_key]
+                )
+                assert hidden is not None, "of the last stage"
                 self._prompt.compute(plan, hidden)
+
+    def _hidden(self) -> Tensor | None:
+        return getattr(self.context.gpu_view, "hidden_states", None)
 
     @torch.inference_mode()
     def _compute_step(
@@ -306,10 +312,10 @@ class TextGenerationController(NamesOfMegatron):
         mode: SamplingMode,
         step: int = -1,
         forced: Tensor | None = None,
-    ) -> Tensor | None:
+    ) -> None:
         """Unpack, forward, sample, feed back: what a graph captures. It depends on its arguments'
         shapes and on device memory, and on nothing else. A pipeline stage that is not the last
-        ends with its forward, and returns None; the last one the view's `hidden_states`."""
+        ends with its forward."""
         view, tracer, stage = self.context.gpu_view, self.tracer, self.stage
         compute = self.device.compute
         with tracer.stage("forward_pass", step, compute):
@@ -328,7 +334,7 @@ class TextGenerationController(NamesOfMegatron):
                 stage.keep(output)
                 view.move_on()
         if not stage.is_last:
-            return None
+            return
         with tracer.stage("sampling", step, compute):
             sampled = self.sampler.sample(output, mode)
         with tracer.stage("feed_back", step, compute):
@@ -337,7 +343,6 @@ class TextGenerationController(NamesOfMegatron):
         if self.drafting is not None:
             with tracer.stage("drafting", step, compute):
                 self.drafting.draft(view)
-        return view.hidden_states
 
     def create_cuda_graphs(self, progress: bool = False) -> CaptureReport | None:
         """Capture the context's padded shapes, unless that is done already. Mixed shapes that do
@@ -363,13 +368,13 @@ class TextGenerationController(NamesOfMegatron):
             eager = self.graphs.measure_mixed_shapes(shapes, prepare, step, progress)
         else:
             shapes.apply(row, asked)
-        self.graphs.capture(shapes.all_shapes(), prepare, step, progress)
+        self.graphs.capture(shapes.all_shapes(), prepare, step, progress, self._hidden)
         if row is None:
             self.graphs.time_mixed_shapes(shapes, prepare, progress)
             shapes.apply(choices.keep(question, shapes.row), asked)
             # Another process may have kept other sizes meanwhile.
             if missing := self.graphs.missing(shapes.all_shapes()):
-                self.graphs.capture(missing, prepare, step, progress)
+                self.graphs.capture(missing, prepare, step, progress, self._hidden)
         context.expect_step()
         self.capture_report = CaptureReport(
             graphs=self.graphs.count,
@@ -389,7 +394,8 @@ class TextGenerationController(NamesOfMegatron):
         if self.capture_report is None:
             return
         prepare, step = context.transfer_dummy_rows_to_gpu, self._compute_step
-        self.graphs.capture(context.graph_shapes.all_shapes(), prepare, step, progress=False)
+        shapes = context.graph_shapes.all_shapes()
+        self.graphs.capture(shapes, prepare, step, False, self._hidden)
         context.expect_step()
 
     def _transfer_samples_to_cpu(self, plan: StepPlan, buffers: SampleBuffers) -> None:
