@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megatron_async import LLM, DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
 from megatron_async.device_state.kv_cache import RoutingShape
-from megatron_async.devices import Chaos, CpuDevice
+from megatron_async.devices import Chaos, CpuDevice, CudaDevice
 from megatron_async.errors import ConfigurationError, RequestError
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.moe import TopKRouter
 from megatron_async.ops.experts.expert_routing import Routing
 from tests.support.attention_model import AttentionModel
@@ -139,6 +140,29 @@ def test_layers_that_draft_are_not_recorded():
     for request in engine.generate(random_prompts(4, (3, 18)), greedy(12)):
         check(plain, request)
     assert engine.stats()["drafted_tokens"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_gpu_records_what_the_cpu_recomputes(lookahead):
+    """Captured steps, the op of few tokens, drafts, and a pool that is too small; in float32, of
+    which another order of sums may turn a choice in a thousand."""
+    device, shape = CudaDevice(0), DUMMY_SHAPES["tiny-moe"]
+    model, plain = make_model(shape, device.torch_device), make_model(shape)
+    settings = {"block_size_tokens": 16, "num_kv_blocks": 18, "max_tokens": 60, "max_requests": 12}
+    engine = make_engine(
+        model, device=device, lookahead=lookahead, speculative_method="ngram", **settings, **RECORDS
+    )
+    prompts = random_prompts(1, (1, 5, 33, 64, 17, 100, 2, 48))
+    wrong = rows = 0
+    for request in engine.generate(prompts, greedy(40)):
+        tokens = [*request.prompt_tokens.tolist(), *request.generated_tokens]
+        record = request.routing_indices
+        assert len(record) == len(tokens) - 1
+        wrong += int((record != recomputed(plain, tokens)[:-1]).any(2).sum())
+        rows += record.shape[0] * record.shape[1]
+    engine.close()
+    assert wrong <= rows / 500, (wrong, rows)
 
 
 class CountingModel(AttentionModel):
