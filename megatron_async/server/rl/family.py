@@ -61,7 +61,9 @@ class Family:
         self._client, self._config = client, config
         self._limits = Limits(body_bytes=config.max_body_bytes)
         self._round = {"round": config.rl_round}
-        self._policy, self._is_session = "keep", False
+        self._policy = "keep"
+        self._session: int | None = None
+        """Number of the round of a session."""
         self._turn = asyncio.Lock()
 
     def routes(self) -> list[Route]:
@@ -115,7 +117,10 @@ class Family:
 
     async def pause(self, mode: str) -> None:
         """Stand still; new requests wait. "abort" ends the others, "keep" keeps them, "recompute"
-        too, but an update's weights read their prompts and answers so far again."""
+        too, but an update's weights read their prompts and answers so far again. Of a pause before,
+        whose trainer is gone, nothing is left."""
+        if (round := (await self.info())["round"]) and round["number"] != self._session:
+            await self._drop()
         self._policy = "recompute" if mode == "recompute" else "keep"
         if await self.state() != "sleeping":
             await self.ask("pause", mode="abort" if mode == "abort" else "keep")
@@ -135,7 +140,8 @@ class Family:
 
     async def go_on(self) -> None:
         """Commit the round of the pause, if there is one, and serve again."""
-        if (await self.info())["round"] is not None and not self._is_session:
+        round = (await self.info())["round"]
+        if round is not None and round["number"] != self._session:
             await self.ask("weights_finish", **self._round)
         self._policy = "keep"
         if await self.state() != "sleeping":  # it serves when all of its memory is back
@@ -157,13 +163,16 @@ class Family:
     # ---- Rounds --------------------------------------------------------------------------------
 
     async def begin_session(self, selector: Selector) -> None:
-        """Open a round that `end_session` commits."""
-        await self._begin((await self.info())["version"], selector=selector)
-        self._is_session = True
+        """Open a round that `end_session` commits; a session that nobody has ended is dropped."""
+        info = await self.info()
+        if info["round"] is not None:
+            await self._drop()
+        told = await self._begin(info["version"], selector=selector)
+        self._session = told["number"]
 
     async def end_session(self, version: str | None = None) -> None:
         """Commit a session's round."""
-        self._is_session = False
+        self._session = None
         named = {} if version is None else {"version": version}
         await self.ask("weights_finish", **self._round, **named)
 
@@ -220,8 +229,8 @@ class Family:
             load = {**load, "version": version}
         await self._load(load, ends)
 
-    async def _begin(self, version: Any, policy: str = "", **fields: Any) -> None:
-        await self.ask(
+    async def _begin(self, version: Any, policy: str = "", **fields: Any) -> dict[str, Any]:
+        return await self.ask(
             "weights_begin", **self._round, version=version, policy=policy or self._policy,
             checks_finite=self._config.checks_finite, **fields,
         )  # fmt: skip
@@ -234,9 +243,12 @@ class Family:
                 await self.ask("weights_finish", **self._round)
         except Refusal:
             if ends:
-                with suppress(Refusal):  # the failure has ended it
-                    await self.ask("weights_drop", **self._round)
+                await self._drop()
             raise
+
+    async def _drop(self) -> None:
+        with suppress(Refusal):  # it may have ended by itself
+            await self.ask("weights_drop", **self._round)
 
 
 def refuse(**given: Any) -> None:

@@ -71,7 +71,7 @@ class SglangPaths(Family):
         await self.go_on()
         return {"status": "ok", "message": "Generation continued."}
 
-    @path("GET /flush_cache", "POST /flush_cache")
+    @path("GET /flush_cache", "POST /flush_cache", in_turn=False)
     async def _flush(self, timeout: float = 0.0) -> dict[str, Any]:
         """Forget the prefix cache; for this no request has to end, so nothing waits."""
         await self.ask("reset_prefix_cache")

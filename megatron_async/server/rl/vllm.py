@@ -173,7 +173,7 @@ class VllmPaths(Family):
     async def _is_sleeping(self) -> dict[str, Any]:
         return {"is_sleeping": await self.state() == "sleeping"}
 
-    @path("POST /reset_prefix_cache")
+    @path("POST /reset_prefix_cache", in_turn=False)
     async def _reset(
         self, reset_running_requests: bool = False, reset_external: bool = False
     ) -> None:

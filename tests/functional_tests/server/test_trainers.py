@@ -253,7 +253,7 @@ def test_an_aborted_request_gives_its_tokens_so_far(slime: Trainer) -> None:
     long = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(slime.generate, sampling_params=long, rid="roll-out")
-        eventually(lambda: slime_is_busy(slime), "the request to run")
+        eventually(lambda: is_busy(slime), "the request to run")
         slime.done("/abort_request", {"rid": "roll-out"})
         told = answer.result()
     assert told["meta_info"]["finish_reason"]["type"] == "abort"
@@ -261,8 +261,9 @@ def test_an_aborted_request_gives_its_tokens_so_far(slime: Trainer) -> None:
     assert len(told["output_ids"]) < 400
 
 
-def slime_is_busy(slime: Trainer) -> bool:
-    engines = slime.done("/live", method="GET")["replicas"].values()
+def is_busy(trainer: Trainer) -> bool:
+    """Whether an engine has tokens of a request."""
+    engines = trainer.done("/live", method="GET")["replicas"].values()
     return any(engine["slots_in_use"] for engine in engines)
 
 
@@ -338,6 +339,17 @@ def test_vllms_paths_before_the_same_replicas(
             info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
                     "world_size": 2, "backend": "gloo"}  # fmt: skip
             return vllm.done("/init_weight_transfer_engine", {"init_info": info})
+
+        long = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True}
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(vllm.call, "/v1/completions", long)
+            eventually(lambda: is_busy(vllm), "the request to run")
+            vllm.done("/pause")  # mode abort
+            status, told = answer.result()
+        assert (status, told["choices"][0]["finish_reason"]) == (200, "abort")
+        assert told["usage"]["completion_tokens"] < 400
+        assert vllm.call("/v1/completions", long)[0] == 503
+        vllm.done("/resume")
 
         trainer = Group("weight_update_group", join)
         vllm.done("/pause?mode=keep")

@@ -40,7 +40,7 @@ class Service:
 
     def __init__(self) -> None:
         self.state, self.version, self.round = "running", None, None
-        self.unfinished, self.told = 0, list[tuple[str, dict[str, Any]]]()
+        self.unfinished, self.begun, self.told = 0, 0, list[tuple[str, dict[str, Any]]]()
 
     async def card(self) -> Any:
         return demo_card()
@@ -58,12 +58,16 @@ class Service:
                     what, "running"
                 )
             case "weights_begin":
-                self.round = {"version": fields["version"]}
+                self.begun += 1
+                self.round = {"version": fields["version"], "number": self.begun}
+                return {"number": self.begun}
+            case "weights_drop":
+                self.round = None
             case "weights_load" if fields.get("folder") == "torn":
                 self.round = None
                 raise ValueError("the round is dropped.")
             case "weights_load" if self.round is not None:
-                self.round = {"version": fields.get("version", self.round["version"])}
+                self.round |= {"version": fields.get("version", self.round["version"])}
             case "weights_finish" if self.round is None:
                 raise ValueError("there is no round: begin one.")
             case "weights_finish":
@@ -194,6 +198,23 @@ def test_a_bucket_beside_pause_and_session_is_a_round_of_its_own() -> None:
     sglang.done("/pause_generation", {"mode": "in_place"})
     assert sglang.done("/continue_generation") == [("resume", {})]  # the session goes on
     assert sglang.done("/end_weight_update", {}) == [("weights_finish", {})]
+
+
+def test_a_trainer_that_comes_again_finds_nothing_of_its_round_before() -> None:
+    sglang, vllm = Trainer("sglang"), Trainer("vllm")
+    sglang.done("/pause_generation", {})
+    sglang.done("/update_weights_from_distributed", BUCKET)
+    told = sglang.done("/pause_generation", {})
+    assert told == [("weights_drop", {}), ("pause", {"mode": "abort"})]
+    assert sglang.done("/update_weights_from_distributed", BUCKET)[0][0] == "weights_begin"
+    vllm.done("/start_weight_update")
+    told = vllm.done("/start_weight_update")
+    assert [what for what, _ in told] == ["weights_drop", "weights_begin"]
+    vllm.service.round = None  # its limit of time has ended it
+    vllm.done("/pause?mode=keep")
+    update = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+    vllm.done("/update_weights", {"update_info": update})
+    assert vllm.done("/resume") == [("weights_finish", {}), ("resume", {})]
 
 
 def test_a_label_ends_no_request_unless_it_says_so() -> None:
