@@ -175,6 +175,7 @@ def test_a_load_without_an_end_ends_with_its_round() -> None:
 def test_a_replica_killed_in_mid_round_is_not_waited_for_and_comes_back_stale() -> None:
     fleet = Fleet("a", "b")
     key = fleet.begins("a", "b")
+    fleet.loads(key, "a", "b", folder="step-1")
     fleet.say_verb("load", round=key, tensors=[TENSOR])
     fleet.does("load", "a")
     fleet.lose("b")
