@@ -52,7 +52,7 @@ class CudaOwnMemory(OwnMemory):
                 driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
             )
         )
-        self._range = _Range(-(-max(num_bytes, 1) // unit) * unit)
+        self._range = _Range(-(-max(num_bytes, 1) // unit) * unit, device)
         self._map()
         # Only addresses with memory tell torch their device.
         self.tensor = torch.as_tensor(self._range, device=device)[:num_bytes]
@@ -67,7 +67,7 @@ class CudaOwnMemory(OwnMemory):
     @override
     def give_back(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
-        _unmap(self._range.address, self._range.size, self._range.handles)
+        _unmap(self._range.address, self._range.size, self._range.handles, self._device)
         return torch.cuda.mem_get_info(self._device)[0] - free
 
     @override
@@ -107,11 +107,11 @@ class _Range:
     """Reserved addresses, and the handle of the memory behind them, if there is any. Tensors hold
     it, and it is freed with the last of them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.address = int(_checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
         self.handles: list[Any] = []
-        freeing = weakref.finalize(self, _free, self.address, size, self.handles)
+        freeing = weakref.finalize(self, _free, self.address, size, self.handles, device)
         freeing.atexit = False  # the process's end frees all
 
     @property
@@ -120,15 +120,15 @@ class _Range:
         return {"shape": (self.size,), "typestr": "|u1", "data": data, "version": 2}
 
 
-def _unmap(address: int, size: int, handles: list[Any]) -> None:
+def _unmap(address: int, size: int, handles: list[Any], device: torch.device) -> None:
     if handles:
-        torch.cuda.synchronize()  # sync-ok: no step runs; else it would fault
+        torch.cuda.synchronize(device)  # sync-ok: no step runs; else it would fault
         _checked(driver.cuMemUnmap(address, size))
         _checked(driver.cuMemRelease(handles.pop()))
 
 
-def _free(address: int, size: int, handles: list[Any]) -> None:
-    _unmap(address, size, handles)
+def _free(address: int, size: int, handles: list[Any], device: torch.device) -> None:
+    _unmap(address, size, handles, device)
     _checked(driver.cuMemAddressFree(address, size))
 
 

@@ -364,7 +364,10 @@ class Updating:
     # ---- Weights that are not whole ----------------------------------------------------------
 
     def check_may_begin(self, is_whole: bool) -> None:
-        """Raise UpdateError where only a round of all weights may come, and this is none."""
+        """Raise UpdateError where only a round of all weights may come, and this is none; or while
+        a suspended engine has given their memory back."""
+        if failure := self._without_memory():
+            raise UpdateError(failure)
         if self.torn and not is_whole:
             raise UpdateError(
                 f"the engine's weights are not whole ({self.torn}): send all of them, without "
@@ -389,9 +392,11 @@ class Updating:
         self._loop.is_frozen, self.torn = True, why
 
     def thaw(self) -> None:
-        """Undo `freeze`: the weights are whole."""
+        """Undo `freeze`, unless the weights are not whole (`torn`)."""
+        if self.torn:
+            return
         loop = self._loop
-        loop.is_frozen, self.torn = False, ""
+        loop.is_frozen = False
         loop.group.stop_together(loop.is_stopped)
         loop.requests.news.notify()
 

@@ -183,6 +183,7 @@ def weights_open(engine: _Engine, version: Version, policy: Any = "keep") -> Ite
     """`DynamicInferenceEngine.weights_open`."""
     engine.thread.check()
     updating, device = engine.loop.updating, engine.loop.context.device
+    updating.check_may_begin(is_whole=True)
     engine.loop.turn.make_whole()
     number, launched = updating.next_number(), device.event()
     updating.hold("they are open to a trainer")

@@ -2,6 +2,7 @@
 suspend with captured graphs, and memory that really goes back; kernels that end a step's parts for
 NVTX."""
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -231,6 +232,67 @@ def test_suspend_gives_memory_back(gpu_model: torch.nn.Module, whole: list[list[
     drain(engine)
     assert engine.stats()["captured_steps"] > captured
     assert [future.result().generated_tokens for future in futures] == whole
+
+
+@pytest.mark.parametrize("copies", [(), ("kv_cache",)])
+def test_captured_steps_outlive_a_sleep(
+    gpu_model: torch.nn.Module, whole: list[list[int]], lookahead: int, copies: tuple[str, ...]
+) -> None:
+    engine = engine_of(gpu_model, lookahead=lookahead, enable_sleep_mode=True)
+    graphs, cache = dict(engine.controller.graphs._graphs), engine.context.gpu_view.kv_cache
+    address = cache.layer(0)[0].data_ptr()
+    futures = [engine.add_request(i, prompt, greedy(LONG)) for i, prompt in enumerate(PROMPTS)]
+    told, seen = [], []
+    for _ in range(3):
+        for _ in range(6):
+            engine.step_modern()
+        before = torch.cuda.mem_get_info()[0]
+        told.append(engine.suspend(free=["kv_cache"], copies=copies))
+        seen.append(torch.cuda.mem_get_info()[0] - before)
+        engine.resume()
+        assert cache.layer(0)[0].data_ptr() == address
+    assert min(max(told), max(seen)) >= 0.9 * cache.num_bytes
+    assert engine.controller.graphs._graphs == graphs != {}
+    drain(engine)
+    assert [future.result().generated_tokens for future in futures] == whole
+    assert (engine.stats()["recomputed_tokens"] == 0) is bool(copies)
+
+
+def test_weights_sleep_too() -> None:
+    options = {"device": "cuda", "dtype": "float32", "num_kv_blocks": 64, "max_requests": 4}
+    with LLM("dummy:tiny", enable_sleep_mode=True, **options) as llm:  # type: ignore[arg-type]
+        engine = llm.engine
+        model = engine.controller.inference_wrapped_model.model
+        weights = [(name, weight.clone()) for name, weight in model.named_parameters()]
+        wanted = [request.generated_tokens for request in llm.generate(PROMPTS, greedy(8))]
+        for copies in (["weights"], []):
+            assert engine.suspend(free=["kv_cache", "weights"], copies=copies) > 0
+            engine.resume(["weights"])
+            if not copies:
+                assert not any(weight.any() for weight in model.parameters())
+                engine.update_weights(weights, version=1, names="megatron")
+            engine.resume()
+            found = llm.generate(PROMPTS, greedy(8))
+            assert [request.generated_tokens for request in found] == wanted
+
+
+def test_memory_that_keeps_its_addresses() -> None:
+    device = make_device("cuda")
+    before = torch.cuda.mem_get_info()[0]
+    own = device.own_memory((64 << 20) + 5, is_shared=True)
+    address = own.tensor.data_ptr()
+    assert own.tensor.shape == ((64 << 20) + 5,)
+    assert own.tensor.device == device.torch_device
+    assert before - torch.cuda.mem_get_info()[0] >= 64 << 20
+    own.tensor.fill_(7)
+    os.close(own.share())
+    assert own.give_back() >= 64 << 20
+    own.take()
+    assert own.tensor.data_ptr() == address
+    assert not own.tensor.any()
+    view = own.tensor[:8].view(torch.float32)
+    del own
+    assert view.tolist() == [0.0, 0.0]
 
 
 MARKERS = [f"{part}_ends" for part in PARTS]

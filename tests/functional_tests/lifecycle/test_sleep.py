@@ -130,64 +130,41 @@ def sleeper() -> Iterator[DynamicInferenceEngine]:
         yield llm.engine
 
 
-class Trained:
-    """A round of weights that are there."""
-
-    num_bytes = 0
-
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self._device = engine.context.device
-        self._weights = dict(engine.controller.inference_wrapped_model.model.named_parameters())
-        self._trained = {name: weight.clone() for name, weight in self._weights.items()}
-        self.is_dropped = False
-
-    def commit(self) -> bool:
-        def copy() -> None:
-            for name, weight in self._weights.items():
-                weight.data.copy_(self._trained[name])
-
-        self._device.compute.launch(copy)
-        return False
-
-    def drop(self) -> None:
-        self.is_dropped = True
-
-
-def update(engine: DynamicInferenceEngine, stage: Trained) -> None:
-    number = engine.updating.next_number()
-    engine.updating.stage(number, stage)
-    done = engine.updating.commit(number, "trained")
-    engine.loop.tend_updates()
-    done.result(timeout=0)
-
-
 def test_weights_come_back_by_tags(sleeper: DynamicInferenceEngine) -> None:
     """Colocated training: the weights first, then an update of them, then the cache."""
-    engine, stage = sleeper, Trained(sleeper)
+    engine = sleeper
+    weights = dict(engine.controller.inference_wrapped_model.model.named_parameters())
+    trained = [(name, weight.clone()) for name, weight in weights.items()]
     wanted = [request.generated_tokens for request in engine.generate(PROMPTS, greedy(6))]
     future, before = engine.add_request(9, PROMPTS[0], greedy(6)), addresses(engine)
     engine.step_modern()
+    update = engine.begin_weight_update(5, names="megatron")
+    update.load(trained)
     engine.suspend(free=(KV, WEIGHTS))
-    assert not any(weight.any() for weight in stage._weights.values())
-    for write in (partial(update, engine, stage), engine.updating.freeze):
+    assert not any(weight.any() for weight in weights.values())
+    writes = partial(engine.update_weights, trained, 6, names="megatron")
+    for write in (update.finish, writes, engine.updating.freeze, engine.weights_open(6).__enter__):
         with pytest.raises(UpdateError, match=r"is given back: call resume\(\['weights'\]\) first"):
             write()
-    assert stage.is_dropped
     engine.resume([WEIGHTS])
     assert engine.state is EngineState.SUSPENDED
     with pytest.raises(EngineStopped, match=r"call resume\(\) first"):
         engine.generate(PROMPTS, greedy(6))
     engine.resume([KV])
-    with pytest.raises(EngineStopped, match=r"weights have come \(they were given back, and no"):
+    engine.begin_weight_update(6, names="megatron", staging="none").drop()
+    with pytest.raises(UpdateError, match=r"not whole .*send all of them"):
+        engine.update_weights(trained, 6, names="megatron", partial=True)
+    with pytest.raises(EngineStopped, match=r"weights have come \(.*\): finish"):
         engine.generate(PROMPTS, greedy(6))
-    update(engine, stage)
+    writes()
     drain(engine)
     assert future.result().generated_tokens == wanted[0]
+    assert engine.stats()["recomputed_tokens"] > 0
     assert addresses(engine) == before
     # The update may also come before the cache.
     engine.suspend(free=(KV, WEIGHTS))
     engine.resume(WEIGHTS)
-    update(engine, stage)
+    writes()
     engine.resume()
     assert [request.generated_tokens for request in engine.generate(PROMPTS, greedy(6))] == wanted
 
