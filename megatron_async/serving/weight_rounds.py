@@ -273,10 +273,10 @@ class WeightRounds:
         for replica in there:
             firsts[replica.identity] = first
             first += replica.info.ranks
-        if not group.destroy and first != group.world_size:
+        if not group.destroy and first > group.world_size:  # slime's has other services' ranks too
             raise ValueError(
-                f"world_size={group.world_size} must be {first}: {group.rank_offset} before the "
-                f"replicas, and {first - group.rank_offset} ranks of theirs."
+                f"world_size={group.world_size} must be {first} or more: {group.rank_offset} "
+                f"before the replicas, and {first - group.rank_offset} ranks of theirs."
             )
 
         def done(question: Question) -> None:

@@ -295,7 +295,7 @@ def test_ranks_of_a_group_are_counted() -> None:
     for name in "ba":
         fleet.join(name, ranks=2)
     group = {"name": "g", "address": "127.0.0.1:1", "rank_offset": 1}
-    assert "must be 5" in fleet.refused("group", **group, world_size=4)
+    assert "must be 5 or more" in fleet.refused("group", **group, world_size=4)
     fleet.say_verb("group", **group, world_size=5)
     fleet.does("group", "a")
     assert fleet.last.fields["rank_offset"] == 1
