@@ -20,7 +20,8 @@ KWARGS = frozenset(
     {
         "enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking",
         "clear_thinking", "date_string", "builtin_tools", "tools_in_user_message", "system_message",
-        "model_identity", "force_nonempty_content",
+        "model_identity", "force_nonempty_content", "truncate_history_thinking", "low_effort",
+        "reasoning_budget",
     }
 )  # fmt: skip
 """Variables of templates that a request may set: none of them is code or replaces the chat."""

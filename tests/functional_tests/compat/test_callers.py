@@ -343,7 +343,8 @@ def test_thoughts_of_nemo_rls_recipes() -> None:
     message = answered(asked_chat(served), "so", served)["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("so", None)
     served = ServedModel.of(demo_card(), reasoning_parser="nemotron-v3-reasoning")
-    asked = asked_chat(served, chat_template_kwargs={"force_nonempty_content": True})
+    of_recipes = {"truncate_history_thinking": False, "force_nonempty_content": True}
+    asked = asked_chat(served, chat_template_kwargs=of_recipes)
     message = answered(asked, "so", served)["choices"][0]["message"]
     assert "reasoning_content" not in message
     assert message["content"] == "so"
