@@ -17,7 +17,7 @@ from typing import Any, override
 import msgspec
 from megatron.core.inference.sampling_params import SamplingParams as MegatronParams
 
-from megatron_async.communication.bootstrap import join_job
+from megatron_async.communication.bootstrap import LOOPBACK, join_job
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.conversions.engine_control import EngineControl
 from megatron_async.compat.conversions.errors import refuse
@@ -297,24 +297,23 @@ def share_seed(rng: SamplingSeed) -> None:
 def find_address(port: int | None, launches: bool, hostname: str | None) -> str:
     """The coordinator's address, on all ranks; collective. The first rank starts the coordinator,
     unless one is there already, at `port` (None: any that is free). Without `hostname` this host
-    alone can reach it.
+    alone can reach it, or where ranks are on other hosts, the network that they are on.
 
     Raises:
         ConfigurationError: the address cannot be bound, or no port was given for one that is there.
     """
-    host = hostname or "127.0.0.1"
     if not launches:
         if port is None:
             refuse(
                 "launch_inference_coordinator=False without inference_coordinator_port",
                 "say at which port the coordinator is",
             )
-        return f"tcp://{host}:{port}"
+        return f"tcp://{hostname or LOOPBACK}:{port}"
     rank, ranks = place_in_job()
     address, text, failure = "", "", None
     if rank == 0:
         try:
-            address = _start(host, port)
+            address = _start(hostname or _own_host(ranks), port)
         except Exception as error:  # the others wait for the address, and must not for ever
             failure, text = error, str(error) or repr(error)
     if ranks > 1:
@@ -326,6 +325,14 @@ def find_address(port: int | None, launches: bool, hostname: str | None) -> str:
     if failure is not None:
         raise failure
     return address
+
+
+def _own_host(ranks: int) -> str:
+    if ranks > 1:
+        job = join_job()
+        if not all(record.on_host_of(job.me) for record in job.records):
+            return job.address()
+    return LOOPBACK
 
 
 def _start(host: str, port: int | None) -> str:

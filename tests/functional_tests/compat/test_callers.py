@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -32,6 +33,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.utils import get_pg_size
 from transformers import AutoTokenizer
 
+from megatron_async.compat.conversions import coordinator_service
 from megatron_async.compat.inference.apis import MegatronAsyncLLM, MegatronLLM
 from megatron_async.compat.inference.inference_client import InferenceClient
 from megatron_async.compat.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
@@ -594,3 +596,18 @@ def test_the_server_ends_with_its_caller(monkeypatch: pytest.MonkeyPatch) -> Non
     caller.kill()
     caller.join()
     eventually(lambda: not any(each.is_running() for each in ends), "the end", every_s=0.1)
+
+
+def test_a_coordinator_is_where_all_hosts_of_its_job_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NeMo-RL, 7ea279ab, names no host, on two nodes as on one."""
+    job = SimpleNamespace(me=0, records=[], address=lambda: "192.0.2.9")
+    job.exchange = lambda what, said: [said]
+    monkeypatch.setattr(coordinator_service, "place_in_job", lambda: (0, 2))
+    monkeypatch.setattr(coordinator_service, "join_job", lambda: job)
+    monkeypatch.setattr(coordinator_service, "_start", lambda host, port: f"tcp://{host}:{port}")
+    for is_here, host in ((True, "127.0.0.1"), (False, "192.0.2.9")):
+        job.records = [SimpleNamespace(on_host_of=lambda me, here=is_here: here)]
+        assert coordinator_service.find_address(9, True, None) == f"tcp://{host}:9"
+        assert coordinator_service.find_address(9, True, "me") == "tcp://me:9"

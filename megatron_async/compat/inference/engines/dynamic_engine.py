@@ -366,8 +366,9 @@ class DynamicInferenceEngine(EngineControl):
         Args:
             inference_coordinator_port: of the coordinator; None, or one that is taken: another.
             launch_inference_coordinator: the first rank starts one, in a thread.
-            hostname: name or IP address that others reach this host by; None: 127.0.0.1. Every
-                peer that reaches it can send requests and stop engines (docs/serving.md).
+            hostname: name or IP address that others reach this host by; None: 127.0.0.1, or in a
+                job of several hosts this one's address in it. Every peer that reaches it can send
+                requests and stop engines (docs/serving.md).
             coordinator_schedule_output_path: refused, unless None.
             loop: the running event loop, or None.
 
