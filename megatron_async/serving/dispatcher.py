@@ -227,6 +227,8 @@ class Dispatcher(RequestBooks):
         match message:
             case ReplicaStatus():
                 replica.heard(message, now)
+                if message.is_torn:
+                    self.verbs.weights.tear(replica)
             case StepTokens():
                 self._hear_tokens(replica, message, now)
             case Card():

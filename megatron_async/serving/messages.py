@@ -343,6 +343,7 @@ class ReplicaStatus(Message):
         resolved_steps: so far; while requests are unfinished, it must rise.
         is_stopped: its engine is paused or suspended.
         engine: `engine.stats()`.
+        is_torn: its weights are of two versions, or away.
         lost_blocks: hashes of KV blocks that its prefix cache has lost since the last status.
     """
 
@@ -353,6 +354,7 @@ class ReplicaStatus(Message):
     is_stopped: bool
     engine: dict[str, float]
     lost_blocks: list[bytes] = []
+    is_torn: bool = False
 
 
 class Leaving(Message):

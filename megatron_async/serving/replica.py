@@ -345,7 +345,7 @@ class Replica:
 
     def _later(self, number: int, work: Coroutine[Any, Any, Told]) -> None:
         """Answer a command with what `work` returns."""
-        task = asyncio.ensure_future(work)
+        task, connection = asyncio.ensure_future(work), self._connection
         self._answering.add(task)
 
         def answer(task: asyncio.Task[Told]) -> None:
@@ -355,8 +355,8 @@ class Replica:
             error = task.exception()
             failure: tuple[str, str] | None = (type(error).__name__, str(error))
             value, failure = task.result() if error is None else ({}, failure)
-            if self._connection is not None:
-                self._connection.send(Done(number, value, failure))
+            if connection is not None and connection is self._connection:
+                connection.send(Done(number, value, failure))
 
         task.add_done_callback(answer)
 

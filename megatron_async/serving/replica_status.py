@@ -55,6 +55,7 @@ def status_of(
         is_stopped=engine.is_stopped,
         engine=figures,
         lost_blocks=[] if cache is None else cache.take_lost(),
+        is_torn=bool(engine.updating.torn),
     )
 
 

@@ -55,21 +55,25 @@ class ReplicaWeights:
     Args:
         engine: of this rank.
         rank: of this process in its replica.
-
-    Attributes:
-        weights: that the replica has, as the coordinator is told.
     """
 
     def __init__(self, engine: DynamicInferenceEngine, rank: int = 0) -> None:
         self._engine, self._rank = engine, rank
         self._round: WeightRound | None = None
         self._number = 0
+        self._is_staged = self._is_committing = False
         self._begin = Begin()
         self._pieces = _Pieces()
         self._groups: dict[str, Any] = {}
         self._checks = 0
         self._thread = ThreadPoolExecutor(1, "weights", initializer=self._choose_device)
-        self.weights = Weights()
+        self._weights = Weights()
+
+    @property
+    def weights(self) -> Weights:
+        """Weights that the replica has, as the coordinator is told."""
+        is_torn = self._weights.is_torn or bool(self._engine.updating.torn)
+        return msgspec.structs.replace(self._weights, is_torn=is_torn)
 
     def follow(self, what: str, value: Any) -> None:
         """Do on a follower what the leader's news say."""
@@ -95,8 +99,9 @@ class ReplicaWeights:
             return {}, (type(error).__name__, str(error))
 
     def forget(self) -> None:
-        """Drop the open round: the coordinator is lost."""
-        if self._round is not None:
+        """Drop the open round: the coordinator is lost. What was told to commit does so, or fails
+        on those that share experts together."""
+        if self._round is not None and not self._is_committing:
             self._engine.group.tell(NEWS, ["weights_drop", {}])
             self._thread.submit(self._try, "weights_drop", {})
 
@@ -104,7 +109,7 @@ class ReplicaWeights:
         updating, loop = self._engine.updating, asyncio.get_running_loop()
         if what == "weights_label":
             updating.label(fields["version"])
-            self.weights = msgspec.structs.replace(self.weights, version=fields["version"])
+            self._weights = msgspec.structs.replace(self._weights, version=fields["version"])
             return {}
         if what == "weights_commit":
             return await self._commit(fields)
@@ -123,11 +128,15 @@ class ReplicaWeights:
 
     async def _commit(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         weights = msgspec.convert(fields["weights"], Weights)
+        assert self._round is not None, "it is staged"
         order = self._engine.updating.commit(self._number, weights.version, fields["policy"])
-        done = await asyncio.wrap_future(order)
-        self.weights = msgspec.structs.replace(weights, begun=self._number)
-        self._round = None
-        self._engine.group.tell(NEWS, ["weights_commit", {}])
+        self._is_committing = True
+        try:
+            done = await asyncio.wrap_future(order)
+        finally:
+            self._round, self._is_committing = None, False
+            self._engine.group.tell(NEWS, ["weights_commit", {}])
+        self._weights = msgspec.structs.replace(weights, begun=self._number)
         return done._asdict()
 
     # ---- In the thread ---------------------------------------------------------------------------
@@ -148,6 +157,7 @@ class ReplicaWeights:
             case "weights_finish":
                 self._pieces.check_whole()
                 self._opened.finish()
+                self._is_staged = True
                 self._engine.updating.stage(self._number, self._opened)
             case "weights_commit":  # on a follower, whose engine has done it
                 self._round = None
@@ -168,8 +178,8 @@ class ReplicaWeights:
         number = given.pop("number")
         self._begin = begin = read_fields(given, Begin)
         self._engine.updating.check_may_begin(begin.is_whole)
-        self._number, self._pieces = number, _Pieces()
-        self.weights = msgspec.structs.replace(self.weights, begun=number)
+        self._number, self._pieces, self._is_staged = number, _Pieces(), False
+        self._weights = msgspec.structs.replace(self._weights, begun=number)
         self._round = WeightRound.of(
             self._wrapper, staging=begin.staging, names=begin.names, partial=begin.partial,
             selector=begin.selector, checks_finite=begin.checks_finite,
@@ -197,10 +207,11 @@ class ReplicaWeights:
         if self._round is None:
             return {"is_torn": self.weights.is_torn}
         round, self._round = self._round, None
-        is_torn = round.is_torn or bool(self._engine.updating.torn)
-        self.weights = msgspec.structs.replace(self.weights, is_torn=is_torn)
+        is_torn = round.is_torn or self.weights.is_torn
+        self._weights = msgspec.structs.replace(self._weights, is_torn=is_torn)
         self._engine.updating.fail(self._number, "the update was dropped.")
-        round.drop()
+        if not self._is_staged:  # else the engine has it, and drops it
+            round.drop()
         return {"is_torn": is_torn}
 
     def _check(self) -> dict[str, Any]:

@@ -107,6 +107,12 @@ class WeightRounds:
             if (weights.number, weights.begun) > (known.number, known.begun):  # else it is older
                 self.joined(replica, weights)
 
+    def tear(self, replica: ReplicaRecord, is_torn: bool = True) -> None:
+        """A replica's weights are of two versions, or away; or they are not."""
+        if is_torn != replica.weights.is_torn:
+            replica.weights = msgspec.structs.replace(replica.weights, is_torn=is_torn)
+            self._mark()
+
     def lost(self, identity: bytes) -> None:
         """A replica is lost: the round goes on with the others."""
         self._tried.discard(identity)
@@ -375,19 +381,14 @@ class WeightRounds:
         self._round, round.why = None, why
         logger.warning("Update %d of the weights is dropped: %s.", round.number, why.rstrip("."))
 
-        def mark(replica: ReplicaRecord, is_torn: bool) -> None:
-            replica.weights = msgspec.structs.replace(replica.weights, is_torn=is_torn)
-
         def dropped(question: Question) -> None:
             for replica in self._books.replicas.values():
                 if replica.name in question.answers:
-                    mark(replica, bool(question.answers[replica.name].get("is_torn")))
-            self._mark()
+                    self.tear(replica, bool(question.answers[replica.name].get("is_torn")))
 
-        if round.begin.staging == "none":  # until it says otherwise
+        if round.begin.staging == "none":  # until they say otherwise
             for identity in round.taking_part:
-                mark(self._books.replicas[identity], True)
-            self._mark()
+                self.tear(self._books.replicas[identity])
         self._questions.put(round.taking_part, "weights_drop", {"round": round.key}, dropped)
 
     def _bring_up(self) -> None:
@@ -430,7 +431,12 @@ class WeightRounds:
 
     def _there(self) -> dict[bytes, ReplicaRecord]:
         replicas = self._books.replicas
-        return {key: each for key, each in replicas.items() if not each.state.is_departing}
+        # Those that help are needed too: experts are replaced at one step of them all.
+        return {
+            key: each
+            for key, each in replicas.items()
+            if not each.state.is_departing or each.info.shares_experts
+        }
 
     def _check_idle(self, what: str) -> None:
         if self._round is not None:

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from megatron_async.serving.messages import Answer, Ask, Do, Done, Weights
+from megatron_async.serving.messages import Answer, Ask, Do, Done, Helping, Weights
 from megatron_async.serving.weight_fields import MOST_LOAD_BYTES
-from tests.unit_tests.serving.told_service import Service
+from tests.unit_tests.serving.told_service import Service, status
 
 COMMITTED = {"step": 3, "epoch": 1}
 TENSOR = ["w", "F32", [2], b"\0" * 8]
@@ -269,6 +270,22 @@ def test_a_torn_round_without_a_second_memory_leaves_no_weights() -> None:
     assert fleet.failure()[0] == "ReplicaLost"
     fleet.updated("a")
     assert fleet.health()["state"] == "running"
+
+
+def test_a_replica_without_weights_gets_no_requests_until_a_whole_round() -> None:
+    fleet = Fleet("a", "b")
+    fleet.hear("a", msgspec.structs.replace(status(0), is_torn=True))
+    assert fleet.health()["stale"] == ["a"]
+    fleet.updated("a", "b")
+    assert "stale" not in fleet.health()
+
+
+def test_a_replica_that_helps_gets_the_weights_of_the_others() -> None:
+    fleet = Fleet()
+    for name in "ab":
+        fleet.join(name, shares_experts=True, sharers=2)
+    fleet.hear("b", Helping())
+    fleet.updated("a", "b", way="rolling")
 
 
 def test_a_label_aborts_nothing() -> None:
