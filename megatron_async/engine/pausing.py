@@ -214,5 +214,7 @@ class Pausing:
         """Whether a step could neither launch, nor resolve, nor report."""
         loop = self._loop
         can_resolve = loop.in_flight and not loop.is_closed
-        can_do = can_resolve or loop.booking.undelivered or loop.requests.has_ended
-        return loop.is_stopped and not (can_do or loop.updating.is_due)
+        can_act = can_resolve or loop.updating.is_due
+        return loop.is_stopped and not (
+            can_act or loop.booking.undelivered or loop.requests.has_ended
+        )
