@@ -137,10 +137,7 @@ class Updating:
         """
         try:
             with self._lock:
-                found = self._round(number)
-                if found.failure:
-                    raise UpdateError(found.failure)
-                found.stage = stage
+                self._round(number).stage = stage
         except UpdateError:
             stage.drop()
             raise
@@ -223,8 +220,8 @@ class Updating:
                 break
         may_plan = may_plan and self._capture_again()
         with self._lock:
-            self.is_waiting = not may_plan or any(map(_needs_others, self._rounds.values()))
-            self.is_due = self.is_waiting
+            is_waiting = not may_plan or any(map(_needs_others, self._rounds.values()))
+            self.is_waiting = self.is_due = is_waiting
         return may_plan
 
     def _failure_elsewhere(self, each: _Round) -> str:
