@@ -16,7 +16,7 @@ from megatron_async.serving.messages import Ended
 
 REASONS = (
     "length", "termination_id", "stop_token", "stop_word", "grammar", "aborted", "weight_update",
-    "error",
+    "moved", "stale", "error",
 )  # fmt: skip
 """Why requests end; a reason that is none of these counts as "error"."""
 

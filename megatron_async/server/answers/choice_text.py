@@ -13,7 +13,7 @@ from megatron_async.serving.messages import Ended
 from megatron_async.text.token_text import TokenText
 
 STOPPED = ("termination_id", "stop_token", "stop_word", "grammar")
-CUT = ("aborted", "weight_update")
+CUT = ("aborted", "weight_update", "moved", "stale")
 """Reasons of an end on another's behalf."""
 _NAMES = {"length": "length"} | dict.fromkeys(CUT, "abort") | dict.fromkeys(STOPPED, "stop")
 

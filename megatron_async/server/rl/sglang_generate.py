@@ -13,6 +13,7 @@ from typing import Any, override
 import msgspec
 import numpy as np
 
+from megatron_async.server.answers.choice_text import CUT
 from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind
 from megatron_async.server.answers.log_prob_json import Place, places
 from megatron_async.server.endpoints import Endpoint
@@ -26,8 +27,6 @@ from megatron_async.serving.readers import TokenLogProbs, prompt_log_probs_of
 
 NEW_TOKENS = 128
 """SGLang's default of `max_new_tokens`."""
-CUT = ("aborted", "weight_update")
-"""Ends of requests that had more to say."""
 REPEATED = ("return_text_in_logprobs", "routed_experts_start_len")
 """Fields that say how the answer is written."""
 FIELDS = {
