@@ -209,6 +209,12 @@ class Family:
     async def handles(self, of_ranks: Sequence[Named], **how: Any) -> None:
         """A bucket in a GPU's memory of the trainer: of each rank of a replica, or one for all."""
         sent = list(map(_plain, of_ranks))
+        ranks = {replica["ranks"] for replica in (await self.info())["replicas"].values()}
+        if len(sent) > 1 and ranks != {len(sent)}:
+            raise Refusal(
+                f"tensors of {len(sent)} ranks were sent, and the replicas have "
+                f"{' or '.join(map(str, ranks))}: send those of each rank, or the same for all."
+            )
         if any(each["tensors"] for each in sent):
             await self.bucket({"handles": sent}, {"kind": "ipc"}, **how)
 

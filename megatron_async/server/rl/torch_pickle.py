@@ -56,8 +56,8 @@ class CudaMemory(NamedTuple):
 
 
 class SentTensor(NamedTuple):
-    """A tensor: its dtype by safetensors' name, stride in elements, and where it begins in its
-    memory, in bytes."""
+    """A tensor: its dtype by safetensors' name, its stride, and where it begins in its memory, both
+    in elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -284,7 +284,7 @@ def _rebuild_cuda_tensor(*arguments: Any) -> SentTensor:
     item = ITEM_BYTES.get(dtype, 1)
     if (offset + last + 1) * item > (memory.size if memory.handle else 0):
         raise NotData(f"a tensor of shape {list(shape)} does not lie within its memory.")
-    return SentTensor(dtype, shape, stride, memory, offset * item)
+    return SentTensor(dtype, shape, stride, memory, offset)
 
 
 def _of_bucket(value: Any) -> Named:
@@ -305,11 +305,11 @@ def _of_bucket(value: Any) -> Named:
                 shape, begin, behind = _size(shape), _number(start) * item, _number(end) * item
             case _:
                 raise NotData("a part of the bucket is in a form that is not known.")
-        size = math.prod(shape) * ITEM_BYTES.get(dtype, 1)
-        is_whole = whole.stride == (1,) and dtype in DTYPES.values()
-        if not is_whole or behind - begin != size or behind > length * item:
+        own = ITEM_BYTES.get(dtype, 1)
+        place, rest = divmod(whole.offset * item + begin, own)
+        is_whole = whole.stride == (1,) and dtype in DTYPES.values() and not rest
+        if not is_whole or behind - begin != math.prod(shape) * own or behind > length * item:
             raise NotData(f"{name[:200]!r} does not lie in its bucket as its shape says.")
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        place = whole.offset + begin
         found.append((name, SentTensor(dtype, shape, stride, whole.memory, place)))
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from megatron_async.cli.main import build_parser
 from megatron_async.cli.serve import read_settings
@@ -22,6 +23,7 @@ from megatron_async.server.answer_stream import StreamHub
 from megatron_async.server.api_config import ApiConfig, KeyDigest
 from megatron_async.server.http.asgi_app import make_app
 from megatron_async.server.supervisor.serve_settings import trainers_address
+from megatron_async.updates.transports import open_handles
 from tests.support.served_demo import demo_card
 from tests.unit_tests.server.rl.test_torch_pickle import OnGpu, arguments, dumped
 
@@ -176,8 +178,34 @@ def test_slimes_colocated_engine_gives_its_memory_to_the_trainer() -> None:
     tensor = ["a", "BF16", [2, 3], [3, 1], 0, 0]
     assert [each["tensors"] for each in load["handles"]] == [[tensor], [tensor]]
     assert load["handles"][0]["memories"][0][:4] == [3, b"h" * 64, 4096, 512]
+    body["serialized_named_tensors"] = [sent] * 3
+    assert "tensors of 3 ranks" in slime.call("/update_weights_from_tensor", body)[1]["message"]
     assert slime.done("/continue_generation", {}) == [("weights_finish", {})]  # and sleeps on
     assert slime.done("/resume_memory_occupation", {}) == [("wake", both)]
+
+
+def test_handles_are_opened_as_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the pickle to tensors, where memory of this process stands for a GPU's."""
+    values = torch.arange(64, dtype=torch.float32)
+    opened: list[Any] = []
+
+    def open_memory(*fields: Any) -> Any:
+        opened.append(fields)
+        return values.untyped_storage()
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_memory)
+    sglang, other = Trainer("sglang"), (1, 4)
+    tensors = [
+        ("a", OnGpu(*arguments((3, 4), torch.float32, offset=8))),
+        ("b", OnGpu(*arguments(**{"shape": (4, 3), "stride": other, "dtype": torch.float32}))),
+    ]
+    body = {"serialized_named_tensors": [base64.b64encode(dumped(tensors)).decode()]}
+    sglang.service.state = "paused"
+    load = sglang.done("/update_weights_from_tensor", body)[1][1]
+    found = dict(open_handles(load["handles"][0], torch.device("cuda")))
+    assert opened == [(3, b"h" * 64, 4096, 512, b"/torch_1_2_3", 7, b"e" * 64, True)]
+    assert found["a"].tolist() == values[8:20].view(3, 4).tolist()
+    assert found["b"].tolist() == values[:12].view(3, 4).T.tolist()
 
 
 def test_a_bucket_beside_pause_and_session_is_a_round_of_its_own() -> None:

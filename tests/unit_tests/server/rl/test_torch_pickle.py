@@ -102,7 +102,7 @@ def test_a_tensor_is_the_arguments_that_rebuild_it(protocol: int) -> None:
         return
     memory = CudaMemory(3, HANDLE, 4096, 512, COUNTER, 7, EVENT, True)
     assert read_named_tensors(dumped(sent, protocol), False) == [
-        ("a", SentTensor("BF16", (2, 3), (3, 1), memory, 10)),
+        ("a", SentTensor("BF16", (2, 3), (3, 1), memory, 5)),
         ("b", SentTensor("I8", (), (), memory, 0)),
     ]
 
@@ -127,7 +127,7 @@ def test_the_parts_of_a_bucket(part_of_bucket: Any) -> None:
     found = read_named_tensors(sent, True)
     assert [(name, *tensor[:3], tensor.offset) for name, tensor in found] == [
         ("a", "F32", (2, 4), (4, 1), 0),
-        ("b", "BF16", (3,), (1,), 32),
+        ("b", "BF16", (3,), (1,), 16),
     ]
     with pytest.raises(NotData, match="no list"):
         read_named_tensors(sent, False)
@@ -135,6 +135,7 @@ def test_the_parts_of_a_bucket(part_of_bucket: Any) -> None:
         part_of_bucket("a", torch.Size([2, 4]), torch.float32, 0, 31, 31),
         part_of_bucket("a", torch.Size([2, 4]), torch.float32, 80, 112, 32),
         part_of_bucket("a", torch.Size([2, 4]), "F33", 0, 32, 32),
+        part_of_bucket("a", torch.Size([2, 4]), torch.float32, 2, 34, 32),
         part_of_bucket("a", [-2, -4], torch.float32, 0, 32, 32),
         ("a", 1, 2),
     ):
