@@ -353,7 +353,7 @@ class Dispatcher(RequestBooks):
         if asked.number in client.requests:
             logger.warning("A client used the number %d twice.", asked.number)
             return
-        why = self.verbs.why_refused()
+        why = self.verbs.why_refused() or self.verbs.weights.why_refused
         if why := why or self.in_flight.why_too_many(asked.owner, tokens_of(asked)):
             self.counters["refused"] += 1
             refused = Ended(asked.number, "error", ("Overloaded", why))

@@ -77,6 +77,7 @@ class WeightRounds:
 
     Attributes:
         wanted: the weights of the service.
+        why_refused: why no replica will serve a request before the next round; "" if one will.
     """
 
     def __init__(self, books: RequestBooks, questions: Questions) -> None:
@@ -87,7 +88,7 @@ class WeightRounds:
         self._tried: set[bytes] = set()
         """Identities of replicas that could not be brought up."""
         self._begun, self._now = 0, 0.0
-        self.wanted = Weights()
+        self.wanted, self.why_refused = Weights(), ""
 
     # ---- What replicas are ---------------------------------------------------------------------
 
@@ -116,6 +117,7 @@ class WeightRounds:
     def lost(self, identity: bytes) -> None:
         """A replica is lost: the round goes on with the others."""
         self._tried.discard(identity)
+        self._mark()
         if (round := self._round) is not None and identity in round.taking_part:
             round.taking_part.discard(identity)
             if not round.taking_part:
@@ -150,6 +152,9 @@ class WeightRounds:
                     replica.name, "torn" if theirs.is_torn else repr(theirs.version),
                     theirs.number, self.wanted.number,
                 )  # fmt: skip
+        there = self._there().values()
+        waits = not there or self._source() is not None or any(not each.is_stale for each in there)
+        self.why_refused = "" if waits else "no replica has whole weights: send an update of all"
 
     # ---- Verbs -----------------------------------------------------------------------------------
 
@@ -394,8 +399,8 @@ class WeightRounds:
     def _bring_up(self) -> None:
         """Give stale replicas the weights of the last folders. Those that share experts are waited
         for: they commit together."""
-        source = self._folders
-        if source is None or source.weights.number != self.wanted.number:
+        source = self._source()
+        if source is None:
             return
         stale = {
             identity
@@ -426,6 +431,11 @@ class WeightRounds:
 
         left = list(round.folders)
         self._questions.put(stale, "weights_begin", self._fields_of(round), go_on)
+
+    def _source(self) -> Round | None:
+        """Round of folders with the service's weights, if there is one."""
+        found = self._folders
+        return found if found and found.weights.number == self.wanted.number else None
 
     # ---- Small things ----------------------------------------------------------------------------
 

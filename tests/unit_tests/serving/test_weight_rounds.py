@@ -259,17 +259,25 @@ def test_a_new_coordinator_takes_the_newest_weights() -> None:
 
 
 def test_a_torn_round_without_a_second_memory_leaves_no_weights() -> None:
-    fleet = Fleet("a", no_replica_timeout_s=2.0)
+    fleet = Fleet("a")
     key = fleet.begins("a", staging="none")
     fleet.loads(key, "a")
     assert fleet.say_verb("drop", round=key) == [Answer(5)]
     fleet.does("drop", "a", value={"is_torn": True})
     assert fleet.health()["state"] == "stale"
     fleet.ask(0)
-    fleet.wait(3.0, alive="a client")
-    assert fleet.failure()[0] == "ReplicaLost"
+    kind, text = fleet.failure()
+    assert kind == "Overloaded", "503"
+    assert "send an update of all" in text
     fleet.updated("a")
     assert fleet.health()["state"] == "running"
+    fleet.ask(1)
+    assert len(fleet.runs("a")) == 1
+    fleet.join("b")
+    fleet.take("b")
+    fleet.lose("a")  # what is left is stale, and is being brought up
+    fleet.ask(2)
+    assert fleet.ends("client") == []
 
 
 def test_a_replica_without_weights_gets_no_requests_until_a_whole_round() -> None:
