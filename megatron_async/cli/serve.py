@@ -95,7 +95,9 @@ RL: Rows = (
     ("--rl-socket", str, "HOST:PORT", None,
      "a further address, where nobody needs a key and all is allowed: of loopback, or of\n"
      "the network interface of that name, as eth1:9600"),
-    ("--weights-dir", str, "FOLDER", None, "new weights come from folders below it"),
+    ("--weights-dir", str, "FOLDER", None,
+     "new weights come from folders below it; replicas of a --coordinator read it in\n"
+     "MEGATRON_ASYNC_WEIGHTS_DIR, and trainers, with commas, in MEGATRON_ASYNC_TRAINERS"),
     ("--trainer", list, "HOST[:PORT]", None,
      "a trainer whose process group may be joined; may be repeated"),
     ("--weights-finite", bool, None, False, "refuse new weights with NaN or infinity"),
