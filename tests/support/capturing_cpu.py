@@ -4,7 +4,6 @@ GPU."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from inspect import getclosurevars
 from typing import Any
 
 from megatron_async.devices import CpuDevice
@@ -18,14 +17,13 @@ class CpuGraph:
     def __init__(self, work: partial[None]) -> None:
         # The CPU's attention wants a bound of the lengths, which captured shapes leave open.
         dims, mode = work.args
-        caught = getclosurevars(work.func).nonlocals
-        self._work = partial(caught["step"], replace(dims, max_decode_kv_length=512), mode)
-        self._controller: Any = caught["step"].__self__
+        self._work = partial(work.func, replace(dims, max_decode_kv_length=512), mode)
+        self._controller: Any = work.func.__self__  # type: ignore[attr-defined]
         # What a replay leaves is at one place, as a GPU's is.
-        self._left = caught["made"][-1]
+        view = self._controller.context.gpu_view
+        self._left = getattr(view, "hidden_states", None)
         if self._left is not None:
-            self._left = self._left.clone()
-            caught["made"].append(self._left)
+            self._left = view.hidden_states = self._left.clone()
         self._captured_on = self._cache()
 
     def _cache(self) -> Any:
@@ -37,9 +35,9 @@ class CpuGraph:
         view, controller = self._controller.context.gpu_view, self._controller
         objects = view, view._attention, controller.sampler, controller.inference_wrapped_model
         before = [dict(vars(object)) for object in objects]
-        made = self._work()
+        self._work()
         if self._left is not None:
-            self._left.copy_(made)
+            self._left.copy_(view.hidden_states)
         for object, attributes in zip(objects, before, strict=True):
             # Never empty: other streams' work reads the same objects meanwhile.
             vars(object).update(attributes)
