@@ -103,12 +103,16 @@ class Pools:
         self.is_there = True
 
     @makes_ordinary_tensors
-    def save(self, device: Device) -> None:
-        """Copy all contents to the host, for `restore`; waits for it.
+    def save(self, device: Device, keeps: bool = True) -> None:
+        """Copy all contents to the host, for `restore`, and wait for it; unless `keeps`, forget
+        what was copied before, too.
 
         Raises:
             OutOfMemoryError: the host has less memory than that.
         """
+        self._copies = {}
+        if not keeps:
+            return
         free = psutil.virtual_memory().available
         if self.num_bytes > free:
             raise OutOfMemoryError(

@@ -69,14 +69,16 @@ class Pausing:
         """Suspend the engine."""
         loop, memories = self._loop, self._loop.context.memories
         free, copies = self._checked(free), self._checked(copies)
+        if extra := [tag for tag in copies if tag not in free]:
+            raise ConfigurationError(f"copies={extra} is not given back: name it in free too.")
         if not loop.is_suspended:
             loop.is_suspended = True
             loop.statistics.engine_suspends += 1
         self._drain()
         wanted = [tag for tag in dict.fromkeys(free) if tag not in self._away]
         kept = [tag for tag in wanted if tag in copies]
-        for tag in kept:
-            memories[tag].save(loop.context.device)
+        for tag in wanted:
+            memories[tag].save(loop.context.device, tag in kept)
         with loop.turn:
             loop.group.controlled("suspend", False, free, copies)
             return self._release(wanted, kept) if wanted else 0

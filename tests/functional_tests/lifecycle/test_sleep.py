@@ -194,7 +194,8 @@ def test_what_is_asked_in_a_wrong_order_or_by_a_wrong_name() -> None:
         with pytest.raises(ConfigurationError, match="enable_sleep_mode=True, or free only"):
             call(**{"free" if call == engine.suspend else "tags": WEIGHTS})
     assert engine.state is EngineState.RUNNING, "nothing has happened"
-    assert engine.suspend(copies=[KV]) == 0, "a copy of what is not given back"
+    with pytest.raises(ConfigurationError, match=r"copies=\['kv_cache'\] is not given back"):
+        engine.suspend(copies=[KV])
     assert engine.suspend(free=KV) > 0
     assert engine.suspend(free=[KV], copies=[KV]) == engine.suspend(free_kv_cache=True) == 0
     engine.resume()
@@ -213,6 +214,7 @@ def test_a_copy_that_does_not_fit_loses_nothing(monkeypatch: pytest.MonkeyPatch)
         engine.suspend(free=[KV], copies=[KV])
     monkeypatch.undo()
     assert engine.state is EngineState.SUSPENDED
+    assert not engine.context.gpu_view.pools.has_copies
     engine.resume()
     drain(engine)
     assert len(future.result().generated_tokens) == 24

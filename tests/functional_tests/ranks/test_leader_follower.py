@@ -133,8 +133,10 @@ def test_a_follower_finds_the_same_blocks(pair_of, lookahead):
     pair.end()
 
 
-def test_aborts_pauses_and_suspends_in_flight(pair_of):
-    pair = pair_of(lookahead=2, num_kv_blocks=20, block_size_tokens=8)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_aborts_pauses_and_suspends_in_flight(pair_of, keeps: bool):
+    """Followers give back what their leader gives back, with a copy where it keeps one."""
+    pair = pair_of(lookahead=2, num_kv_blocks=20, block_size_tokens=8, enable_sleep_mode=keeps)
     leader = pair.leader
     for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         leader.add_request(number, prompt, params)
@@ -148,6 +150,12 @@ def test_aborts_pauses_and_suspends_in_flight(pair_of):
         leader.step_modern()
     leader.suspend(free_kv_cache=True)
     leader.resume()
+    for _ in range(3):
+        leader.step_modern()
+    evicted = leader.stats()["evictions"]
+    leader.suspend(free=["kv_cache"], copies=["kv_cache"])
+    leader.resume(["kv_cache"])
+    assert leader.stats()["evictions"] == evicted
     drain(leader)
     pair.end()
 
