@@ -74,9 +74,9 @@ class EngineDeployment:
         self._replica.abort(number)
 
     async def update(self, data: bytes, _: str) -> bytes:
-        """Do a command of an update of the weights; see `FleetReplica.update`."""
+        """Do a command of an update of the weights; see `FleetReplica.updated`."""
         self._run()
-        return await self._replica.update(data)
+        return await self._replica.updated(data)
 
     async def hello(self, _: str) -> bytes:
         """What this replica says of itself, encoded."""

@@ -72,12 +72,12 @@ class FleetReplica(Replica):
             "weights": msgspec.to_builtins(self.weights.weights),
         }
 
-    async def update(self, data: bytes) -> bytes:
+    async def updated(self, data: bytes) -> bytes:
         """Do a command of an update of the weights (`Do`, encoded) and answer it (`Done`)."""
         do = decode_for_replica(data)
         if not isinstance(do, Do) or not do.what.startswith("weights_"):
             raise RequestError("this is no command of an update of the weights.")
-        value, failure = await self.weights.do(do.what, do.fields)
+        value, failure = await self.update(do.what, do.fields)
         return encode(Done(do.number, value, failure))
 
     async def serve(self, data: bytes) -> AsyncIterator[bytes]:

@@ -294,7 +294,7 @@ class Replica:
                 if self._engine.loop.is_paused:
                     self._engine.unpause()
             case Do() if message.what.startswith("weights_"):
-                self._later(message.number, self.weights.do(message.what, message.fields))
+                self._later(message.number, self.update(message.what, message.fields))
             case Do():
                 value, failure = self.do(message.what, message.fields)
                 self._done(Done(message.number, value, failure))
@@ -306,6 +306,10 @@ class Replica:
         if what == "watch":
             return self._watch.look(), None
         return do_verb(self._engine, self.info.name, what, fields)
+
+    async def update(self, what: str, fields: Mapping[str, Any]) -> Told:
+        """Do a command of an update of the weights; see `ReplicaWeights.do`."""
+        return await self.weights.do(what, fields)
 
     async def until_done(self) -> None:
         """Wait until the other ranks of the model have done what `do` did, too.

@@ -11,8 +11,9 @@ import asyncio
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 GROUP_LIMIT_S = 300.0
 """Seconds within which a trainer's group must meet, and send what it has announced."""
+MOST_BEHIND = 4
+"""Messages that a follower may have taken and not loaded."""
 NEWS = "weights"
 """What the leader's news of updates are called in the group's log."""
 
@@ -65,6 +68,7 @@ class ReplicaWeights:
         self._begin = Begin()
         self._pieces = _Pieces()
         self._groups: dict[str, Any] = {}
+        self._behind: deque[Future[None]] = deque()
         self._checks = 0
         self._thread = ThreadPoolExecutor(1, "weights", initializer=self._choose_device)
         self._weights = Weights()
@@ -78,7 +82,9 @@ class ReplicaWeights:
     def follow(self, what: str, value: Any) -> None:
         """Do on a follower what the leader's news say."""
         if what == NEWS:
-            self._thread.submit(self._try, *value)
+            self._behind.append(self._thread.submit(self._try, *value))
+            if len(self._behind) > MOST_BEHIND:  # or messages would fill the memory
+                self._behind.popleft().result()
 
     async def do(
         self, what: str, fields: Mapping[str, Any]

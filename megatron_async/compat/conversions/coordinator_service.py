@@ -146,6 +146,14 @@ class MegatronReplica(Replica):
             uid = f"chatcmpl-{uuid.uuid4().hex}"
         ledger[uid] = finished_record(entry.request)
 
+    @override
+    async def update(
+        self, what: str, fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], tuple[str, str] | None]:
+        """Refuse it: the weights are a module's of the caller."""
+        why = "engines of Megatron's callers get new weights in place: pause, write, resume."
+        return {}, ("ValueError", f"{what} is not served here: {why}")
+
     def do(
         self, what: str, fields: Mapping[str, Any]
     ) -> tuple[dict[str, Any], tuple[str, str] | None]:

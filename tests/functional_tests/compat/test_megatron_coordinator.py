@@ -12,7 +12,8 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, S
 
 from megatron_async.compat.conversions.coordinated_states import CoordinatedStates, Signal
 from megatron_async.compat.inference.inference_client import InferenceClient, _Reply
-from megatron_async.errors import ConfigurationError, EngineStopped, RequestError
+from megatron_async.errors import ConfigurationError, EngineStopped, RequestError, UpdateError
+from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.messages import Ended
 from tests.support.compat_trio import PROMPTS, compat_engine, drive, greedy_params
 from tests.support.open_sockets import listening, reachable
@@ -154,6 +155,9 @@ def test_an_engine_comes_back_after_a_stop(tiny_model: torch.nn.Module) -> None:
         client = InferenceClient(address, deserialize=True)
         client.start()
         answer = await client.add_request(PROMPTS[0], greedy_params(8))
+        async with AsyncCoordinatorClient(address) as ours:
+            with pytest.raises(UpdateError, match="not served here"):
+                await ours.ask("weights_begin")
         await stop(client, engine)
         return list(answer.generated_tokens)
 

@@ -84,7 +84,7 @@ class InProcess:
         return next(iter(self.there.values())).card
 
     async def update(self, replica: str, data: bytes) -> bytes:
-        return await self.there[replica].update(data)
+        return await self.there[replica].updated(data)
 
     def replicas(self) -> Mapping[str, Mapping[str, Any]]:
         alive = {name: each for name, each in self.there.items() if not self.dead[name].is_set()}
