@@ -51,6 +51,7 @@ class _Loop(Protocol):
     group: RankGroup
     turn: Turn
     is_frozen: bool
+    is_closed: bool
 
     @property
     def is_stopped(self) -> bool: ...
@@ -124,10 +125,17 @@ class Updating:
 
     # ---- On any thread -----------------------------------------------------------------------
 
-    def next_number(self) -> int:
-        """A number for a new round, the same on all ranks that have had the same rounds."""
+    def begin(self, is_whole: bool) -> int:
+        """The number of a new round, the same on all ranks that have had the same rounds.
+
+        Raises:
+            UpdateError: of `check_may_begin`.
+        """
+        self.check_may_begin(is_whole)
         with self._lock:
-            return max([self._last, *self._rounds]) + 1
+            number = max([self._last, *self._rounds]) + 1
+            self._round(number)
+            return number
 
     def stage(self, number: int, stage: Stage) -> None:
         """Round `number` is ready on this rank.
@@ -147,7 +155,7 @@ class Updating:
         """This rank cannot stage round `number`: the round fails on all ranks. One that has ended
         stays as it is."""
         with self._lock:
-            if number <= self._last:
+            if self._has_ended(number):
                 return
             found = self._round(number)
             found.failure = found.failure or why
@@ -172,7 +180,7 @@ class Updating:
         Raises:
             UpdateError: the policy has another name, or the round has ended.
         """
-        check_policy(policy)
+        check_order(version, policy)
         with self._lock:
             found = self._round(number)
             found.order = version, policy
@@ -180,17 +188,20 @@ class Updating:
         return found.done
 
     def _round(self, number: int) -> _Round:
-        if number <= self._last:
+        if self._has_ended(number):
             why = self._last_failure if number == self._last else ""
             raise UpdateError(why or f"round {number} has ended: begin another.")
         return self._rounds.setdefault(number, _Round(number))
+
+    def _has_ended(self, number: int) -> bool:
+        return number <= self._last and number not in self._rounds
 
     def _report(self, number: int, failure: str) -> None:
         self._loop.group.staged(number, failure)
         self._news()
 
     def _news(self) -> None:
-        if self._loop.group.follows:
+        if self._loop.group.follows or self._loop.is_closed:
             return
         self.is_due = True
         if (loop := self.event_loop) is not None and not loop.is_closed():
@@ -317,6 +328,7 @@ class Updating:
     def label(self, version: Version) -> None:
         """The weights are called `version` from the next plan on; nothing else changes. On the
         leader, on the engine's thread."""
+        check_order(version, POLICIES[0])
         loop = self._loop
         loop.turn.make_whole()
         with loop.turn:
@@ -346,6 +358,11 @@ class Updating:
         self._applying, self.torn = None, ""
         if loop.is_frozen:
             self.thaw()
+        with self._lock:
+            older = [self._rounds[n] for n in sorted(self._rounds) if n < each.number]
+        for other in older:
+            other.failure = f"round {other.number} has ended: round {each.number} came first."
+            self._end_failed(other)
         if not each.done.done():
             each.done.set_result(
                 UpdateDone(self._step, self.epoch, self.version, aborted, recomputed, gap)
@@ -361,10 +378,12 @@ class Updating:
     # ---- Weights that are not whole ----------------------------------------------------------
 
     def check_may_begin(self, is_whole: bool) -> None:
-        """Raise UpdateError where only a round of all weights may come, and this is none; or while
-        a suspended engine has given their memory back."""
-        if failure := self._without_memory():
-            raise UpdateError(failure)
+        """Raise UpdateError while weights are written in place, and where only a round of all
+        weights may come, and this is none."""
+        if self._loop.is_frozen and not self.torn:
+            raise UpdateError(
+                "weights are being written in place: finish or drop that round first."
+            )
         if self.torn and not is_whole:
             raise UpdateError(
                 f"the engine's weights are not whole ({self.torn}): send all of them, without "
@@ -421,8 +440,10 @@ class Updating:
         return True
 
 
-def check_policy(policy: Any) -> None:
-    """Raise UpdateError unless it is a `Policy`."""
+def check_order(version: Any, policy: Any) -> None:
+    """Raise UpdateError unless these are a `Version` and a `Policy`."""
+    if version is not None and (isinstance(version, bool) or not isinstance(version, str | int)):
+        raise UpdateError(f"version={version!r} must be a text or an integer.")
     if policy not in POLICIES:
         raise UpdateError(f"policy={policy!r} is none of {', '.join(POLICIES)}.")
 

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_async.devices import Device, Event
+from megatron_async.engine.admission import POLL_S
 from megatron_async.engine.step_loop import StepLoop
 from megatron_async.engine.turn import EngineThread
-from megatron_async.engine.updating import UpdateDone, check_policy
-from megatron_async.errors import UpdateError, WrongThread
+from megatron_async.engine.updating import UpdateDone, check_order
+from megatron_async.errors import EngineStopped, UpdateError, WrongThread
 from megatron_async.interrupts import HeldInterrupts
 from megatron_async.requests.weight_versions import Version
 from megatron_async.updates.stage import Stage
@@ -51,16 +52,17 @@ class WeightUpdate:
     """
 
     def __init__(self, engine: _Engine, version: Version, policy: Any, **options: Any) -> None:
-        check_policy(policy)
+        check_order(version, policy)
         self._engine, self.version, self._policy = engine, version, policy
-        self._number, self._round = engine.loop.updating.next_number(), None
+        self._round, self._thaws = None, False
         is_whole = not options.get("partial") and options.get("selector", "all") == "all"
+        self._number = engine.loop.updating.begin(is_whole)
         with self._failing():
-            engine.loop.updating.check_may_begin(is_whole)
             wrapper = engine.loop.controller.inference_wrapped_model
             self._round = found = WeightRound.of(wrapper, **options)
             if found.plan.staging == "none":
                 engine.thread.check()
+                self._thaws = not engine.loop.is_frozen
                 engine.loop.updating.freeze()
 
     @property
@@ -93,13 +95,15 @@ class WeightUpdate:
         """
         with self._failing():
             self._opened.finish()
-        self._engine.loop.updating.stage(self._number, self._opened)
+        found, self._round = self._opened, None
+        self._engine.loop.updating.stage(self._number, found)
         return settle(self._engine, self._number, self.version, self._policy)
 
     def drop(self) -> None:
         """End the round on all ranks; the old weights serve on, but with staging "none" none do
-        until a whole round has come."""
-        self._fail(f"weights {self.version!r} were dropped before they were whole.")
+        until a whole round has come. A round that has ended stays as it is."""
+        if self._round is not None:
+            self._fail(f"weights {self.version!r} were dropped before they were whole.")
 
     @property
     def _opened(self) -> WeightRound:
@@ -121,9 +125,9 @@ class WeightUpdate:
         updating.fail(self._number, why)
         if found is not None:
             found.drop()
-            if found.plan.staging == "none" and not found.is_torn:
+            if self._thaws and not found.is_torn:
                 updating.thaw()
-        with suppress(UpdateError):
+        with suppress(UpdateError, EngineStopped):
             settle(self._engine, self._number, self.version, self._policy)
 
 
@@ -148,16 +152,15 @@ def settle(engine: _Engine, number: int, version: Version, policy: Any) -> Updat
 
 
 def _drive(engine: _Engine, done: Future[UpdateDone]) -> None:
-    try:
-        engine.thread.check()
-    except WrongThread:  # that one commits it
-        wait([done])
-        return
     loop = engine.loop
-    with loop.giving_up():
-        loop.tend_updates()
     while not done.done():
-        engine.take_back(engine.step_modern())
+        try:
+            with engine.thread.works(), loop.giving_up():
+                loop.tend_updates()
+            if not done.done():
+                engine.take_back(engine.step_modern())
+        except WrongThread:  # which commits it, while it is at work
+            wait([done], POLL_S)
 
 
 class WrittenInPlace(Stage):
@@ -183,9 +186,9 @@ def weights_open(engine: _Engine, version: Version, policy: Any = "keep") -> Ite
     """`DynamicInferenceEngine.weights_open`."""
     engine.thread.check()
     updating, device = engine.loop.updating, engine.loop.context.device
-    updating.check_may_begin(is_whole=True)
     engine.loop.turn.make_whole()
-    number, launched = updating.next_number(), device.event()
+    check_order(version, policy)
+    number, launched = updating.begin(is_whole=True), device.event()
     updating.hold("they are open to a trainer")
     device.compute.record(launched)
     device.caller_waits(launched)  # steps in flight read them

@@ -121,6 +121,62 @@ def test_a_torn_round_in_place_lets_nothing_run_until_a_whole_one():
     assert said(engine) == said(fresh(5))
 
 
+def test_rounds_that_are_open_together_know_nothing_of_each_other():
+    engine = make_engine(make_model())
+    first, second = (engine.begin_weight_update(version, **NAMES) for version in "ab")
+    first.load(trained(5))
+    second.drop()
+    assert first.finish().version == "a"
+    first.drop()  # it has ended
+    third = engine.begin_weight_update("c", staging="none", **NAMES)
+    third.load(list(trained(7))[:2])
+    with pytest.raises(UpdateError, match="being written in place"):
+        engine.begin_weight_update("d", staging="none", **NAMES)
+    third.drop()
+    # One that wrote nothing mends nothing.
+    engine.begin_weight_update("e", staging="none", **NAMES).drop()
+    with pytest.raises(EngineStopped, match="until new weights"):
+        engine.generate(PROMPTS)
+    for version in (["f"], True, 1.5):
+        with pytest.raises(UpdateError, match="must be a text or an integer"):
+            engine.begin_weight_update(version, **NAMES)
+    assert engine.update_weights(trained(7), "g", **NAMES).version == "g"
+    late = engine.begin_weight_update("h", **NAMES)
+    late.load(trained(5))
+    engine.close()
+    with pytest.raises((EngineStopped, UpdateError), match="closed"):
+        late.finish()
+    late.drop()
+
+
+def test_a_thread_that_waits_for_one_that_serves_no_more_goes_on():
+    engine, started, go_on = make_engine(make_model()), threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        task = asyncio.create_task(engine.run_engine())
+        await asyncio.sleep(0.01)
+        started.set()
+        go_on.wait(PATIENCE_S)  # meanwhile nothing runs here
+        task.cancel()
+
+    update = lambda: found.append(engine.update_weights(trained(5), "b", **NAMES))  # noqa: E731
+    threads = [
+        threading.Thread(target=asyncio.run, args=(serve(),)),
+        threading.Thread(target=update),
+    ]
+    for thread in threads:
+        thread.start()
+        assert started.wait(PATIENCE_S)
+    while not engine.updating.is_due:
+        threads[1].join(0.005)
+    go_on.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert found[0].version == "b"
+
+
 def test_weights_that_a_trainer_changes_in_place():
     engine = make_engine(make_model(), lookahead=2)
     model = engine.controller.inference_wrapped_model.model

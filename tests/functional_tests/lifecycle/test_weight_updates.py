@@ -215,7 +215,7 @@ def test_a_torn_round_leaves_the_old_version_serving():
     engine.updating.fail(1, "again")  # says nothing new
     with pytest.raises(UpdateError, match="'later' is none of keep, recompute, abort"):
         engine.updating.commit(2, "b", "later")
-    assert engine.updating.next_number() == 2
+    assert engine.updating.begin(is_whole=True) == 2
 
 
 def test_copies_that_break_off_let_no_step_run_until_whole_weights_come():
