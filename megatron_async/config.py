@@ -218,8 +218,8 @@ class InferenceConfig:
     fastest of those there are, by `choices`."""
 
     enable_sleep_mode: bool = False
-    """Keep the addresses of KV cache, states and weights while `suspend` has given their memory
-    back: captured steps stay valid, and weights can be given back too (docs/rl.md)."""
+    """Keep the addresses of KV cache, states and weights while a suspended engine has given their
+    memory back: captured steps stay valid, and weights can be given back too (docs/rl.md)."""
 
     check_integrity: bool = False
     """Check after every step that each KV block and slot has exactly one owner; for tests."""
