@@ -351,7 +351,7 @@ class StepLoop:
         self.invalidation.forget()
         self._recovers_until = -1
         self.booking.mend(error)
-        self.updating.mend()
+        self.updating.mend(error)
         requests.withdraw_entering()
         unfinished = requests.unfinished()
         context.start_again([r for r in unfinished if r.request_id not in requests.compiling])

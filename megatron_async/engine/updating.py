@@ -110,7 +110,7 @@ class Updating:
         self._rounds: dict[int, _Round] = {}
         self._last, self._last_failure = 0, ""
         self._applying: _Round | None = None
-        self._captures_again = False
+        self._are_enqueued = self._captures_again = False
 
     @property
     def _loop(self) -> _Loop:
@@ -336,18 +336,18 @@ class Updating:
             self._loop.weight_books.change(version, LABEL)
 
     def _apply(self, each: _Round, version: Version, policy: Policy) -> None:
-        loop, start = self._loop, time.perf_counter()
+        start = time.perf_counter()
         assert each.stage is not None
         self.epoch += 1
+        self._are_enqueued = False
         each.order, self._applying = (version, policy), each
         try:
             moved = each.stage.commit()
         except Exception as error:
-            self.torn = f"round {each.number} of weights broke off in its copies: {error!r}."
-            loop.is_frozen, each.failure, self._applying = True, self.torn, None
-            self._end_failed(each)
+            self._broke_off(each, error)
             return
         self._captures_again |= moved
+        self._are_enqueued = True
         aborted, recomputed = self._loop.weight_books.change(version, policy)
         self._finish(each, aborted, recomputed, time.perf_counter() - start)
 
@@ -368,10 +368,20 @@ class Updating:
                 UpdateDone(self._step, self.epoch, self.version, aborted, recomputed, gap)
             )
 
-    def mend(self) -> None:
-        """A turn was cut short, and the steps in flight are dropped."""
+    def _broke_off(self, each: _Round, error: BaseException) -> None:
+        """Nobody knows which of its copies are enqueued."""
+        self.torn = f"round {each.number} of weights broke off in its copies: {error!r}."
+        self._loop.is_frozen, each.failure, self._applying = True, self.torn, None
+        self._end_failed(each)
+
+    def mend(self, error: BaseException) -> None:
+        """A turn was cut short by `error`, and the steps in flight are dropped."""
         self._loop.weight_books.pass_border(NEVER - 1)
-        if (each := self._applying) is not None and each.order is not None:
+        if (each := self._applying) is None or each.order is None:
+            return
+        if not self._are_enqueued:
+            self._broke_off(each, error)
+        else:
             self._loop.weight_books.change(*each.order)
             self._finish(each, 0, len(self._loop.requests), 0.0)
 

@@ -97,7 +97,13 @@ class WeightUpdate:
             self._opened.finish()
         found, self._round = self._opened, None
         self._engine.loop.updating.stage(self._number, found)
-        return settle(self._engine, self._number, self.version, self._policy)
+        done = settle(self._engine, self._number, self.version, self._policy)
+        if found.plan.staging == "direct":  # the caller may change its tensors now
+            device = self._engine.loop.context.device
+            copied = device.event()
+            device.compute.record(copied)
+            device.caller_waits(copied)
+        return done
 
     def drop(self) -> None:
         """End the round on all ranks; the old weights serve on, but with staging "none" none do

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_async import LLM, DynamicInferenceEngine
+from megatron_async.devices import Chaos, CpuDevice
 from megatron_async.errors import EngineStopped, UpdateError, WrongThread
 from megatron_async.models.derived_copies import DerivedCopies
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
@@ -68,6 +69,18 @@ def test_a_round_of_every_staging(staging):
     versions = [version for version, *_ in future.result().weight_versions]
     assert versions == (["b"] if staging == "none" else [None, "b"])
     assert said(engine) == said(fresh(5))
+
+
+def test_tensors_may_be_changed_behind_finish():
+    for staging in ("device", "direct"):
+        engine = make_engine(make_model(), device=CpuDevice(Chaos(3, probability=1.0)))
+        tensors = list(trained(5))
+        update = engine.begin_weight_update("b", staging=staging, **NAMES)
+        update.load(tensors)
+        update.finish()
+        for _, tensor in tensors:
+            tensor.fill_(7.0)
+        assert said(engine) == said(fresh(5))
 
 
 def test_a_copy_of_old_weights_is_found(monkeypatch):

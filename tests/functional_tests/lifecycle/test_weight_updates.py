@@ -315,6 +315,24 @@ def test_an_engine_that_runs_on_another_thread_is_updated():
     assert_all_is_back(engine)
 
 
+def test_copies_that_a_signal_cuts_short_are_torn():
+    engine = make_engine(AttentionModel(), device=LateDevice(), lookahead=2)
+    future = engine.add_request(0, [1, 2, 3], greedy(12))
+    for _ in range(4):
+        engine.step_modern()
+    engine.updating.stage(1, StagedWeights(engine, AttentionModel(5), KeyboardInterrupt()))
+    done = engine.updating.commit(1, "b")
+    with pytest.raises(KeyboardInterrupt):
+        engine.step_modern()
+    with pytest.raises(UpdateError, match="broke off in its copies: KeyboardInterrupt"):
+        done.result(0)
+    with pytest.raises(EngineStopped, match="until new weights have come"):
+        engine.generate([[1]])
+    update(engine, AttentionModel(5), 2, "c")
+    drain(engine)
+    assert [version for version, *_ in future.result().weight_versions] == [None, "c"]
+
+
 def test_a_turn_that_is_cut_short_behind_an_update_loses_neither(monkeypatch):
     """All requests are prefilled again, with the new weights."""
     engine = make_engine(AttentionModel(), device=LateDevice(), lookahead=2)
