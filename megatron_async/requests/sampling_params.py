@@ -83,7 +83,7 @@ class SamplingParams:
     batch. None: `InferenceConfig.inference_sampling_seed` mixed with the request's id."""
     num_tokens_to_generate: int | None = None
     """Most tokens to generate. None: until `max_sequence_length`. 0: none, for the prompt's log
-    probs alone (a *score*)."""
+    probs alone (a *score*), or its echo."""
     num_tokens_total: int | None = None
     """Most tokens of prompt and generation together; give this or num_tokens_to_generate."""
     termination_id: int | None = None
@@ -276,6 +276,12 @@ class SamplingParams:
                         f"{name}={getattr(self, name)!r} is not served with processed log probs of "
                         "a score (num_tokens_to_generate=0): leave it out, or take raw ones."
                     )
+        wants_prompt = self.return_log_probs and not self.skip_prompt_log_probs
+        if self.is_score and not wants_prompt and not self.echo:
+            raise RequestError(
+                "num_tokens_to_generate=0 generates nothing: it must be 1 or more, or set "
+                "return_log_probs=True, skip_prompt_log_probs=False for the prompt's log probs."
+            )
         if self.top_n_logprobs and not self.return_log_probs:
             raise RequestError(
                 f"top_n_logprobs={self.top_n_logprobs} was given without log probs: set "

@@ -107,7 +107,7 @@ def test_limits(make_tiny_engine: EngineFactory) -> None:
     small = make_tiny_engine(max_sequence_length=64, block_size_tokens=8, num_kv_blocks=2)
     assert len(small.score([longest[:17]])[0].prompt_log_probs) == 16  # its last token has no place
     assert small.score([longest[:18]])[0].failed()
-    one, nothing = engine.score([[5]])[0], engine.generate([[5, 6]], greedy(0))[0]
+    one, nothing = engine.score([[5]])[0], engine.generate([[5, 6]], greedy(0, echo=True))[0]
     assert (one.prompt_log_probs, one.finish_reason) == ([], "length")
     assert (nothing.prompt_log_probs, nothing.generated_tokens) == (None, [])
     assert engine.score([[5, 6]], start=1)[0].succeeded()

@@ -196,10 +196,10 @@ def test_bad_requests_do_not_reach_followers(pair_of):
 def _fail_in_step(engine: DynamicInferenceEngine, step: int) -> None:
     compute = engine.controller._compute_step
 
-    def fail(dims: Any, mode: Any, number: int = -1) -> None:
+    def fail(dims: Any, mode: Any, number: int = -1, *rest: Any) -> None:
         if number == step:
             raise ValueError("injected")
-        compute(dims, mode, number)
+        compute(dims, mode, number, *rest)
 
     engine.controller._compute_step = fail  # type: ignore[method-assign]
 
@@ -239,12 +239,12 @@ def test_who_waits_in_a_step_learns_that_another_rank_failed_in_it(pair_of, monk
     _fail_in_step(pair.follower, 3)
     compute, stuck = pair.leader.controller._compute_step, []
 
-    def wait_in_step(dims: Any, mode: Any, number: int = -1) -> None:
+    def wait_in_step(dims: Any, mode: Any, number: int = -1, *rest: Any) -> None:
         if number == 3:
             stuck.append(number)
             while stuck:
                 time.sleep(0.01)
-        compute(dims, mode, number)
+        compute(dims, mode, number, *rest)
 
     pair.leader.controller._compute_step = wait_in_step  # type: ignore[method-assign]
     pair.leader.add_request(0, PROMPTS[0], PARAMS[0])
