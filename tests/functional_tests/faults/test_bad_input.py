@@ -66,7 +66,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"num_tokens_to_generate": 4, "num_tokens_total": 9},
         ("num_tokens_to_generate=4", "num_tokens_total=9", "give one"),
     ),
-    "no token": ({"num_tokens_to_generate": -1}, ("num_tokens_to_generate=-1", "to score")),
+    "no token": ({"num_tokens_to_generate": 0}, ("num_tokens_to_generate=0", "1 or more")),
     "total within the prompt": (
         {"num_tokens_to_generate": None, "num_tokens_total": 5},
         ("num_tokens_total=5", "prompt of 5 tokens", "raise it"),

@@ -166,7 +166,7 @@ def test_prompts_from_standard_input(monkeypatch):
         (["--prompt", "1", "--temperature", "-1"], "--temperature -1.0"),
         (["--prompt", "1", "--top-p", "1.5"], "--top-p 1.5"),
         (["--prompt", "1", "--top-k", "5", "--temperature", "0"], "give --temperature 1"),
-        (["--prompt", "1", "--max-new-tokens", "-1"], "--max-new-tokens -1"),
+        (["--prompt", "1", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["--prompt", "1", "--timeline", "/no/such/folder/t.json"], "no such folder"),
         (["--prompt", "1", "--record", "/no/such/folder/r.rec"], "--record /no/such/folder/r.rec"),
         (["--prompt", "1", "--record", "/"], "that is a folder"),

@@ -36,7 +36,7 @@ BAD_REQUESTS = [
     ([1], {"top_k": -1}, ("top_k=-1", "0 (off) or more")),
     ([1], {"top_k": 1.5}, ("top_k=1.5", "integer")),
     ([1], {"seed": -3}, ("seed=-3",)),
-    ([1], {"num_tokens_to_generate": -1}, ("num_tokens_to_generate=-1", "to score")),
+    ([1], {"num_tokens_to_generate": 0}, ("num_tokens_to_generate=0", "1 or more")),
     ([1], {"num_tokens_to_generate": 3, "num_tokens_total": 4}, ("one of them",)),
     ([1, 2, 3], {"num_tokens_total": 3, "num_tokens_to_generate": None}, ("num_tokens_total=3",)),
     ([1], {"stop_token_ids": [600]}, ("stop_token_ids=600", "0 to 511")),

@@ -150,7 +150,8 @@ def test_what_is_set_beside_the_parameters_of_a_request() -> None:
 
 def test_every_field_of_megatrons_is_a_setting_or_answered() -> None:
     own = {field.name for field in fields(InferenceConfig)}
-    assert {field.name for field in fields(MegatronConfig)} <= own | ENGINE_ADVICE.keys()
+    answered = ENGINE_ADVICE.keys() | ENGINE_NAMES.keys()
+    assert {field.name for field in fields(MegatronConfig)} <= own | answered
     own = {field.name for field in fields(SamplingParams)}
     answered = SAMPLING_NAMES.keys() | SAMPLING_ADVICE.keys()
     assert {field.name for field in fields(MegatronParams)} <= own | answered
