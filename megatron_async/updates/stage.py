@@ -6,13 +6,7 @@ from typing import Protocol
 
 
 class Stage(Protocol):
-    """New weights that wait on this rank for their step.
-
-    Attributes:
-        num_bytes: of the weights that `commit` will write on this rank, without derived copies.
-    """
-
-    num_bytes: int
+    """New weights that wait on this rank for their step."""
 
     def commit(self) -> bool:
         """Enqueue the copies into the model, and the derived copies after them, on the compute

@@ -70,8 +70,6 @@ class WeightRound:
 
     Attributes:
         plan: what the round takes.
-        num_bytes: of this rank's weights in it.
-        left_out: tensors that were known and not needed here (a vision tower's; MTP's).
         is_torn: the model has weights of two versions, by staging "none"; a whole round mends it.
 
     Raises:
@@ -112,20 +110,21 @@ class WeightRound:
             ("staging", staging, STAGINGS),
             ("names", names, NAMES),
             ("selector", selector, SELECTORS),
+            ("partial", partial, (True, False)),
+            ("checks_finite", checks_finite, (True, False)),
         ):
             if value not in known:
-                raise UpdateError(f"{option}={value!r} is unknown: use one of {', '.join(known)}.")
+                each = ", ".join(map(str, known))
+                raise UpdateError(f"{option}={value!r} is unknown: use one of {each}.")
         self._architecture, self._device, self._refresh = architecture, device, refresh
-        self._partial, self._selector = partial, selector
-        self._checks_finite = checks_finite
-        self._shard = shard
-        self._names = Names(names, architecture, self._shard)
-        if selector == "draft" and not self._shard.with_mtp:
+        self._partial, self._selector, self._checks_finite = partial, selector, checks_finite
+        self._shard, self._names = shard, Names(names, architecture, shard)
+        if selector == "draft" and not shard.with_mtp:
             raise UpdateError(
                 "selector='draft', but the engine has no layers of multi-token prediction: start "
                 "it with speculative_method='mtp', or leave the selector out."
             )
-        everything = list(weights(architecture, self._shard))
+        everything = list(weights(architecture, shard))
         named = model_parameters(parameters, everything)
         self._held = {
             weight.name: _Held(weight, named[weight.name], _marks(weight))
@@ -133,7 +132,6 @@ class WeightRound:
             if self._is_selected(weight.stored)
         }
         sizes = [held.parameter.nbytes for held in self._held.values()]
-        self.num_bytes = sum(sizes)
         self._spare: dict[str, Tensor] = {}
         self._pieces: dict[int, dict[str, list[_Marked]]] = {}
         self._later: list[Write] = []
@@ -143,7 +141,6 @@ class WeightRound:
         self._ready: list[Event] = []
         self._state = "open"
         self.is_torn = False
-        self.left_out = 0
         self.plan = make_plan(device, staging, sizes, partial)
         if partial or staging == "none":
             device.caller_waits()  # parameters are read or written: an update before is to be done
@@ -163,8 +160,12 @@ class WeightRound:
                 served, numbers that are not finite. The round can only be dropped then.
         """
         self._begin()
-        for name, tensor in tensors:
-            self._take(name, tensor)
+        for pair in tensors:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise UpdateError(
+                    f"{pair!r:.80} is no pair of a name and a tensor: give pairs, as items() does."
+                )
+            self._take(*pair)
         self._end()
 
     def check(self, tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -208,7 +209,8 @@ class WeightRound:
             if held.marks.any():
                 self._doubled.append(held.weight.stored)
             held.marks.fill_(True)
-            self._check_finite(held.weight.stored, self._target(held.weight.name))
+            written = self._target(held.weight.name)
+            self._check_finite(held.weight.stored, written, written)
         self._end()
 
     def finish(self) -> None:
@@ -233,7 +235,7 @@ class WeightRound:
                 f"all weights, or begin the round with {hint}."
             )
         for write in self._later:
-            self._check_finite(write.sent, write.values)
+            self._check_finite(write.sent, write.values, write.place)
         for pair in self._twins:
             check_twins(*pair)
         self._end()
@@ -333,13 +335,12 @@ class WeightRound:
     def _take(self, sent: str, tensor: Tensor) -> None:
         found = self._names.find(sent)
         if found is None:
-            self.left_out += 1
             return
         tensor = checked(sent, tensor)
         fitting = self._fit(sent, *found, tuple(tensor.shape))
-        if fitting and self.plan.staging != "direct":
-            self._check_finite(sent, tensor)
         for weight, pieces in fitting:
+            if self.plan.staging != "direct":
+                self._check_finite(sent, tensor, self._held[weight.name].parameter)
             is_scaled = found[0].kind == HUGGINGFACE and (weight.scale, weight.offset) != (1, 0)
             writes = [
                 Write(sent, place, tensor if is_alone else tensor[region], weight, is_scaled)
@@ -397,11 +398,11 @@ class WeightRound:
             missing += parts[:1] if is_whole else parts
         return missing
 
-    def _check_finite(self, name: str, tensor: Tensor) -> None:
-        if self._checks_finite and not torch.isfinite(tensor).all():
+    def _check_finite(self, name: str, tensor: Tensor, like: Tensor) -> None:
+        if self._checks_finite and not torch.isfinite(tensor.to(like.dtype)).all():
             raise UpdateError(
-                f"tensor {name!r} holds NaN or infinite numbers: the trainer's step has failed, or "
-                "begin the round with checks_finite=False."
+                f"tensor {name!r} holds NaN or infinite numbers (in {like.dtype}): the trainer's "
+                "step has failed, or begin the round with checks_finite=False."
             )
 
 

@@ -236,6 +236,7 @@ SHAPE = GOOD[NAME].shape
         (NAME, GOOD[NAME].to("meta"), "meta device"),
         (NAME, GOOD[NAME].tolist(), "is a list and no tensor"),
         (NAME, torch.full(SHAPE, float("nan")), "NaN or infinite"),
+        (NAME, torch.full(SHAPE, 1e300).double(), "NaN or infinite numbers .in torch.float32"),
     ],
     ids=lambda value: str(value)[-24:] if isinstance(value, str) else "",
 )
@@ -340,7 +341,6 @@ def test_layers_of_mtp_are_chosen(begin, device) -> None:
         new.finish()
     _, new = begin(a, Shard())  # a model that was built without
     bring(new, tensors.items())
-    assert new.left_out == len(draft)
     with pytest.raises(UpdateError, match="selector='draft', but the engine has no layers"):
         begin(selector="draft")
 
@@ -355,7 +355,9 @@ def test_bytes_are_told_or_refused_before_one_moves(begin, device, monkeypatch) 
     monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 470_000)
     with pytest.raises(UpdateError, match=r"427,264 bytes .* the device has 470,000 of"):
         begin()
-    for wrong in ({"staging": "disk"}, {"names": "gguf"}, {"selector": "both"}):
+    for wrong in (
+        {"staging": "disk"}, {"names": "gguf"}, {"selector": "both"}, {"partial": "no"},
+    ):  # fmt: skip
         with pytest.raises(UpdateError, match=f"{next(iter(wrong))}=.* is unknown: use one of"):
             begin(**wrong)
 
