@@ -413,8 +413,8 @@ class Updating:
         self._loop.drain()
 
     def hold(self, why: str) -> None:
-        """Launch no step until weights are committed (or `thaw`), because of `why`; those in flight
-        go on."""
+        """Launch no step until weights are committed (or `thaw`), because of `why` ("": they are
+        being written in place); those in flight go on."""
         self._loop.is_frozen, self.torn = True, why
 
     def thaw(self) -> None:

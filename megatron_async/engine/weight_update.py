@@ -52,11 +52,11 @@ class WeightUpdate:
     """
 
     def __init__(self, engine: _Engine, version: Version, policy: Any, **options: Any) -> None:
+        self._round, self._thaws = None, False
         check_order(version, policy)
         self._engine, self.version, self._policy = engine, version, policy
-        self._round, self._thaws = None, False
-        is_whole = not options.get("partial") and options.get("selector", "all") == "all"
-        self._number = engine.loop.updating.begin(is_whole)
+        self._is_whole = not options.get("partial") and options.get("selector", "all") == "all"
+        self._number = engine.loop.updating.begin(self._is_whole)
         with self._failing():
             wrapper = engine.loop.controller.inference_wrapped_model
             self._round = found = WeightRound.of(wrapper, **options)
@@ -93,16 +93,16 @@ class WeightUpdate:
             UpdateError: tensors are missing or came twice, here or on another rank. The old weights
                 serve on, but with staging "none".
         """
+        updating = self._engine.loop.updating
         with self._failing():
             self._opened.finish()
+            if updating.torn or not self._thaws:  # it may have become so since the beginning
+                updating.check_may_begin(self._is_whole)
         found, self._round = self._opened, None
-        self._engine.loop.updating.stage(self._number, found)
+        updating.stage(self._number, found)
         done = settle(self._engine, self._number, self.version, self._policy)
         if found.plan.staging == "direct":  # the caller may change its tensors now
-            device = self._engine.loop.context.device
-            copied = device.event()
-            device.compute.record(copied)
-            device.caller_waits(copied)
+            self._engine.loop.context.device.caller_waits()
         return done
 
     def drop(self) -> None:
@@ -110,6 +110,11 @@ class WeightUpdate:
         until a whole round has come. A round that has ended stays as it is."""
         if self._round is not None:
             self._fail(f"weights {self.version!r} were dropped before they were whole.")
+
+    def __del__(self) -> None:
+        """What is half written stays refused, and another update may begin."""
+        if self._round is not None and self._thaws:
+            self._engine.loop.updating.hold(f"weights {self.version!r} were lost on their way")
 
     @property
     def _opened(self) -> WeightRound:
@@ -173,8 +178,6 @@ class WrittenInPlace(Stage):
     """Weights that somebody else has written in place, up to `written`: what follows from them is
     made again."""
 
-    num_bytes = 0
-
     def __init__(self, device: Device, written: Event | None, refresh: Callable[[], bool]) -> None:
         self._device, self._written, self._refresh = device, written, refresh
 
@@ -194,18 +197,17 @@ def weights_open(engine: _Engine, version: Version, policy: Any = "keep") -> Ite
     updating, device = engine.loop.updating, engine.loop.context.device
     engine.loop.turn.make_whole()
     check_order(version, policy)
-    number, launched = updating.begin(is_whole=True), device.event()
-    updating.hold("they are open to a trainer")
-    device.compute.record(launched)
-    device.caller_waits(launched)  # steps in flight read them
+    number = updating.begin(is_whole=True)
     try:
+        updating.hold("")
+        device.caller_waits()  # steps in flight read them
         yield
+        refresh = engine.loop.controller.inference_wrapped_model.derived.refresh
+        updating.stage(number, WrittenInPlace(device, device.caller_event(), refresh))
     except BaseException as error:
         updating.hold(f"weights_open of version {version!r} broke off: {error!r}")
         updating.fail(number, updating.torn)
         with suppress(UpdateError):
             settle(engine, number, version, policy)
         raise
-    refresh = engine.loop.controller.inference_wrapped_model.derived.refresh
-    updating.stage(number, WrittenInPlace(device, device.caller_event(), refresh))
     settle(engine, number, version, policy)

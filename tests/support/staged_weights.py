@@ -21,7 +21,6 @@ class StagedWeights:
         self._device = engine.context.device
         self._wrapper = engine.controller.inference_wrapped_model
         self._source, self._fails = source, fails
-        self.num_bytes = sum(p.numel() * p.element_size() for p in source.parameters())
         self.was_committed = self.was_dropped = False
 
     def commit(self) -> bool:

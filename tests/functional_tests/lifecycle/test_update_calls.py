@@ -162,6 +162,32 @@ def test_rounds_that_are_open_together_know_nothing_of_each_other():
     late.drop()
 
 
+def test_nothing_lets_steps_run_while_weights_are_written_in_place():
+    """Another round's end, an update inside of weights_open, a round that nobody has any more."""
+    engine = make_engine(make_model())
+    staged = engine.begin_weight_update("a", **NAMES)
+    part = engine.begin_weight_update("b", partial=True, **NAMES)
+    in_place = engine.begin_weight_update("c", staging="none", **NAMES)
+    for update in (staged, in_place):
+        update.load(list(trained(5))[:3] if update is in_place else trained(7))
+    with pytest.raises(UpdateError, match="being written in place"):
+        staged.finish()
+    del update, in_place
+    with pytest.raises(EngineStopped, match="'c' were lost on their way"):
+        engine.generate(PROMPTS)
+    with pytest.raises(UpdateError, match="not whole"):
+        part.finish()
+    with engine.weights_open("d"), pytest.raises(UpdateError, match="being written in place"):
+        engine.update_weights(trained(5), "e", **NAMES)
+    engine.update_weights(trained(5), "f", **NAMES)
+    assert said(engine) == said(fresh(5))
+    engine.close()
+    with pytest.raises(EngineStopped, match="closed"):
+        engine.update_weights(trained(7), "g", **NAMES)
+    with pytest.raises(EngineStopped, match="closed"), engine.weights_open("h"):
+        pass
+
+
 def test_a_thread_that_waits_for_one_that_serves_no_more_goes_on():
     engine, started, go_on = make_engine(make_model()), threading.Event(), threading.Event()
     found: list[Any] = []

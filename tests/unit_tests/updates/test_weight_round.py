@@ -236,7 +236,7 @@ SHAPE = GOOD[NAME].shape
         (NAME, GOOD[NAME].to("meta"), "meta device"),
         (NAME, GOOD[NAME].tolist(), "is a list and no tensor"),
         (NAME, torch.full(SHAPE, float("nan")), "NaN or infinite"),
-        (NAME, torch.full(SHAPE, 1e300).double(), "NaN or infinite numbers .in torch.float32"),
+        (NAME, GOOD[NAME].double().fill_(1e300), r"infinite numbers \(in torch.float32\)"),
     ],
     ids=lambda value: str(value)[-24:] if isinstance(value, str) else "",
 )
@@ -346,6 +346,8 @@ def test_layers_of_mtp_are_chosen(begin, device) -> None:
 
 
 def test_bytes_are_told_or_refused_before_one_moves(begin, device, monkeypatch) -> None:
+    with pytest.raises(UpdateError, match="is no pair of a name and a tensor"):
+        begin()[1].load(GOOD)
     _, new = begin(staging="direct")
     assert asdict(new.plan) | {"free_bytes": 0} == {
         "staging": "direct", "where": "nowhere", "num_bytes": 427264, "spare_bytes": 0,
