@@ -108,7 +108,7 @@ class Updating:
         self.event_loop: AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._rounds: dict[int, _Round] = {}
-        self._last, self._last_failure = 0, ""
+        self._last, self._last_failure, self._in_place = 0, "", 0
         self._applying: _Round | None = None
         self._are_enqueued = self._captures_again = False
 
@@ -269,7 +269,7 @@ class Updating:
         if each.stage is not None:
             each.stage.drop()
         self._forget(each, each.failure)
-        if self._loop.is_frozen:
+        if self._loop.is_frozen and each.number == self._in_place:
             self.torn = self.torn or each.failure
         for future in (each.staged, each.done):
             if not future.done():
@@ -400,16 +400,16 @@ class Updating:
                 "partial and selector."
             )
 
-    def freeze(self) -> None:
-        """Launch no step until weights are committed (or `thaw`): they are written in place. Steps
-        in flight are booked first, and leaders that share experts stop together.
+    def freeze(self, number: int) -> None:
+        """Launch no step until weights are committed (or `thaw`): round `number` writes them in
+        place. Steps in flight are booked first; leaders that share experts stop together.
 
         Raises:
             UpdateError: a suspended engine has given their memory back.
         """
         if failure := self._without_memory():
             raise UpdateError(failure)
-        self._loop.is_frozen = True
+        self._loop.is_frozen, self._in_place = True, number
         self._loop.drain()
 
     def hold(self, why: str) -> None:

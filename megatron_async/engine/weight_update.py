@@ -63,12 +63,11 @@ class WeightUpdate:
             if found.plan.staging == "none":
                 engine.thread.check()
                 self._thaws = not engine.loop.is_frozen
-                engine.loop.updating.freeze()
+                engine.loop.updating.freeze(self._number)
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the round takes on this rank, before a byte has moved: `staging`, `num_bytes`,
-        `spare_bytes` and `where` these are, `free_bytes`, `why`, `weights`."""
+        """What the round takes on this rank, before a byte has moved: fields of `RoundPlan`."""
         return asdict(self._opened.plan)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

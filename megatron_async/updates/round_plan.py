@@ -20,9 +20,7 @@ class RoundPlan:
     """What a round will take, before a byte moves. Plain values, so that `asdict` is JSON."""
 
     staging: str
-    """One of `STAGINGS`, never "auto"."""
-    where: str
-    """The memory of spare tensors: "device", "host" or "nowhere"."""
+    """One of `STAGINGS`, never "auto": "device" and "host" are where spare tensors are."""
     num_bytes: int
     """Bytes of this rank's weights in the round."""
     spare_bytes: int
@@ -48,14 +46,14 @@ def make_plan(device: Device, staging: str, sizes: Sequence[int], is_partial: bo
     free = {"device": device.free_memory(), "host": psutil.virtual_memory().available}
     if staging in ("direct", "none"):
         why = "asked for: no second memory"
-        return RoundPlan(staging, "nowhere", num_bytes, 0, free["device"], weights, why)
+        return RoundPlan(staging, num_bytes, 0, free["device"], weights, why)
     places: tuple[str, ...] = (staging,)
     if staging == "auto":  # on a CPU both are the same memory
         places = ("device",) if is_cpu else ("device", "host")
     for place in places:
         if needed[place] <= FREE_SHARE * free[place] or (is_partial and place == places[-1]):
             why = "asked for" if staging == place else "the first memory with room"
-            return RoundPlan(place, place, num_bytes, needed[place], free[place], weights, why)
+            return RoundPlan(place, num_bytes, needed[place], free[place], weights, why)
     each = " and ".join(
         f"the {place} has {free[place]:,} of {needed[place]:,} free" for place in places
     )

@@ -18,16 +18,14 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_async.checkpoints import huggingface
 from megatron_async.errors import UpdateError
 
 DTYPES = {
     name: dtype
-    for dtype, safetensors in (
-        (torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float16, "F16"),
-        (torch.float64, "F64"),
-    )
-    for name in (safetensors, str(dtype), str(dtype).removeprefix("torch."))
-}  # fmt: skip
+    for stored, dtype in huggingface.DTYPES.items()
+    for name in (stored, str(dtype), str(dtype).removeprefix("torch."))
+}
 """Dtypes by the names of safetensors and of torch."""
 BACKENDS = ("nccl", "gloo")
 POLL_S = 0.0005

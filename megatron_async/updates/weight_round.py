@@ -290,14 +290,14 @@ class WeightRound:
     def _new_spare(self, held: _Held) -> Tensor:
         like, device = held.parameter, self._device
         try:
-            if self.plan.where == "host":
+            if self.plan.staging == "host":
                 spare = device.host_buffer(like.numel(), like.dtype).view(like.shape)
             else:
                 spare = torch.empty_like(like)
         except RuntimeError as error:  # of torch, which found no memory
             raise UpdateError(
                 f"no memory for {held.weight.stored!r}, {like.nbytes:,} bytes on the "
-                f"{self.plan.where}: use staging='direct' or staging='none'."
+                f"{self.plan.staging}: use staging='direct' or staging='none'."
             ) from error
         if self._partial:
             spare.copy_(like)

@@ -7,13 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoints.huggingface import DTYPES
 from megatron_async.checkpoints.mapping import Weight
-from megatron_async.checkpoints.source import DTYPES
 from megatron_async.devices import makes_ordinary_tensors
 from megatron_async.errors import UpdateError
-
-FLOATS = (*DTYPES.values(), torch.float64)
-"""Dtypes that are taken; each is converted to the parameter's."""
 
 
 class Write(NamedTuple):
@@ -42,8 +39,8 @@ def checked(name: str, tensor: Any) -> Tensor:
         what = "is a DTensor; send tensor.full_tensor()"
     elif tensor.layout is not torch.strided:
         what = f"is {tensor.layout}; sparse forms and deltas are not served, send it dense"
-    elif tensor.dtype not in FLOATS:
-        what = f"is {tensor.dtype}; send {', '.join(map(str, FLOATS))}"
+    elif tensor.dtype not in DTYPES.values():  # each is converted to the parameter's
+        what = f"is {tensor.dtype}; send {', '.join(map(str, DTYPES.values()))}"
     elif tensor.is_meta:
         what = "is on the meta device and has no numbers"
     if what is not None:

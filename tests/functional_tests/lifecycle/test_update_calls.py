@@ -172,6 +172,7 @@ def test_nothing_lets_steps_run_while_weights_are_written_in_place():
         update.load(list(trained(5))[:3] if update is in_place else trained(7))
     with pytest.raises(UpdateError, match="being written in place"):
         staged.finish()
+    assert engine.updating.torn == ""
     del update, in_place
     with pytest.raises(EngineStopped, match="'c' were lost on their way"):
         engine.generate(PROMPTS)

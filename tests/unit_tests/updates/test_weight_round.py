@@ -350,7 +350,7 @@ def test_bytes_are_told_or_refused_before_one_moves(begin, device, monkeypatch) 
         begin()[1].load(GOOD)
     _, new = begin(staging="direct")
     assert asdict(new.plan) | {"free_bytes": 0} == {
-        "staging": "direct", "where": "nowhere", "num_bytes": 427264, "spare_bytes": 0,
+        "staging": "direct", "num_bytes": 427264, "spare_bytes": 0,
         "free_bytes": 0, "weights": 14, "why": "asked for: no second memory",
     }  # fmt: skip
     assert begin()[1].plan.spare_bytes == 427264
