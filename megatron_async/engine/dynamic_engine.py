@@ -328,7 +328,6 @@ class DynamicInferenceEngine(NamesOfMegatron):
         Raises:
             UpdateError: an option is unknown, or there is no memory for the round.
         """
-        self.pausing.check_is_open()
         return WeightUpdate(self, version, policy, **options)
 
     def update_weights(
@@ -353,7 +352,6 @@ class DynamicInferenceEngine(NamesOfMegatron):
         What is raised inside leaves weights that may be torn: no step runs until a whole round, or
         another `weights_open`, has ended.
         """
-        self.pausing.check_is_open()
         return weights_open(self, version, policy)
 
     # ---- Stopping and going on ---------------------------------------------------------------

@@ -23,7 +23,7 @@ from weakref import ref
 
 from megatron_async.engine.turn import Turn
 from megatron_async.engine.weight_books import LABEL, NEVER, POLICIES, Policy, WeightBooks
-from megatron_async.errors import RanksDisagree, UpdateError
+from megatron_async.errors import EngineStopped, RanksDisagree, UpdateError
 from megatron_async.observe.statistics import EngineStatistics
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.ranks.actions import Update
@@ -389,7 +389,9 @@ class Updating:
 
     def check_may_begin(self, is_whole: bool) -> None:
         """Raise UpdateError while weights are written in place, and where only a round of all
-        weights may come, and this is none."""
+        weights may come, and this is none; EngineStopped if the engine is closed."""
+        if self._loop.is_closed:
+            raise EngineStopped("the engine is closed: its weights are updated no more.")
         if self._loop.is_frozen and not self.torn:
             raise UpdateError(
                 "weights are being written in place: finish or drop that round first."
