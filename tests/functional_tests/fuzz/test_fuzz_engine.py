@@ -212,8 +212,9 @@ def test_weights_that_change_under_way() -> None:
     counts = counts_of(FAILING_SCHEDULES, FIRST_SEED, UpdatingMachine)
     # The schedules are worth their name.
     policies = [counts[f"update: {policy}"] for policy in ("keep", "recompute", "abort")]
-    several, cut = counts["requests of several versions"], counts["weight_update"]
-    assert min(*policies, several, cut, counts["torn"]) > FAILING_SCHEDULES / 20, counts
+    several = counts["requests of several versions"]
+    assert min(*policies, several, counts["torn"]) > FAILING_SCHEDULES / 20, counts
+    assert counts["weight_update"] > 0, counts
 
 
 @pytest.mark.parametrize("plant", UPDATE_BUGS, ids=lambda plant: plant.__name__)

@@ -66,6 +66,7 @@ class Chronicle(EngineListener):
         self.of: dict[int, History] = {}
         self.by_number: dict[int, History] = {}
         """Histories of the unfinished requests by their numbers."""
+        self._ending: list[DynamicInferenceRequest] = []
         engine.listeners.append(self)
         scheduler = engine.context.scheduler
         self._requeue = scheduler.requeue
@@ -82,11 +83,19 @@ class Chronicle(EngineListener):
         self.of[id(slots.request_at(slot))].evicted.append(len(slots.generated(slot)))
         self._requeue(slot)
 
+    def ended(self, request: DynamicInferenceRequest, reason: str) -> None:
+        self._ending.append(request)
+
     def booked(self, output: StepOutput) -> None:
-        """What ended with the step has its tokens already."""
+        """What ended with the step has its tokens already. A score has none: all of its prompt is
+        of the weights of its last step."""
         version = [version for first, version in self._changes if first <= output.step][-1]
         for request_id in output.token_request_ids.tolist():
             self.by_number[request_id].versions.append(version)
+        for request in self._ending:
+            if not self.of[id(request)].versions:
+                self.of[id(request)].versions.append(version)
+        self._ending.clear()
 
 
 class ChangingAnswers(SerialAnswers):
