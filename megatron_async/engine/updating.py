@@ -109,6 +109,7 @@ class Updating:
         self._lock = threading.Lock()
         self._rounds: dict[int, _Round] = {}
         self._last, self._last_failure, self._in_place = 0, "", 0
+        self._writer: ref[object] | None = None
         self._applying: _Round | None = None
         self._are_enqueued = self._captures_again = False
 
@@ -270,7 +271,7 @@ class Updating:
             each.stage.drop()
         self._forget(each, each.failure)
         if self._loop.is_frozen and each.number == self._in_place:
-            self.torn = self.torn or each.failure
+            self.torn, self._writer = self.torn or each.failure, None
         for future in (each.staged, each.done):
             if not future.done():
                 future.set_exception(UpdateError(each.failure))
@@ -387,40 +388,49 @@ class Updating:
 
     # ---- Weights that are not whole ----------------------------------------------------------
 
-    def check_may_begin(self, is_whole: bool) -> None:
-        """Raise UpdateError while weights are written in place, and where only a round of all
-        weights may come, and this is none; EngineStopped if the engine is closed."""
+    def check_may_begin(self, is_whole: bool, writer: object = None) -> None:
+        """Raise UpdateError while another than `writer` writes in place or the memory is away, and
+        where only a round of all weights may come, and this is none; EngineStopped if the engine is
+        closed."""
         if self._loop.is_closed:
             raise EngineStopped("the engine is closed: its weights are updated no more.")
-        if self._loop.is_frozen and not self.torn:
+        if failure := self._without_memory():
+            raise UpdateError(failure)
+        found = None if self._writer is None else self._writer()
+        if found is not writer and found is not None:
             raise UpdateError(
                 "weights are being written in place: finish or drop that round first."
             )
-        if self.torn and not is_whole:
+        if (self.torn or (self._loop.is_frozen and found is None)) and not is_whole:
+            why = self.torn or "who wrote them in place is gone"
             raise UpdateError(
-                f"the engine's weights are not whole ({self.torn}): send all of them, without "
-                "partial and selector."
+                f"the engine's weights are not whole ({why}): send all of them, without partial "
+                "and selector."
             )
 
-    def freeze(self, number: int) -> None:
+    def freeze(self, number: int, writer: object) -> None:
         """Launch no step until weights are committed (or `thaw`): round `number` writes them in
-        place. Steps in flight are booked first; leaders that share experts stop together.
+        place, as long as there is `writer`. Steps in flight are booked first; leaders that share
+        experts stop together.
 
         Raises:
             UpdateError: a suspended engine has given their memory back.
         """
         if failure := self._without_memory():
             raise UpdateError(failure)
-        self._loop.is_frozen, self._in_place = True, number
+        self.hold("", writer)
+        self._in_place = number
         self._loop.drain()
 
-    def hold(self, why: str) -> None:
-        """Launch no step until weights are committed (or `thaw`), because of `why` ("": they are
-        being written in place); those in flight go on."""
-        self._loop.is_frozen, self.torn = True, why
+    def hold(self, why: str, writer: object = None) -> None:
+        """Launch no step until weights are committed (or `thaw`), because of `why` ("": `writer`
+        writes them in place); those in flight go on."""
+        self._loop.is_frozen, self.torn = True, why or self.torn
+        self._writer = None if writer is None else ref(writer)
 
     def thaw(self) -> None:
         """Undo `freeze`, unless the weights are not whole (`torn`)."""
+        self._writer = None
         if self.torn:
             return
         loop = self._loop

@@ -63,7 +63,7 @@ class WeightUpdate:
             if found.plan.staging == "none":
                 engine.thread.check()
                 self._thaws = not engine.loop.is_frozen
-                engine.loop.updating.freeze(self._number)
+                engine.loop.updating.freeze(self._number, self)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -95,8 +95,7 @@ class WeightUpdate:
         updating = self._engine.loop.updating
         with self._failing():
             self._opened.finish()
-            if updating.torn or not self._thaws:  # it may have become so since the beginning
-                updating.check_may_begin(self._is_whole)
+            updating.check_may_begin(self._is_whole, self)  # also what has become since then
         found, self._round = self._opened, None
         updating.stage(self._number, found)
         done = settle(self._engine, self._number, self.version, self._policy)
@@ -109,11 +108,6 @@ class WeightUpdate:
         until a whole round has come. A round that has ended stays as it is."""
         if self._round is not None:
             self._fail(f"weights {self.version!r} were dropped before they were whole.")
-
-    def __del__(self) -> None:
-        """What is half written stays refused, and another update may begin."""
-        if self._round is not None and self._thaws:
-            self._engine.loop.updating.hold(f"weights {self.version!r} were lost on their way")
 
     @property
     def _opened(self) -> WeightRound:
@@ -148,17 +142,20 @@ def settle(engine: _Engine, number: int, version: Version, policy: Any) -> Updat
         UpdateError: the round has failed.
     """
     done = engine.loop.updating.commit(number, version, policy)
-    if engine.loop.group.follows:
-        engine.follow()
-        if not done.done():
-            raise UpdateError(f"the leader has ended before round {number} did.")
-        return done.result(0)
     try:
-        _drive(engine, done)
+        if engine.loop.group.follows:
+            engine.follow()
+            if not done.done():
+                raise UpdateError(f"the leader has ended before round {number} did.")
+            return done.result(0)
+        try:
+            _drive(engine, done)
+        finally:
+            with HeldInterrupts():  # followers wait for it
+                engine.loop.group.release()
+        return done.result(0)
     finally:
-        with HeldInterrupts():  # followers wait for it
-            engine.loop.group.release()
-    return done.result(0)
+        del done  # its error has this frame, and by it the callers' tensors
 
 
 def _drive(engine: _Engine, done: Future[UpdateDone]) -> None:
@@ -177,12 +174,13 @@ class WrittenInPlace(Stage):
     """Weights that somebody else has written in place, up to `written`: what follows from them is
     made again."""
 
-    def __init__(self, device: Device, written: Event | None, refresh: Callable[[], bool]) -> None:
-        self._device, self._written, self._refresh = device, written, refresh
+    def __init__(self, device: Device, refresh: Callable[[], bool]) -> None:
+        self._device, self._refresh = device, refresh
+        self.written: Event | None = None
 
     def commit(self) -> bool:
-        if self._written is not None:
-            self._device.compute.wait(self._written)
+        if self.written is not None:
+            self._device.compute.wait(self.written)
         return self._refresh()
 
     def drop(self) -> None:
@@ -196,13 +194,14 @@ def weights_open(engine: _Engine, version: Version, policy: Any = "keep") -> Ite
     updating, device = engine.loop.updating, engine.loop.context.device
     engine.loop.turn.make_whole()
     check_order(version, policy)
-    number = updating.begin(is_whole=True)
+    refresh = engine.loop.controller.inference_wrapped_model.derived.refresh
+    stage, number = WrittenInPlace(device, refresh), updating.begin(is_whole=True)
     try:
-        updating.hold("")
+        updating.hold("", stage)
         device.caller_waits()  # steps in flight read them
         yield
-        refresh = engine.loop.controller.inference_wrapped_model.derived.refresh
-        updating.stage(number, WrittenInPlace(device, device.caller_event(), refresh))
+        stage.written = device.caller_event()
+        updating.stage(number, stage)
     except BaseException as error:
         updating.hold(f"weights_open of version {version!r} broke off: {error!r}")
         updating.fail(number, updating.torn)

@@ -120,7 +120,7 @@ class ReplicaWeights:
         if what == "weights_commit":
             return await self._commit(fields)
         if what == "weights_load" and self._writes_in_place and not self._engine.loop.is_frozen:
-            updating.freeze(self._number)
+            updating.freeze(self._number, self)
         if what != "weights_begin":  # which may be refused here
             self._engine.group.tell(NEWS, [what, fields])
         answer = await loop.run_in_executor(self._thread, self._work, what, fields)
