@@ -199,13 +199,16 @@ class Admission:
             raise
 
     def _admit(self, request: DynamicInferenceRequest, max_length: int) -> None:
-        self._context.add_request(request, max_length)
         version = self._context.scheduler.weight_version
         if request.num_moved:
             request.version_lag += request.weights.tokens[-1][1] != version
+            if request.is_stale:
+                self._requests.end(request, Status.COMPLETED, "stale")
+                return
             request.weights.change(version, request.num_moved, None)
         else:
             request.weights.begin(version)
+        self._context.add_request(request, max_length)
         for listener in self._loop.listeners:
             listener.added(request)
         self._loop.group.added(request)
@@ -220,8 +223,7 @@ class Admission:
             if request.finish_reason is None:
                 try:
                     entry.grammar = self._grammars.start(job.result())
-                    for token in request.generated_tokens:  # of a request that was moved
-                        entry.grammar.accept(token)
+                    entry.grammar.replay(request.generated_tokens)
                 except Exception as error:
                     self._requests.end(request, Status.FAILED, "error", error)
                 else:

@@ -98,14 +98,12 @@ class WeightBooks:
             if tokens <= 0:
                 continue
             request.version_lag += 1
-            most = request.sampling_params.max_version_lag
-            is_stale = most is not None and request.version_lag > most
-            if policy == "abort" or is_stale:
+            if policy == "abort" or request.is_stale:
                 if slot is None:
                     context.waiting.remove(request.request_id)
                 else:
                     self._booking.release(slot)
-                self._end(request, "stale" if is_stale else "weight_update")
+                self._end(request, "stale" if request.is_stale else "weight_update")
                 aborted += 1
         # A prompt that is half computed has made no token yet.
         again = slots.state == SlotState.PREFILLING if keeps else slots.state != SlotState.FREE

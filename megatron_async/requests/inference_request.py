@@ -133,6 +133,12 @@ class DynamicInferenceRequest:
         return len(self.prompt_tokens) + len(self.generated_tokens)
 
     @property
+    def is_stale(self) -> bool:
+        """Whether its weights have been updated more often than it may outlive."""
+        most = self.sampling_params.max_version_lag
+        return most is not None and self.version_lag > most
+
+    @property
     def weight_versions(self) -> list[Span]:
         """The weights that chose its generated tokens: (version, first token, end), half open."""
         return spans(self.weights.tokens, len(self.generated_tokens))

@@ -69,7 +69,7 @@ class RequestLogProbs:
                 f"{len(self._prompt) * size} in steps of {size}."
             )
         self._booked = bytearray(booked)
-        self._prompt[:count] = np.frombuffer(prompt, dtype=np.int32).reshape(count, -1)
+        self._prompt[:count] = np.frombuffer(prompt, dtype=np.int32).reshape(count, self._width)
         self.num_prompt_missing = len(self._prompt) - count
 
     def forget_prompt(self) -> None:

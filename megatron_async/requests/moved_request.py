@@ -9,6 +9,7 @@ What comes from elsewhere is data: its types, lengths and ids are checked before
 from __future__ import annotations
 
 import reprlib
+from base64 import b64decode
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -82,6 +83,8 @@ class MovedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             unknown = data["params"].keys() - {field.name for field in fields(SamplingParams)}
             if unknown:
                 raise ValueError(f"params has {reprlib.repr(sorted(map(str, unknown)))}")
+            if isinstance(forced := found.params.forced_routing, str):
+                found.params.forced_routing = b64decode(forced, validate=True)
         except (msgspec.ValidationError, RequestError, ValueError, TypeError, KeyError) as error:
             raise RequestError(
                 f"the data is no request that an engine has exported ({error}): give what "

@@ -183,6 +183,8 @@ class SamplingParams:
         found.num_tokens_to_generate, found.num_tokens_total = 0, None
         found.return_log_probs, found.skip_prompt_log_probs = True, False
         found.prompt_log_probs_from = start
+        if found.logprobs_mode == "raw":  # else its bans are refused by name
+            found.min_tokens = 0
         return found
 
     def copy(self) -> SamplingParams:
@@ -303,7 +305,7 @@ def scoring_params(
     count: int, start: int | Sequence[int], params: SamplingParams | None
 ) -> list[SamplingParams]:
     """Parameters of `count` scores; see `DynamicInferenceEngine.score`."""
-    starts = start if isinstance(start, Sequence) else [start] * count
+    starts = list(start) if isinstance(start, Iterable) else [start] * count
     if len(starts) != count:
         raise RequestError(
             f"{len(starts)} starts were given for {count} sequences: give one for all, or one for "

@@ -10,7 +10,7 @@ import json
 import re
 import reprlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,18 @@ class TokenGrammar:
                 f"the grammar does not allow token {token} ({reason}): bans and the grammar may "
                 "leave no token together, or the grammar is too complex; relax one of them."
             )
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Take the tokens of a request that was moved.
+
+        Raises:
+            RequestError: as `accept`, or they are complete.
+        """
+        for token in tokens:
+            self.accept(token)
+        self.behind_s = 0.0  # each of them had its allowance
+        if tokens and self.is_complete:
+            raise RequestError(f"the moved request has ended: its {len(tokens)} tokens are whole.")
 
     @property
     def failure(self) -> Exception | str | None:

@@ -111,6 +111,8 @@ def test_limits(make_tiny_engine: EngineFactory) -> None:
     assert (one.prompt_log_probs, one.finish_reason) == ([], "length")
     assert (nothing.prompt_log_probs, nothing.generated_tokens) == (None, [])
     assert engine.score([[5, 6]], start=1)[0].succeeded()
+    rollouts = SamplingParams(min_tokens=3, num_tokens_to_generate=9)
+    assert engine.score([[5, 6]] * 2, torch.tensor([0, 1]).numpy(), rollouts)[1].succeeded()
     for bad, field in ((2, "prompt_log_probs_from=2"), (-1, "prompt_log_probs_from=-1")):
         assert field in str(engine.score([[5, 6]], start=bad)[0].error)
     with pytest.raises(RequestError, match="2 starts were given for 1 sequences"):
@@ -156,7 +158,8 @@ def test_steps_with_scores_are_captured(
     """A plan of a padded, packed shape, and hidden states that a graph could have left; a CPU's
     attention knows no such shape. Break `compute`: read `step.token_ids` of the view."""
     monkeypatch.setattr(TorchPagedAttention, "captures_prefill", True)
-    engine = make_tiny_engine(device=Replaying(), max_tokens=64, choices="shipped", lookahead=0)
+    settings = {"max_tokens": 64, "mixed_step_tokens": 64, "choices": "shipped", "lookahead": 0}
+    engine = make_tiny_engine(device=Replaying(), **settings)
     controller, context = engine.controller, engine.context
     assert controller.graphs.hidden
     engine.add_request(9, [1, 2, 3], greedy(5))

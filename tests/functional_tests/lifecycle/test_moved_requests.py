@@ -18,6 +18,7 @@ from megatron_async.lab.replay import Replay
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.leader import Leader
 from megatron_async.requests.request_registry import Status
+from tests.functional_tests.features.test_routing_record import EXPERTS
 from tests.support.attention_model import VOCABULARY, AttentionModel
 from tests.support.harness import (
     EngineFactory,
@@ -85,6 +86,30 @@ def test_a_moved_request_says_what_it_would_have_said(lookahead: int, kind: str)
         assert getattr(found, name) == pytest.approx(getattr(wanted, name), abs=1e-4), name
     for engine in engines[:2]:
         drain(engine)
+
+
+def test_it_moves_before_its_first_step() -> None:
+    """Break `RequestLogProbs.restore`: let NumPy find the width of no rows."""
+    engine = lettered()
+    engine.add_request(7, PROMPTS[1], params_of("log probs"))
+    future = engine.import_request(8, engine.export_request(7))
+    drain(engine)
+    assert len(future.result().prompt_log_probs) == len(PROMPTS[1]) - 1
+
+
+def test_forced_routing_moves() -> None:
+    """Break `MovedRequest.read`: leave its bytes as base64."""
+    first, second = (make_engine(make_model(EXPERTS), enable_routing_replay=True) for _ in range(2))
+    forced = [[[3, 6], [7, 1]], [[0, 2], [-1, -1]], [[1, 4], [5, 2]]]
+    params = greedy(9, forced_routing=forced)
+    (wanted,) = first.generate([[1, 2, 3]], params)
+    first.add_request(7, [1, 2, 3], params)
+    step(first, 3)
+    future = second.import_request(7, over_the_wire(first.export_request(7), json))
+    drain(second)
+    drain(first)
+    assert future.result().generated_tokens == wanted.generated_tokens
+    assert (future.result().routing_indices == wanted.routing_indices).all()
 
 
 def test_its_stream_goes_on() -> None:
@@ -241,6 +266,11 @@ def test_a_grammar_refuses_what_it_could_not_have_said() -> None:
     future = engine.import_request(7, data)
     drain(engine)
     assert "the grammar does not allow token" in str(future.result().error)
+    said = len(Pieces().detokenize(data["generated"]))
+    data["params"]["structured_output"]["regex"] = f"[a-d]{{{said}}}"
+    future = engine.import_request(7, data)
+    drain(engine)
+    assert "has ended" in str(future.result().error)
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -264,6 +294,13 @@ def test_a_stale_request_ends_with_what_it_has(make_tiny_engine, lookahead, poli
         assert 0 <= 4 * (lag + 1) - len(request.generated_tokens) <= lookahead * (lag + 1)
         assert len(request.weight_versions) == lag + 1
     assert endless.result().finish_reason == "length"
+    engine.add_request(7, PROMPTS[0], greedy(30, max_version_lag=0))
+    step(engine, 4)
+    data = engine.export_request(7)
+    other = make_tiny_engine()
+    stale = other.import_request(7, data).result()
+    drain(other)
+    assert (stale.finish_reason, stale.generated_tokens) == ("stale", data["generated"])
     bad = engine.generate([PROMPTS[0]], greedy(3, max_version_lag=-1))[0]
     assert "max_version_lag=-1" in str(bad.error)
     drain(engine)
