@@ -55,11 +55,6 @@ class Pools:
         """Size of all tensors, also while they are given back."""
         return sum(self._sizes.values())
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether `restore` would bring back contents."""
-        return bool(self._copies)
-
     @makes_ordinary_tensors
     def zeros(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor `size` of that name: made of zeros, or, where addresses are kept, the one
@@ -128,7 +123,7 @@ class Pools:
 
     def restore(self, device: Device) -> None:
         """Bring the saved contents back, if there are any, behind `take` and `zeros`; waits."""
-        if self.has_copies:
+        if self._copies:
             device.compute.launch(partial(self._copy, False))
             device.wait()
             self._copies = {}

@@ -77,8 +77,13 @@ class Pausing:
         self._drain()
         wanted = [tag for tag in dict.fromkeys(free) if tag not in self._away]
         kept = [tag for tag in wanted if tag in copies]
-        for tag in wanted:
-            memories[tag].save(loop.context.device, tag in kept)
+        try:
+            for tag in wanted:
+                memories[tag].save(loop.context.device, tag in kept)
+        except BaseException:
+            for tag in wanted:  # no copy of one without the others'
+                memories[tag].save(loop.context.device, keeps=False)
+            raise
         with loop.turn:
             loop.group.controlled("suspend", False, free, copies)
             return self._release(wanted, kept) if wanted else 0
@@ -97,7 +102,7 @@ class Pausing:
 
     def _release(self, wanted: list[str], kept: list[str]) -> int:
         self._away += wanted
-        context, view = self._loop.context, self._loop.context.gpu_view
+        context = self._loop.context
         if KV_CACHE in wanted and KV_CACHE not in kept:
             context.evict_all(keeps_routing=True)
             for listener in self._loop.listeners:
@@ -106,10 +111,7 @@ class Pausing:
             self._loop.updating.hold("they were given back, and no copy was kept")
         context.device.wait()  # not long: for copies of what the evicted keep
         before = context.device.memory_in_use()
-        if KV_CACHE in wanted:
-            view.kv_cache.release()
-            view.states.release()
-        freed = sum(context.memories[tag].release() for tag in wanted)
+        freed = sum(map(self._give_back, wanted))
         if not all(context.memories[tag].keeps_addresses for tag in wanted):
             self._loop.controller.graphs.clear()
             self._must_capture = True
@@ -132,14 +134,17 @@ class Pausing:
             self._loop.is_suspended = False
             self._go_on()
 
+    def _give_back(self, tag: str) -> int:
+        view = self._loop.context.gpu_view
+        if tag == KV_CACHE:
+            view.kv_cache.release()
+            view.states.release()
+        return self._loop.context.memories[tag].release()
+
     def _take(self, tag: str) -> None:
         context, device = self._loop.context, self._loop.context.device
-        cache, states = context.gpu_view.kv_cache, context.gpu_view.states
-        memory = context.memories[tag]
-        if tag == KV_CACHE:  # of an attempt that failed after this point
-            cache.release()
-            states.release()
-        memory.release()
+        memory, view = context.memories[tag], context.gpu_view
+        self._give_back(tag)  # what an attempt that failed has taken
         needed, free = memory.num_bytes, device.free_memory()
         if needed > free:
             raise OutOfMemoryError(
@@ -149,8 +154,8 @@ class Pausing:
             )
         memory.take()
         if tag == KV_CACHE:
-            cache.allocate()
-            states.allocate()
+            view.kv_cache.allocate()
+            view.states.allocate()
         device.fence()
         memory.restore(device)
         self._away.remove(tag)

@@ -148,8 +148,9 @@ def check_forced_routing(
         )
     topk, experts = model.moe_router_topk, model.num_moe_experts
     try:
-        found = np.asarray(np.frombuffer(given, "<i2") if isinstance(given, bytes) else given)
-        found = found.reshape(-1, layers, topk) if isinstance(given, bytes) else found
+        if isinstance(given, bytes):
+            given = np.frombuffer(given, "<i2").reshape(-1, layers, topk)
+        found = np.asarray(given)
     except (TypeError, ValueError) as error:
         raise RequestError(f"forced_routing is no array of expert ids: {error}.") from error
     if found.shape[1:] != (layers, topk) or len(found) > prompt or found.dtype.kind not in "iu":

@@ -68,8 +68,7 @@ class DynamicInferenceRequest:
         generated_text: detokenized at first use, without the terminating token, and up to the stop
             word, unless asked for; None when the engine has no tokenizer.
         finish_reason: "termination_id", "stop_token", "stop_word", "length", "moved" (exported),
-            "stale" (`max_version_lag`), "weight_update" (ended
-            by an update's policy, with the tokens so far), "aborted" or "error".
+            "stale" (`max_version_lag`), "weight_update" (by its policy), "aborted" or "error".
         error: why the request failed, or None.
         ttft: seconds from arrival to the first token, None before it.
         latency: seconds from arrival to the end.

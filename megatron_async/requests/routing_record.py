@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.unsignedinteger[Any]]
 """uint8 or uint16 `[positions, layers with experts, topk]`."""
-
-
-class RowsOnTheirWay(Protocol):
-    """Rows that are being copied to the host."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `take` does not wait."""
-
-    def take(self) -> Rows:
-        """The rows; waits for the copy."""
 
 
 class RoutingRecord:
@@ -35,12 +25,12 @@ class RoutingRecord:
 
     def __init__(self) -> None:
         self.num_rows = self.replacements = 0
-        self._parts: list[RowsOnTheirWay] = []
+        self._parts: list[tuple[Callable[[], bool], Callable[[], Rows]]] = []
         self._rows: Rows | None = None
 
-    def add(self, part: RowsOnTheirWay, end: int) -> None:
-        """`part` has the rows from `num_rows` to `end` - 1."""
-        self._parts.append(part)
+    def add(self, is_there: Callable[[], bool], take: Callable[[], Rows], end: int) -> None:
+        """The rows from `num_rows` to `end` - 1 are being copied; `take` waits for that."""
+        self._parts.append((is_there, take))
         self.num_rows = end
 
     def forget(self) -> None:
@@ -51,11 +41,11 @@ class RoutingRecord:
     @property
     def is_ready(self) -> bool:
         """Whether all copies are done."""
-        return all(part.is_ready for part in self._parts)
+        return all(is_there() for is_there, _ in self._parts)
 
     def take(self) -> Rows | None:
         """All rows; None where there is none. Waits for copies."""
         if self._parts:
-            parts, self._parts = [part.take() for part in self._parts], []
+            parts, self._parts = [take() for _, take in self._parts], []
             self._rows = np.concatenate(parts if self._rows is None else [self._rows, *parts])
         return self._rows

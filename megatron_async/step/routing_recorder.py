@@ -12,6 +12,7 @@ may write the blocks: they are launched later, and the compute stream is a total
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,7 @@ from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.experts.expert_routing import NO_EXPERT
 from megatron_async.planning.step_plan import StepPlan
-from megatron_async.requests.routing_record import Rows, RowsOnTheirWay
+from megatron_async.requests.routing_record import Rows
 
 if TYPE_CHECKING:
     from megatron_async.device_state.gpu_view import ContextGPUView
@@ -65,7 +66,8 @@ class RoutingRecorder:
         first = record.num_rows // size
         table = self._view.slots.block_table[slot, first : -(-end // size)]
         rows = slice(record.num_rows - first * size, end - first * size)
-        record.add(_Copy(self._device, kept, table, rows), end)
+        copy = _Copy(self._device, kept, table, rows)
+        record.add(copy.is_ready, copy.take, end)
 
 
 def forced_routing(plan: StepPlan, device: Device) -> Tensor | None:
@@ -81,16 +83,14 @@ def forced_routing(plan: StepPlan, device: Device) -> Tensor | None:
     return forced
 
 
-class _Copy(RowsOnTheirWay):
-    """Rows of some blocks."""
+class _Copy:
+    """Rows of some blocks on their way to the host."""
 
     def __init__(self, device: Device, kept: Tensor, table: Tensor, rows: slice) -> None:
         self._rows = rows
-        _, size, layers, topk = kept.shape
-        self._shape = len(table) * size, layers, topk
-        self._host: Tensor | None = device.host_buffer(
-            len(table) * size * layers * topk, kept.dtype
-        ).view(self._shape)
+        shape = len(table) * kept.size(1), *kept.shape[2:]
+        host = device.host_buffer(math.prod(shape), kept.dtype)
+        self._host: Tensor | None = host.view(shape)
         self._found: Tensor | None = None
         self._ready = device.event()
         gathered = device.event()
@@ -113,7 +113,6 @@ class _Copy(RowsOnTheirWay):
             found.record_stream(torch.cuda.current_stream(found.device))
         self._found = None
 
-    @property
     def is_ready(self) -> bool:
         return self._ready.query()
 

@@ -72,7 +72,7 @@ def test_requests_go_on(model: Any, expected, keeps: bool, copies: tuple[str, ..
             assert addresses(engine) == before
         engine.context.check_integrity()
         engine.resume()
-        assert not engine.context.gpu_view.pools.has_copies
+        assert not engine.context.gpu_view.pools._copies
         stops += 1
     assert min(stops - 3, freed) > 0
     assert [future.result().generated_tokens for future in futures] == expected
@@ -197,6 +197,17 @@ def test_what_is_asked_in_a_wrong_order_or_by_a_wrong_name() -> None:
     assert len(engine.generate(PROMPTS, greedy(3))) == 3
 
 
+def test_no_copy_stays_without_the_others(
+    sleeper: DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memories = sleeper.context.memories
+    free = type("Free", (), {"available": memories[WEIGHTS].num_bytes})
+    monkeypatch.setattr(pools.psutil, "virtual_memory", lambda: free)
+    with pytest.raises(OutOfMemoryError):
+        sleeper.suspend(free=[WEIGHTS, KV], copies=[WEIGHTS, KV])
+    assert not any(memory._copies for memory in memories.values())
+
+
 def test_a_copy_that_does_not_fit_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(make_model())
     future = engine.add_request(0, PROMPTS[1], PARAMS[1])
@@ -208,7 +219,7 @@ def test_a_copy_that_does_not_fit_loses_nothing(monkeypatch: pytest.MonkeyPatch)
         engine.suspend(free=[KV], copies=[KV])
     monkeypatch.undo()
     assert engine.state is EngineState.SUSPENDED
-    assert not engine.context.gpu_view.pools.has_copies
+    assert not engine.context.gpu_view.pools._copies
     engine.resume()
     drain(engine)
     assert len(future.result().generated_tokens) == 24
