@@ -105,11 +105,6 @@ class Admission:
                 self._requests.add(entry)
                 self._requests.end(request, Status.FAILED, "error", error)
             return entry.future
-        if request.sampling_params.is_score and not request.prompt_log_probs_missing:
-            with self._turn:
-                self._requests.add(entry)
-                self._requests.end(request, Status.COMPLETED, "length")
-            return entry.future
         try:
             with self._turn:
                 self._enter(entry, max_length)
@@ -130,10 +125,6 @@ class Admission:
         error = RequestAborted(f"request {request_id} was aborted")
         with self._turn:
             self._end_early(self._requests.get(request_id).request, "aborted", error)
-
-    def take(self, request_id: int, moved: MovedRequest) -> asyncio.Future[DynamicInferenceRequest]:
-        """Go on with a request (`DynamicInferenceEngine.import_request`)."""
-        return self.add(request_id, moved.prompt, moved.params, moved.priority, moved=moved)
 
     def export(self, request_id: int) -> MovedRequest:
         """End a request with what another engine goes on with
@@ -202,9 +193,11 @@ class Admission:
         version = self._context.scheduler.weight_version
         if request.num_moved:
             request.version_lag += request.weights.tokens[-1][1] != version
-            if request.is_stale:
-                self._requests.end(request, Status.COMPLETED, "stale")
-                return
+        is_whole = request.sampling_params.is_score and not request.prompt_log_probs_missing
+        if is_whole or request.is_stale:
+            self._requests.end(request, Status.COMPLETED, "length" if is_whole else "stale")
+            return
+        if request.num_moved:
             request.weights.change(version, request.num_moved, None)
         else:
             request.weights.begin(version)

@@ -162,7 +162,10 @@ class DynamicInferenceEngine(NamesOfMegatron):
         data. The request's stream begins with its first new token."""
         self.thread.check()
         self.pausing.check_is_open()
-        return self.admission.take(request_id, MovedRequest.read(data))
+        moved = MovedRequest.read(data)
+        return self.admission.add(
+            request_id, moved.prompt, moved.params, moved.priority, moved=moved
+        )
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""

@@ -15,7 +15,7 @@ from megatron_async.engine.listener import EngineListener
 from megatron_async.engine.step_booking import StepBooking
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.planning.request_slots import SlotState
-from megatron_async.requests.inference_request import DynamicInferenceRequest, Status
+from megatron_async.requests.inference_request import Status
 from megatron_async.requests.request_registry import RequestRegistry
 from megatron_async.requests.weight_versions import Version
 from megatron_async.step.text_generation_controller import LaunchedStep
@@ -103,7 +103,10 @@ class WeightBooks:
                     context.waiting.remove(request.request_id)
                 else:
                     self._booking.release(slot)
-                self._end(request, "stale" if request.is_stale else "weight_update")
+                reason = "stale" if request.is_stale else "weight_update"
+                for listener in self._listeners:
+                    listener.ended(request, reason)
+                self._requests.end(request, Status.COMPLETED, reason)
                 aborted += 1
         # A prompt that is half computed has made no token yet.
         again = slots.state == SlotState.PREFILLING if keeps else slots.state != SlotState.FREE
@@ -116,11 +119,6 @@ class WeightBooks:
                 if request.log_probs is not None:
                     request.log_probs.forget_prompt()
         return aborted, int(np.count_nonzero(again))
-
-    def _end(self, request: DynamicInferenceRequest, reason: str) -> None:
-        for listener in self._listeners:
-            listener.ended(request, reason)
-        self._requests.end(request, Status.COMPLETED, reason)
 
     def _change(self, version: Version, policy: str) -> None:
         """What is planned from now on is of other weights, or of another name."""

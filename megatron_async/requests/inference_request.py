@@ -195,8 +195,7 @@ class DynamicInferenceRequest:
         """The likeliest tokens at each generated token, with their log probs. Keys are texts, or
         ids without a tokenizer; of two tokens with the same text, the likelier is kept.
         `log_probs.generated_top_n()` has the ids."""
-        found = None if self.log_probs is None else self.log_probs.generated_top_n()
-        return self._by_text(found)
+        return self._by_text(None if self.log_probs is None else self.log_probs.generated_top_n())
 
     @property
     def prompt_top_n_logprobs(self) -> list[dict[str, float]] | None:

@@ -83,9 +83,7 @@ class RequestLogProbs:
     def prompt(self) -> list[float] | None:
         """Log prob of each prompt token from the first wanted on, but of the very first; None if
         they were not asked for."""
-        if not self._wants_prompt:
-            return None
-        return _values(self._delivered)
+        return _values(self._delivered) if self._wants_prompt else None
 
     def generated_top_n(self) -> list[Alternatives] | None:
         """The likeliest tokens at each generated token; None if they were not asked for."""

@@ -111,8 +111,8 @@ class MovedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if count and (count >= most or ends & set(self.generated)):
             raise RequestError(f"the moved request has ended with its {count} tokens: keep it.")
         places = [place for place, _ in self.versions]
-        is_counted = places[:1] == [0] and places == sorted(set(places)) and places[-1] <= count
-        if not is_counted and (places or count):
+        is_wrong = places[:1] != [0] or places != sorted(set(places)) or places[-1] > count
+        if is_wrong and (places or count):
             raise RequestError(
                 f"versions={reprlib.repr(self.versions)} of a moved request do not count its "
                 f"{count} tokens from 0 on."

@@ -278,8 +278,8 @@ class SamplingParams:
                         f"{name}={getattr(self, name)!r} is not served with processed log probs of "
                         "a score (num_tokens_to_generate=0): leave it out, or take raw ones."
                     )
-        wants_prompt = self.return_log_probs and not self.skip_prompt_log_probs
-        if self.is_score and not wants_prompt and not self.echo:
+        is_silent = self.skip_prompt_log_probs or not self.return_log_probs
+        if self.is_score and is_silent and not self.echo:
             raise RequestError(
                 "num_tokens_to_generate=0 generates nothing: it must be 1 or more, or set "
                 "return_log_probs=True, skip_prompt_log_probs=False for the prompt's log probs."
@@ -349,11 +349,6 @@ def _check_integer(name: str, value: Any, low: float, high: float, allowed: str)
 
 
 def _token(name: str, value: Any, vocab_size: int, *, allow_off: bool) -> None:
-    off = " (or -1 for none)" if allow_off else ""
-    _check_integer(
-        name,
-        value,
-        -1 if allow_off else 0,
-        vocab_size - 1,
-        f"a token id from 0 to {vocab_size - 1}{off}",
-    )
+    least, off = (-1, " (or -1 for none)") if allow_off else (0, "")
+    allowed = f"a token id from 0 to {vocab_size - 1}{off}"
+    _check_integer(name, value, least, vocab_size - 1, allowed)
