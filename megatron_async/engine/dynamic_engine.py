@@ -163,9 +163,8 @@ class DynamicInferenceEngine(NamesOfMegatron):
         self.thread.check()
         self.pausing.check_is_open()
         moved = MovedRequest.read(data)
-        return self.admission.add(
-            request_id, moved.prompt, moved.params, moved.priority, moved=moved
-        )
+        given = request_id, moved.prompt, moved.params, moved.priority
+        return self.admission.add(*given, moved=moved)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""
@@ -350,10 +349,8 @@ class DynamicInferenceEngine(NamesOfMegatron):
     ) -> AbstractContextManager[None]:
         """`with` it around a change of the very parameters that the engine serves, such as an
         optimizer's step. The device orders the change behind the steps in flight, and later steps
-        behind the change. No step can be launched inside.
-
-        What is raised inside leaves weights that may be torn: no step runs until a whole round, or
-        another `weights_open`, has ended.
+        behind the change. No step can be launched inside. What is raised there leaves weights that
+        may be torn: no step runs until a whole round, or another `weights_open`, has ended.
         """
         return weights_open(self, version, policy)
 
@@ -501,7 +498,6 @@ class DynamicInferenceEngine(NamesOfMegatron):
     ) -> list[DynamicInferenceRequest]:
         """Log probs of given tokens, texts or ids: `generate` of prompts that are not continued.
         Among running requests, `add_request` with `SamplingParams.scoring` is the same.
-
         `start` is the first token of all, or of each, whose log prob is wanted; what comes before
         may be found in the prefix cache. Log probs are raw, or with `logprobs_mode="processed"` of
         what a token is drawn from. `prompt_log_probs` of the requests have them (but of the very
