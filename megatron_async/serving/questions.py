@@ -18,12 +18,10 @@ class Question:
     """A command to some replicas.
 
     Attributes:
-        asker: identity of the client that is told of it; None: nobody is, or it is told by `then`.
         waiting: identities of replicas that have not answered.
         answers, failures: of those that could, and could not, by name.
     """
 
-    asker: bytes | None
     then: Then
     waiting: set[bytes]
     answers: dict[str, Any] = field(default_factory=dict)
@@ -51,10 +49,9 @@ class Questions:
         what: str,
         fields: Mapping[str, Any] | Callable[[bytes], Mapping[str, Any]],
         then: Then,
-        asker: bytes | None = None,
     ) -> None:
         """Tell these replicas to do something; `fields`: of each, or a function of its identity."""
-        question = Question(asker, then, set(identities))
+        question = Question(then, set(identities))
         key = self._next
         self._next += 1
         self._open[key] = question
@@ -64,11 +61,9 @@ class Questions:
         self._settle(key, question)
 
     def lost(self, identity: bytes) -> None:
-        """A replica or a client is lost: do not wait for the replica; do not answer the client."""
+        """A replica is lost: do not wait for it."""
         for key, question in list(self._open.items()):
-            if question.asker == identity:
-                del self._open[key]
-            elif identity in question.waiting:
+            if identity in question.waiting:
                 question.waiting.discard(identity)
                 self._settle(key, question)
 

@@ -176,7 +176,9 @@ class ServiceVerbs:
                 return self._abort(ask.fields)
             case "sleep":
                 self._stand_still(replicas)
+                self._ask_replicas(asker, ask)
                 self.state = ServiceState.SLEEPING
+                return None
             case "shutdown":
                 if self.on_shutdown is None:
                     raise ValueError(
@@ -248,13 +250,19 @@ class ServiceVerbs:
             for identity, replica in self._books.replicas.items()
             if not replica.state.is_departing
         ]
-        self._questions.put(there, ask.what, ask.fields, partial(self._answer, ask), asker)
+        then = partial(self._answer, asker, ask, self.state)
+        self._questions.put(there, ask.what, ask.fields, then)
 
-    def _answer(self, ask: Ask, question: Question) -> None:
-        """Answer a question that no replica has left to answer."""
-        assert question.asker is not None
+    def _answer(self, asker: bytes, ask: Ask, before: ServiceState, question: Question) -> None:
+        """Answer a question that no replica has left to answer; a sleep that all refuse leaves the
+        service as it was `before`."""
         if question.failures:
             answer = Answer(ask.number, failure=question.failure())
+            if ask.what == "sleep" and not question.answers:
+                if before in (ServiceState.PAUSED, ServiceState.SLEEPING):
+                    self.state = before
+                else:
+                    self._go_on(self._books.replicas.values())
         else:
             answer = Answer(ask.number, {"replicas": question.answers})
             away = any(told.get("state") == "suspended" for told in question.answers.values())
@@ -264,4 +272,4 @@ class ServiceVerbs:
                 confirm = Do(UNASKED, "confirm", ask.fields)
                 for replica in self._books.replicas.values():
                     self._books.tell(replica.identity, confirm)
-        self._books.tell(question.asker, answer)
+        self._books.tell(asker, answer)

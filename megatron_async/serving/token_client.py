@@ -357,8 +357,11 @@ class TokenClient(RequestClient):
     ) -> dict[str, Any]:
         connection = await self._open()
         number = next(self._numbers)
+        try:
+            connection.send(Ask(number, what, replica, fields or {}))
+        except UNSENDABLE as error:
+            raise ValueError(f"{what} cannot be sent: {error}.") from error
         self._questions[number] = asyncio.get_running_loop().create_future()
-        connection.send(Ask(number, what, replica, fields or {}))
         return await self._questions[number]
 
     async def _open(self) -> Connection[ToClient]:

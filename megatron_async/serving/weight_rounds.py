@@ -69,7 +69,8 @@ class Round:
     def as_dict(self) -> dict[str, Any]:
         """For `weights_info`: without the key."""
         told = {"version": self.weights.version, "number": self.number, "stage": self.stage}
-        return {**told, "way": self.begin.way, "source": self.begin.source.kind}
+        begin = {"way": self.begin.way, "partial": self.begin.partial}
+        return {**told, **begin, "source": self.begin.source.kind}
 
 
 class WeightRounds:

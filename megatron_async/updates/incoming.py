@@ -13,6 +13,7 @@ layers and experts are always those of the whole model.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import defaultdict
 from functools import lru_cache
@@ -69,6 +70,7 @@ class NameTable:
         shapes: of the whole tensor, by name.
         stored: keys of the weights that a tensor is part of, by name (`Weight.stored`).
         held: those of which this rank has a part, by name.
+        most_elements: of the largest tensor.
     """
 
     def __init__(self, kind: str, architecture: ModelArchitecture, shard: Shard) -> None:
@@ -100,6 +102,7 @@ class NameTable:
                 self.stored[output] = self.stored[embedding]
                 self.held[output] = self.held[embedding]
                 self._same_as[embedding] = output
+        self.most_elements = max(map(math.prod, self.shapes.values()))
 
     def pieces(self, weight: Weight, tensor: Tensor) -> dict[str, list[Piece]]:
         """What each tensor brings to a weight, as views of a tensor like the weight's parameter:

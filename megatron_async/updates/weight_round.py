@@ -10,6 +10,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -177,6 +178,11 @@ class WeightRound:
         for sent, shape in tensors:
             if (found := self._names.find(sent)) is not None:
                 self._fit(sent, *found, tuple(shape))
+            elif math.prod(shape) > self._names.table().most_elements:
+                raise UpdateError(
+                    f"tensor {sent!r:.200} is not part of this model, and with shape "
+                    f"{list(shape)!r:.200} larger than any that is: leave it out."
+                )
 
     @makes_ordinary_tensors
     def load_folder(self, folder: str | Path) -> None:

@@ -228,7 +228,10 @@ class Family:
     ) -> None:
         """Load tensors into the round that is open, or into a new one."""
         info, ends = await self.info(), False
-        if info["round"] is None:
+        is_left = info["round"] is not None and info["round"]["partial"]
+        if is_left:  # by an API process that has died
+            await self._drop()
+        if is_left or info["round"] is None:
             ends, label = await self.state() not in STANDING, version or info["version"]
             await self._begin(label, policy, selector=selector, source=source, partial=ends)
         if version is not None:

@@ -193,7 +193,9 @@ class SglangPaths(Family):
 
     @path("POST /resume_memory_occupation")
     async def _take_again(self, tags: Tags = None) -> None:
-        if found := [tag for tag in tags or MEMORY if tag in MEMORY]:
+        if tags is None:  # all that is away
+            await self.ask("wake")
+        elif found := [tag for tag in tags if tag in MEMORY]:
             await self.ask("wake", tags=found)
 
 

@@ -28,6 +28,9 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I16": 2, "I32": 4, "I64"
 MOST_SIZE = 2**48
 MOST_DIMENSIONS = 8
 MOST_TENSORS = 2**16
+MOST_GPUS = 16
+MOST_NAME = 1024
+"""Letters of a tensor's name: a pickle may repeat one without its letters."""
 MOST_BYTES = 8 << 20
 """Bytes of a pickle, some 200 for each tensor: it is read at a million instructions a second."""
 MOST_HANDLE_BYTES = 256
@@ -156,12 +159,10 @@ def read_named_tensors(data: bytes, is_flattened: bool) -> Named:
         NotData: it names something that is no tensor, is damaged, or of another form.
     """
     value = _load(data)
-    found = _of_bucket(value) if is_flattened else value
-    if not isinstance(found, list) or len(found) > MOST_TENSORS:
-        raise NotData(f"it is no list of at most {MOST_TENSORS} names and tensors.")
+    found = _of_bucket(value) if is_flattened else _entries(value)
     for item in found:
         match item:
-            case (str(), SentTensor()):
+            case (str() as name, SentTensor()) if len(name) <= MOST_NAME:
                 continue
         raise NotData("it is no list of names and tensors.")
     return found
@@ -176,11 +177,13 @@ def read_handles(
     Raises:
         NotData: as `read_named_tensors`; or a dtype or shape is not what is said beside it.
     """
-    value, found = _load(data), list[tuple[str, SentTensor]]()
-    if not isinstance(value, list) or not len(value) == len(names) == len(dtypes) == len(shapes):
+    value, found = _entries(_load(data)), list[tuple[str, SentTensor]]()
+    if not len(value) == len(names) == len(dtypes) == len(shapes):
         raise NotData("it is no list with an entry for each of names, dtype_names and shapes.")
     for name, dtype, shape, by_gpu in zip(names, dtypes, shapes, value, strict=True):
-        for gpu, pair in by_gpu.items() if isinstance(by_gpu, dict) else [("", None)]:
+        if type(by_gpu) is not dict or len(by_gpu) > MOST_GPUS:
+            raise NotData(f"the handles of {name[:200]!r} are not of at most {MOST_GPUS} GPUs.")
+        for gpu, pair in by_gpu.items():
             match pair:
                 case (_Known() as rebuild, tuple() as arguments):
                     tensor = rebuild(*arguments)
@@ -193,7 +196,7 @@ def read_handles(
                     f"{name[:200]!r} is {tensor.dtype} {list(tensor.shape)} by its handle, and "
                     f"{dtype} {list(shape)} by dtype_names and shapes."
                 )
-            memory = tensor.memory._replace(device=gpu)
+            memory = tensor.memory._replace(device=_device(gpu))
             found.append((name, tensor._replace(memory=memory)))
     return found
 
@@ -247,9 +250,21 @@ def _names() -> Names:
     return names
 
 
+def _entries(value: Any) -> list[Any]:
+    if type(value) is not list or len(value) > MOST_TENSORS:
+        raise NotData(f"it is no list of at most {MOST_TENSORS} names and tensors.")
+    return value
+
+
+def _device(value: Any) -> int | str:
+    if type(value) is str and len(value) <= 64:
+        return value
+    return _number(value)
+
+
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MOST_SIZE:
-        raise NotData(f"{type(value).__name__} is no size, or no place, in a tensor.")
+        raise NotData(f"a {type(value).__name__} is no size, place or device of a tensor.")
     return value
 
 
@@ -271,11 +286,9 @@ def _rebuild_cuda_tensor(*arguments: Any) -> SentTensor:
         raise NotData(f"a tensor has {len(arguments)} fields: torch's has {FIELDS_OF_A_TENSOR}.")
     _, shape, stride, offset, _, dtype, device, handle, *rest = arguments
     size, place, _, ref_counter, ref_place, event, waits = rest
-    if not (type(device) is int or (isinstance(device, str) and len(device) <= 64)):
-        raise NotData("a tensor's device is neither a number nor a UUID.")
     memory = CudaMemory(
-        device, _bytes(handle) or None, _number(size), _number(place or 0), _bytes(ref_counter),
-        _number(ref_place or 0), _bytes(event), waits is True,
+        _device(device), _bytes(handle) or None, _number(size), _number(place or 0),
+        _bytes(ref_counter), _number(ref_place or 0), _bytes(event), waits is True,
     )  # fmt: skip
     shape, stride, offset = _size(shape), _size(stride), _number(offset)
     if dtype not in DTYPES.values() or len(shape) != len(stride):
@@ -292,9 +305,9 @@ def _of_bucket(value: Any) -> Named:
     match value:
         case {
             "flattened_tensor": SentTensor(shape=(length,)) as whole,
-            "metadata": list() as parts,
+            "metadata": parts,
         }:
-            pass
+            parts = _entries(parts)
         case _:
             raise NotData('it is no flattened bucket, as load_format="flattened_bucket" says.')
     item, found = ITEM_BYTES.get(whole.dtype, 1), list[tuple[str, SentTensor]]()

@@ -129,6 +129,8 @@ def test_a_torn_round_leaves_the_weights_before(service: Updated, trained: Train
         service.update(few.items(), "torn")
     with pytest.raises(UpdateError, match="--weights-dir"):
         service.update("../step-1", "torn")
+    with pytest.raises(ValueError, match="cannot be sent"):
+        service.client.ask("weights_label", version=2**70)
     assert service.tokens() == trained.tokens[0]
     (answer,) = service.client.generate([PROMPTS[0]], PARAMS)
     assert answer.weight_versions == [("whole", 0, 12)]

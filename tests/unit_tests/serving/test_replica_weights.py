@@ -70,6 +70,7 @@ def test_what_a_round_takes_is_told_first(rank: ReplicaWeights) -> None:
         ([[piece(4, 0, "model.unheard_of", size=1)]], "unheard_of"),
         ([[piece(4, 0, size=1)]], "shape"),
         ([[piece(4, 0, size=2**47)]], "shape"),
+        ([[piece(4, 0, "model.layers.0.self_attn.rotary_emb.inv_freq", size=2**40)]], "larger"),
     ],
 )
 def test_pieces_that_are_no_tensor_are_refused(

@@ -10,9 +10,11 @@ import pytest
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.serving.engine_verbs import PROFILE_VARIABLE, do_verb
 from megatron_async.serving.messages import (
+    PROTOCOL,
     Abort,
     Answer,
     Ask,
+    ClientHello,
     Do,
     Done,
     Ended,
@@ -197,12 +199,28 @@ def test_nobody_waits_for_a_replica_that_is_gone() -> None:
     assert value(service, "reset_prefix_cache") == {"replicas": {}}
 
 
-def test_an_asker_that_is_gone_is_not_answered() -> None:
+def test_a_service_wakes_though_its_asker_is_gone() -> None:
     service = Service("a")
-    tell(service, 1, "reset_prefix_cache")
-    service.lose("client")
+    tell(service, 1, "sleep")
     service.hear("a", Done(0))
-    assert service.take("client") == []
+    tell(service, 2, "wake")
+    service.lose("client")
+    service.hear("a", Done(1))
+    service.hear("client", ClientHello(PROTOCOL))
+    service.take("client")
+    assert state(service) == "running"
+
+
+@pytest.mark.parametrize("before", ["running", "paused"])
+def test_a_sleep_that_all_replicas_refuse_changes_nothing(before: str) -> None:
+    service = Service("a")
+    if before == "paused":
+        value(service, "pause")
+    assert tell(service, 1, "sleep", tags=["weights"]) == []
+    service.hear("a", Done(0, failure=("ValueError", "no memory of its own")))
+    assert service.take("client")[0].failure is not None
+    assert state(service) == before
+    assert service.take("a")[-1] == SetPaused(False) or before == "paused"
 
 
 def test_replicas_that_share_experts_stand_still_together() -> None:

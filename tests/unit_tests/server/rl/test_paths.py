@@ -61,7 +61,8 @@ class Service:
                 )
             case "weights_begin":
                 self.begun += 1
-                self.round = {"version": fields["version"], "number": self.begun}
+                self.round = {"version": fields["version"], "number": self.begun,
+                              "partial": fields.get("partial", False)}  # fmt: skip
                 return {"number": self.begun}
             case "weights_drop":
                 self.round = None
@@ -181,7 +182,8 @@ def test_slimes_colocated_engine_gives_its_memory_to_the_trainer() -> None:
     body["serialized_named_tensors"] = [sent] * 3
     assert "tensors of 3 ranks" in slime.call("/update_weights_from_tensor", body)[1]["message"]
     assert slime.done("/continue_generation", {}) == [("weights_finish", {})]  # and sleeps on
-    assert slime.done("/resume_memory_occupation", {}) == [("wake", both)]
+    assert slime.done("/resume_memory_occupation", both) == [("wake", both)]
+    assert slime.done("/resume_memory_occupation", {}) == [("wake", {})]
 
 
 def test_handles_are_opened_as_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +217,11 @@ def test_a_bucket_beside_pause_and_session_is_a_round_of_its_own() -> None:
     begin = BEGIN | {"version": "1", "partial": True, "policy": "abort"}
     load = ("weights_load", {"group": SENT})
     assert told == [("weights_begin", begin), load, ("weights_finish", {})]
+    sglang.service.round = {"version": "1", "number": 1, "partial": True}
+    told = sglang.done("/update_weights_from_distributed", BUCKET | {"abort_all_requests": True})
+    assert told == [  # after a process that has died in the middle of one
+        ("weights_drop", {}), ("weights_begin", begin), load, ("weights_finish", {}),
+    ]  # fmt: skip
     assert sglang.done("/pause_generation", {"mode": "retract"}) == [("pause", {"mode": "keep"})]
     told = sglang.done("/update_weights_from_distributed", BUCKET)
     assert told[0][1]["policy"] == "recompute"

@@ -157,6 +157,10 @@ def test_vllms_handles_are_checked_beside_what_is_said() -> None:
             read_handles(sent, ["a"], dtypes, shapes)
     with pytest.raises(NotData, match="an entry for each"):
         read_handles(sent, ["a", "b"], ["bfloat16"], [[2, 3]])
+    many = {f"GPU-{number}": pair for number in range(torch_pickle.MOST_GPUS + 1)}
+    for by_gpu in (many, {"G" * 100: pair}, [pair]):
+        with pytest.raises(NotData, match=r"GPUs|device"):
+            read_handles(pickle.dumps([by_gpu]), ["a"], ["bfloat16"], [[2, 3]])
     with pytest.raises(NotData, match="no tensor"):
         read_handles(pickle.dumps([{"GPU-1": (torch.Size, ([1],))}]), ["a"], ["int8"], [[1]])
 
@@ -167,6 +171,7 @@ def test_vllms_handles_are_checked_beside_what_is_said() -> None:
         {"size": 10}, {"offset": 2043}, {"shape": [-1]}, {"shape": (2**49,)}, {"stride": (1, 1)},
         {"dtype": torch.complex64}, {"dtype": "none"}, {"handle": "text"}, {"event": b"e" * 300},
         {"device": 1.5}, {"device": "G" * 100}, {"handle": None}, {"shape": (1,) * 9},
+        {"device": 2**70},
     ],
 )  # fmt: skip
 def test_a_tensor_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
@@ -233,5 +238,8 @@ def test_damaged_and_huge_bytes_end_soon() -> None:
     ):  # fmt: skip
         with pytest.raises(NotData):
             read_named_tensors(data, False)
+    for much in (("n" * 1025, OnGpu(*arguments((4,)))),), (("a", 1),) * (2**16 + 1):
+        with pytest.raises(NotData, match="no list"):  # one name, remembered, is many bytes
+            read_named_tensors(dumped(list(much)), False)
     with pytest.raises(NotData, match="send fewer"):
         read_named_tensors(b"N" * (torch_pickle.MOST_BYTES + 1), False)
