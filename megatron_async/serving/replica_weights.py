@@ -12,9 +12,11 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -48,6 +50,7 @@ GROUP_LIMIT_S = 300.0
 """Seconds within which a trainer's group must meet, and send what it has announced."""
 MOST_BEHIND = 4
 """Messages that a follower may have taken and not loaded."""
+Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 NEWS = "weights"
 """What the leader's news of updates are called in the group's log."""
 
@@ -70,7 +73,7 @@ class ReplicaWeights:
         self._groups: dict[str, Any] = {}
         self._behind: deque[Future[None]] = deque()
         self._checks = 0
-        self._thread = ThreadPoolExecutor(1, "weights", initializer=self._choose_device)
+        self._jobs: SimpleQueue[Job] | None = None
         self._weights = Weights()
 
     @property
@@ -82,7 +85,7 @@ class ReplicaWeights:
     def follow(self, what: str, value: Any) -> None:
         """Do on a follower what the leader's news say."""
         if what == NEWS:
-            self._behind.append(self._thread.submit(self._try, *value))
+            self._behind.append(self._submit(self._try, *value))
             if len(self._behind) > MOST_BEHIND:  # or messages would fill the memory
                 self._behind.popleft().result()
 
@@ -109,10 +112,10 @@ class ReplicaWeights:
         on those that share experts together."""
         if self._round is not None and not self._is_committing:
             self._engine.group.tell(NEWS, ["weights_drop", {}])
-            self._thread.submit(self._try, "weights_drop", {})
+            self._submit(self._try, "weights_drop", {})
 
     async def _lead(self, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        updating, loop = self._engine.updating, asyncio.get_running_loop()
+        updating = self._engine.updating
         if what == "weights_label":
             updating.label(fields["version"])
             self._weights = msgspec.structs.replace(self._weights, version=fields["version"])
@@ -123,7 +126,7 @@ class ReplicaWeights:
             updating.freeze(self._number, self)
         if what != "weights_begin":  # which may be refused here
             self._engine.group.tell(NEWS, [what, fields])
-        answer = await loop.run_in_executor(self._thread, self._work, what, fields)
+        answer = await asyncio.wrap_future(self._submit(self._work, what, fields))
         if what == "weights_begin":
             self._engine.group.tell(NEWS, [what, fields])
         elif what == "weights_finish":
@@ -146,6 +149,28 @@ class ReplicaWeights:
         return done._asdict()
 
     # ---- In the thread ---------------------------------------------------------------------------
+
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Work for the thread, which a trainer may hold up; it does not hold up the process's
+        end."""
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            Thread(target=self._run, args=(self._jobs,), name="weights", daemon=True).start()
+        future = Future[Any]()
+        self._jobs.put((future, work, arguments))
+        return future
+
+    def _run(self, jobs: SimpleQueue[Job]) -> None:
+        device = self._engine.context.device.torch_device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while True:
+            future, work, arguments = jobs.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(*arguments))
+                except BaseException as error:
+                    future.set_exception(error)
 
     def _try(self, what: str, fields: Mapping[str, Any]) -> None:
         try:
@@ -247,11 +272,6 @@ class ReplicaWeights:
         self._groups[group.name] = open_group(
             group.name, group.backend, host, number, rank, group.world_size, GROUP_LIMIT_S
         )
-
-    def _choose_device(self) -> None:
-        device = self._engine.context.device.torch_device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
 
     @property
     def _wrapper(self) -> Any:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from megatron_async.serving.messages import Answer, Ask, Weights
-from megatron_async.serving.questions import Question, Questions
+from megatron_async.serving.messages import Answer, Ask, Version, Weights
+from megatron_async.serving.questions import Question, Questions, Then
 from megatron_async.serving.records import ReplicaRecord
 from megatron_async.serving.request_books import RequestBooks
 from megatron_async.serving.weight_fields import (
@@ -58,13 +59,18 @@ class Round:
     begin: Begin
     weights: Weights
     taking_part: set[bytes]
-    expires: float
+    expires: float = 0.0
     stage: str = "begins"
     folders: list[str] | None = field(default_factory=list)
     unread: int = 0
     why: str = ""
     answers: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def name(self, version: Version | None) -> None:
+        """The weights are called so, if it is given."""
+        if version is not None:
+            self.weights = replace(self.weights, version=version)
 
     def as_dict(self) -> dict[str, Any]:
         """For `weights_info`: without the key."""
@@ -112,7 +118,7 @@ class WeightRounds:
     def tear(self, replica: ReplicaRecord, is_torn: bool = True) -> None:
         """A replica's weights are of two versions, or away; or they are not."""
         if is_torn != replica.weights.is_torn:
-            replica.weights = msgspec.structs.replace(replica.weights, is_torn=is_torn)
+            replica.weights = replace(replica.weights, is_torn=is_torn)
             self._mark()
 
     def lost(self, identity: bytes) -> None:
@@ -195,24 +201,19 @@ class WeightRounds:
                 "no replica can take part: a partial update needs one whose other weights are the "
                 "service's, and a group one that has joined it (weights_group)."
             )
-        key = begin.round or secrets.token_urlsafe(24)
-        round = self._open(key, begin, Weights(self._begun + 1, begin.version), taking_part)
 
         def begun(question: Question) -> None:
-            if question.failures:
-                self._drop(round, question.failure()[1])
-            elif not round.why:
-                round.stage = "loads"
-            value = {"round": key, "number": round.number, "replicas": question.answers}
+            value = {"round": round.key, "number": round.number, "replicas": question.answers}
             self._answer(asker, ask, round, question, value)
 
-        self._questions.put(taking_part, "weights_begin", self._fields_of(round), begun)
+        weights = Weights(self._begun + 1, begin.version)
+        round = self._open(begin, weights, taking_part, begun)
 
     def _load(self, asker: bytes, ask: Ask) -> None:
         load = read_fields(ask.fields, Load)
         round = self._of(load.round)
         load.check()
-        _name(round, load.version)
+        round.name(load.version)
         num_bytes = load.num_bytes
         if round.unread + num_bytes > MOST_UNREAD_BYTES:
             raise ValueError(
@@ -226,17 +227,14 @@ class WeightRounds:
 
         def loaded(question: Question) -> None:
             round.unread -= num_bytes
-            round.expires = self._now + round.begin.time_limit_s
-            if question.failures:
-                self._drop(round, question.failure()[1])
             self._answer(asker, ask, round, question, {"replicas": question.answers})
 
-        self._questions.put(round.taking_part, "weights_load", ask.fields, loaded)
+        self._put(round, ask.what, ask.fields, loaded)
 
     def _finish(self, asker: bytes, ask: Ask) -> None:
         finish = read_fields(ask.fields, Finish)
         round = self._of(finish.round)
-        _name(round, finish.version)
+        round.name(finish.version)
 
         def over(question: Question) -> None:
             stale = {name: f"{kind}: {why}" for name, (kind, why) in round.failures.items()}
@@ -270,8 +268,8 @@ class WeightRounds:
         def labelled(question: Question) -> None:
             if not question.failures:
                 for replica in self._there().values():
-                    replica.weights = _named(replica.weights, label)
-                self.wanted = _named(self.wanted, label)
+                    replica.weights = replace(replica.weights, version=label.version)
+                self.wanted = replace(self.wanted, version=label.version)
             self._answer(asker, ask, None, question, {"replicas": question.answers})
 
         fresh = {identity for identity, each in self._there().items() if not each.is_stale}
@@ -305,31 +303,45 @@ class WeightRounds:
 
     # ---- A round ---------------------------------------------------------------------------------
 
-    def _open(self, key: str, begin: Begin, weights: Weights, taking_part: set[bytes]) -> Round:
+    def _open(self, begin: Begin, weights: Weights, taking_part: set[bytes], then: Then) -> Round:
         self._begun += 1
-        expires = self._now + begin.time_limit_s
-        round = Round(key, self._begun, begin, weights, set(taking_part), expires)
-        self._round = round
+        key = begin.round or secrets.token_urlsafe(24)
+        round = self._round = Round(key, self._begun, begin, weights, set(taking_part))
+
+        def begun(question: Question) -> None:
+            if not round.why:
+                round.stage = "loads"
+            then(question)
+
+        fields = {**msgspec.to_builtins(begin), "number": round.number}
+        round.expires = self._now + begin.time_limit_s
+        self._put(round, "weights_begin", fields, begun)
         return round
 
-    def _fields_of(self, round: Round) -> dict[str, Any]:
-        fields = msgspec.to_builtins(round.begin)
-        return {**fields, "round": round.key, "number": round.number}
+    def _put(self, round: Round, what: str, fields: Mapping[str, Any], then: Then) -> None:
+        """Tell all replicas of a round something; it is dropped if one of them fails."""
 
-    def _stage(self, round: Round, then: Callable[[Question], None]) -> None:
+        def answered(question: Question) -> None:
+            round.expires = self._now + round.begin.time_limit_s
+            if question.failures:
+                self._drop(round, question.failure()[1])
+            then(question)
+
+        told = {**fields, "round": round.key}
+        self._questions.put(round.taking_part, what, told, answered)
+
+    def _stage(self, round: Round, then: Then) -> None:
         """Stage a round on all replicas, then commit it; `then` at its end."""
         round.stage = "stages"
 
         def staged(question: Question) -> None:
-            if question.failures:
-                self._drop(round, question.failure()[1])
             if round.why:
                 then(question)
-                return
-            round.stage = "commits"
-            self._commit(round, self._waves(round), then)
+            else:
+                round.stage = "commits"
+                self._commit(round, self._waves(round), then)
 
-        self._questions.put(round.taking_part, "weights_finish", {"round": round.key}, staged)
+        self._put(round, "weights_finish", {}, staged)
 
     def _waves(self, round: Round) -> list[set[bytes]]:
         """Replicas that commit together; those that share experts at one step of them all."""
@@ -340,9 +352,7 @@ class WeightRounds:
         alone = sorted(round.taking_part - sharing, key=lambda each: replicas[each].name)
         return [sharing] * bool(sharing) + [{each} for each in alone]
 
-    def _commit(
-        self, round: Round, waves: list[set[bytes]], then: Callable[[Question], None]
-    ) -> None:
+    def _commit(self, round: Round, waves: list[set[bytes]], then: Then) -> None:
         wave = waves.pop(0) & round.taking_part
         weights = msgspec.to_builtins(round.weights)
 
@@ -352,7 +362,7 @@ class WeightRounds:
             for identity in wave & self._books.replicas.keys():
                 replica = self._books.replicas[identity]
                 if replica.name in question.answers:
-                    replica.weights = msgspec.structs.replace(round.weights, begun=round.number)
+                    replica.weights = replace(round.weights, begun=round.number)
                     replica.prefix.clear()
             if waves and self._round is round:
                 self._commit(round, waves, then)
@@ -412,26 +422,21 @@ class WeightRounds:
         if not stale or any(len(stale) % sharers for sharers in sharing):
             return
         self._tried |= stale
-        begin = msgspec.structs.replace(source.begin, policy="keep", way="together")
-        round = self._open(secrets.token_urlsafe(24), begin, self.wanted, stale)
-        round.folders = list(source.folders or ())
-        names = ", ".join(sorted(self._books.replicas[each].name for each in stale))
-        logger.info("Replicas %s get the weights %r.", names, self.wanted.version)
+        left = list(source.folders or ())
 
         def go_on(question: Question) -> None:
-            if question.failures:
-                self._drop(round, question.failure()[1])
             if round.why:
                 return
-            round.stage, round.expires = "loads", self._now + begin.time_limit_s
             if left:
-                fields = {"round": round.key, "folder": left.pop(0)}
-                self._questions.put(round.taking_part, "weights_load", fields, go_on)
+                self._put(round, "weights_load", {"folder": left.pop(0)}, go_on)
             else:
                 self._stage(round, lambda _: None)
 
-        left = list(round.folders)
-        self._questions.put(stale, "weights_begin", self._fields_of(round), go_on)
+        begin = replace(source.begin, round=None, policy="keep", way="together")
+        round = self._open(begin, self.wanted, stale, go_on)
+        round.folders = source.folders
+        names = ", ".join(sorted(self._books.replicas[each].name for each in stale))
+        logger.info("Replicas %s get the weights %r.", names, self.wanted.version)
 
     def _source(self) -> Round | None:
         """Round of folders with the service's weights, if there is one."""
@@ -483,15 +488,6 @@ class WeightRounds:
         elif round is None and question.failures:
             answer = Answer(ask.number, failure=question.failure())
         self._books.tell(asker, answer)
-
-
-def _name(round: Round, version: str | int | None) -> None:
-    if version is not None:
-        round.weights = msgspec.structs.replace(round.weights, version=version)
-
-
-def _named(weights: Weights, label: Label) -> Weights:
-    return msgspec.structs.replace(weights, version=label.version)
 
 
 _VERBS: dict[str, Callable[[WeightRounds, bytes, Ask], dict[str, Any] | None]] = {

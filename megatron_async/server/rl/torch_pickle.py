@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, override
 
-from megatron_async.checkpoints.plain_pickle import KnownNames, Names
+from megatron_async.checkpoints.plain_pickle import KnownNames
 
 DTYPES = {
     "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64", "uint8": "U8",
@@ -73,8 +73,8 @@ Named = list[tuple[str, SentTensor]]
 
 
 class _Known:
-    """Stands for a function or class of the table. A new one for each pickle, without attributes:
-    no pickle changes what another one meets."""
+    """Stands for a function or class of the table. It has no attributes that a pickle can set: none
+    changes what another one meets."""
 
     __slots__ = ("_call", "_name")
 
@@ -106,10 +106,6 @@ class _DataUnpickler(KnownNames, pickle._Unpickler):
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.known: Names = _names()
 
     @override
     def unknown(self, module: str, name: str) -> Any:
@@ -222,7 +218,7 @@ def _load(data: bytes) -> Any:
             f"it has {len(data)} bytes, and {MOST_BYTES} are read: send fewer tensors at once."
         )
     try:
-        return _DataUnpickler(data).load()
+        return _DataUnpickler(io.BytesIO(data)).load()
     except NotData:
         raise
     except Exception as error:  # damaged bytes are read as anything
@@ -230,24 +226,6 @@ def _load(data: bytes) -> Any:
             f"it is damaged, or holds more than data ({type(error).__name__}): send torch's "
             "tensors, pickled with protocol 3 or later."
         ) from error
-
-
-def _names() -> Names:
-    """The table: new records, so that no pickle finds what another has changed."""
-    names: dict[tuple[str, str], Any] = {("torch", name): known for name, known in DTYPES.items()}
-    for module, name, call in (
-        ("torch", "Tensor", None),
-        ("torch", "Size", _size),
-        ("torch.nn.parameter", "Parameter", None),
-        ("torch.storage", "UntypedStorage", None),
-        ("torch.storage", "TypedStorage", None),
-        ("torch.multiprocessing.reductions", "rebuild_cuda_tensor", _rebuild_cuda_tensor),
-        ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified", _rebuild_cuda_tensor),
-    ):
-        names[module, name] = _Known(f"{module}.{name}", call)
-    part = type("FlattenedTensorMetadata", (_BucketPart,), {"__slots__": ()})
-    names["sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"] = part
-    return names
 
 
 def _entries(value: Any) -> list[Any]:
@@ -326,3 +304,21 @@ def _of_bucket(value: Any) -> Named:
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         found.append((name, SentTensor(dtype, shape, stride, whole.memory, place)))
     return found
+
+
+_DataUnpickler.known = {
+    **{("torch", name): known for name, known in DTYPES.items()},
+    **{
+        (module, name): _Known(f"{module}.{name}", call)
+        for module, name, call in (
+            ("torch", "Tensor", None),
+            ("torch", "Size", _size),
+            ("torch.nn.parameter", "Parameter", None),
+            ("torch.storage", "UntypedStorage", None),
+            ("torch.storage", "TypedStorage", None),
+            ("torch.multiprocessing.reductions", "rebuild_cuda_tensor", _rebuild_cuda_tensor),
+            ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified", _rebuild_cuda_tensor),
+        )
+    },
+    ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"): _BucketPart,
+}
