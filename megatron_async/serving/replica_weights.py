@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.errors import JobFailed, UpdateError
@@ -68,7 +69,6 @@ class ReplicaWeights:
         self._round: WeightRound | None = None
         self._number = 0
         self._is_staged = self._is_committing = False
-        self._begin = Begin()
         self._pieces = _Pieces()
         self._groups: dict[str, Any] = {}
         self._behind: deque[Future[None]] = deque()
@@ -80,7 +80,7 @@ class ReplicaWeights:
     def weights(self) -> Weights:
         """Weights that the replica has, as the coordinator is told."""
         is_torn = self._weights.is_torn or bool(self._engine.updating.torn)
-        return msgspec.structs.replace(self._weights, is_torn=is_torn)
+        return replace(self._weights, is_torn=is_torn)
 
     def follow(self, what: str, value: Any) -> None:
         """Do on a follower what the leader's news say."""
@@ -118,7 +118,7 @@ class ReplicaWeights:
         updating = self._engine.updating
         if what == "weights_label":
             updating.label(fields["version"])
-            self._weights = msgspec.structs.replace(self._weights, version=fields["version"])
+            self._weights = replace(self._weights, version=fields["version"])
             return {}
         if what == "weights_commit":
             return await self._commit(fields)
@@ -145,7 +145,7 @@ class ReplicaWeights:
         finally:
             self._round, self._is_committing = None, False
             self._engine.group.tell(NEWS, ["weights_commit", {}])
-        self._weights = msgspec.structs.replace(weights, begun=self._number)
+        self._weights = replace(weights, begun=self._number)
         return done._asdict()
 
     # ---- In the thread ---------------------------------------------------------------------------
@@ -207,10 +207,10 @@ class ReplicaWeights:
             raise UpdateError("an update of this replica's weights is open already: drop it.")
         given = dict(fields)
         number = given.pop("number")
-        self._begin = begin = read_fields(given, Begin)
+        begin = read_fields(given, Begin)
         self._engine.updating.check_may_begin(begin.is_whole)
         self._number, self._pieces, self._is_staged = number, _Pieces(), False
-        self._weights = msgspec.structs.replace(self._weights, begun=number)
+        self._weights = replace(self._weights, begun=number)
         self._round = WeightRound.of(
             self._wrapper, staging=begin.staging, names=begin.names, partial=begin.partial,
             selector=begin.selector, checks_finite=begin.checks_finite,
@@ -239,7 +239,7 @@ class ReplicaWeights:
             return {"is_torn": self.weights.is_torn}
         round, self._round = self._round, None
         is_torn = round.is_torn or self.weights.is_torn
-        self._weights = msgspec.structs.replace(self._weights, is_torn=is_torn)
+        self._weights = replace(self._weights, is_torn=is_torn)
         self._engine.updating.fail(self._number, "the update was dropped.")
         if not self._is_staged:  # else the engine has it, and drops it
             round.drop()

@@ -24,7 +24,7 @@ Dtype = Annotated[str, msgspec.Meta(max_length=16)]
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of a verb."""
+    """Fields of a verb; by itself, none."""
 
 
 class Source(Fields):
@@ -108,17 +108,16 @@ class Load(Fields):
             )
 
 
-class Finish(Fields):
-    """Fields of `weights_finish`; its version is the round's, if it is given."""
-
-    round: Key
-    version: Version | None = None
-
-
 class Drop(Fields):
     """Fields of `weights_drop`."""
 
     round: Key
+
+
+class Finish(Drop):
+    """Fields of `weights_finish`; its version is the round's, if it is given."""
+
+    version: Version | None = None
 
 
 class Label(Fields):
@@ -139,10 +138,6 @@ class Group(Fields):
     destroy: bool = False
 
 
-class Empty(Fields):
-    """No fields."""
-
-
 def read_fields[Kind: Fields](fields: Mapping[str, Any], kind: type[Kind]) -> Kind:
     """The fields of a verb.
 
@@ -152,4 +147,5 @@ def read_fields[Kind: Fields](fields: Mapping[str, Any], kind: type[Kind]) -> Ki
     try:
         return msgspec.convert(dict(fields), kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}: this verb takes {', '.join(kind.__struct_fields__)}.") from None
+        takes = ", ".join(kind.__struct_fields__) or "no fields"
+        raise ValueError(f"{error}: this verb takes {takes}.") from None

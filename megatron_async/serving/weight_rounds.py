@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_async.serving.request_books import RequestBooks
 from megatron_async.serving.weight_fields import (
     Begin,
     Drop,
-    Empty,
+    Fields,
     Finish,
     Group,
     Label,
@@ -34,25 +34,15 @@ from megatron_async.serving.weight_fields import (
 
 logger = logging.getLogger("megatron_async")
 
+Extra = Callable[[Question], dict[str, Any]]
 MOST_UNREAD_BYTES = 4 * (64 << 20)
 """Most bytes of tensors that replicas have not answered for: a further message is refused."""
 
 
 @dataclass(eq=False)
-class Round:
-    """An update under way.
-
-    Attributes:
-        key: a sender must know it.
-        number: of the round, on the replicas.
-        weights: what they have after it.
-        taking_part: identities of the replicas.
-        stage: "begins", "loads", "stages", "commits".
-        expires: when it is dropped, seconds.
-        folders: what it has loaded, if only folders.
-        unread: bytes of tensors that replicas have not answered for.
-        why: it was dropped, and why; "" if it was not.
-    """
+class _Round:
+    """An update under way; who knows its key may send. `weights` are what replicas have after it,
+    `folders` what it has loaded, if only folders, and `why` tells why it was dropped."""
 
     key: str
     number: int
@@ -60,7 +50,7 @@ class Round:
     weights: Weights
     taking_part: set[bytes]
     expires: float = 0.0
-    stage: str = "begins"
+    stage: str = "begins"  # loads, stages, commits
     folders: list[str] | None = field(default_factory=list)
     unread: int = 0
     why: str = ""
@@ -68,7 +58,6 @@ class Round:
     failures: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def name(self, version: Version | None) -> None:
-        """The weights are called so, if it is given."""
         if version is not None:
             self.weights = replace(self.weights, version=version)
 
@@ -89,8 +78,8 @@ class WeightRounds:
 
     def __init__(self, books: RequestBooks, questions: Questions) -> None:
         self._books, self._questions = books, questions
-        self._round: Round | None = None
-        self._folders: Round | None = None
+        self._round: _Round | None = None
+        self._folders: _Round | None = None
         """The round from which stale replicas are brought up."""
         self._tried: set[bytes] = set()
         """Identities of replicas that could not be brought up."""
@@ -174,7 +163,7 @@ class WeightRounds:
         return _VERBS[ask.what](self, asker, ask)
 
     def _info(self, asker: bytes, ask: Ask) -> dict[str, Any]:
-        read_fields(ask.fields, Empty)
+        read_fields(ask.fields, Fields)
         replicas = {
             replica.name: {
                 "version": replica.weights.version, "number": replica.weights.number,
@@ -204,7 +193,7 @@ class WeightRounds:
 
         def begun(question: Question) -> None:
             value = {"round": round.key, "number": round.number, "replicas": question.answers}
-            self._answer(asker, ask, round, question, value)
+            self._answer(asker, ask, round, value)
 
         weights = Weights(self._begun + 1, begin.version)
         round = self._open(begin, weights, taking_part, begun)
@@ -227,7 +216,7 @@ class WeightRounds:
 
         def loaded(question: Question) -> None:
             round.unread -= num_bytes
-            self._answer(asker, ask, round, question, {"replicas": question.answers})
+            self._answer(asker, ask, round, {"replicas": question.answers})
 
         self._put(round, ask.what, ask.fields, loaded)
 
@@ -240,7 +229,7 @@ class WeightRounds:
             stale = {name: f"{kind}: {why}" for name, (kind, why) in round.failures.items()}
             told = {"version": round.weights.version, "number": round.weights.number}
             value = {**told, "replicas": round.answers, "stale": stale}
-            self._answer(asker, ask, round, question, value)
+            self._answer(asker, ask, round, value)
 
         self._stage(round, over)
 
@@ -251,36 +240,34 @@ class WeightRounds:
         return {}
 
     def _check(self, asker: bytes, ask: Ask) -> None:
-        read_fields(ask.fields, Empty)
+        read_fields(ask.fields, Fields)
         self._check_idle("compare weights")
 
-        def checked(question: Question) -> None:
+        def checked(question: Question) -> dict[str, Any]:
             sums = [answer["checksum"] for answer in question.answers.values()]
-            value = {"replicas": question.answers, "is_equal": sums == sums[:1] * len(sums)}
-            self._answer(asker, ask, None, question, value)
+            return {"is_equal": sums == sums[:1] * len(sums)}
 
-        self._questions.put(self._there(), ask.what, {}, checked)
+        self._ask(asker, ask, self._there(), {}, checked)
 
     def _label(self, asker: bytes, ask: Ask) -> None:
-        label = read_fields(ask.fields, Label)
+        version = read_fields(ask.fields, Label).version
         self._check_idle("name the weights otherwise")
 
-        def labelled(question: Question) -> None:
+        def labelled(question: Question) -> dict[str, Any]:
             if not question.failures:
                 for replica in self._there().values():
-                    replica.weights = replace(replica.weights, version=label.version)
-                self.wanted = replace(self.wanted, version=label.version)
-            self._answer(asker, ask, None, question, {"replicas": question.answers})
+                    replica.weights = replace(replica.weights, version=version)
+                self.wanted = replace(self.wanted, version=version)
+            return {}
 
         fresh = {identity for identity, each in self._there().items() if not each.is_stale}
-        self._questions.put(fresh, ask.what, ask.fields, labelled)
+        self._ask(asker, ask, fresh, ask.fields, labelled)
 
     def _group(self, asker: bytes, ask: Ask) -> None:
         group = read_fields(ask.fields, Group)
         self._check_idle("join or leave a group")
-        there = sorted(self._there().values(), key=lambda replica: replica.name)
         first, firsts = group.rank_offset, {}
-        for replica in there:
+        for replica in sorted(self._there().values(), key=lambda replica: replica.name):
             firsts[replica.identity] = first
             first += replica.info.ranks
         if not group.destroy and first > group.world_size:  # slime's has other services' ranks too
@@ -289,24 +276,35 @@ class WeightRounds:
                 f"before the replicas, and {first - group.rank_offset} ranks of theirs."
             )
 
-        def done(question: Question) -> None:
+        def done(question: Question) -> dict[str, Any]:
             for replica in self._there().values():
                 replica.groups.discard(group.name)
                 if not group.destroy and replica.name in question.answers:
                     replica.groups.add(group.name)
-            self._answer(asker, ask, None, question, {"replicas": question.answers})
+            return {}
 
         def fields(identity: bytes) -> Mapping[str, Any]:
             return {**ask.fields, "rank_offset": firsts[identity]}
 
-        self._questions.put(firsts, ask.what, fields, done)
+        self._ask(asker, ask, firsts, fields, done)
+
+    def _ask(
+        self, asker: bytes, ask: Ask, replicas: Iterable[bytes], fields: Any, then: Extra
+    ) -> None:
+        """Ask replicas beside a round; `then` gives the answer what theirs do not tell."""
+
+        def answered(question: Question) -> None:
+            told = {"replicas": question.answers, **then(question)}
+            self._tell(asker, ask, told, question.failure() if question.failures else None)
+
+        self._questions.put(replicas, ask.what, fields, answered)
 
     # ---- A round ---------------------------------------------------------------------------------
 
-    def _open(self, begin: Begin, weights: Weights, taking_part: set[bytes], then: Then) -> Round:
+    def _open(self, begin: Begin, weights: Weights, taking_part: set[bytes], then: Then) -> _Round:
         self._begun += 1
         key = begin.round or secrets.token_urlsafe(24)
-        round = self._round = Round(key, self._begun, begin, weights, set(taking_part))
+        round = self._round = _Round(key, self._begun, begin, weights, set(taking_part))
 
         def begun(question: Question) -> None:
             if not round.why:
@@ -318,7 +316,7 @@ class WeightRounds:
         self._put(round, "weights_begin", fields, begun)
         return round
 
-    def _put(self, round: Round, what: str, fields: Mapping[str, Any], then: Then) -> None:
+    def _put(self, round: _Round, what: str, fields: Mapping[str, Any], then: Then) -> None:
         """Tell all replicas of a round something; it is dropped if one of them fails."""
 
         def answered(question: Question) -> None:
@@ -330,7 +328,7 @@ class WeightRounds:
         told = {**fields, "round": round.key}
         self._questions.put(round.taking_part, what, told, answered)
 
-    def _stage(self, round: Round, then: Then) -> None:
+    def _stage(self, round: _Round, then: Then) -> None:
         """Stage a round on all replicas, then commit it; `then` at its end."""
         round.stage = "stages"
 
@@ -343,7 +341,7 @@ class WeightRounds:
 
         self._put(round, "weights_finish", {}, staged)
 
-    def _waves(self, round: Round) -> list[set[bytes]]:
+    def _waves(self, round: _Round) -> list[set[bytes]]:
         """Replicas that commit together; those that share experts at one step of them all."""
         if round.begin.way == "together":
             return [round.taking_part]
@@ -352,7 +350,7 @@ class WeightRounds:
         alone = sorted(round.taking_part - sharing, key=lambda each: replicas[each].name)
         return [sharing] * bool(sharing) + [{each} for each in alone]
 
-    def _commit(self, round: Round, waves: list[set[bytes]], then: Then) -> None:
+    def _commit(self, round: _Round, waves: list[set[bytes]], then: Then) -> None:
         wave = waves.pop(0) & round.taking_part
         weights = msgspec.to_builtins(round.weights)
 
@@ -376,7 +374,7 @@ class WeightRounds:
         fields = {"round": round.key, "policy": round.begin.policy, "weights": weights}
         self._questions.put(wave, "weights_commit", fields, committed)
 
-    def _end(self, round: Round) -> None:
+    def _end(self, round: _Round) -> None:
         """The service has the weights of a round."""
         self._round = None
         if round.weights.number > self.wanted.number:
@@ -390,7 +388,7 @@ class WeightRounds:
             )  # fmt: skip
         self._mark()
 
-    def _drop(self, round: Round, why: str) -> None:
+    def _drop(self, round: _Round, why: str) -> None:
         """The weights before serve on, unless there was no second memory for the new ones."""
         if self._round is not round:
             return
@@ -438,7 +436,7 @@ class WeightRounds:
         names = ", ".join(sorted(self._books.replicas[each].name for each in stale))
         logger.info("Replicas %s get the weights %r.", names, self.wanted.version)
 
-    def _source(self) -> Round | None:
+    def _source(self) -> _Round | None:
         """Round of folders with the service's weights, if there is one."""
         found = self._folders
         return found if found and found.weights.number == self.wanted.number else None
@@ -461,7 +459,7 @@ class WeightRounds:
                 f"drop it before you {what}."
             )
 
-    def _of(self, key: str, *stages: str) -> Round:
+    def _of(self, key: str, *stages: str) -> _Round:
         """The open round, if this is its key: it has just had a message."""
         round = self._round
         if round is None or not hmac.compare_digest(key.encode(), round.key.encode()):
@@ -473,21 +471,14 @@ class WeightRounds:
         round.expires = self._now + round.begin.time_limit_s
         return round
 
-    def _answer(
-        self,
-        asker: bytes,
-        ask: Ask,
-        round: Round | None,
-        question: Question,
-        value: dict[str, Any],
+    def _answer(self, asker: bytes, ask: Ask, round: _Round, value: dict[str, Any]) -> None:
+        why = ("UpdateError", f"the update was dropped: {round.why}") if round.why else None
+        self._tell(asker, ask, value, why)
+
+    def _tell(
+        self, asker: bytes, ask: Ask, value: dict[str, Any], failure: tuple[str, str] | None
     ) -> None:
-        answer = Answer(ask.number, value)
-        if round is not None and round.why:
-            failure = ("UpdateError", f"the update was dropped: {round.why}")
-            answer = Answer(ask.number, failure=failure)
-        elif round is None and question.failures:
-            answer = Answer(ask.number, failure=question.failure())
-        self._books.tell(asker, answer)
+        self._books.tell(asker, Answer(ask.number, {} if failure else value, failure))
 
 
 _VERBS: dict[str, Callable[[WeightRounds, bytes, Ask], dict[str, Any] | None]] = {

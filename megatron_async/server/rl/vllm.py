@@ -27,6 +27,7 @@ from megatron_async.server.rl.family import (
 from megatron_async.server.rl.torch_pickle import read_handles
 
 Pausing = Literal["abort", "wait", "keep"]
+Tag = Literal["weights", "kv_cache"]
 LEVELS: dict[int, dict[str, Any]] = {
     1: {"tags": ["weights", "kv_cache"], "copies": ["weights"]},
     2: {"tags": ["weights", "kv_cache"]},
@@ -165,7 +166,7 @@ class VllmPaths(Family):
         await (self.ask("sleep", **LEVELS[level]) if level else self.pause("keep"))
 
     @path("POST /wake_up")
-    async def _wake(self, tags: list[str] | str | None = None) -> None:
+    async def _wake(self, tags: list[Tag] | Tag | None = None) -> None:
         named = [tags] if isinstance(tags, str) else tags
         await self.ask("wake", **({} if named is None else {"tags": named}))
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import os
-import pickle
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -286,29 +284,7 @@ def test_an_answer_has_the_experts_of_its_tokens(slime: Trainer) -> None:
     assert "routed_experts" not in slime.generate()["meta_info"]
 
 
-class Danger:
-    """Makes a file where it is loaded."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.file}",)
-
-
-def test_strangers_change_nothing(slime: Trainer, service: Served, tmp_path: Path) -> None:
-    ran = tmp_path / "ran"
-    for value in ([("a", Danger(ran))], [("a", torch.ones(2))]):
-        sent = base64.b64encode(pickle.dumps(value)).decode()
-        status, told = slime.call(
-            "/update_weights_from_tensor", {"serialized_named_tensors": [sent]}
-        )
-        assert (status, told["success"]) == (400, False)
-    assert not ran.exists()
-    status, told = slime.call("/update_weights_from_disk", {"model_path": "/etc"})
-    assert (status, "--weights-dir" in told["message"]) == (403, True)
-    elsewhere = {"master_address": "192.0.2.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    assert slime.call("/init_weights_update_group", elsewhere)[0] == 403
+def test_strangers_change_nothing(slime: Trainer, service: Served) -> None:
     label = {"new_version": "mine"}
     browser = {"Origin": "http://evil.example"}
     assert slime.call("/update_weight_version", label, headers=browser)[0] == 403

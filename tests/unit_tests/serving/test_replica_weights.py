@@ -1,6 +1,7 @@
 """What a rank takes of an update's messages, and what it refuses."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,19 +91,15 @@ def test_folders_and_groups_are_the_administrators(
 ) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     monkeypatch.setenv(TRAINERS_VARIABLE, "trainer:29500")
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "weights" / "link").symlink_to(tmp_path / "other")
-    for root, folder in ((None, "x"), ("weights", "../other"), ("weights", "link")):
+    for root in (None, str(tmp_path)):
         if root is not None:
-            monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / root))
+            monkeypatch.setenv(FOLDER_VARIABLE, root)
         begin(rank)
-        assert "--weights-dir" in refused(rank, "load", round="k", folder=folder)
+        assert "--weights-dir" in refused(rank, "load", round="k", folder="../x")
         told(rank, "drop")
     group = {"name": "g", "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     for address in ("127.0.0.1:1", "trainer:1", "trainer", "trainer:-1", ""):
-        text = refused(rank, "group", **group, address=address)
-        assert "--trainer" in text or "is no port" in text
+        assert re.search("--trainer|no port", refused(rank, "group", **group, address=address))
     begin(rank)
     sent = {"name": "g", "names": [NAME], "dtypes": ["F32"], "shapes": [[64]]}
     assert "weights_group" in refused(rank, "load", round="k", group=sent)

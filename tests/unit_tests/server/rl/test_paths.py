@@ -345,7 +345,7 @@ def test_a_folder_is_a_round_of_all_weights(tmp_path: Path) -> None:
         ("vllm", "/update_weights", {"update_info": {}}, "names"),
         ("vllm", "/init_weight_transfer_engine",
          {"init_info": {"nccl_unique_id_b64": "AAAA"}}, "nccl_unique_id_b64"),
-        ("vllm", "/sleep?level=3", None, "level"),
+        ("vllm", "/sleep?level=3", None, "level"), ("vllm", "/wake_up?tags=x", None, "tags"),
         ("vllm", "/reset_prefix_cache?reset_running_requests=true", None, "reset_running_requests"),
         ("vllm", "/weight_checker", {"action": "reset"}, "action"),
     ],
