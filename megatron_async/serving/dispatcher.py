@@ -104,7 +104,6 @@ class Dispatcher(RequestBooks):
 
     def lost(self, identity: bytes, reason: str, now: float) -> None:
         """A peer is lost."""
-        self.verbs.lost(identity)
         if (client := self.clients.pop(identity, None)) is not None:
             if client.requests and self.verbs.why_refused():
                 logger.info("%d requests are aborted, as the service ends.", len(client.requests))

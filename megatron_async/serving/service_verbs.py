@@ -144,7 +144,7 @@ class ServiceVerbs:
             self._set(replica, ReplicaState.READY)
 
     def lost(self, identity: bytes) -> None:
-        """A replica or a client is lost: do not wait for the replica; do not answer the client."""
+        """A replica is lost: it is not waited for."""
         self.weights.lost(identity)
         self._questions.lost(identity)
 

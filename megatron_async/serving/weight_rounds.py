@@ -312,7 +312,6 @@ class WeightRounds:
             then(question)
 
         fields = {**msgspec.to_builtins(begin), "number": round.number}
-        round.expires = self._now + begin.time_limit_s
         self._put(round, "weights_begin", fields, begun)
         return round
 
@@ -325,6 +324,7 @@ class WeightRounds:
                 self._drop(round, question.failure()[1])
             then(question)
 
+        round.expires = self._now + round.begin.time_limit_s
         told = {**fields, "round": round.key}
         self._questions.put(round.taking_part, what, told, answered)
 
@@ -460,7 +460,7 @@ class WeightRounds:
             )
 
     def _of(self, key: str, *stages: str) -> _Round:
-        """The open round, if this is its key: it has just had a message."""
+        """The open round, if this is its key, and it is in one of these stages ("loads")."""
         round = self._round
         if round is None or not hmac.compare_digest(key.encode(), round.key.encode()):
             raise ValueError(
@@ -468,7 +468,6 @@ class WeightRounds:
             )
         if round.stage not in (stages or ("loads",)):
             raise ValueError(f"the round {round.stage} already: this verb comes too late or early.")
-        round.expires = self._now + round.begin.time_limit_s
         return round
 
     def _answer(self, asker: bytes, ask: Ask, round: _Round, value: dict[str, Any]) -> None:
