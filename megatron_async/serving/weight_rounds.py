@@ -191,6 +191,8 @@ class WeightRounds:
                 "service's, and a group one that has joined it (weights_group)."
             )
 
+        round: _Round
+
         def begun(question: Question) -> None:
             value = {"round": round.key, "number": round.number, "replicas": question.answers}
             self._answer(asker, ask, round, value)
@@ -420,6 +422,7 @@ class WeightRounds:
         if not stale or any(len(stale) % sharers for sharers in sharing):
             return
         self._tried |= stale
+        round: _Round
         left = list(source.folders or ())
 
         def go_on(question: Question) -> None:
