@@ -41,7 +41,7 @@ MOST_UNREAD_BYTES = 4 * (64 << 20)
 
 @dataclass(eq=False)
 class _Round:
-    """An update under way; who knows its key may send. `weights` are what replicas have after it,
+    """An update under way; a sender must know its key. `weights` are what replicas have after it,
     `folders` what it has loaded, if only folders, and `why` tells why it was dropped."""
 
     key: str
