@@ -43,9 +43,6 @@ class WeightUpdate:
         policy: see `Policy`.
         **options: of `WeightRound`.
 
-    Attributes:
-        version: of the weights.
-
     Raises:
         UpdateError: an option or the memory for it; the round has failed on all ranks then.
         WrongThread: staging "none" on another thread than the engine's.

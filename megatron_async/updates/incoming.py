@@ -185,12 +185,13 @@ class Names:
     """
 
     def __init__(self, kind: str, architecture: ModelArchitecture, shard: Shard) -> None:
-        self._kind, self._architecture, self._shard = kind, architecture, shard
+        self._architecture, self._shard = architecture, shard
+        every = KINDS if architecture.layers_per_block == 2 else KINDS[:2]
+        self._kinds = every if kind == "auto" else (kind,)
 
     def table(self, kind: str = "") -> NameTable:
         """The table of a kind, or of the kind that came."""
-        kind = kind or (HUGGINGFACE if self._kind == "auto" else self._kind)
-        return _table(kind, self._architecture, self._shard)
+        return _table(kind or self._kinds[0], self._architecture, self._shard)
 
     def find(self, sent: str) -> tuple[NameTable, str] | None:
         """The table that has the tensor, and its name there; None for what a model without its
@@ -202,25 +203,20 @@ class Names:
         name = self._plain(sent)
         if name is None:
             return None
-        kinds = self._kinds if self._kind == "auto" else (self._kind,)
-        if len(kinds) > 1 and not name.startswith("mtp.") and name in self.table().shapes:
-            kinds = (HUGGINGFACE,)  # and Megatron's tables need not be made
+        kinds = self._kinds
+        if not name.startswith("mtp.") and name in self.table().shapes:
+            kinds = kinds[:1]  # and Megatron's tables need not be made
         found = [table for table in map(self.table, kinds) if name in table.shapes]
         if not found:
-            raise UpdateError(self._unknown(sent, name, kinds))
+            raise UpdateError(self._unknown(sent, name))
         if len({tuple(table.stored[name]) for table in found}) > 1:
             raise UpdateError(
                 f"tensor {sent!r}: names='auto' cannot tell whether layers are counted as in "
                 f"Megatron's HybridModel or GPTModel: say names={MEGATRON!r} or names={GPT!r}."
             )
         if len(found) == 1:
-            self._kind = found[0].kind
+            self._kinds = (found[0].kind,)
         return found[0], name
-
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        has_pairs = self._architecture.layers_per_block == 2
-        return KINDS if has_pairs else (HUGGINGFACE, MEGATRON)
 
     def _plain(self, sent: str) -> str | None:
         """A name without what wrappers and towers add."""
@@ -234,10 +230,10 @@ class Names:
         is_other = name.endswith((FREQUENCIES, EXTRA_STATE)) or not found
         return None if is_other or (is_draft and not self._shard.with_mtp) else next(iter(found))
 
-    def _unknown(self, sent: str, name: str, kinds: tuple[str, ...]) -> str:
-        known = [each for kind in kinds for each in self.table(kind).shapes]
+    def _unknown(self, sent: str, name: str) -> str:
+        known = [each for kind in self._kinds for each in self.table(kind).shapes]
         near = difflib.get_close_matches(name[:200], known, n=1)
         hint = next((hint for part, hint in _HINTS.items() if part in name), None)
         hint = hint or (f"did you mean {near[0]!r}?" if near else "send the model's own weights.")
-        how = "" if self._kind == "auto" else f" by names of {self._kind!r}"
+        how = "" if len(self._kinds) > 1 else f" by names of {self._kinds[0]!r}"
         return f"tensor {sent[:200]!r} is not part of this model{how}: {hint}"

@@ -31,7 +31,6 @@ BACKENDS = ("nccl", "gloo")
 POLL_S = 0.0005
 GRACE_S = 600.0
 """NCCL's own watchdog ends the process; it is told so many seconds more than our limit."""
-_MEMORY_FIELDS = 8
 
 
 def tensors_of_bytes(items: Iterable[Sequence[Any]]) -> Iterator[tuple[str, Tensor]]:
@@ -177,8 +176,8 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> list[tuple
         raise UpdateError("CUDA IPC needs an engine on a GPU: send the tensors' bytes, or a group.")
     memories = []
     for gpu, *fields in handles["memories"]:
-        if len(fields) != _MEMORY_FIELDS - 1:
-            raise UpdateError(f"a memory has {_MEMORY_FIELDS} fields, and {len(fields) + 1} came.")
+        if len(fields) != 7:
+            raise UpdateError(f"a memory has 8 fields, and {len(fields) + 1} came.")
         try:
             memories.append(torch.UntypedStorage._new_shared_cuda(_gpu(gpu), *fields))
         except (RuntimeError, TypeError, ValueError) as error:
