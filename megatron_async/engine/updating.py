@@ -111,7 +111,7 @@ class Updating:
         self._last, self._last_failure, self._in_place = 0, "", 0
         self._writer: ref[object] | None = None
         self._applying: _Round | None = None
-        self._are_enqueued = self._captures_again = False
+        self._captures_again = False
 
     @property
     def _loop(self) -> _Loop:
@@ -340,7 +340,6 @@ class Updating:
         start = time.perf_counter()
         assert each.stage is not None
         self.epoch += 1
-        self._are_enqueued = False
         each.order, self._applying = (version, policy), each
         try:
             moved = each.stage.commit()
@@ -348,7 +347,7 @@ class Updating:
             self._broke_off(each, error)
             return
         self._captures_again |= moved
-        self._are_enqueued = True
+        each.stage = None  # all of it is enqueued
         aborted, recomputed = self._loop.weight_books.change(version, policy)
         self._finish(each, aborted, recomputed, time.perf_counter() - start)
 
@@ -380,7 +379,7 @@ class Updating:
         self._loop.weight_books.pass_border(NEVER - 1)
         if (each := self._applying) is None or each.order is None:
             return
-        if not self._are_enqueued:
+        if each.stage is not None:
             self._broke_off(each, error)
         else:
             self._loop.weight_books.change(*each.order)
