@@ -111,6 +111,11 @@ class Family:
         """The state of the service."""
         return str((await self.ask("health"))["state"])
 
+    async def checksums(self) -> dict[str, str]:
+        """Sums of all weights, by replica."""
+        told = (await self.ask("weights_check"))["replicas"]
+        return {name: str(each["checksum"]) for name, each in told.items()}
+
     async def abort_all(self) -> int:
         """End all requests; returns how many."""
         return int((await self.ask("abort", all=True))["aborted"])

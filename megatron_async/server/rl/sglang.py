@@ -182,8 +182,7 @@ class SglangPaths(Family):
 
     @path("POST /weights_checker")
     async def _check(self, action: Literal["checksum"] = "checksum") -> dict[str, Any]:
-        told = (await self.ask("weights_check"))["replicas"]
-        sums = {name: str(each["checksum"]) for name, each in told.items()}
+        sums = await self.checksums()
         return _done("Checksums of all weights.") | {"per_engine_checksum": sums}
 
     @path("POST /release_memory_occupation")

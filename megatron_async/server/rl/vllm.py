@@ -86,12 +86,9 @@ class VllmPaths(Family):
     @path("POST /abort_requests", in_turn=False)
     async def _abort(self, request_ids: list[str] | None = None) -> dict[str, Any]:
         """End requests by the ids of their answers; none: all."""
-        if request_ids:
-            done = [await self.ask("abort", label=label) for label in request_ids]
-            aborted = sum(each["aborted"] for each in done)
-        else:
-            aborted = await self.abort_all()
-        return {"status": "aborted", "aborted": aborted}
+        named: list[dict[str, Any]] = [{"label": label} for label in request_ids or ()]
+        done = [await self.ask("abort", **each) for each in named or [{"all": True}]]
+        return {"status": "aborted", "aborted": sum(each["aborted"] for each in done)}
 
     @path("POST /init_weight_transfer_engine")
     async def _init(self, init_info: InitInfo) -> dict[str, Any]:
@@ -147,8 +144,7 @@ class VllmPaths(Family):
         has one for each."""
         if (action == "compare") != (baseline is not None):
             raise Refusal("baseline belongs to compare, and to nothing else.", param="baseline")
-        replicas = (await self.ask("weights_check"))["replicas"]
-        sums = {name: str(told["checksum"]) for name, told in replicas.items()}
+        sums = await self.checksums()
         if baseline is None:
             return {"checksums": sums}
         wrong = sorted(name for name in sums if {sums[name]} != set(baseline.values()))
