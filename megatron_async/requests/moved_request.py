@@ -52,8 +52,9 @@ class MovedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         params.seed, params.num_tokens_total = int(seed[0]), None
         params.num_tokens_to_generate = int(words[Header.MAX_LENGTH]) - len(request.prompt_tokens)
         params.termination_id = -1 if params.termination_id is None else params.termination_id
-        found = None if request.log_probs is None else request.log_probs.state()
-        log_probs, prompt_log_probs = found or (b"", b"")
+        log_probs = prompt_log_probs = b""  # one without tokens begins again
+        if generated and request.log_probs is not None:
+            log_probs, prompt_log_probs = request.log_probs.state()
         return cls(
             prompt=request.prompt_tokens.tolist(),  # sync-ok: NumPy
             text=request.prompt,

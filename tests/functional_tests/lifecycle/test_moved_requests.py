@@ -97,6 +97,19 @@ def test_it_moves_before_its_first_step() -> None:
     assert len(future.result().prompt_log_probs) == len(PROMPTS[1]) - 1
 
 
+def test_half_a_prompt_is_computed_again() -> None:
+    """The other engine's weights may be others. Break `MovedRequest.of`: keep what is there."""
+    first, second = (make_engine(make_model(seed=seed), max_tokens=16) for seed in (0, 3))
+    (wanted,) = second.score([PROMPTS[1]])
+    first.add_request(7, PROMPTS[1], SamplingParams().scoring())
+    first.step_modern()
+    first.step_modern()
+    future = second.import_request(8, first.export_request(7))
+    drain(first)
+    drain(second)
+    assert future.result().prompt_log_probs == pytest.approx(wanted.prompt_log_probs, abs=1e-4)
+
+
 def test_forced_routing_moves() -> None:
     """Break `MovedRequest.read`: leave its bytes as base64."""
     first, second = (make_engine(make_model(EXPERTS), enable_routing_replay=True) for _ in range(2))
