@@ -70,7 +70,7 @@ class Pausing:
         loop, memories = self._loop, self._loop.context.memories
         free, copies = self._checked(free), self._checked(copies)
         if extra := [tag for tag in copies if tag not in free]:
-            raise ConfigurationError(f"copies={extra} is not given back: name it in free too.")
+            raise ConfigurationError(f"copies={extra} is not given back: free it too.")
         if not loop.is_suspended:
             loop.is_suspended = True
             loop.statistics.engine_suspends += 1

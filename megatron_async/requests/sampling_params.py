@@ -32,6 +32,9 @@ NUMBERS_OR_NONE = (
 PLAIN = frozenset({int, float})
 """Python's own types of numbers: the classes of `numbers` take ten times as long to ask, and a
 request's first token waits for some 70 such checks."""
+OF_ANSWERS = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "bad_words", "structured_output",
+)  # fmt: skip
 LARGEST, SMALLEST = sys.float_info.max, 5e-324
 """The largest finite number, and the smallest above 0."""
 REALS = (
@@ -268,12 +271,8 @@ class SamplingParams:
                     f"{name}={getattr(self, name)!r} is not allowed: it must be True or False."
                 )
         if self.is_score and self.logprobs_mode == "processed":
-            depends = {
-                "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1,
-                "bad_words": None, "structured_output": None,
-            }  # fmt: skip
-            for name, off in depends.items():
-                if getattr(self, name) != off:
+            for name in OF_ANSWERS:  # they depend on the tokens before
+                if getattr(self, name) != getattr(SamplingParams, name):
                     raise RequestError(
                         f"{name}={getattr(self, name)!r} is not served with processed log probs of "
                         "a score (num_tokens_to_generate=0): leave it out, or take raw ones."

@@ -13,6 +13,7 @@ may write the blocks: they are launched later, and the compute stream is a total
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,8 +67,7 @@ class RoutingRecorder:
         first = record.num_rows // size
         table = self._view.slots.block_table[slot, first : -(-end // size)]
         rows = slice(record.num_rows - first * size, end - first * size)
-        copy = _Copy(self._device, kept, table, rows)
-        record.add(copy.is_ready, copy.take, end)
+        record.add(*_copied(self._device, kept, table, rows), end)
 
 
 def forced_routing(plan: StepPlan, device: Device) -> Tensor | None:
@@ -83,42 +83,31 @@ def forced_routing(plan: StepPlan, device: Device) -> Tensor | None:
     return forced
 
 
-class _Copy:
-    """Rows of some blocks on their way to the host."""
+def _copied(
+    device: Device, kept: Tensor, table: Tensor, rows: slice
+) -> tuple[Callable[[], bool], Callable[[], Rows]]:
+    """Copy rows of some blocks to the host: whether they are there, and what waits for them."""
+    shape = len(table) * kept.size(1), *kept.shape[2:]
+    host = device.host_buffer(math.prod(shape), kept.dtype).view(shape)
+    gathered, ready, found = device.event(), device.event(), list[Tensor]()
 
-    def __init__(self, device: Device, kept: Tensor, table: Tensor, rows: slice) -> None:
-        self._rows = rows
-        shape = len(table) * kept.size(1), *kept.shape[2:]
-        host = device.host_buffer(math.prod(shape), kept.dtype)
-        self._host: Tensor | None = host.view(shape)
-        self._found: Tensor | None = None
-        self._ready = device.event()
-        gathered = device.event()
-        compute, copy = device.compute, device.copy
-        compute.launch(lambda: self._gather(kept, table))
-        compute.record(gathered)
-        copy.wait(gathered)
-        copy.launch(self._transfer)
-        copy.record(self._ready)
+    def gather() -> None:
+        found.append(kept.index_select(0, table.long()).flatten(0, 1))
 
-    def _gather(self, kept: Tensor, table: Tensor) -> None:
-        self._found = kept.index_select(0, table.long()).flatten(0, 1)
+    def transfer() -> None:
+        source = found.pop()
+        host.copy_(source, non_blocking=True)
+        if source.is_cuda:  # nobody needs it behind the copy
+            source.record_stream(torch.cuda.current_stream(source.device))
 
-    def _transfer(self) -> None:
-        host, found = self._host, self._found
-        assert host is not None, "it was taken before the copy was done"
-        assert found is not None, "the compute stream runs first"
-        host.copy_(found, non_blocking=True)
-        if found.is_cuda:  # nobody needs it behind the copy
-            found.record_stream(torch.cuda.current_stream(found.device))
-        self._found = None
+    def take() -> Rows:
+        ready.wait()
+        taken = host[rows].numpy().copy()  # sync-ok: host memory
+        return taken.view(np.uint16) if taken.dtype == np.int16 else taken
 
-    def is_ready(self) -> bool:
-        return self._ready.query()
-
-    def take(self) -> Rows:
-        self._ready.wait()
-        assert self._host is not None, "rows are taken once"
-        rows = self._host[self._rows].numpy().copy()  # sync-ok: host memory
-        self._host = None
-        return rows.view(np.uint16) if rows.dtype == np.int16 else rows
+    device.compute.launch(gather)
+    device.compute.record(gathered)
+    device.copy.wait(gathered)
+    device.copy.launch(transfer)
+    device.copy.record(ready)
+    return ready.query, take

@@ -98,7 +98,7 @@ def test_it_moves_before_its_first_step() -> None:
 
 
 def test_half_a_prompt_is_computed_again() -> None:
-    """The other engine's weights may be others. Break `MovedRequest.of`: keep what is there."""
+    """The other engine's weights may be others. Break `MovedRequest.of`: keep its rows."""
     first, second = (make_engine(make_model(seed=seed), max_tokens=16) for seed in (0, 3))
     (wanted,) = second.score([PROMPTS[1]])
     first.add_request(7, PROMPTS[1], SamplingParams().scoring())
