@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from megatron_async.errors import JobFailed, WrongThread
 from megatron_async.interrupts import HeldInterrupts, is_below
+
+BRIEF_S = 0.0005
+"""Seconds between two looks at brief work."""
 
 
 class EngineThread:
@@ -21,12 +25,16 @@ class EngineThread:
         self._locks: list[threading.Lock] = []
         """One for each `with` that is entered, in any order: the thread is at work while one of
         them is locked."""
+        self._brief = threading.Lock()
+        """That of work which ends by itself, soon: other threads wait for it."""
 
     def check(self) -> None:
         """Raise WrongThread if another thread is at work."""
         owner = self._owner
         if owner is None or owner is threading.current_thread():
             return
+        while self._brief.locked():
+            time.sleep(BRIEF_S)
         if any(lock.locked() for lock in self._locks):
             raise WrongThread(
                 f"this engine is at work on thread {owner.name!r} and was called on thread "
@@ -35,8 +43,9 @@ class EngineThread:
                 "that thread's event loop."
             )
 
-    def works(self) -> threading.Lock:
-        """`with` what this returns, this thread is at work; it may be so within itself.
+    def works(self, is_brief: bool = False) -> threading.Lock:
+        """`with` what this returns, this thread is at work; it may be so within itself. If that
+        `is_brief`, other threads wait for its end.
 
         No bytecode is run when a lock's `with` begins and ends. A method in Python could be cut
         short by Ctrl-C where it begins, and the engine would have this thread for ever.
@@ -49,6 +58,8 @@ class EngineThread:
             self.check()
             self._owner = thread
         self._locks = [each for each in self._locks if each.locked()] + [lock]
+        if is_brief:
+            self._brief = lock
         return lock
 
 

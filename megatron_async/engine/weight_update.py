@@ -159,7 +159,7 @@ def _drive(engine: _Engine, done: Future[UpdateDone]) -> None:
     loop = engine.loop
     while not done.done():
         try:
-            with engine.thread.works(), loop.giving_up():
+            with engine.thread.works(is_brief=True), loop.giving_up():
                 loop.tend_updates()
             if not done.done():
                 engine.take_back(engine.step_modern())

@@ -272,6 +272,24 @@ def test_a_thread_beside_the_one_that_serves():
     assert [version for version, *_ in found[0].weight_versions] == [None, "b"]
 
 
+def test_a_thread_that_generates_waits_for_one_that_commits():
+    """Between two calls of `generate` the trainer's thread is at work in the engine."""
+    engine, found = make_engine(make_model()), []
+    tend = engine.loop.tend_updates
+    other = threading.Thread(target=lambda: found.append(said(engine)))
+
+    def slow() -> bool:
+        if other.ident is None:
+            other.start()
+            other.join(0.05)
+        return tend()
+
+    engine.loop.tend_updates = slow  # type: ignore[method-assign]
+    engine.update_weights(trained(5), "b", **NAMES)
+    other.join(PATIENCE_S)
+    assert found == [said(fresh(5))]
+
+
 def test_every_rank_makes_the_same_calls():
     """In one process, on two threads; a tensor is wrong on one of the ranks, then on the other."""
     channel = MemoryChannel()
