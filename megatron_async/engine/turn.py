@@ -26,7 +26,7 @@ class EngineThread:
         """One for each `with` that is entered, in any order: the thread is at work while one of
         them is locked."""
         self._brief = threading.Lock()
-        """That of work which ends by itself, soon: other threads wait for it."""
+        """The lock of work that ends by itself, soon: other threads wait for it."""
 
     def check(self) -> None:
         """Raise WrongThread if another thread is at work."""
