@@ -91,23 +91,24 @@ def _copied(
     host = device.host_buffer(math.prod(shape), kept.dtype).view(shape)
     gathered, ready, found = device.event(), device.event(), list[Tensor]()
 
-    def gather() -> None:
-        found.append(kept.index_select(0, table.long()).flatten(0, 1))
-
-    def transfer() -> None:
-        source = found.pop()
-        host.copy_(source, non_blocking=True)
-        if source.is_cuda:  # nobody needs it behind the copy
-            source.record_stream(torch.cuda.current_stream(source.device))
-
     def take() -> Rows:
         ready.wait()
         taken = host[rows].numpy().copy()  # sync-ok: host memory
         return taken.view(np.uint16) if taken.dtype == np.int16 else taken
 
-    device.compute.launch(gather)
+    device.compute.launch(lambda: found.append(_gather(kept, table)))
     device.compute.record(gathered)
     device.copy.wait(gathered)
-    device.copy.launch(transfer)
+    device.copy.launch(lambda: _send(found.pop(), host))
     device.copy.record(ready)
     return ready.query, take
+
+
+def _gather(kept: Tensor, table: Tensor) -> Tensor:
+    return kept.index_select(0, table.long()).flatten(0, 1)
+
+
+def _send(source: Tensor, host: Tensor) -> None:
+    host.copy_(source, non_blocking=True)
+    if source.is_cuda:  # nobody needs it behind the copy
+        source.record_stream(torch.cuda.current_stream(source.device))

@@ -1,7 +1,6 @@
 """Bugs of the kinds that async engines have, planted one at a time to see that they are found."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -398,31 +397,21 @@ def routing_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def routing_of_another_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of a record are those of the block that the slot's last owner began with."""
-    gather, first = routing_recorder._Copy._gather, dict[int, torch.Tensor]()
+    gather, first = routing_recorder._gather, dict[int, torch.Tensor]()
 
-    def gather_for_the_last_owner(copy: Any, kept: Any, table: Any) -> None:
+    def gather_for_the_last_owner(kept: Any, table: Any) -> Any:
         last = first.get(table.data_ptr(), table[:1])
         first[table.data_ptr()] = table[:1].clone()
-        gather(copy, kept, torch.cat((last, table[1:])))
+        return gather(kept, torch.cat((last, table[1:])))
 
-    monkeypatch.setattr(routing_recorder._Copy, "_gather", gather_for_the_last_owner)
+    monkeypatch.setattr(routing_recorder, "_gather", gather_for_the_last_owner)
 
 
 def routing_is_gathered_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are read on the copy stream, when later steps may have written them."""
-    transfer = routing_recorder._Copy._transfer
-
-    def gather_and_transfer(copy: Any) -> None:
-        copy._gather_late()
-        transfer(copy)
-
-    gather = routing_recorder._Copy._gather
-
-    def remember(copy: Any, *arguments: Any) -> None:
-        copy._gather_late = partial(gather, copy, *arguments)
-
-    monkeypatch.setattr(routing_recorder._Copy, "_gather", remember)
-    monkeypatch.setattr(routing_recorder._Copy, "_transfer", gather_and_transfer)
+    gather, send = routing_recorder._gather, routing_recorder._send
+    monkeypatch.setattr(routing_recorder, "_gather", lambda kept, table: (kept, table))
+    monkeypatch.setattr(routing_recorder, "_send", lambda blocks, host: send(gather(*blocks), host))
 
 
 def a_version_one_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
