@@ -287,9 +287,9 @@ def test_a_grammar_refuses_what_it_could_not_have_said() -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_a_stale_request_ends_with_what_it_has(make_tiny_engine, lookahead, policy) -> None:
+def test_a_stale_request_ends_with_what_it_has(lookahead: int, policy: str) -> None:
     """Updates count from a request's first token on. Break `_begin_again`: count none."""
-    engine = make_tiny_engine(lookahead=lookahead)
+    engine = make_engine(make_model(), lookahead=lookahead)
     weights = dict(make_model(seed=3).named_parameters())
     futures = [
         engine.add_request(lag, PROMPTS[0], greedy(30, max_version_lag=lag)) for lag in range(3)
@@ -310,7 +310,7 @@ def test_a_stale_request_ends_with_what_it_has(make_tiny_engine, lookahead, poli
     engine.add_request(7, PROMPTS[0], greedy(30, max_version_lag=0))
     step(engine, 4)
     data = engine.export_request(7)
-    other = make_tiny_engine()
+    other = make_engine(make_model())
     stale = other.import_request(7, data).result()
     drain(other)
     assert (stale.finish_reason, stale.generated_tokens) == ("stale", data["generated"])
