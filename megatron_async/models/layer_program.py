@@ -115,6 +115,7 @@ class NotedView:
     the recurrent layer that runs."""
 
     dummy_place = 0
+    routing = None
     channels = 0
 
     def __init__(self, config: Any, dims: BatchDimensions, ops: NotedOps) -> None:

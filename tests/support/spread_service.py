@@ -122,7 +122,7 @@ async def _serve(engine: DynamicInferenceEngine) -> dict[str, Any]:
     await stop(engine, client)
     assert engine.engine_loop_task is not None
     await engine.engine_loop_task
-    return {"answers": answers, "states": seen, "epoch": engine.book.epoch}
+    return {"answers": answers, "states": seen, "epoch": engine.weight_version}
 
 
 def serve_and_lose(folder: str, sizes: ParallelSizes) -> dict[str, Any]:
