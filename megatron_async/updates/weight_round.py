@@ -119,6 +119,7 @@ class WeightRound:
                 raise UpdateError(f"{option}={value!r} is unknown: use one of {each}.")
         self._architecture, self._device, self._refresh = architecture, device, refresh
         self._partial, self._selector, self._checks_finite = partial, selector, checks_finite
+        self._given = names
         self._shard, self._names = shard, Names(names, architecture, shard)
         if selector == "draft" and not shard.with_mtp:
             raise UpdateError(
@@ -197,10 +198,11 @@ class WeightRound:
         path = Path(folder)
         if not path.is_dir():
             raise UpdateError(f"folder {str(folder)!r}: no such folder.")
-        if self.plan.staging == "direct" or self._selector == "draft":
+        if self.plan.staging == "direct" or self._selector == "draft" or self._given != "auto":
             raise UpdateError(
-                f"folder {str(folder)!r}: cannot be read with staging={self.plan.staging!r} and "
-                f"selector={self._selector!r}: use staging 'device' or 'host', and no selector."
+                f"folder {str(folder)!r}: cannot be read with staging={self.plan.staging!r}, "
+                f"selector={self._selector!r} and names={self._given!r}: use staging 'device' or "
+                "'host', and neither selector nor names, as a folder's format tells its names."
             )
         try:
             source = open_model(path)

@@ -94,7 +94,7 @@ class SamplingSeed:
         self._settings = settings
 
     def manual_seed(self, seed: int) -> SamplingSeed:
-        """Seed requests that are added from now on; returns the generator, as torch does."""
+        """Seed the requests that are added after the call; gives the generator, as torch does."""
         self._settings.inference_sampling_seed = int(seed)
         return self
 

@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[int], AttentionModel]] = {
     kind.__name__: kind for kind in (AttentionModel, *HYBRID_MODELS)
 }
 SEEDS = (0, 5, 7)
-"""Seeds of the weights; an engine begins with the first."""
+"""By which weights are drawn; an engine begins with the first."""
 FIRST = "0.0"
 """Versions are the index of a seed, and a label."""
 

@@ -27,7 +27,7 @@ class Fleet(Service):
         return [m for m in self.take(name) if isinstance(m, Do)]
 
     def does(self, what: str, *names: str, value: Any = None, failure: Any = None) -> None:
-        """These replicas were told this alone, and do it."""
+        """The replicas of `names` were told this alone, and do it."""
         for name in names:
             (do,) = self.told(name)
             assert do.what == f"weights_{what}"

@@ -387,5 +387,7 @@ def test_a_folder(to: str, begin, device, tmp_path) -> None:
     with pytest.raises(UpdateError):
         new.load_folder(tmp_path / "new")
     assert all((each == 7).all() for each in old.values())
-    with pytest.raises(UpdateError, match="staging='direct'"):
-        begin(staging="direct")[1].load_folder(tmp_path / "new")
+    for settings in ({"staging": "direct"}, {"names": "huggingface"}):
+        ((name, value),) = settings.items()
+        with pytest.raises(UpdateError, match=f"cannot be read with .*{name}='{value}'"):
+            begin(**settings)[1].load_folder(tmp_path / "new")
