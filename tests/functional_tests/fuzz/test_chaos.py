@@ -43,7 +43,8 @@ def test_chaos_finds_a_planted_bug(tiny_model, make_tiny_engine, monkeypatch, pl
     for seed in range(30):
         try:
             found += wrong_results(tiny_model, serial_engine, seed, Counter())
-        except AssertionError as error:  # the integrity check was faster
+        except (AssertionError, RuntimeError) as error:
+            # The integrity check was faster, or the device met an index of the torn bookkeeping.
             found.append(str(error))
         if found:
             break
