@@ -129,10 +129,14 @@ class Device(ABC):
         """Bytes that are taken on the device and not given back on demand; 0 where nobody asks."""
         return 0
 
-    def trim(self) -> None:
+    def release_unused(self) -> None:
         """Give memory that nothing uses back to the system. Nothing to do where freed memory goes
         back by itself."""
         return
+
+    def trim(self) -> None:
+        """The same, and memory that graphs used, of which none is left."""
+        self.release_unused()
 
     def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:
         """Memory whose addresses stay while it is given back; `is_shared`: it has file descriptors.
@@ -171,7 +175,11 @@ class Device(ABC):
         return event
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Capture `work`, which has run before, as a graph on the compute stream; waits for it.
+        """Capture `work` as a graph on the compute stream.
+
+        Work of this kind has run before: memory that is made and filled at the first use of a
+        library would be filled by this graph's replays alone. Kernels may be new; they are compiled
+        and loaded meanwhile.
 
         Raises:
             RuntimeError: the device captures no graphs (`captures_graphs` is False).

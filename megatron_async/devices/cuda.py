@@ -123,12 +123,15 @@ class CudaDevice(Device):
         )
         return free + unused
 
-    def trim(self) -> None:
-        self._graph_pool = None  # other engines' graphs keep the old one
+    def release_unused(self) -> None:
         torch.cuda.empty_cache()
 
+    def trim(self) -> None:
+        self._graph_pool = None  # other engines' graphs keep the old one
+        self.release_unused()
+
     def memory_in_use(self) -> int:
-        torch.cuda.empty_cache()
+        self.release_unused()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
 
@@ -140,14 +143,15 @@ class CudaDevice(Device):
             self._graph_pool = torch.cuda.graph_pool_handle()
             self._pool_graphs = WeakSet()
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": NCCL's watchdog thread asks for events of its own meanwhile.
-        with torch.cuda.graph(
-            graph,
-            pool=self._graph_pool,
-            stream=self.compute.stream,
-            capture_error_mode="thread_local",
-        ):
-            work()
+        # torch's own context manager, `torch.cuda.graph`, also waits for the device and gives its
+        # unused memory back, at each of hundreds of graphs. "relaxed": a kernel that is new is
+        # loaded meanwhile, and NCCL's watchdog thread asks for events of its own.
+        with self.compute.stream:
+            graph.capture_begin(pool=self._graph_pool, capture_error_mode="relaxed")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         self._pool_graphs.add(graph)
         return graph
 

@@ -129,6 +129,7 @@ class StepGraphs:
         own = (SamplingMode.SOFTMAX,) if without_gather else ()
         self._modes = tuple(sorted((*CAPTURED_MODES, *own)))
         self._graphs: dict[tuple[tuple[int, int, int], SamplingMode], Graph] = {}
+        self._kinds_run: set[tuple[bool, bool, int, SamplingMode]] = set()
         self.bytes = 0
 
     @property
@@ -192,10 +193,15 @@ class StepGraphs:
         before = self._device.memory_in_use()
         jobs = [(dims, mode) for dims in shapes for mode in self._modes_of(dims)]
         for dims, mode in _bar(jobs, "capturing steps", progress):
-            prepare(dims)
-            # Once eagerly: kernels are compiled and libraries make their workspaces.
             work = partial(step, dims, mode)
-            self._device.compute.launch(work)
+            kind = dims.decode_rows > 0, dims.prefill_tokens > 0, dims.width, mode
+            if kind not in self._kinds_run:
+                # Once eagerly: libraries make their workspaces, of the largest size first. Kernels
+                # that a smaller shape alone has are compiled and loaded while it is captured.
+                prepare(dims)
+                self._device.compute.launch(work)
+                self._device.release_unused()
+                self._kinds_run.add(kind)
             self._graphs[dims.graph_key, mode] = self._device.capture(work)
             # Alive until here, so that nothing else in the graph takes its memory.
             if mode == SamplingMode.PROCESSED and (found := hidden()) is not None:

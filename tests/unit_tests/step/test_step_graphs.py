@@ -117,6 +117,28 @@ def test_a_fast_host_captures_none() -> None:
     assert not shapes.mixed_sizes
 
 
+def test_one_step_of_a_kind_runs_before_its_graphs_are_captured(device: SlowToLaunch) -> None:
+    """Decode steps, prompts alone, and both; each in three modes, of the most tokens. A second
+    capture, behind a suspension, runs none.
+
+    Break it: forget a kind.
+    """
+    graphs, shapes, ran, prepared = StepGraphs(device), shapes_of(64, 128), [], []
+
+    def step(dims: BatchDimensions, mode: SamplingMode) -> None:
+        ran.append((dims.decode_rows, dims.prefill_tokens, mode))
+
+    for _ in range(2):
+        graphs.capture(shapes.all_shapes(), prepared.append, step, progress=False)
+        graphs.clear()
+    done = device.event()
+    device.compute.record(done)
+    done.wait()
+    kinds = [(rows, tokens) for rows, tokens in ((4, 128), (0, 128), (4, 0))]
+    assert sorted(ran) == sorted((*kind, mode) for kind in kinds for mode in CAPTURED_MODES)
+    assert [(d.decode_rows, d.prefill_tokens) for d in prepared] == [each[:2] for each in ran]
+
+
 def test_short_mixed_steps_are_found_by_replays() -> None:
     """64 tokens take 5 ms, 80 take 6, 256 take 17: more than 1.8 times as long."""
     graphs, shapes, prepared = StepGraphs(SlowToLaunch()), shapes_of(64, 80, 256), []
