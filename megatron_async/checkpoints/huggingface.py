@@ -33,6 +33,7 @@ from megatron_async.checkpoints.source import (
     total_bytes,
 )
 from megatron_async.checkpoints.tensor_files import INDEX, SINGLE, TensorFiles, has_weights
+from megatron_async.checkpoints.upload import upload
 from megatron_async.json_objects import write_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.rotary import described_frequencies
@@ -194,7 +195,7 @@ class HuggingFaceSource(NamedTensorSource):
         except (SafetensorError, OSError) as error:
             path = self._files.file_of[stored]
             raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
-        return tensor.to(device)
+        return upload(tensor, device)
 
     @override
     def check_stored(self, with_mtp: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, override
 
@@ -31,6 +32,8 @@ STACKED_EXPERTS = (".experts.gate_up_proj", ".experts.up_proj")
 """Ends of names of tensors that hold all experts."""
 MODULE_NAMES = (*STACKED_EXPERTS, "model.norm_f.weight")
 """Ends of names that only transformers' modules have."""
+READERS = 4
+"""Threads that read weights for a GPU, each from the page cache to pinned memory."""
 MTP_REMEDY = (
     "use speculative_method='ngram', which needs no weights, or none (to convert the model, use "
     "--no-mtp)"
@@ -198,20 +201,30 @@ class NamedTensorSource(ModelSource):
         stacked = self.has_stacked_experts, shard.with_mtp and self._has_stacked_mtp
         wanted = list(weights(self.architecture, shard, *stacked))
         parameters = model_parameters(tensors, wanted)
-        with byte_bar(total_bytes(parameters), progress) as bar:
+        is_cuda = any(parameter.is_cuda for parameter in parameters.values())
+        with (
+            byte_bar(total_bytes(parameters), progress) as bar,
+            ThreadPoolExecutor(READERS) as pool,
+        ):
+            pieces = []
             for weight in wanted:
-                parameter = parameters[weight.name]
-                clear_padding(weight, parameter)
-                # Each part goes to the device as it is stored; there it is converted and put in
-                # its place. On the host nothing is joined, converted or copied.
-                for name, region, place in weight.pieces(parameter):
-                    if place.numel() and weight.scale == 1 and not weight.offset:
-                        self.fill(place, name, region)
-                    elif place.numel():
-                        values = self.read_tensor(name, region, place.device).float()
-                        values = values * weight.scale + weight.offset
-                        place.copy_(values.view(place.shape))
-                    bar.update(place.nbytes)
+                clear_padding(weight, parameters[weight.name])
+                pieces += [(weight, *piece) for piece in weight.pieces(parameters[weight.name])]
+            # What one piece raises ends the others: `map` cancels those that have not begun.
+            for done in (pool.map if is_cuda else map)(self._fill_piece, pieces):
+                bar.update(done)
+
+    def _fill_piece(self, piece: tuple[Weight, str, Region, Tensor]) -> int:
+        """Read a piece of a weight into its place, and count its bytes. It goes to the device as it
+        is stored; there it is converted. On the host nothing is joined or converted."""
+        weight, name, region, place = piece
+        if place.numel() and weight.scale == 1 and not weight.offset:
+            self.fill(place, name, region)
+        elif place.numel():
+            values = self.read_tensor(name, region, place.device).float()
+            values = values * weight.scale + weight.offset
+            place.copy_(values.view(place.shape))
+        return place.nbytes
 
 
 def _are_modules(names: Iterable[str]) -> bool:
