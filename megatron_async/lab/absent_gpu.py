@@ -107,7 +107,8 @@ class _AbsentDevice(VirtualDevice):
 
     @override
     def capture(self, work: Callable[[], None]) -> Graph:
-        return SimpleNamespace(replay=lambda: None)  # it has run before, eagerly
+        self.compute.launch(work)  # its launches are noted
+        return SimpleNamespace(replay=lambda: None)
 
 
 class _AbsentTensor(Tensor):
