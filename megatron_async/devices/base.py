@@ -135,7 +135,7 @@ class Device(ABC):
         return
 
     def trim(self) -> None:
-        """The same, and memory that graphs used, of which none is left."""
+        """Release unused memory, and what graphs used, of which none is left."""
         self.release_unused()
 
     def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:
