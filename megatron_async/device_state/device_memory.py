@@ -217,20 +217,15 @@ def _routing_shape(model: Any) -> RoutingShape:
     """What a routing record holds of a token.
 
     Raises:
-        ConfigurationError: there are no experts, or a part of the layers is on other ranks.
+        ConfigurationError: there are no experts.
     """
-    if stage_of(model).count > 1:
-        raise ConfigurationError(
-            "enable_routing_replay=True is not served with pipeline stages, each of which would "
-            "have a part of the record: use pipeline_model_parallel_size=1 (tensor_ and "
-            "expert_model_parallel_size are served), or leave enable_routing_replay out."
-        )
-    if not (layers := routed_layers(model)):
+    if not any(layers := routed_layers(model)):
         raise ConfigurationError(
             "enable_routing_replay=True (moe_enable_routing_replay of Megatron's model), but the "
             "model has no layers with experts: leave it out."
         )
-    return RoutingShape(layers, model.moe_router_topk, model.num_moe_experts)
+    here = layers[stage_of(model).index]
+    return RoutingShape(here, model.moe_router_topk, model.num_moe_experts)
 
 
 def draft_depths(model: Any, config: InferenceConfig) -> int:

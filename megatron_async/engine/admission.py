@@ -231,6 +231,8 @@ class Admission:
     ) -> None:
         """End an unfinished request, wherever it is; with an error, it fails."""
         request_id = request.request_id
+        if self._controller.stage.returns_samples:
+            request.routing = None  # or it would be shared before other stages know of the end
         if self._requests.compiling.pop(request_id, None) is None:
             self._loop.group.aborted(request_id)
             for listener in self._loop.listeners:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from megatron_async.errors import PoolTooSmall, PromptTooLong, RequestError, SequenceTooLong
 from megatron_async.models.partition import routed_layers
-from megatron_async.models.pipeline import stage_of
 from megatron_async.planning.admission import MAX_PRIORITY
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.requests.inference_request import DynamicInferenceRequest
@@ -141,10 +140,9 @@ def check_forced_routing(
     given = params.forced_routing
     if given is None:
         return None
-    if not (layers := routed_layers(model)) or stage_of(model).count > 1:
+    if not (layers := sum(routed_layers(model))):
         raise RequestError(
-            "forced_routing is for models that have layers with experts, all on one pipeline "
-            "stage: leave it None."
+            "forced_routing is for models that have layers with experts: leave it None."
         )
     topk, experts = model.moe_router_topk, model.num_moe_experts
     try:

@@ -42,17 +42,18 @@ def recurrent_sizes(model: Any, kinds: str) -> list[RecurrentSizes]:
     return [SIZES_OF[kind].of(model).of_rank(ranks) for kind in kinds]
 
 
-def routed_layers(model: Any) -> int:
-    """Layers with experts on this pipeline stage, without those of multi-token prediction, by
+def routed_layers(model: Any) -> list[int]:
+    """Layers with experts on each pipeline stage, without those of multi-token prediction, by
     Megatron's `TransformerConfig`."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
     if not model.num_moe_experts:
-        return 0
-    if getattr(model, "hybrid_layer_pattern", None) is not None:
-        return stage_of(model).pattern.count(EXPERTS)
+        return [0] * stage_of(model).count
+    if pattern is not None:
+        return [part.count(EXPERTS) for part in pattern.split("|")]
     spacing = model.moe_layer_freq
     if isinstance(spacing, int):
-        return len(range(0, model.num_layers, spacing))
-    return sum(map(bool, spacing))
+        return [len(range(0, model.num_layers, spacing))]
+    return [sum(map(bool, spacing))]
 
 
 def mtp_kv_layers(model: Any) -> int:

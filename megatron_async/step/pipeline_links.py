@@ -77,4 +77,8 @@ class PipelineLinks:
 
     def share_samples(self, words: Tensor) -> None:
         """From the last stage to all others, in place; work of the copy stream."""
-        dist.broadcast(words, group=self._samples, group_src=self._count - 1)
+        self.share(words, self._count - 1)
+
+    def share(self, tensor: Tensor, stage: int) -> None:
+        """From a stage to all others, in place; work of the copy stream."""
+        dist.broadcast(tensor, group=self._samples, group_src=stage)

@@ -21,6 +21,7 @@ from megatron_async.device_state.bookkeeping_layout import BookkeepingLayout
 from megatron_async.devices import Event
 from megatron_async.errors import ConfigurationError, StageFailed
 from megatron_async.models.parallel_state import ensure_process_groups
+from megatron_async.models.partition import routed_layers
 from megatron_async.models.pipeline import stage_of
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.planning.step_plan import IntArray, StepPlan
@@ -79,6 +80,11 @@ class PipelineStage:
             part: rows of an entry that were sampled separately; None: all other rows.
         """
         return
+
+    def whole_record(self, rows: Tensor) -> Tensor:
+        """Rows of a routing record, `[positions, layers, topk]`, with the layers of all stages;
+        work of the copy stream, on every stage at the same place of the log."""
+        return rows
 
     def finish(self, plan: StepPlan, prompt: PromptEntry) -> None:
         """Take part in the remaining messages of a step whose launch failed here."""
@@ -281,6 +287,16 @@ class LinkedStage(PipelineStage):
             places, slots = part[0].rows_and_slots(part[1])
             found = found.index_select(0, places)
         view.slots.store(found, slots)
+
+    @override
+    def whole_record(self, rows: Tensor) -> Tensor:
+        layers = routed_layers(self._context.model_config)
+        parts = [rows.new_empty(len(rows), count, rows.size(2)) for count in layers]
+        parts[self._number - 1] = rows
+        for stage, part in enumerate(parts):
+            if layers[stage]:
+                self._links.share(part.view(torch.uint8), stage)  # no link takes int16
+        return torch.cat(parts, 1)
 
     def _micro_batch(self, plan: StepPlan) -> int:
         return int(plan.slots[0]) % self._context.slots.num_micro_batches

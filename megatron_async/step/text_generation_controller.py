@@ -158,7 +158,9 @@ class TextGenerationController(NamesOfMegatron):
         ]
         self.stage = make_stage(self.context, self.sampler.log_probs)
         self.drafting = self._make_drafting(drafter)
-        self.routing = RoutingRecorder(self.context) if config.enable_routing_replay else None
+        self.routing = None
+        if config.enable_routing_replay:
+            self.routing = RoutingRecorder(self.context, self.stage)
         self.graphs = StepGraphs(self.device, without_gather=shard is not None)
         self.capture_report: CaptureReport | None = None
         self.device.fence()
@@ -293,7 +295,7 @@ class TextGenerationController(NamesOfMegatron):
             if graph is not None:
                 graph.replay()
             else:
-                forced = forced_routing(plan, self.device)
+                forced = forced_routing(plan, self.context.model_config, self.device)
                 self._compute_step(plan.dims, plan.sampling_mode, plan.step, forced)
             if plan.features.num_prompt_log_probs and self.stage.is_last:
                 hidden = (

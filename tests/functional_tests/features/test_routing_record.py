@@ -20,6 +20,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.moe import TopKRouter
 from megatron_async.ops.experts.expert_routing import Routing
+from megatron_async.step.routing_recorder import RoutingRecorder
 from tests.support.attention_model import AttentionModel
 from tests.support.capturing_cpu import CapturingCpu
 from tests.support.compat_models import engine_of, gpt_model, logits_of
@@ -291,10 +292,6 @@ def test_no_record_is_kept_unless_asked_for(model):
 def test_what_cannot_be_recorded_is_refused():
     with pytest.raises(ConfigurationError, match="no layers with experts: leave it out"):
         make_engine(make_model(), **RECORDS)
-    config = make_model(EXPERTS).config
-    config.hybrid_layer_pattern = "*E|*E"
-    with pytest.raises(ConfigurationError, match="not served with pipeline stages"):
-        make_engine(type("Model", (), {"config": config})(), **RECORDS)
 
 
 # ---- Forced routing -----------------------------------------------------------------------------
@@ -429,6 +426,9 @@ def records_of(numbers: tuple[int, ...], **sizes: Any) -> list[list[Any]]:
         return [request.routing_indices.tolist() for request in answers]
 
 
+STAGES = {"pipeline_model_parallel_size": 2}
+
+
 def _on_ranks(sizes: dict[str, Any], work: tuple[tuple[int, ...], ...]) -> list[list[Any]]:
     return records_of(work[int(os.environ["RANK"]) % len(work)], **sizes)
 
@@ -439,8 +439,18 @@ def _on_ranks(sizes: dict[str, Any], work: tuple[tuple[int, ...], ...]) -> list[
         ({"expert_model_parallel_size": 2}, ((0, 1), (2, 3))),
         ({"tensor_model_parallel_size": 2}, ((0, 1, 2, 3),)),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, ((0, 1, 2, 3),)),
+        (STAGES, ((0, 1, 2, 3),)),
+        (
+            {
+                **STAGES,
+                "num_kv_blocks": 9,
+                "speculative_method": "ngram",
+                "num_speculative_tokens": 2,
+            },
+            ((0, 1, 2, 3),),
+        ),
     ],
-    ids=["experts", "tensors", "sequence"],
+    ids=["experts", "tensors", "sequence", "stages", "stages, evicted, drafted"],
 )
 def test_ranks_record_what_one_rank_does(sizes, work):
     alone = records_of((0, 1, 2, 3))
@@ -451,6 +461,26 @@ def test_ranks_record_what_one_rank_does(sizes, work):
         wanted = [*(alone[number] for number in numbers), alone[-1]]
         assert records == (wanted if leads else [])
     assert alone[-1][:16] == FORCED.forced_routing.tolist()
+
+
+def test_a_stage_whose_rows_are_late_is_found():
+    found = run_ranks(2, _late_stage)[0]
+    assert found != records_of((0, 1))
+    assert [list(map(len, record)) for record in found[0]] == [[2, 2]] * len(found[0])
+
+
+def _late_stage() -> list[list[Any]]:
+    """The planted bug: stage 1 writes each step's rows behind the next step."""
+    late: list[Any] = []
+
+    def store(recorder: RoutingRecorder, view: Any) -> None:
+        late.append((torch.stack(view.routing.experts), view.step.write_index.clone()))
+        if len(late) > 1:
+            view.ops.keep_routing(*late.pop(0), view.kv_cache.block_routing.flatten(0, 1))
+
+    if os.environ["RANK"] == "1":
+        RoutingRecorder.store = store
+    return records_of((0, 1), **STAGES)
 
 
 # ---- Megatron's replay ------------------------------------------------------------------------
