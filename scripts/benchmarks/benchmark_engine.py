@@ -20,6 +20,7 @@ LOADS = {
     "mixed": "decode rows beside prompts: step time by tokens",
     "prefill": "time to first token of one prompt",
     "prefix-cache": "prompts that share tokens, and prompts that do not",
+    "updates": "new weights while requests decode: the longest gap between tokens",
     "pipeline": "how busy each stage of a pipeline is (torchrun)",
 }
 """Loads, each a module of `engine_loads` (with "_" for "-") whose `main` takes its options."""

@@ -150,3 +150,16 @@ def test_a_prefix_cache_is_measured(tmp_path):
     assert 140 <= second["computed"] <= 140 + 256
     assert unique["ratio"] > 0
     assert snapshots["snapshots"] == 3  # two prompts, and one of them at 256 too
+
+
+def test_updates(tmp_path):
+    """All ways are told, and what is told of one fits together."""
+    options = ("--batch-sizes", 2, "--rounds", 2, "--most-steps", 400)
+    record = run_script("benchmark_engine", tmp_path, "updates", *TINY, *options)
+    rows = record["figures"]
+    assert [row["way"] for row in rows] == ["direct", "device", "host"]
+    for row in rows:
+        assert row["bytes"] == rows[0]["bytes"] > 0
+        assert 0 < row["host"] <= row["round"]
+        assert row["longest_gap"] >= row["gap"] == pytest.approx(row["step"] + row["added"])
+        assert row["ratio"] == pytest.approx(row["added"] / row["floor"])
