@@ -53,6 +53,7 @@ class Wants(NamedTuple):
         split: partial sums may be returned.
         bias: one is added.
         adapter: the name of a small product beside this one, of the same input.
+        invariant: the bits of a row may not depend on the number of rows.
     """
 
     rows: int
@@ -64,6 +65,7 @@ class Wants(NamedTuple):
     split: bool = False
     bias: bool = False
     adapter: str | None = None
+    invariant: bool = False
 
 
 class Problem(NamedTuple):
@@ -74,6 +76,7 @@ class Problem(NamedTuple):
         split: the caller takes partial sums.
         norm: the kernel computes the norm too, if it can.
         aligned: rows of both begin at multiples of 16 bytes, as the copy engine wants it.
+        invariant: the inputs are added up in one order for any number of rows.
     """
 
     rows: int
@@ -84,6 +87,7 @@ class Problem(NamedTuple):
     split: bool
     norm: bool
     aligned: bool
+    invariant: bool = False
 
     @property
     def itemsize(self) -> int:

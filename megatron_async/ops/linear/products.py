@@ -59,6 +59,10 @@ TORCH = replace(CUBLAS, name="torch")
 """What multiplies on a CPU."""
 PRODUCTS = (RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, TILE)
 """In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
+INVARIANT = (WARPGROUP, STREAMED, TILE)
+"""The kernels that are asked with `Wants.invariant`. Each adds up 16 inputs at a time along all
+inputs, in order, whatever its tiles: `mma.sync` of 16 and 32 rows, `wgmma` of 64 weights or rows.
+"""
 
 
 class WeightShape(NamedTuple):
@@ -101,6 +105,8 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
     No kernel is passed over for a want: the kernel is the one that multiplies fastest, and a want
     that it does not serve is dropped, to become a kernel of its own, in this order:
 
+    0. with `invariant`: all that changes a rounding, or that some of the kernels do not serve; that
+       leaves the bias;
     1. with a bias: the activation, partial sums, and the sum with the residual stream;
     2. with an activation, or heads that are rotated: partial sums;
     3. of float16 (it would overflow before it is divided) and of several groups: squares;
@@ -108,8 +114,12 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
     5. what is not `ProductKernel.served`, each for itself: norm, squares, rotation, residual,
        activation, and, as no kernel serves it yet, an adapter.
 
-    The answer to 1 and 2 has a say in the choice of the kernel; that to 3, 4 and 5 has none.
+    The answer to 0, 1 and 2 has a say in the choice of the kernel; that to 3, 4 and 5 has none.
+    `invariant` is met unless cuBLAS multiplies: of float32, of rows that no kernel of ours reads,
+    and on GPUs that were not measured.
     """
+    if wants.invariant:
+        wants = Wants(wants.rows, bias=wants.bias, invariant=True)
     if wants.bias:
         wants = wants._replace(activation="", split=False, residual=False)
     if wants.activation or wants.rotate:
@@ -128,6 +138,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         wants.split,
         wants.norm,
         weight.aligned,
+        wants.invariant,
     )
     kernel, plan = _first(weight, problem)
     served = kernel.served(problem, wants, plan)
@@ -138,14 +149,16 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         residual=wants.residual and "residual" in served,
         activation=wants.activation if "activation" in served else "",
         adapter=wants.adapter if "adapter" in served else None,
+        invariant=wants.invariant and plan is not None,
     )
     return Choice(kernel, plan, met)
 
 
 def _first(weight: WeightShape, problem: Problem) -> tuple[ProductKernel, Any]:
     is_ours = weight.major == MEASURED_MAJOR and problem.rows > 0
+    is_ours &= not problem.invariant or problem.itemsize == 2
     if is_ours and problem.k * problem.itemsize % 16 == 0:
-        for kernel in PRODUCTS:
+        for kernel in INVARIANT if problem.invariant else PRODUCTS:
             plan = kernel.plan(problem)
             if plan is not None:
                 return kernel, plan

@@ -3,6 +3,8 @@
 As `one_row_kernel`, it starts to load its first weights before it waits. A larger product with
 fewer outputs than fill the device is split along its inputs. The next kernel adds the partial sums
 in order (`ops/linear/rms_norm.py`), so that results are the same in every run.
+
+More rows than a block are rows of blocks, for products whose order must not depend on the rows.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ SHARED_MEMORY = 200_000
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Layout of `tile_kernel`: each program takes `block_n` outputs of all rows and one of `splits`
-    shares of the inputs."""
+    """Layout of `tile_kernel`: each program takes `block_n` outputs of `block_m` rows and one of
+    `splits` shares of the inputs."""
 
     block_m: int
     block_n: int
@@ -63,11 +65,20 @@ class TilePlan:
     """Bytes of each weight row's share to prefetch."""
 
 
+LOW_TILES = TilePlan(64, 64, 64, 1, 4, 4, False, 0)
+HIGH_TILES = TilePlan(128, 128, 64, 1, 8, 3, False, 0)
+"""Tiles of more than `MAX_ROWS` rows, where cuBLAS may not multiply; not measured."""
+HIGH_FROM = PROCESSORS * 128 * 128
+"""Fewest outputs of all rows that are a high tile for each processor."""
+
+
 def tile_plan(problem: Problem) -> TilePlan | None:
     """The layout of a product that no other kernel takes; None: cuBLAS's."""
     rows, outputs, k, dtype, gated, may_split, *_ = problem
     itemsize = dtype.itemsize
-    if rows > MAX_ROWS or (outputs >= WIDE and k < WHOLE_ROW):
+    if problem.invariant and rows > MAX_ROWS:
+        return HIGH_TILES if rows * outputs >= HIGH_FROM else LOW_TILES
+    if rows > MAX_ROWS or (outputs >= WIDE and k < WHOLE_ROW and not problem.invariant):
         return None
     if itemsize > 2 and rows > MAX_ROWS_FLOAT32:
         return None
@@ -114,15 +125,14 @@ def tile_plan(problem: Problem) -> TilePlan | None:
 def tile_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: TilePlan
 ) -> Tensor:
-    """`product` of at most the plan's rows; partial sums if the plan splits."""
+    """`product` by a given plan; partial sums if it splits."""
     given = Operands(x, weight, bias, activation)
     n, rows = given.outputs, x.size(0)
-    if rows > plan.block_m:
-        raise ValueError(f"tile_product: x has {rows} rows, and the plan is for {plan.block_m}.")
     if plan.splits > 1 and (activation or bias is not None):
         raise ValueError("tile_product: partial sums can have neither bias nor activation.")
     out = new_sums(x, n, plan.splits)
-    tile_kernel[(triton.cdiv(n, plan.block_n), plan.splits)](
+    blocks = triton.cdiv(rows, plan.block_m)
+    tile_kernel[(triton.cdiv(n, plan.block_n), plan.splits, blocks)](
         x,
         weight,
         given.bias,
@@ -137,6 +147,7 @@ def tile_product(
         block_k=plan.block_k,
         **given.constants,
         swap=plan.swap,
+        in_blocks=blocks > 1,
         ahead=plan.ahead,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -163,10 +174,12 @@ def tile_kernel(
     squared: tl.constexpr,
     has_bias: tl.constexpr,
     swap: tl.constexpr,
+    in_blocks: tl.constexpr,
     ahead: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """All rows times `block_n` weight rows, over one share of the inputs, on the matrix units."""
+    """All rows, or a block of them, times `block_n` weight rows, over one share of the inputs, on
+    the matrix units."""
     let_next_start(overlap)
     first = tl.program_id(0) * block_n
     part = tl.program_id(1)
@@ -184,6 +197,8 @@ def tile_kernel(
     line = tl.arange(0, block_n)
     inside = (line < here)[:, None]
     batch = tl.arange(0, block_m)
+    if in_blocks:
+        batch += tl.program_id(2) * block_m
     exists = (batch < rows)[:, None]
     column = tl.arange(0, block_k)
     cell = line[:, None] * k + column[None, :]

@@ -7,6 +7,7 @@ from triton.runtime import interpreter as runtime
 from tests.unit_tests.ops.quicker_interpreter import make_quicker
 from tests.unit_tests.ops.triton_interpreter import (
     INTERPRETED,
+    multiply_as_matrix_units,
     patch_index,
     patch_language_once_a_launch,
 )
@@ -44,6 +45,13 @@ def better_interpreter():
 def device() -> str:
     """Where kernels run: "cpu" in the interpreter, else "cuda"."""
     return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture
+def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of the interpreter add up as those of a GPU."""
+    if INTERPRETED:
+        monkeypatch.setattr(runtime.InterpreterBuilder, "create_dot", multiply_as_matrix_units)
 
 
 @pytest.fixture

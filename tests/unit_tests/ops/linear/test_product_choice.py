@@ -7,6 +7,7 @@ from megatron_async.ops.linear.long_row import LONG_ROW_PROGRAMS, LONG_ROW_REGIS
 from megatron_async.ops.linear.product_kernel import MAX_ROWS, PROCESSORS, Wants
 from megatron_async.ops.linear.products import (
     CUBLAS,
+    INVARIANT,
     WITHOUT_WANTS,
     WeightShape,
     choose,
@@ -189,3 +190,19 @@ def test_many_rows_of_narrow_products():
     assert chosen(256, 4096, 1024) is None
     assert chosen(256, 3072, 1024, gated=True) is None
     assert chosen(256, 1024, 3072, may_split=True) is None
+
+
+@pytest.mark.parametrize("outputs", [100, 576, 4096, 6144, 14336, 128256])
+@pytest.mark.parametrize("k", [64, 576, 2560, 4096, 14336])
+def test_choices_that_do_not_depend_on_rows(outputs, k):
+    """One order of sums: other kernels than `INVARIANT`, and all that rounds elsewhere, are out."""
+    for rows in (1, 2, 9, 16, 17, 64, 65, 128, 129, 768, 8192):
+        wants = Wants(rows, True, 1, True, 64, "swiglu", True, True, "lora", invariant=True)
+        for dtype in (BRAIN, HALF):
+            choice = choose(WeightShape(outputs, k, dtype), wants)
+            assert choice.met == Wants(rows, bias=True, invariant=True)
+            assert choice.kernel in INVARIANT
+            assert choice.plan.splits == 1
+        assert choose(WeightShape(outputs, k, WHOLE), wants).kernel is CUBLAS
+        assert not choose(WeightShape(outputs, k, WHOLE), wants).met.invariant
+    assert not choose(WeightShape(outputs, k, BRAIN, major=8), wants).met.invariant

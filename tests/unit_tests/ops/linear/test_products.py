@@ -391,3 +391,40 @@ def test_one_row_with_norm(k, block_k, with_residual, activation, dtype, device)
     one_program = Stream(x, residual, norm, 1e-5)
     one_row_product(one_program, weight[:3], None, "", plan)
     assert torch.equal(one_program.total, residual + x)
+
+
+def check_any_rows(rows, n, k, dtype, device):
+    """A row's bits are the same alone and in the company of any number of rows."""
+    weight, bias = weight_of(n, k, dtype, device), random(n, dtype=dtype, device=device)
+    x = random(max(rows), k, dtype=dtype, device=device)
+    found, kernels = [], set()
+    for count in rows:
+        choice = choose_for(x[:count], weight, major=9, bias=True, invariant=True)
+        assert choice.met == Wants(count, bias=True, invariant=True)
+        kernels.add(choice.kernel.name)
+        found.append(product_gpu(x[:count], weight, bias, choice))
+    assert_close(found[-1], expected_product(x, weight, bias), dtype)
+    for product in found:
+        assert torch.equal(product, found[-1][: len(product)])
+    return kernels
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 200), (72, 336)])
+def test_rows_without_company(n, k, device, matrix_units):
+    assert check_any_rows((1, 2, 16, 17, 40, 64, 65, 150), n, k, HALF, device) == {"tile"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "k", "kernels"),
+    [
+        (6144, 4096, {"tile", "streamed"}),
+        (4096, 14336, {"tile"}),
+        (5120, 2048, {"tile"}),
+        (960, 576, {"tile", "warpgroup"}),
+        (49152, 576, {"tile"}),
+    ],
+)
+def test_rows_without_company_on_a_gpu(n, k, kernels):
+    rows = (1, 2, 8, 16, 17, 32, 64, 65, 128, 256, 512, 2048)
+    assert check_any_rows(rows, n, k, BRAIN, "cuda") == kernels
