@@ -115,7 +115,7 @@ class Pools:
                 "GiB is free there: suspend without a copy, or free memory."
             )
         self._copies = {
-            name: [device.host_buffer(len(part), torch.uint8) for part in _parts(tensor)]
+            name: [device.host_buffer(len(part), torch.uint8, False) for part in _parts(tensor)]
             for name, tensor in self._tensors.items()
         }
         device.compute.launch(partial(self._copy, True))

@@ -117,9 +117,9 @@ class Device(ABC):
         return time.perf_counter_ns() / 1e3
 
     @abstractmethod
-    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+    def host_buffer(self, size: int, dtype: torch.dtype, is_zero: bool = True) -> Tensor:
         """Host memory, `[size]`, from which copies do not block, and which launched work may write
-        (pinned, on a GPU)."""
+        (pinned, on a GPU); unless `is_zero`, with any contents."""
 
     @abstractmethod
     def free_memory(self) -> int:
@@ -167,6 +167,11 @@ class Device(ABC):
         """Hold the calling thread's own device work back until the event is reached; None: what is
         launched on `compute` so far."""
         self._event_of(event).wait()
+
+    def keep(self, tensor: Tensor) -> None:
+        """Let memory that others have made, and free, be taken again only when all is done that
+        `compute` has launched by then. Nothing to do where work holds its tensors."""
+        return
 
     def _event_of(self, event: Event | None) -> Event:
         if event is None:

@@ -220,8 +220,8 @@ class CpuDevice(Device):
     def event(self, timing: bool = False) -> Event:
         return CpuEvent()
 
-    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype)
+    def host_buffer(self, size: int, dtype: torch.dtype, is_zero: bool = True) -> Tensor:
+        return torch.zeros(size, dtype=dtype) if is_zero else torch.empty(size, dtype=dtype)
 
     def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:
         return CpuOwnMemory(num_bytes, is_shared)

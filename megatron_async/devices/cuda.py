@@ -106,8 +106,9 @@ class CudaDevice(Device):
             self._origin = _ClockOrigin(self.compute.stream)
         return CudaEvent(timing, self._origin if timing else None)
 
-    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, pin_memory=True)
+    def host_buffer(self, size: int, dtype: torch.dtype, is_zero: bool = True) -> Tensor:
+        make = torch.zeros if is_zero else torch.empty
+        return make(size, dtype=dtype, pin_memory=True)
 
     def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:
         # Only where it is asked for: the driver's bindings come with a CUDA build of torch.
@@ -179,6 +180,10 @@ class CudaDevice(Device):
         event = self._event_of(event)
         assert isinstance(event, CudaEvent)
         torch.cuda.current_stream(self.torch_device).wait_event(event.event)
+
+    def keep(self, tensor: Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(self.compute.stream)
 
     def close(self, wait: bool = True) -> None:
         if wait:

@@ -139,8 +139,8 @@ class VirtualDevice(Device):
     def event(self, timing: bool = False) -> Event:
         return VirtualEvent(self.clock)
 
-    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype)
+    def host_buffer(self, size: int, dtype: torch.dtype, is_zero: bool = True) -> Tensor:
+        return torch.zeros(size, dtype=dtype) if is_zero else torch.empty(size, dtype=dtype)
 
     def now_us(self) -> float:
         return self.clock.now_us

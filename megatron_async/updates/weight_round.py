@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.pipeline import EMBEDDING
 from megatron_async.updates.incoming import HUGGINGFACE, NAMES, Names, NameTable, Piece
 from megatron_async.updates.round_plan import STAGINGS, make_plan
-from megatron_async.updates.writes import Write, check_twins, checked, copy_all
+from megatron_async.updates.writes import Copies, Write, check_twins, checked
 
 SELECTORS = ("all", "target", "draft")
 _OTHER_FACTS = ("model_type", "max_position_embeddings", "eos_token_ids", "bos_token_id")
@@ -141,6 +140,7 @@ class WeightRound:
         self._twins: list[tuple[Write, Write]] = []
         self._doubled: list[str] = []
         self._ready: list[Event] = []
+        self._copies: Copies | None = None
         self._state = "open"
         self.is_torn = False
         self.plan = make_plan(device, staging, sizes, partial)
@@ -246,17 +246,20 @@ class WeightRound:
             self._check_finite(write.sent, write.values, write.place)
         for pair in self._twins:
             check_twins(*pair)
+        pairs = [(self._held[name].parameter, spare) for name, spare in self._spare.items()]
+        pairs += [write.pair for write in self._later if not write.is_scaled]
+        scaled = [write for write in self._later if write.is_scaled]
+        self._copies = Copies(self._device, pairs, scaled)
         self._end()
         self._state = "finished"
 
     def commit(self) -> bool:
         """Enqueue the copies and then the derived copies; see `Stage`."""
-        assert self._state == "finished", "finish comes before"
+        assert self._copies is not None, "finish comes before"
         compute = self._device.compute
         for event in self._ready:
             compute.wait(event)
-        jobs = [(self._held[name].parameter, spare) for name, spare in self._spare.items()]
-        compute.launch(partial(copy_all, jobs, self._later))
+        compute.launch(self._copies.run)
         moved = self._refresh()
         self.is_torn = False
         self.drop()
@@ -264,7 +267,7 @@ class WeightRound:
 
     def drop(self) -> None:
         """Give spare tensors back; see `Stage`. With staging "none" a model stays torn."""
-        self._state = "over"
+        self._state, self._copies = "over", None
         self._spare, self._later, self._pieces = {}, [], {}
         self._embedding, self._twins, self._ready = {}, [], []
 
@@ -299,7 +302,8 @@ class WeightRound:
         like, device = held.parameter, self._device
         try:
             if self.plan.staging == "host":
-                spare = device.host_buffer(like.numel(), like.dtype).view(like.shape)
+                spare = device.host_buffer(like.numel(), like.dtype, is_zero=False)
+                spare = spare.view(like.shape)
             else:
                 spare = torch.empty_like(like)
         except RuntimeError as error:  # of torch, which found no memory
@@ -345,6 +349,7 @@ class WeightRound:
         if found is None:
             return
         tensor = checked(sent, tensor)
+        self._check_place(sent, tensor)
         fitting = self._fit(sent, *found, tuple(tensor.shape))
         for weight, pieces in fitting:
             if self.plan.staging != "direct":
@@ -355,6 +360,17 @@ class WeightRound:
                 for (region, place, is_alone), _ in pieces
             ]
             self._write(sent, weight, writes, [marks for _, marks in pieces])
+
+    def _check_place(self, sent: str, tensor: Tensor) -> None:
+        """Raise if the engine's thread would have to make the copy itself, and no step could run
+        for seconds: CUDA copies in order from pinned memory alone."""
+        place = self._device.torch_device
+        is_elsewhere = tensor.device.type == "cpu" and place.type != "cpu"
+        if self.plan.staging == "direct" and is_elsewhere and not tensor.is_pinned():
+            raise UpdateError(
+                f"tensor {sent!r} lies in the host's pageable memory: with staging='direct' send "
+                f"tensors on {place} or pinned ones, or use staging='device' or 'host'."
+            )
 
     def _write(self, sent: str, weight: Weight, writes: list[Write], marked: list[Tensor]) -> None:
         is_direct = self.plan.staging == "direct"

@@ -1,7 +1,8 @@
-"""One tensor on its way into a parameter: whether it can be copied, and the copy."""
+"""Tensors on their way into parameters: whether they can be copied, and the copies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,13 @@ from torch import Tensor
 
 from megatron_async.checkpoints.huggingface import DTYPES
 from megatron_async.checkpoints.mapping import Weight
-from megatron_async.devices import makes_ordinary_tensors
+from megatron_async.devices import Device, makes_ordinary_tensors
 from megatron_async.errors import UpdateError
+
+LARGE = 32 << 20
+"""Bytes."""
+LEAST_PIECE = 16 << 10
+"""Bytes."""
 
 
 class Write(NamedTuple):
@@ -21,6 +27,11 @@ class Write(NamedTuple):
     values: Tensor
     weight: Weight
     is_scaled: bool
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """The place, and the values in its shape."""
+        return self.place, self.values.reshape(self.place.shape)
 
     def run(self, non_blocking: bool = False) -> None:
         """Write them; `non_blocking`: in launched work, where nobody changes the values."""
@@ -60,18 +71,54 @@ def check_twins(first: Write, second: Write) -> None:
         )
 
 
-@makes_ordinary_tensors
-def copy_all(jobs: list[tuple[Tensor, Tensor]], later: list[Write]) -> None:
-    """The copies of a commit, in launched work."""
-    for parameter, spare in jobs:
-        parameter.copy_(spare, non_blocking=True)
-        _keep_for_stream(spare)
-    for write in later:
-        write.run(non_blocking=True)
-        _keep_for_stream(write.values)
+class Copies:
+    """All copies of a commit, made ready on any thread, so that the engine's thread has little to
+    do. To launch a copy may take it longer than a GPU takes to copy less than `LARGE` bytes, so
+    smaller ones go together, in few kernels.
+
+    Args:
+        device: where they are made.
+        pairs: places and the values for them, of equal shapes, as they are.
+        scaled: writes that compute something.
+    """
+
+    def __init__(
+        self, device: Device, pairs: Iterable[tuple[Tensor, Tensor]], scaled: Iterable[Write]
+    ) -> None:
+        self._scaled = list(scaled)
+        self._alone: list[tuple[Tensor, Tensor]] = []
+        self._together: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for place, values in pairs:
+            device.keep(values)
+            for piece in _dense_pieces(place, values):
+                self._add(*piece)
+        for write in self._scaled:
+            device.keep(write.values)
+
+    def _add(self, place: Tensor, values: Tensor) -> None:
+        is_dense = place.is_contiguous() and values.is_contiguous()
+        if not is_dense or place.nbytes >= LARGE or place.device != values.device:
+            self._alone.append((place, values))
+            return
+        places, sources = self._together.setdefault((place.dtype, values.dtype), ([], []))
+        places.append(place.view(-1))
+        sources.append(values.view(-1))
+
+    @makes_ordinary_tensors
+    def run(self) -> None:
+        """Make them, in launched work."""
+        for places, sources in self._together.values():
+            torch._foreach_copy_(places, sources, non_blocking=True)
+        for place, values in self._alone:
+            place.copy_(values, non_blocking=True)
+        for write in self._scaled:
+            write.run(non_blocking=True)
 
 
-def _keep_for_stream(tensor: Tensor) -> None:
-    """Let the memory of a tensor that others made be taken only when this stream has read it."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+def _dense_pieces(place: Tensor, values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Pieces of a copy that are whole ranges of memory, where these are large: heads of a
+    joined q, k and v lie apart, and a kernel would compute the place of each element."""
+    is_apart = place.dim() > 1 and not place.is_contiguous() and values.is_contiguous()
+    if is_apart and len(place) and place[0].is_contiguous() and place[0].nbytes >= LEAST_PIECE:
+        return zip(place, values, strict=True)
+    return [(place, values)]

@@ -119,7 +119,7 @@ class LateDevice(Device):
     def event(self, timing: bool = False) -> Event:
         return LateEvent()
 
-    def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+    def host_buffer(self, size: int, dtype: torch.dtype, is_zero: bool = True) -> Tensor:
         return torch.zeros(size, dtype=dtype)
 
     def own_memory(self, num_bytes: int, is_shared: bool = False) -> OwnMemory:

@@ -21,6 +21,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.pipeline import OUTPUT, Stage
 from megatron_async.updates.incoming import GPT, HUGGINGFACE, MEGATRON, NameTable
 from megatron_async.updates.weight_round import WeightRound
+from megatron_async.updates.writes import Copies
 from tests.support.compat_models import gpt_model
 
 Tensors = dict[str, Tensor]
@@ -391,3 +392,44 @@ def test_a_folder(to: str, begin, device, tmp_path) -> None:
         ((name, value),) = settings.items()
         with pytest.raises(UpdateError, match=f"cannot be read with .*{name}='{value}'"):
             begin(**settings)[1].load_folder(tmp_path / "new")
+
+
+@pytest.mark.parametrize("large", [0, 1 << 30])
+@pytest.mark.parametrize("least_piece", [0, 1 << 30])
+def test_copies_go_together_or_alone(
+    large: int, least_piece: int, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every way copies the same; together go tensors that lie whole in memory, of one dtype."""
+    monkeypatch.setattr("megatron_async.updates.writes.LARGE", large)
+    monkeypatch.setattr("megatron_async.updates.writes.LEAST_PIECE", least_piece)
+    told: list[tuple[Tensor, Tensor]] = []
+
+    def note(places: list[Tensor], values: list[Tensor], non_blocking: bool) -> None:
+        told.extend(zip(places, values, strict=True))
+        copy(places, values, non_blocking)
+
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", note)
+    joined, transposed = torch.zeros(4, 6, 8), torch.zeros(5, 3).t()
+    half, empty = torch.zeros(7, dtype=torch.bfloat16), torch.zeros(0, 8)
+    places = [joined[:, :3], joined[:, 3:5], transposed, half, joined[:0], empty]
+    values = [torch.randn(place.shape) for place in places]
+    Copies(device, zip(places, values, strict=True), []).run()
+    for place, value in zip(places, values, strict=True):
+        assert torch.equal(place, value.to(place.dtype))
+    assert not joined[:, 5].any()
+    assert all(a.is_contiguous() and b.is_contiguous() for a, b in told)
+    pieces = 4 + 4 if least_piece == 0 else 0
+    assert len([a for a, _ in told if a.numel()]) == (pieces + 1 if large else 0)
+
+
+def test_a_gpu_copies_from_no_pageable_memory_between_steps(
+    begin, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that the engine's thread would have to move are staged, or refused by name."""
+    monkeypatch.setattr(device, "torch_device", torch.device("cuda", 0))
+    tensors = sent(TINY, HUGGINGFACE, parameters(TINY, Shard()))
+    _, new = begin(staging="direct")
+    with pytest.raises(UpdateError, match="lies in the host's pageable memory: with staging='dir"):
+        new.load(tensors.items())
+    begin(staging="device")[1].load(tensors.items())
