@@ -6,6 +6,10 @@ key and value is loaded once. The device chooses the parts once a step (`DecodeS
 kernel joins them; or, if rows fill the device, the last program of each row that has several. Then
 no second kernel runs, which costs 1.3 to 1.8 microseconds a layer even if it has nothing to do.
 
+Where parts have a length of their own (`DecodeSchedule.part`), a program takes several, each from
+scratch, and joins them in order: in registers if it has the whole row, else the last program does,
+from memory, by the same formula. So a row has the same bits in any company, on any device.
+
 Rows that decode beside prompts run at the same time as those: each kernel alone leaves processors
 idle (`is_beside`).
 
@@ -25,6 +29,7 @@ from megatron_async.ops.attention.join_parts import (
     JOIN_CHUNK,
     is_last_part,
     join_kernel,
+    join_one,
     join_parts,
 )
 from megatron_async.ops.dependent_launch import (
@@ -48,7 +53,7 @@ def decode_tile(dim: int) -> int:
 
 class DecodeWorkspace:
     """The schedule and the partial results of its parts, for decode rows of up to `max_width` query
-    tokens; made once, used by every layer in turn."""
+    tokens; made once, used by every layer in turn. `part` and `longest` are `DecodeSchedule`'s."""
 
     def __init__(
         self,
@@ -58,14 +63,17 @@ class DecodeWorkspace:
         dim: int,
         device: torch.device,
         max_width: int = 1,
+        part: int = 0,
+        longest: int = 0,
     ) -> None:
-        self.schedule = DecodeSchedule(max_rows, kv_heads, decode_tile(dim), device)
+        tile = decode_tile(dim)
+        self.schedule = DecodeSchedule(max_rows, kv_heads, tile, device, part, longest)
         self.heads, self.max_width = heads, max_width
         shape = (self.schedule.slots, heads * max_width)
         self.output = torch.empty((*shape, dim), dtype=torch.float32, device=device)
         self.maximum = torch.empty(shape, dtype=torch.float32, device=device)
         self.total = torch.empty(shape, dtype=torch.float32, device=device)
-        # Programs of a row's head that have stored their part; zeros between two launches.
+        # Parts of a row's head that have been stored; zeros between two launches.
         self.arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=device)
 
 
@@ -113,7 +121,7 @@ def paged_decode_attention(
     _blocks, block_size, kv_heads, _dim = key_cache.shape
     group = heads // kv_heads
     dim_tile = triton.next_power_of_2(dim)
-    joins = schedule.is_full
+    joins = schedule.is_full or schedule.part > 0
     # Heads of an item are neighbours in memory, and the longest items begin first.
     _parts_kernel[(kv_heads, rows + schedule.shares)](
         query,
@@ -138,6 +146,7 @@ def paged_decode_attention(
         dim=dim,
         dim_tile=dim_tile,
         tile=schedule.tile,
+        part=schedule.part,
         first_key=first_key,
         joins=joins,
         is_settled=is_settled,
@@ -261,6 +270,7 @@ def _parts_kernel(
     dim: tl.constexpr,
     dim_tile: tl.constexpr,
     tile: tl.constexpr,
+    part: tl.constexpr,
     first_key: tl.constexpr,
     joins: tl.constexpr,
     is_settled: tl.constexpr,
@@ -289,7 +299,8 @@ def _parts_kernel(
     if row >= 0:
         member = tl.arange(0, head_tile)
         column = tl.arange(0, dim_tile)
-        inside = (member < width * group)[:, None] & (column < dim)[None, :]
+        is_member = member < width * group
+        inside = is_member[:, None] & (column < dim)[None, :]
         # Heads of one row, over all of its query tokens.
         heads: tl.constexpr = kv_heads * group * width
         head = kv_head * group + member
@@ -297,12 +308,14 @@ def _parts_kernel(
             query_token = member // group
             head = query_token * (kv_heads * group) + kv_head * group + member % group
             place_of_token = positions + row * width + query_token
-            visible = tl.load(place_of_token, mask=member < width * group, other=0) + 1
+            visible = tl.load(place_of_token, mask=is_member, other=0) + 1
         place = head[:, None] * dim + column[None, :]
         q = tl.load(query + row * heads * dim + place, mask=inside, other=0.0)
         maximum = tl.full((head_tile,), -float("inf"), tl.float32)
         total = tl.zeros((head_tile,), tl.float32)
         gathered = tl.zeros((head_tile, dim_tile), tl.float32)
+        if part > 0:
+            joined_maximum, joined_total, joined = maximum, total, gathered
         for first in range(start, end, tile):
             position = first + offset
             exists = position < end
@@ -344,18 +357,41 @@ def _parts_kernel(
             gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
             total = total * shrink + tl.sum(weight, 1)
             maximum = new_maximum
+            if part > 0:
+                # No branch: the loop's loads stay in their pipeline.
+                ends = ((first + tile) % part == 0) | (first + tile >= end)
+                is_stored = ends & (slot >= 0)
+                at = (slot + (first - start) // part) * heads
+                tl.store(part_maximum + at + head, maximum, mask=is_stored & is_member)
+                tl.store(part_total + at + head, total, mask=is_stored & is_member)
+                tl.store(part_output + at * dim + place, gathered, mask=is_stored & inside)
+                behind_maximum, behind_total, behind = join_one(
+                    joined_maximum, joined_total, joined, maximum, total, gathered
+                )
+                joined_maximum = tl.where(ends, behind_maximum, joined_maximum)
+                joined_total = tl.where(ends, behind_total, joined_total)
+                joined = tl.where(ends, behind, joined)
+                maximum = tl.where(ends, -float("inf"), maximum)
+                total = tl.where(ends, 0.0, total)
+                gathered = tl.where(ends, 0.0, gathered)
+        if part > 0:
+            total, gathered = joined_total, joined
         if slot < 0:
             result = gathered / tl.maximum(total, 1e-30)[:, None]
             tl.store(out + row * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)
         else:
             if joins:
                 first_slot, parts = tl.load(splits + row * 2), tl.load(splits + row * 2 + 1)
-            tl.store(part_maximum + slot * heads + head, maximum, mask=member < width * group)
-            tl.store(part_total + slot * heads + head, total, mask=member < width * group)
-            tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
+            if part > 0:
+                own = tl.cdiv(end - start, part)
+            else:
+                own = 1
+                tl.store(part_maximum + slot * heads + head, maximum, mask=is_member)
+                tl.store(part_total + slot * heads + head, total, mask=is_member)
+                tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
             if joins:
                 counter = arrived + row * kv_heads + kv_head
-                if is_last_part(counter, parts):
+                if is_last_part(counter, parts, own):
                     result = join_parts(
                         part_output, part_maximum, part_total, first_slot, parts, head, place,
                         inside, heads, dim,

@@ -8,7 +8,8 @@ that began last would be read alone. The host only has bounds: `rows + extra` it
 than `2 * extra` belong to rows with several parts.
 
 Every layer reads the same schedule. A row's parts, and with them the rounding of its output, depend
-on the lengths of the whole batch.
+on the lengths of the whole batch; unless parts have a length of their own: then a program takes
+neighbouring parts, and its rows' roundings depend on nothing but their keys.
 """
 
 from __future__ import annotations
@@ -38,20 +39,36 @@ class DecodeSchedule:
 
     Attributes:
         items: int32 `[max_rows + extra, 4]`: row (-1: nothing to do), first token, end, and the
-            slot of the partial result (-1: the row has one part). By falling length of their rows;
+            slot of the (first) partial result (-1: the row has one item). By falling row length;
             so rows of several parts come first. With the lengths of a served trace the 8B shape's
             attention takes 0.92 of its time in the order of rows at 256 rows, 0.87 at 128.
         splits: int32 `[max_rows, 2]`: of each row the first slot and the number of its parts, whose
             slots follow each other; (-1, 1) of a row of one part.
         rows: decode rows that it was last made for.
+        slots: partial results that a batch can have.
+        part: tokens of a part, of which an item may have several; 0: each item is a part.
     """
 
-    def __init__(self, max_rows: int, kv_heads: int, tile: int, device: torch.device) -> None:
-        """`tile`: tokens that a program takes together; parts are whole tiles."""
+    def __init__(
+        self,
+        max_rows: int,
+        kv_heads: int,
+        tile: int,
+        device: torch.device,
+        part: int = 0,
+        longest: int = 0,
+    ) -> None:
+        """`tile`: tokens that a program takes together; parts are whole tiles. `part`: tokens of
+        each part, from a row's first on; 0: parts are as long as the batch wants. `longest`: most
+        tokens of a row; read with `part`."""
+        if part % tile:
+            raise ValueError(f"DecodeSchedule: parts of {part} tokens are not tiles of {tile}.")
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.extra = -(-PROGRAMS_A_PROCESSOR * self.processors // kv_heads)
         self.kv_heads = kv_heads
-        self.tile = tile
+        self.tile, self.part = tile, part
+        # A row of n > 1 items has over n / 2 shares; of rows of several items are less than shares.
+        self.slots = self.extra * triton.cdiv(longest, part) if part else 2 * self.extra
         self.rows = 0
         self.max_rows = max_rows
         self.items = torch.empty((max_rows + self.extra, 4), dtype=torch.int32, device=device)
@@ -67,11 +84,6 @@ class DecodeSchedule:
         """Parts of equal size that the tokens of `rows` are divided into, at most `extra`."""
         programs = 1 if self.is_full else PROGRAMS_A_PROCESSOR
         return -(-programs * self.processors // self.kv_heads)
-
-    @property
-    def slots(self) -> int:
-        """Partial results that a batch can have: a row of n > 1 parts has over n / 2 shares."""
-        return 2 * self.extra
 
     def update(self, kv_lengths: Tensor, limit: Tensor | None = None) -> None:
         """Launch the kernel that makes the schedule of rows of these lengths, int32 `[rows]`,
@@ -101,7 +113,8 @@ class DecodeSchedule:
             shares,
             row_tile=row_tile,
             item_tile=item_tile,
-            tile=self.tile,
+            unit=self.part or self.tile,
+            part=self.part,
             has_limit=limit is not None,
             **launch_options(kv_lengths),
         )
@@ -117,10 +130,12 @@ def _schedule_kernel(
     shares: tl.tensor,
     row_tile: tl.constexpr,
     item_tile: tl.constexpr,
-    tile: tl.constexpr,
+    unit: tl.constexpr,
+    part: tl.constexpr,
     has_limit: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
+    """Items of whole units, of `part` tokens or of tiles."""
     wait_for_previous(overlap)
     # Every program works out all rows, and then its own items.
     row = tl.arange(0, row_tile)
@@ -130,10 +145,10 @@ def _schedule_kernel(
     key = tl.sort(length.to(tl.int64) * row_tile + (row_tile - 1 - row), descending=True)
     row = row_tile - 1 - (key & (row_tile - 1)).to(tl.int32)
     length = tl.maximum(key // row_tile, 0).to(tl.int32)
-    largest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length, 0), shares), tile), 1) * tile
+    largest = tl.maximum(tl.cdiv(tl.cdiv(tl.sum(length, 0), shares), unit), 1) * unit
     wanted = tl.maximum(tl.cdiv(length, largest), 1)
-    # As equal as whole tiles allow; the rounding can make the last part of `wanted` needless.
-    share = tl.maximum(tl.cdiv(length, wanted * tile), 1) * tile
+    # As equal as whole units allow; the rounding can make the last item of `wanted` needless.
+    share = tl.maximum(tl.cdiv(length, wanted * unit), 1) * unit
     parts = tl.where(row < present, tl.maximum(tl.cdiv(length, share), 1), 0)
     in_split = tl.where(parts > 1, parts, 0)
     in_whole = tl.where(parts == 1, 1, 0)
@@ -143,16 +158,22 @@ def _schedule_kernel(
     first = tl.where(parts > 1, after_split, after_whole)
 
     item = tl.program_id(0) * item_tile + tl.arange(0, item_tile)
-    part = item[:, None] - first[None, :]
-    here = (part >= 0) & (part < parts[None, :])  # true for one row at most
-    start = part * share[None, :]
+    nth = item[:, None] - first[None, :]
+    here = (nth >= 0) & (nth < parts[None, :])  # true for one row at most
+    start = nth * share[None, :]
     end = tl.minimum(start + share[None, :], length[None, :])
     exists = item < rows + shares
     found = tl.sum(tl.where(here, row[None, :] + 1, 0), 1) - 1
     tl.store(items + item * 4, found, mask=exists)
     tl.store(items + item * 4 + 1, tl.sum(tl.where(here, start, 0), 1), mask=exists)
     tl.store(items + item * 4 + 2, tl.sum(tl.where(here, end, 0), 1), mask=exists)
-    tl.store(items + item * 4 + 3, tl.where(item < num_split, item, -1), mask=exists)
+    slot = item
+    if part > 0:
+        parts = tl.where(parts > 1, tl.cdiv(length, part), parts)
+        in_split = tl.where(parts > 1, parts, 0)
+        first = tl.cumsum(in_split, 0) - in_split
+        slot = tl.sum(tl.where(here, first[None, :] + start // part, 0), 1)
+    tl.store(items + item * 4 + 3, tl.where(item < num_split, slot, -1), mask=exists)
     if tl.program_id(0) == 0:
         split = splits + row * 2
         tl.store(split, tl.where(parts > 1, first, -1), mask=row < rows)

@@ -19,15 +19,36 @@ maxima took 2.8 to 5.6."""
 
 
 @triton.jit
-def is_last_part(counter: tl.tensor, parts: tl.tensor) -> tl.tensor:
-    """Whether all `parts` programs have stored their parts, this one the last; `counter` is 0
-    before and after."""
+def is_last_part(counter: tl.tensor, parts: tl.tensor, own: tl.tensor = 1) -> tl.tensor:
+    """Whether all `parts` have been stored, this program's `own` the last; `counter` is 0 before
+    and after."""
     # All threads have stored before one counts this part.
     tl.debug_barrier()
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+    is_last = tl.atomic_add(counter, own, sem="acq_rel") == parts - own
     if is_last:
         tl.store(counter, 0)
     return is_last
+
+
+@triton.jit
+def join_one(
+    maximum: tl.tensor,
+    total: tl.tensor,
+    gathered: tl.tensor,
+    its_maximum: tl.tensor,
+    its_total: tl.tensor,
+    output: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The maximum, the total and the sum of values of some parts, `[members]` and `[members, dim]`,
+    and of one more."""
+    new_maximum = tl.maximum(maximum, its_maximum)
+    # A query token may see nothing of a part: its weights are 0, and no NaN.
+    base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    weight = tl.exp2(its_maximum - base)
+    shrink = tl.exp2(maximum - base)
+    total = total * shrink + its_total * weight
+    gathered = gathered * shrink[:, None] + output * weight[:, None]
+    return new_maximum, total, gathered
 
 
 @triton.jit
@@ -61,14 +82,9 @@ def join_parts(
         output = tl.load(
             part_output + at * dim + place, mask=inside, other=0.0, cache_modifier=".cg"
         )
-        new_maximum = tl.maximum(maximum, its_maximum)
-        # A query token may see nothing of a part: its weights are 0, and no NaN.
-        base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        weight = tl.exp2(its_maximum - base)
-        shrink = tl.exp2(maximum - base)
-        total = total * shrink + its_total * weight
-        gathered = gathered * shrink[:, None] + output * weight[:, None]
-        maximum = new_maximum
+        maximum, total, gathered = join_one(
+            maximum, total, gathered, its_maximum, its_total, output
+        )
     return gathered / tl.maximum(total, 1e-30)[:, None]
 
 

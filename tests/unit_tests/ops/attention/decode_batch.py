@@ -27,7 +27,7 @@ class Batch:
 
     def __init__(
         self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0,
-        width=1, first_key=0,
+        width=1, first_key=0, part=0,
     ):  # fmt: skip
         self.first_key = first_key
         self.generator = torch.Generator().manual_seed(seed)
@@ -45,7 +45,9 @@ class Batch:
         self.positions = torch.empty(rows * width, dtype=torch.int64, device=device)
         self.out = torch.full_like(self.query, float("nan"))
         with processors(count):
-            self.workspace = DecodeWorkspace(rows, kv_heads * group, kv_heads, dim, device, width)
+            self.workspace = DecodeWorkspace(
+                rows, kv_heads * group, kv_heads, dim, device, width, part, longest
+            )
         for tensor in (self.workspace.output, self.workspace.maximum, self.workspace.total):
             tensor.fill_(float("nan"))
         for tensor in (self.workspace.schedule.items, self.workspace.schedule.splits):

@@ -7,12 +7,13 @@ import torch
 from megatron_async.ops.attention.prefill_schedule import LEAST_KEYS
 
 
-def decode_schedule_reference(kv_lengths, shares, tile):
+def decode_schedule_reference(kv_lengths, shares, tile, part=0):
     """Decode attention's: items (row, first token, end, slot), and of each row the first slot and
-    the number of parts."""
+    the number of parts, of `part` tokens where it is given."""
+    tile = part or tile
     tokens = -(-sum(kv_lengths) // shares)
     largest = max(-(-tokens // tile), 1) * tile
-    split, whole = [], []
+    split, whole, slots = [], [], 0
     splits = [(-1, 1)] * len(kv_lengths)
     for row, length in sorted(enumerate(kv_lengths), key=lambda pair: -pair[1]):
         wanted = max(-(-length // largest), 1)
@@ -21,9 +22,11 @@ def decode_schedule_reference(kv_lengths, shares, tile):
         if len(starts) == 1:
             whole.append((row, 0, length, -1))
             continue
-        splits[row] = (len(split), len(starts))
+        step = part or share
+        splits[row] = (slots, -(-length // step))
         for start in starts:
-            split.append((row, start, min(start + share, length), len(split)))
+            split.append((row, start, min(start + share, length), slots + start // step))
+        slots += splits[row][1]
     return split + whole, splits
 
 

@@ -1,6 +1,7 @@
 """The paged decode kernel against a gathered softmax in float64."""
 
 import random
+from copy import copy
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tests.unit_tests.ops.attention.schedule_reference import decode_schedule_re
 
 SHAPES = [(3, 3, 64), (8, 4, 128), (2, 8, 64), (1, 1, 128), (4, 7, 80), (2, 5, 112)]
 """(KV heads, query heads of each, dimension)."""
+PART = 64
+"""Tokens of parts that do not depend on the batch."""
 GPU_CASES = [
     (dtype, shape, (16, 64, 256)[(i + j) % 3])
     for i, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32))
@@ -111,6 +114,45 @@ def test_whole_rows_do_not_depend_on_others(device):
     batch.run()
     assert torch.equal(batch.out[0], alone[0])
     assert not torch.equal(batch.out[1], alone[1])  # joined from parts: other roundings
+
+
+def row_alone(batch, row, count, width=1):
+    """The bits of a row whose last `width` tokens are the queries, on another device."""
+    alone = copy(batch)
+    tokens = slice((row + 1) * batch.width - width, (row + 1) * batch.width)
+    alone.width, alone.tables = width, batch.tables[row : row + 1]
+    alone.lengths = batch.lengths[row : row + 1].clone()
+    alone.query, alone.positions = batch.query[tokens].clone(), batch.positions[tokens].clone()
+    alone.out = torch.full_like(alone.query, float("nan"))
+    heads, longest = batch.kv_heads * batch.group, batch.block_size * batch.tables.size(1)
+    with processors(count):
+        alone.workspace = DecodeWorkspace(
+            1, heads, batch.kv_heads, batch.dim, batch.device, width, PART, longest
+        )
+    alone.run()
+    return alone.out
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_parts_of_their_own_length(width, device, matrix_units):
+    """A row has the same bits in any company, on any device and in any width: as a whole, or its
+    parts among several programs."""
+    lengths, dtype = [3, 64, 65, 350, 32, 500, 127], torch.float16
+    runs = []
+    for count in (1, 6, 40):
+        batch = Batch(500, len(lengths), 64, 2, 3, 160, dtype, device, count,
+                      width=width, part=PART)  # fmt: skip
+        expected = batch.refill(lengths, query_scale=3.0)
+        batch.run()
+        batch.check(expected)
+        assert not batch.workspace.arrived.any()
+        runs.append(batch)
+    splits = [batch.workspace.schedule.splits[:, 0].max() for batch in runs]
+    assert splits[0] == -1 < splits[1] < splits[2], "whole rows, some rows and more rows in parts"
+    assert all(torch.equal(batch.out, runs[0].out) for batch in runs)
+    for row, count in ((2, 6), (3, 1), (3, 6), (5, 40)):
+        found = row_alone(batch, row, count)
+        assert torch.equal(found[0], batch.out[(row + 1) * width - 1])
 
 
 @pytest.mark.parametrize("is_full", [False, True])
