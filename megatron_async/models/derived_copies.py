@@ -71,7 +71,14 @@ class DerivedCopies:
             )
         fold_norms(model)
         pack_weights(model, device.free_memory(), quantization)
+        self._stacks = [each for each in model.modules() if isinstance(each, PagedHybridStack)]
         self._compile()
+        # Steps wait for `refresh`, so it walks through no modules in which nothing is derived.
+        self._parameters = [each._parameters for each in model.modules() if each._parameters]
+        norms = (each for each in model.modules() if isinstance(each, InferenceRMSNorm))
+        self._norms = [norm for norm in norms if norm.is_zero_centered]
+        self._is_packed = any(m.packed_weight is not None for m, _ in weights_on_cpu(model))
+        self._stacks = [stack for stack in self._stacks if stack.compiled is not None]
         self._addresses = self._present_addresses()
 
     def refresh(self) -> bool:
@@ -111,16 +118,22 @@ class DerivedCopies:
     def _make_again(self) -> None:
         if self._joined is not None:
             self._joined.refresh()
-        fold_norms(self._model)
-        repack_weights(self._model)
+        for norm in self._norms:
+            norm.fold()
+        if self._is_packed:
+            repack_weights(self._model)
         self._compile()
 
     def _compile(self) -> None:
-        for stack in self._model.modules():
-            if isinstance(stack, PagedHybridStack):
-                stack.compiled = compile_layers(stack)
+        for stack in self._stacks:
+            stack.compiled = compile_layers(stack)
 
     def _present_addresses(self) -> list[int]:
         if self._joined is not None:
             return self._joined.shared_addresses()
-        return [parameter.data_ptr() for parameter in self._model.parameters()]
+        return [
+            each.data_ptr()
+            for held in self._parameters
+            for each in held.values()
+            if each is not None
+        ]

@@ -141,6 +141,7 @@ class WeightRound:
         self._doubled: list[str] = []
         self._ready: list[Event] = []
         self._copies: Copies | None = None
+        self._copied: Event | None = None
         self._state = "open"
         self.is_torn = False
         self.plan = make_plan(device, staging, sizes, partial)
@@ -260,10 +261,18 @@ class WeightRound:
         for event in self._ready:
             compute.wait(event)
         compute.launch(self._copies.run)
+        self._copied = self._device.event()
+        compute.record(self._copied)
         moved = self._refresh()
-        self.is_torn = False
-        self.drop()
+        self._state, self.is_torn = "over", False  # memory goes later, not on this thread
         return moved
+
+    def settle(self) -> None:
+        """Behind `commit`: wait until the copies are done, and give the memory back. Another
+        process may then change the tensors that it has shared."""
+        if self._copied is not None:
+            self._copied.wait()
+        self.drop()
 
     def drop(self) -> None:
         """Give spare tensors back; see `Stage`. With staging "none" a model stays torn."""
