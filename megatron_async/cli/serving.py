@@ -39,7 +39,7 @@ COLUMNS = {
     "completed_requests": "completed",
 }
 OF_COORDINATOR = ("--coordinator", str, "ADDRESS", ADDRESS, "its address")
-COMMANDS = ("pause", "drain", "resume", "remove")
+COMMANDS = ("pause", "drain", "move", "resume", "remove")
 
 
 COORDINATOR: Rows = (
@@ -121,6 +121,7 @@ def _add_replicas(commands: Any, common: argparse.ArgumentParser) -> None:
         epilog=f"""examples:
   {PROGRAM} replicas
   {PROGRAM} replicas drain first     # finish what it has, take nothing more
+  {PROGRAM} replicas move first      # others go on with what it has
   {PROGRAM} replicas resume first""",
     )
     replicas.add_argument("what", nargs="?", choices=COMMANDS, help="what the replica shall do")

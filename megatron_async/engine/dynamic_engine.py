@@ -156,15 +156,15 @@ class DynamicInferenceEngine(NamesOfMegatron):
         return self.admission.export(request_id).plain()
 
     def import_request(
-        self, request_id: int, data: dict[str, Any]
+        self, request_id: int, data: dict[str, Any], traceparent: str = ""
     ) -> asyncio.Future[DynamicInferenceRequest]:
         """Go on with what `export_request` gave, as `add_request`: RequestError if it is no such
         data. The request's stream begins with its first new token."""
         self.thread.check()
         self.pausing.check_is_open()
         moved = MovedRequest.read(data)
-        given = request_id, moved.prompt, moved.params, moved.priority
-        return self.admission.add(*given, moved=moved)
+        given = request_id, moved.prompt, moved.params, moved.priority, traceparent
+        return self.admission.add(*given, moved)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The unfinished request with this id (KeyError if there is none)."""

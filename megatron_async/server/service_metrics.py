@@ -36,7 +36,7 @@ HISTOGRAM_HELP = {
     "prompt_tokens": "Tokens of a request's prompt.",
     "generated_tokens": "Tokens that a request generated.",
 }
-OUTCOMES = ("received", "completed", "failed", "aborted", "retried", "refused")
+OUTCOMES = ("received", "completed", "failed", "aborted", "retried", "moved", "refused")
 
 
 class ServiceCollector(Collector):

@@ -345,6 +345,11 @@ class AsyncCoordinatorClient(TokenClient):
         """Let a paused or drained replica go on."""
         await self._ask("resume", name)
 
+    async def move_replica(self, name: str) -> None:
+        """Let other replicas go on with a replica's requests, and send it no further ones until
+        `resume_replica`."""
+        await self.ask("move", replica=name)
+
     async def remove_replica(self, name: str) -> None:
         """Let a replica finish its requests, then end its process."""
         await self._ask("remove", name)

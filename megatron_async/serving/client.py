@@ -104,6 +104,10 @@ class CoordinatorClient:
         """Let a paused or drained replica go on."""
         self._wait_for(self._client.resume_replica(name))
 
+    def move_replica(self, name: str) -> None:
+        """Let others go on with a replica's requests; see `AsyncCoordinatorClient`."""
+        self._wait_for(self._client.move_replica(name))
+
     def remove_replica(self, name: str) -> None:
         """Let a replica finish its requests, then end its process."""
         self._wait_for(self._client.remove_replica(name))

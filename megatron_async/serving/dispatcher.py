@@ -25,6 +25,7 @@ from megatron_async.serving.messages import (
     Goodbye,
     Helping,
     Leaving,
+    Moved,
     NewModel,
     Ping,
     Pong,
@@ -214,11 +215,27 @@ class Dispatcher(RequestBooks):
                 del replica.requests[request.number]
                 if request.has_started:
                     self._send(request.client, Again(request.asked.number))
+                    request.moved = {}
                 request.give_to(None)
                 self.queue.add(request)
             else:
                 why = why_not_again(request, replica.name, reason, self._config)
                 self._end_here(request, "ReplicaLost", why)
+
+    def _move(self, replica: ReplicaRecord, moved: Moved) -> None:
+        """Another replica goes on with a request; its client has all tokens so far."""
+        if (request := replica.requests.get(moved.number)) is None:
+            return
+        if request.is_aborted:
+            self._end_here(request, "RequestAborted", "aborted by its client")
+            return
+        self.counters["moved"] += 1
+        del replica.requests[request.number]
+        request.give_to(None)
+        request.attempts -= 1
+        request.moved, request.left = moved.data, replica
+        self.queue.add(request)
+        self._let_go(replica)
 
     # ---- Replicas ----------------------------------------------------------------------------
 
@@ -237,6 +254,8 @@ class Dispatcher(RequestBooks):
                         self._send(identity, NewModel())
             case Done():
                 self.verbs.done(replica.identity, message)
+            case Moved():
+                self._move(replica, message)
             case Leaving():
                 self.set_state(replica, ReplicaState.LEAVING)
             case Helping():
@@ -282,7 +301,8 @@ class Dispatcher(RequestBooks):
                 if not (ready := self._ready(suspects)):
                     break
                 self.queue.discard(request)
-                self._give(request, ready, now)
+                others = [each for each in ready if each is not request.left]
+                self._give(request, others or ready, now)
 
     def _ready(self, for_suspect: bool) -> list[ReplicaRecord]:
         """Replicas that have room."""

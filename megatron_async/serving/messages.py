@@ -12,7 +12,7 @@ from megatron_async import errors
 
 TOKEN_BYTES = 4
 """Bytes of a token id."""
-PROTOCOL = 15
+PROTOCOL = 16
 """Raised when messages change: both ends must have the same."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding raises: no message, no UTF-8, nested too deeply."""
@@ -366,6 +366,14 @@ class Helping(Message):
     the replicas that share its experts leave too."""
 
 
+class Moved(Message):
+    """A replica has told all tokens of a request so far, and goes on with it no more: another one
+    does, with `data` (`engine.export_request`)."""
+
+    number: Number
+    data: dict[str, Any]
+
+
 class Goodbye(Message):
     """A replica has gone, and others must serve its unfinished requests; or a client has gone, and
     its unfinished requests are aborted. `failure` is the reason, "" if it left in order."""
@@ -375,7 +383,8 @@ class Goodbye(Message):
 
 class Run(Message, omit_defaults=True):
     """To a replica: serve this. Its number, and so its random numbers, are the same on every
-    replica. `traceparent` and `label` are as in `Generate`."""
+    replica. `traceparent` and `label` are as in `Generate`; `moved` is what it had on a replica
+    that it left (`engine.export_request`), and its tokens go on behind it."""
 
     number: Number
     prompt: str | list[int]
@@ -383,6 +392,7 @@ class Run(Message, omit_defaults=True):
     priority: Number
     traceparent: Trace = ""
     label: Name = ""
+    moved: dict[str, Any] = {}
 
 
 class SetPaused(Message):
@@ -413,7 +423,7 @@ class Leave(Message):
 
 ToCoordinator = (
     ClientHello | Generate | Abort | Ask | Pong | ReplicaHello | ReplicaStatus | Leaving | Helping
-    | Goodbye | StepTokens | Card | Done
+    | Moved | Goodbye | StepTokens | Card | Done
 )  # fmt: skip
 ToClient = Ping | Welcome | Refused | StepTokens | Again | NewModel | Answer
 ToReplica = Ping | Welcome | Refused | Run | Abort | SetPaused | Leave | Do

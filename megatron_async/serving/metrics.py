@@ -13,7 +13,7 @@ from megatron_async.serving.coordinator import Coordinator
 from megatron_async.serving.service_counters import labelled
 
 PREFIX = "megatron_async_coordinator_"
-OUTCOMES = ("completed", "failed", "aborted", "retried", "refused")
+OUTCOMES = ("completed", "failed", "aborted", "retried", "moved", "refused")
 TOTALS = {
     "unfinished_requests": "Requests queued or served.",
     "queued_requests": "Requests that no replica has.",

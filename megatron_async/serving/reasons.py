@@ -91,7 +91,7 @@ def service_stats(
     replicas: Mapping[bytes, ReplicaRecord],
 ) -> dict[str, object]:
     """The result of a client's `stats`; docs/serving.md lists its entries."""
-    names = ("received", "completed", "failed", "aborted", "retried", "refused")
+    names = ("received", "completed", "failed", "aborted", "retried", "moved", "refused")
     return {
         **{f"{name}_requests": counters[name] for name in names},
         "prefix_blocks": counters["prefix_blocks"],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -134,11 +134,13 @@ class RoutedRequest:
     Attributes:
         number: the coordinator's; replicas' engines use it as their request id.
         replica: the replica that serves it; None while it is queued.
-        attempts: replicas that it was given to.
+        attempts: replicas that it was given to, but for those that it left.
         early_deaths: how many of them died before its first token.
         is_aborted: whether its client has aborted it.
         received_at: when it arrived, seconds.
         given_at: when the replica that serves it got it, seconds; 0.0: no replica has.
+        moved: what it has from a replica that it left, behind which it goes on; {}: it begins.
+        left: the replica that it left, and which it is not given again if there is another.
     """
 
     number: int
@@ -151,6 +153,8 @@ class RoutedRequest:
     attempts: int = 0
     early_deaths: int = 0
     is_aborted: bool = False
+    moved: dict[str, Any] = field(default_factory=dict)
+    left: ReplicaRecord | None = None
 
     @property
     def wait_s(self) -> float:
@@ -187,11 +191,13 @@ class RoutedRequest:
         """The message to its replica."""
         asked = self.asked
         return Run(
-            self.number, asked.prompt, asked.params, asked.priority, asked.traceparent, asked.label
-        )
+            self.number, asked.prompt, asked.params, asked.priority, asked.traceparent,
+            asked.label, self.moved,
+        )  # fmt: skip
 
     def give_to(self, replica: ReplicaRecord | None) -> None:
-        """Another replica serves it from its beginning; None: it is queued again."""
+        """Another replica serves it, from its beginning or behind `moved`; None: it is queued
+        again."""
         self.replica = replica
         self.attempts += replica is not None
         self.routes.give(self.number, None if replica is None else replica.index)

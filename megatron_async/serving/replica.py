@@ -27,6 +27,7 @@ from megatron_async.serving.connection import Connection, Outlet
 from megatron_async.serving.engine_verbs import StepWatch, do_verb
 from megatron_async.serving.messages import (
     PROTOCOL,
+    UNSENDABLE,
     Abort,
     Card,
     Do,
@@ -36,6 +37,7 @@ from megatron_async.serving.messages import (
     Helping,
     Leave,
     Leaving,
+    Moved,
     ReplicaHello,
     ReplicaStatus,
     Run,
@@ -84,7 +86,10 @@ class Replica:
 
     Attributes:
         joined: whether a coordinator has accepted it at least once.
+        moves_requests: whether another replica can go on with its requests.
     """
+
+    moves_requests = True
 
     def __init__(
         self,
@@ -202,10 +207,10 @@ class Replica:
             while not self._is_over:
                 await self._wait_for_news(runner)
                 if self._must_go and self._finish_together is not None and self._helping is None:
-                    self._emitter.flush()
+                    self._hand_over()
                     connection.send(Helping())
                     self._help(runner)
-            self._emitter.flush()
+            self._hand_over()
             connection.send(Goodbye())
         except BaseException as error:
             if not isinstance(error, CoordinatorLost | ConfigurationError):
@@ -305,6 +310,8 @@ class Replica:
         """Follow a command to the service; see `do_verb`."""
         if what == "watch":
             return self._watch.look(), None
+        if what == "move" and self.moves_requests:
+            return {"moved": sum(map(self._move, fields["numbers"]))}, None
         return do_verb(self._engine, self.info.name, what, fields)
 
     async def update(self, what: str, fields: Mapping[str, Any]) -> Told:
@@ -328,8 +335,10 @@ class Replica:
         Raises:
             ValueError, one of `UNREADABLE`: it cannot be given.
         """
-        params = _read_params(run.params)
-        future = self._engine.add_request(
+        params, engine = _read_params(run.params), self._engine
+        if run.moved:
+            return params, engine.import_request(run.number, run.moved, run.traceparent)
+        future = engine.add_request(
             run.number, run.prompt, params, run.priority, traceparent=run.traceparent
         )
         return params, future
@@ -378,7 +387,7 @@ class Replica:
         if params.return_log_probs:
             self._emitter.wants_log_probs(number, min(params.top_n_logprobs, MAX_TOP_N))
         if self._texts is not None:
-            self._texts.begin(number, run.prompt, params)
+            self._texts.begin(number, run.prompt, params, run.moved.get("generated", ()))
         self._requests[number] = run.prompt
         future.add_done_callback(lambda done: self._end(number, done))
 
@@ -393,11 +402,39 @@ class Replica:
         if isinstance(error, JobFailed):  # this replica's end, not the request's
             self._failure = error
             return
+        if prompt is None:  # another replica goes on
+            return
         try:
             told = self.ended(future.result(), isinstance(prompt, str))
         except Exception as error:  # its answer cannot be written: it must end all the same
             told = failed_of(number, error, self.info.name)
         self._emitter.end(told)
+
+    def _move(self, number: int) -> bool:
+        """Let another replica go on with a request, unless it has ended."""
+        try:
+            data = self._engine.export_request(number)
+        except KeyError:
+            return False
+        self._requests.pop(number, None)
+        self._emitter.moved(number)
+
+        def send() -> None:
+            try:
+                if self._connection is not None:
+                    self._connection.send(Moved(number, data))
+            except UNSENDABLE as error:
+                self._emitter.end(failed_of(number, error, self.info.name))
+
+        send() if self._texts is None else self._texts.move(number, send)
+        return True
+
+    def _hand_over(self) -> None:
+        """What is unfinished goes on elsewhere, or where it cannot, begins again there."""
+        self._emitter.flush()
+        if self.moves_requests and self._texts is None:
+            for number in list(self._requests):
+                self._move(number)
 
     def _tell(self, news: StepTokens) -> None:
         if self._texts is None:

@@ -32,9 +32,24 @@ class ReplicaTexts:
         """Texts of unfinished requests; the error if the tokenizer has failed."""
         self._epoch = 0
 
-    def begin(self, number: int, prompt: str | Sequence[int], params: SamplingParams) -> None:
-        """A request begins."""
-        self._thread.submit(self._begin, number, prompt, params)
+    def begin(
+        self,
+        number: int,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        told: Sequence[int] = (),
+    ) -> None:
+        """A request begins, or goes on behind tokens whose text is `told`."""
+        self._thread.submit(self._begin, number, prompt, params, told)
+
+    def move(self, number: int, send: Callable[[], None]) -> None:
+        """A request goes: `send` is called behind its texts."""
+
+        def behind() -> None:
+            self._texts.pop(number, None)
+            self._loop.call_soon_threadsafe(send)
+
+        self._thread.submit(behind)
 
     def tell(self, message: StepTokens) -> None:
         """Send a message with its texts."""
@@ -52,9 +67,13 @@ class ReplicaTexts:
 
     # ---- In the thread -----------------------------------------------------------------------
 
-    def _begin(self, number: int, prompt: str | Sequence[int], params: SamplingParams) -> None:
+    def _begin(
+        self, number: int, prompt: str | Sequence[int], params: SamplingParams, told: Sequence[int]
+    ) -> None:
         try:
-            self._texts[number] = TokenText(self._tokenizer, params, prompt)
+            text = self._texts[number] = TokenText(self._tokenizer, params, prompt)
+            for token in told:
+                text.push([token])
         except Exception as error:  # the tokenizer's own: this request's alone
             self._texts[number] = error
 

@@ -40,8 +40,8 @@ class RequestBooks:
     Attributes:
         requests: unfinished requests, by the coordinator's numbers.
         queue: unfinished requests that no replica has.
-        counters: requests "received", "completed", "failed", "aborted", "retried", "refused"; and
-            "prefix_blocks", blocks of prompts that their replicas had served before.
+        counters: requests "received", "completed", "failed", "aborted", "retried", "moved",
+            "refused"; and "prefix_blocks", blocks of prompts that their replicas had served before.
         routes: the clients to which tokens are sent.
     """
 

@@ -74,7 +74,9 @@ class ServiceState(StrEnum):
 
 OF_REPLICAS = ("sleep", "wake", "reset_prefix_cache", "profile", "watch", "signal")
 """Verbs that every replica must do; the answer says what each told."""
-VERBS = ("health", "pause", "resume", "drain", "abort", "shutdown", *OF_REPLICAS, *WEIGHT_VERBS)
+VERBS = (
+    "health", "pause", "resume", "drain", "abort", "move", "shutdown", *OF_REPLICAS, *WEIGHT_VERBS,
+)  # fmt: skip
 UNASKED = -1
 """Number of a `Do` that nobody waits for."""
 REFUSALS = {ServiceState.DRAINING: "the service ends, or was told to take no further requests"}
@@ -174,6 +176,9 @@ class ServiceVerbs:
                 return {"unfinished_requests": len(self._books.requests)}
             case "abort":
                 return self._abort(ask.fields)
+            case "move":
+                self._move(asker, ask)
+                return None
             case "sleep":
                 self._stand_still(replicas)
                 self._ask_replicas(asker, ask)
@@ -243,6 +248,33 @@ class ServiceVerbs:
         for request in requests:
             self._books.abort_request(request)
         return {"aborted": len(requests)}
+
+    def _move(self, asker: bytes, ask: Ask) -> None:
+        """Other replicas go on with the requests of a label, or with all of a replica, which gets
+        no more until it is resumed."""
+        label, name = ask.fields.get("label"), ask.fields.get("replica")
+        if (label is None) == (name is None) or not isinstance(label or name, str):
+            raise ValueError("say what moves: label=ID, or replica=NAME for all of its requests.")
+        replicas = self._books.replicas.values()
+        source = None if name is None else find_replica(name, replicas)
+        numbers: dict[bytes, list[int]] = {}
+        for request in self._books.requests.values():
+            if (there := request.replica) is not None and (
+                request.asked.label == label if source is None else there is source
+            ):
+                numbers.setdefault(there.identity, []).append(request.number)
+        ready = [
+            each.identity
+            for each in replicas
+            if each.state == ReplicaState.READY and not each.is_stale
+        ]
+        for identity in {*numbers, *([] if source is None else [source.identity])}:
+            if not any(each != identity for each in ready):
+                raise ValueError("no other replica is ready to go on: start or resume one first.")
+        if source is not None and not source.state.is_departing:
+            self._books.set_state(source, ReplicaState.DRAINING)
+        then = partial(self._answer, asker, ask, self.state)
+        self._questions.put(numbers, ask.what, lambda each: {"numbers": numbers[each]}, then)
 
     def _ask_replicas(self, asker: bytes, ask: Ask) -> None:
         there = [

@@ -74,6 +74,11 @@ class TokenEmitter(EngineListener):
         self._ends.append(ended)
         self._send_soon()
 
+    def moved(self, number: int) -> None:
+        """A request goes: send what there is of it."""
+        self.flush()
+        self._top_n.pop(number, None)
+
     def forget(self) -> None:
         """Drop all unsent tokens and ends."""
         self._outputs.clear()

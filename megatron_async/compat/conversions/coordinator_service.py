@@ -66,6 +66,8 @@ class MegatronReplica(Replica):
     what Megatron's `FinishedRequestRecord` has.
     """
 
+    moves_requests = False
+
     def __init__(
         self,
         engine: EngineControl,

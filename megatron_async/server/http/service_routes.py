@@ -56,6 +56,13 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     all: bool = False
 
 
+class MoveRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /move: the id of an answer, or the name of a replica, of which all moves."""
+
+    id: str | None = None
+    replica: str | None = None
+
+
 class ProfileRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /profile. `action`: "start" or "stop"."""
 
@@ -73,7 +80,7 @@ class ServiceRoutes:
         bodies: dict[str, type[msgspec.Struct]] = {
             "pause": PauseRequest, "abort": AbortRequest, "profile": ProfileRequest,
             "resume": NoFields, "sleep": SleepRequest, "wake": WakeRequest, "drain": NoFields,
-            "reset_prefix_cache": NoFields,
+            "reset_prefix_cache": NoFields, "move": MoveRequest,
         }  # fmt: skip
         return [
             *(
@@ -128,11 +135,12 @@ class ServiceRoutes:
         one that it does not have is refused, as an administrator meant something by it."""
         found = await read_command(exchange, f"/{verb}", kind, ADMIN_LIMITS)
         fields: dict[str, Any] = msgspec.to_builtins(found)
-        if verb == "abort":
-            label = fields.pop("id")
-            fields = {"all": True} if fields["all"] else {"label": label}
-            if not fields.get("all") and not label:
-                raise Refusal('give the id of an answer, or "all": true.', param="id")
+        if "id" in fields:
+            fields["label"] = fields.pop("id")
+            fields = {name: value for name, value in fields.items() if value}
+            if len(fields) != 1:
+                other = '"all": true' if verb == "abort" else "the name of a replica"
+                raise Refusal(f"give the id of an answer, or {other}.", param="id")
         await reply_json(exchange.send, await ask_service(self._client, verb, **fields))
 
 

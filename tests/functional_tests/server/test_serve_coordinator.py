@@ -151,8 +151,8 @@ def test_an_administrator_watches_steps_and_whoever_asks_sees_counters(service: 
     assert counted["lookahead"] == looked["lookahead"]
 
 
-@pytest.mark.parametrize("verb", ["pause", "resume", "sleep", "wake", "drain", "abort", "profile",
-                                  "reset_prefix_cache", "watch"])  # fmt: skip
+@pytest.mark.parametrize("verb", ["pause", "resume", "sleep", "wake", "drain", "abort", "move",
+                                  "profile", "reset_prefix_cache", "watch"])  # fmt: skip
 def test_only_administrators_may(service: Served, verb: str) -> None:
     assert service.request(f"/{verb}", {}, method="POST")[0] == 403
     assert service.request(f"/{verb}", {}, key="", method="POST")[0] == 401
@@ -162,6 +162,9 @@ def test_only_administrators_may(service: Served, verb: str) -> None:
     ("verb", "body", "part"),
     [
         ("abort", {}, "give the id"),
+        ("move", {}, "the name of a replica"),
+        ("move", {"id": "x", "replica": "y"}, "the name of a replica"),
+        ("move", {"replica": "nobody"}, "no replica named 'nobody'"),
         ("pause", {"mode": "softly"}, "softly"),
         ("profile", {"action": "stop"}, "--profile-dir FOLDER"),
         ("profile", {"action": 5}, "action"),

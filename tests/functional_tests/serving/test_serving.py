@@ -121,6 +121,30 @@ def test_a_killed_replicas_stream_goes_on_elsewhere(service: Service, long_answe
     assert service.client.stats()["retried_requests"] >= 1
 
 
+def test_a_moved_replicas_stream_goes_on(service: Service, long_answer: list[int], capsys):
+    """By command, and when a second signal ends the replica at once."""
+    service.have(2)
+    before = service.client.stats()
+    stream = service.client.stream([1, 2, 3], long_sampling())
+    tokens = list(next(stream).tokens)
+    left = service.serving()
+    command = ["replicas", "--coordinator", service.address]
+    assert cli.main([*command, "move", left]) == 0
+    eventually(lambda: service.serving() != left, "the other one to go on")
+    service.client.resume_replica(left)
+    victim = service.serving()
+    service.signal(victim, signal.SIGTERM)
+    eventually(lambda: "leaving" in str(service.client.stats()["replicas"][victim]), "the first")
+    service.signal(victim, signal.SIGTERM)
+    for chunk in stream:
+        tokens += chunk.tokens
+    assert tokens == long_answer
+    assert service.processes.pop(victim).join()[0].exit_code == 0
+    after = service.client.stats()
+    assert after["moved_requests"] == before["moved_requests"] + 2
+    assert after["retried_requests"] == before["retried_requests"]
+
+
 def test_a_hanging_replica_is_replaced_and_comes_back(service: Service, long_answer: list[int]):
     service.have(2)
     stream = service.client.stream([1, 2, 3], long_sampling())

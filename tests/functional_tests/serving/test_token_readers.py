@@ -8,18 +8,25 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_async import LLM, DynamicInferenceContext, InferenceConfig, SamplingParams
+from megatron_async import (
+    LLM,
+    DynamicInferenceContext,
+    InferenceConfig,
+    SamplingParams,
+    StructuredOutput,
+)
 from megatron_async.errors import RequestError
 from megatron_async.lab.model_less import ModelLessEngine
 from megatron_async.lab.model_shape import ModelShape
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.planning.step_plan import IntArray, StepPlan
-from megatron_async.serving import connection, token_emitter
+from megatron_async.serving import connection, replica, replica_status, token_emitter
 from megatron_async.serving.async_client import AsyncCoordinatorClient
 from megatron_async.serving.client import CoordinatorClient
 from megatron_async.serving.coordinator import Coordinator
@@ -87,14 +94,14 @@ class Own:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-def served(engine: Any) -> Iterator[Run]:
-    """Runs work with a client of a coordinator that has one replica."""
+def served(*engines: Any) -> Iterator[Run]:
+    """Runs work with a client of a coordinator that has these replicas."""
     coordinator = Coordinator("tcp://127.0.0.1:*")
-    replica = Replica(engine, coordinator.address, "tiny", "a")
-    threads = [
-        threading.Thread(target=coordinator.run, daemon=True),
-        threading.Thread(target=lambda: asyncio.run(replica.run()), daemon=True),
-    ]
+    threads = [threading.Thread(target=coordinator.run, daemon=True)]
+    for engine, name in zip(engines, "ab", strict=False):
+        one = Replica(engine, coordinator.address, "tiny", name)
+        serve = partial(asyncio.run, one.run())
+        threads.append(threading.Thread(target=serve, daemon=True))
     for thread in threads:
         thread.start()
 
@@ -109,15 +116,18 @@ def served(engine: Any) -> Iterator[Run]:
     yield run
 
     async def remove(client: AsyncCoordinatorClient) -> None:
-        await client.remove_replica("a")
+        for name in (await client.stats())["replicas"]:
+            await client.remove_replica(name)
 
     run(remove)
-    threads[1].join(PATIENCE_S)
+    for thread in threads[1:]:
+        thread.join(PATIENCE_S)
     coordinator.stop()
     threads[0].join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
-    while engine.has_unfinished_requests():  # a step behind a stop word that the host found
-        engine.step_modern()
+    for engine in engines:
+        while engine.has_unfinished_requests():  # a step behind a stop word that the host found
+            engine.step_modern()
 
 
 @pytest.fixture
@@ -157,12 +167,12 @@ def test_readers_are_told_what_one_engine_gives(with_client: Run, make_tiny_engi
     with_client(work)
 
 
-def check_log_probs(reader: Reader, end: Ended, request: Any) -> None:
+def check_log_probs(reader: Reader, end: Ended, request: Any, rtol: float = 1e-5) -> None:
     if not request.sampling_params.return_log_probs:
         assert reader.log_probs == []
         return
     chosen = np.concatenate([part.chosen for part in reader.log_probs])
-    np.testing.assert_allclose(chosen, request.generated_log_probs, rtol=1e-5)
+    np.testing.assert_allclose(chosen, request.generated_log_probs, rtol=rtol)
     top_n = request.sampling_params.top_n_logprobs
     if not top_n:
         assert all(part.top_ids is None for part in reader.log_probs)
@@ -234,6 +244,57 @@ def test_texts_of_a_tokenizer_that_cannot_be_sent(make_tiny_engine, fails: bool)
         client.send([1, 2], stopped, reader)
         assert (await reader.end).stop_word == expected[10:13]
 
+    next(run)(work)
+    next(run, None)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "wants"),
+    [
+        (Own, {"temperature": 0.9, "echo": True, "stop_words": ["no such text", "qqqq"]}),
+        (make_ascii_tokenizer, {"return_log_probs": True, "top_n_logprobs": 2}),
+        (make_ascii_tokenizer, {"structured_output": StructuredOutput(regex="[a-d]{300}")}),
+    ],
+    ids=["own texts", "log probs", "grammar"],
+)
+def test_a_moved_request_goes_on_as_on_one_engine(
+    make_tiny_engine, tokenizer: Any, wants: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """There and back, each time from an engine that stands still, so that nothing ends before."""
+    engines = [make_tiny_engine(lookahead=1, tokenizer=tokenizer()) for _ in range(3)]
+    params, prompt = SamplingParams(num_tokens_to_generate=120, termination_id=-1, **wants), [5, 9]
+    (expected,) = engines[2].generate([prompt], params)
+    told: list[str | None] = []
+
+    def ended_of(request: Any, *arguments: Any) -> Ended:
+        told.append(request.finish_reason)
+        return replica_status.ended_of(request, *arguments)
+
+    monkeypatch.setattr(replica, "ended_of", ended_of)
+
+    async def work(client: AsyncCoordinatorClient) -> None:
+        reader = Reader()
+        client.send(prompt, params, reader, label="mine")
+        for count in (5, 60):
+            while len(reader.all) < count:
+                await asyncio.sleep(0)
+            replicas = (await client.stats())["replicas"].items()
+            (there,) = (name for name, each in replicas if each["unfinished_requests"])
+            await client.pause_replica(there)
+            answer = await client.ask("move", label="mine")
+            assert answer == {"replicas": {there: {"moved": 1}}}
+            await client.resume_replica(there)
+        end = await reader.end
+        assert end.error is None
+        assert reader.all == expected.generated_tokens
+        assert (end.num_generated_tokens, end.replica == there) == (120, False)
+        check_log_probs(reader, end, expected, 1e-4)
+        if tokenizer is Own:
+            assert "".join(reader.texts) == expected.generated_text
+        assert (await client.stats())["moved_requests"] == 2
+        assert told == [expected.finish_reason]
+
+    run = served(*engines[:2])
     next(run)(work)
     next(run, None)
 

@@ -15,11 +15,13 @@ from megatron_async.serving.messages import (
     Card,
     ClientHello,
     Do,
+    Done,
     Ended,
     Generate,
     Goodbye,
     Leave,
     Leaving,
+    Moved,
     NewModel,
     ReplicaHello,
     Run,
@@ -223,6 +225,78 @@ def test_who_leaves_finishes_or_hands_over() -> None:
     assert all("RankLost: rank 1" in str(m) for m in service.take("client"))
 
 
+MOVED = {"generated": [7]}
+
+
+def test_requests_move_to_other_replicas_and_their_streams_go_on() -> None:
+    """Its client hears nothing of it. A replica that dies with one before its next token loses
+    nothing that was told. Break `_hand_over`: leave `moved` where a token was told since."""
+    service = Service("a", "b", requests_per_slot=50)
+    service.ask(0, label="l0")
+    service.start("a", 0)
+    assert service.runs("a") == [0]
+    service.take("client")
+    service.hear("b", status(0, tokens=500))  # or its own replica would be the better one
+    service.hear("client", Ask(9, "move", fields={"label": "l0"}))
+    assert service.take("a") == [Do(0, "move", {"numbers": [0]})]
+    service.hear("a", Moved(0, MOVED))
+    service.hear("a", Done(0, {"moved": 1}))
+    assert service.take("client") == [Answer(9, {"replicas": {"a": {"moved": 1}}})]
+    again = Run(0, [1, 2, 3], PARAMS, 0, label="l0", moved=MOVED)
+    assert service.take("b") == [again]
+    service.say("a", 0, [8])
+    assert service.take("client") == [], "it has left"
+    service.lose("b")
+    assert service.take("client") == [], "no token was told since"
+    assert again in service.take("a")
+    service.say("a", 0, [8])
+    assert service.tokens("client") == [(0, [8])]
+    service.join("b")
+    service.lose("a")
+    assert Again(0) in service.take("client")
+    (begun,) = [m for m in service.take("b") if isinstance(m, Run) and m.number == 0]
+    assert begun.moved == {}
+    assert service.dispatcher.stats()["moved_requests"] == 1
+
+
+def test_all_of_a_replica_moves_also_as_it_leaves() -> None:
+    service = Service("a", "b", requests_per_slot=50)
+    for number in range(4):
+        service.ask(number)
+    service.runs("a"), service.runs("b")
+    service.hear("client", Ask(9, "move", fields={"replica": "a"}))
+    assert service.take("a") == [SetPaused(False), Do(0, "move", {"numbers": [0, 2]})]
+    service.hear("client", Abort(2))
+    for number in (0, 2, 77):
+        service.hear("a", Moved(number, MOVED))
+    service.hear("a", Done(0, {"moved": 2}))
+    assert service.runs("b") == [0]
+    assert [end.failure[0] for end in service.ends("client") if end.failure] == ["RequestAborted"]
+    service.ask(5)
+    assert service.runs("a") == [], "it gets no more"
+    service.hear("client", Ask(10, "move", fields={"replica": "b"}))
+    (answer,) = service.take("client")
+    assert "no other replica is ready" in str(answer)
+    service.hear("client", Ask(11, "resume", "a"))
+    service.hear("client", Ask(12, "remove", "b"))
+    service.hear("client", Ask(13, "move", fields={"replica": "b"}))
+    service.take("b")
+    for number in (0, 1, 3, 4):
+        service.hear("b", Moved(number, MOVED))
+    assert service.take("b") == [Leave()]
+    assert sorted(service.runs("a")) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"label": 5}, {"label": "x", "replica": "a"}, {"replica": ["a"]}]
+)
+def test_what_moves_is_said(fields: dict[str, object]) -> None:
+    service = Service("a", "b")
+    service.hear("client", Ask(9, "move", fields=fields))
+    (answer,) = service.take("client")
+    assert "label=ID, or replica=NAME" in str(answer)
+
+
 def test_aborts_wherever_the_request_is() -> None:
     service = Service("a", requests_per_slot=0.5)
     service.ask(0)
@@ -342,9 +416,9 @@ def test_a_trace_goes_with_its_request_to_each_replica(caplog: pytest.LogCapture
 
 def test_the_protocol_has_the_version_of_its_messages() -> None:
     """A change of what is sent raises `PROTOCOL`, and stands here too."""
-    assert PROTOCOL == 15
+    assert PROTOCOL == 16
     assert Run.__struct_fields__ == (
-        "number", "prompt", "params", "priority", "traceparent", "label",
+        "number", "prompt", "params", "priority", "traceparent", "label", "moved",
     )  # fmt: skip
     assert Generate.__struct_fields__ == (
         "number", "prompt", "params", "max_new_tokens", "priority", "label", "owner",

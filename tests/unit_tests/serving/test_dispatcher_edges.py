@@ -15,11 +15,14 @@ from megatron_async.serving.messages import (
     Answer,
     Ask,
     ClientHello,
+    Do,
+    Done,
     Generate,
     Goodbye,
     Helping,
     Leave,
     Leaving,
+    Moved,
     Refused,
     ReplicaHello,
     Run,
@@ -213,6 +216,11 @@ class RandomService(Service):
                     self.answered[who] += [ended.number for ended in message.ends]
                 elif isinstance(message, Run) and who in self.has:
                     self.has[who].add(message.number)
+                elif isinstance(message, Do) and who in self.has:
+                    for number in message.fields["numbers"]:
+                        self.has[who].discard(number)
+                        self.hear(who, Moved(number, {"generated": [7]}))
+                    self.hear(who, Done(message.number))
                 elif isinstance(message, Leave) and who in self.has:
                     stays = self.random.random() < 0.5
                     if not stays:
@@ -316,6 +324,8 @@ class RandomService(Service):
         if self.asked:
             what = self.random.choice(["pause", "drain", "resume", "remove", "stats", "jump"])
             self.hear(next(iter(self.asked)), Ask(1, what, self._one(self.has)))
+            moves = Ask(2, "move", fields={"replica": self._one(self.has)})
+            self.hear(next(iter(self.asked)), moves)
 
     def _speak(self) -> None:
         who = self._one(self.has)
