@@ -229,7 +229,7 @@ MOVED = {"generated": [7]}
 
 
 def test_requests_move_to_other_replicas_and_their_streams_go_on() -> None:
-    """Its client hears nothing of it. A replica that dies with one before its next token loses
+    """The client hears nothing of it. A replica that dies with one before its next token loses
     nothing that was told. Break `_hand_over`: leave `moved` where a token was told since."""
     service = Service("a", "b", requests_per_slot=50)
     service.ask(0, label="l0")
