@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import override
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Region, Shape
+from megatron_async.checkpoints.safetensors_file import SafetensorsFile
 from megatron_async.checkpoints.source import ModelSource, NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.text.tokenizer import Tokenizer
@@ -82,8 +82,7 @@ class WithDraftLayer(NamedTensorSource):
     @cached_property
     def mtp_shapes(self) -> Mapping[str, Shape]:
         """Shapes of the file's tensors, by name."""
-        names: list[str] = self._file.keys()
-        return {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+        return {name: stored.shape for name, stored in self._file.tensors.items()}
 
     @override
     def check_stored(self, with_mtp: bool) -> None:
@@ -93,8 +92,7 @@ class WithDraftLayer(NamedTensorSource):
         """A region of a tensor of the file, or else of the model."""
         if name not in self.mtp_shapes:
             return self._base.read_tensor(name, region, device)
-        values: Tensor = self._file.get_slice(name)[region]
-        return values.to(device)
+        return self._file.tensors[name].read(region).to(device)
 
     def fill(self, place: Tensor, name: str, region: Region) -> None:
         """Read a region of a tensor into its place in a parameter."""
@@ -104,17 +102,14 @@ class WithDraftLayer(NamedTensorSource):
             self._base.fill(place, name, region)
 
     @cached_property
-    def _file(self) -> safe_open:
+    def _file(self) -> SafetensorsFile:
         try:
-            return safe_open(self.file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"draft layer {str(self.file)!r}: not a readable safetensors file ({error}); "
-                f"{REMEDY}."
-            ) from error
+            return SafetensorsFile(self.file)
+        except CheckpointError as error:
+            raise CheckpointError(f"draft layer {error}; {REMEDY}.") from error
 
     def _read_metadata(self) -> dict[str, str]:
-        found: dict[str, str] = self._file.metadata() or {}
+        found = self._file.metadata
         if PATTERN not in found:
             raise CheckpointError(
                 f"draft layer {str(self.file)!r}: its metadata have no {PATTERN!r}, so it is no "

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, override
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from megatron_async.checkpoints.huggingface_delta import (
 )
 from megatron_async.checkpoints.huggingface_mtp import split_mtp
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
+from megatron_async.checkpoints.safetensors_file import StoredTensor
 from megatron_async.checkpoints.source import (
     NamedTensorSource,
     byte_bar,
@@ -157,7 +157,7 @@ class HuggingFaceSource(NamedTensorSource):
         """Dtypes of tensors as they are stored; quantised ones are refused."""
         found = {}
         for name, stored_name in tensors.items():
-            stored = self._files.slice_of(stored_name).get_dtype()
+            stored = self._files.tensor(stored_name).dtype
             if stored not in DTYPES:
                 raise CheckpointError(
                     f"{self._files.file_of[stored_name]}: tensor {name!r} is stored as {stored}, "
@@ -177,25 +177,31 @@ class HuggingFaceSource(NamedTensorSource):
         return self._shapes(self._tensors.mtp)
 
     def _shapes(self, tensors: Mapping[str, str]) -> dict[str, Shape]:
-        return {
-            name: tuple(self._files.slice_of(stored).get_shape())
-            for name, stored in tensors.items()
-        }
+        return {name: self._files.tensor(stored).shape for name, stored in tensors.items()}
 
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
         """Read a region of a tensor, and no byte of the file outside the region's rows."""
+        stored = self._stored_tensor(name)
+        place = stored.place_of(region)
+        if device.type != "cuda" or place is None:
+            return stored.read(region).to(device)
+        shape = [part.stop - part.start for part in region]
+        found = torch.empty(shape, dtype=stored.torch_dtype, device=device)
+        upload(found, lambda piece, at: stored.file.fill(stored.name, place + at, piece))
+        return found
+
+    @override
+    def fill(self, place: Tensor, name: str, region: Region) -> None:
+        stored = self._stored_tensor(name)
+        start = stored.place_of(region)
+        if place.device.type == "cpu" and place.is_contiguous() and start is not None:
+            stored.copy_to(place, start)
+        else:
+            super().fill(place, name, region)
+
+    def _stored_tensor(self, name: str) -> StoredTensor:
         is_mtp = name in self._tensors.mtp
-        stored = self._tensors.mtp[name] if is_mtp else self._tensors.model[name]
-        shape = self.mtp_shapes[name] if is_mtp else self.tensor_shapes[name]
-        try:
-            if tuple(part.stop - part.start for part in region) == shape:
-                tensor = self._files.read(stored)
-            else:
-                tensor = self._files.slice_of(stored)[region]
-        except (SafetensorError, OSError) as error:
-            path = self._files.file_of[stored]
-            raise CheckpointError(f"{path}: cannot read tensor {name!r}: {error}") from error
-        return upload(tensor, device)
+        return self._files.tensor(self._tensors.mtp[name] if is_mtp else self._tensors.model[name])
 
     @override
     def check_stored(self, with_mtp: bool) -> None:
@@ -223,7 +229,7 @@ class HuggingFaceSource(NamedTensorSource):
         the configuration counts, as in transformers, and that is told."""
         for name in self._tensors.frequencies:
             expected = described_frequencies(self.architecture)
-            found = self._files.read(name)
+            found = self._files.tensor(name).read()
             tolerance = max(torch.finfo(found.dtype).eps, 1e-5) if found.is_floating_point() else 0
             is_same = found.shape == expected.shape and torch.allclose(
                 found.float(), expected, rtol=tolerance, atol=1e-7
@@ -241,6 +247,7 @@ class HuggingFaceSource(NamedTensorSource):
     ) -> None:
         try:
             super().load_into(tensors, shard, progress)
+            self._files.check_unchanged()
         finally:
             self._files.close()
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import is_inside, is_megatron, read_json
+from megatron_async.checkpoints.safetensors_file import SafetensorsFile, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -42,7 +41,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, SafetensorsFile] = {}
         if (folder / ADAPTER).is_file():
             raise CheckpointError(
                 f"{folder / ADAPTER}: the folder holds an adapter, which would change the model "
@@ -61,40 +60,34 @@ class TensorFiles:
         if index is None:
             path = self.folder / SINGLE
             if path.is_file():
-                return dict.fromkeys(self.open(path).keys(), path)
+                return dict.fromkeys(self.open(path).tensors, path)
             old = sorted(file.name for file in self.folder.glob("*.bin"))
             hint = f" It holds {old[0]}: save it as safetensors first." if old else ""
             raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}.{hint}")
         holders: dict[str, list[Path]] = {}
         for path in sorted(set(index.values())):
-            stored = self.open(path).keys()
-            lost = {name for name in index.keys() - set(stored) if index[name] == path}
+            stored = self.open(path).tensors
+            lost = {name for name in index.keys() - stored.keys() if index[name] == path}
             if lost:
                 raise CheckpointError(f"{path}: lacks tensor {min(lost)!r}, which {INDEX} names")
             for name in stored:
                 holders.setdefault(name, []).append(path)
         for name, paths in holders.items():
             for other in paths[1:]:
-                if not equal_tensors(self.open(paths[0]), name, self.open(other), name):
+                if not _are_equal(*(self.open(path).tensors[name] for path in (paths[0], other))):
                     raise CheckpointError(
                         f"{self.folder}: {paths[0].name} and {other.name} hold different tensors "
                         f"{name!r}; take one of them out"
                     )
         return {name: paths[0] for name, paths in holders.items()}
 
-    def slice_of(self, name: str) -> Any:
-        """A stored tensor, of which nothing is read yet: shape, dtype, regions."""
-        return self.open(self.file_of[name]).get_slice(name)
+    def tensor(self, name: str) -> StoredTensor:
+        """A stored tensor, of which nothing is read yet."""
+        return self.open(self.file_of[name]).tensors[name]
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two stored tensors have the same dtype, shape and values."""
-        files = self.file_of
-        return equal_tensors(self.open(files[name]), name, self.open(files[other]), other)
-
-    def read(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU."""
-        tensor: Tensor = self.open(self.file_of[name]).get_tensor(name)
-        return tensor
+        return _are_equal(self.tensor(name), self.tensor(other))
 
     def passed_over(self) -> list[str]:
         """Files of the folder that look like weights and are not read, and checkpoints of other
@@ -111,21 +104,20 @@ class TensorFiles:
             found.insert(0, INDEX)
         return found + (["a Megatron checkpoint"] if is_megatron(self.folder) else [])
 
-    def open(self, path: Path) -> Any:
+    def open(self, path: Path) -> SafetensorsFile:
         """A file of the folder, opened."""
         if path not in self._open:
             if not path.is_file():
                 raise CheckpointError(
                     f"{path}: is missing, though {INDEX} names it; fetch it again"
                 )
-            try:
-                self._open[path] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path}: not a readable safetensors file, truncated or corrupt ({error}); "
-                    "fetch it again"
-                ) from error
+            self._open[path] = SafetensorsFile(path)
         return self._open[path]
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointError` if a file was written to since it was opened."""
+        for file in self._open.values():
+            file.check_unchanged()
 
     def close(self) -> None:
         """Close all files; they are opened again when needed."""
@@ -152,20 +144,12 @@ class TensorFiles:
         return {name: self.folder / value for name, value in files.items()}
 
 
-def equal_tensors(file: Any, name: str, other_file: Any, other: str) -> bool:
-    """Whether two tensors of opened safetensors files have the same dtype, shape and bytes."""
-    one, two = file.get_slice(name), other_file.get_slice(other)
-    shape = one.get_shape()
-    if one.get_dtype() != two.get_dtype() or shape != two.get_shape():
+def _are_equal(one: StoredTensor, two: StoredTensor) -> bool:
+    """Whether two stored tensors have the same dtype, shape and bytes."""
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    if len(shape) < 2:
-        return _same_bytes(file.get_tensor(name), other_file.get_tensor(other))
-    width = max(torch.Size(shape[1:]).numel(), 1)
-    rows = max(PIECE_VALUES // width, 1)
-    return all(
-        _same_bytes(one[start : start + rows], two[start : start + rows])
-        for start in range(0, shape[0], rows)
-    )
+    pieces = zip(one.blocks(PIECE_VALUES), two.blocks(PIECE_VALUES), strict=True)
+    return all(_same_bytes(*pair) for pair in pieces)
 
 
 def _same_bytes(one: Tensor, two: Tensor) -> bool:

@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -29,18 +30,13 @@ def _staging() -> _Staging:
     return _Staging()
 
 
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A contiguous tensor of the host on a device, in the order of its current stream."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    staging, stream = _staging(), torch.cuda.current_stream(device)
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, found))
-    parts = zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True)
-    for number, (read, written) in enumerate(parts):
-        piece, copied = staging.pieces[number % 2], staging.copied[number % 2]
-        copied.synchronize()  # sync-ok: no engine runs yet
-        piece[: len(read)].copy_(read)
-        written.copy_(piece[: len(read)], non_blocking=True)
+def upload(target: Tensor, read: Callable[[Tensor, int], None]) -> None:
+    """Fill a contiguous tensor of a GPU, in the order of its current stream; `read` fills a piece
+    of bytes in host memory from a place among the tensor's."""
+    staging, stream = _staging(), torch.cuda.current_stream(target.device)
+    for number, written in enumerate(target.view(-1).view(torch.uint8).split(PIECE_BYTES)):
+        piece, copied = staging.pieces[number % 2][: len(written)], staging.copied[number % 2]
+        copied.synchronize()  # sync-ok: no engine runs yet, or this is a thread of its own
+        read(piece, number * PIECE_BYTES)
+        written.copy_(piece, non_blocking=True)
         copied.record(stream)
-    return found

@@ -35,7 +35,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class HostCopies(TorchDispatchMode):
-    """Bytes of every tensor that an operator makes in the host's memory (views are none)."""
+    """Bytes of every tensor that an operator makes in the host's memory. Views are none, nor is
+    memory that a file is read into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +44,8 @@ class HostCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            return output
         inputs = {t.untyped_storage().data_ptr() for t in host_tensors((args, kwargs))}
         self.bytes += [
             t.nbytes for t in host_tensors(output) if t.untyped_storage().data_ptr() not in inputs

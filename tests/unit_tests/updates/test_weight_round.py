@@ -1,6 +1,7 @@
 """A round of new weights is a fresh load bit for bit, whatever its buckets, names and ranks; what
 is not whole or not the model's is refused, and the old weights stay."""
 
+import os
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from torch import Tensor
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.checkpoints.registry import DummySource
+from megatron_async.checkpoints.safetensors_file import SafetensorsFile
 from megatron_async.compat.models.served_model import serve_model
 from megatron_async.devices import CpuDevice
 from megatron_async.errors import UpdateError
@@ -433,3 +435,36 @@ def test_a_gpu_copies_from_no_pageable_memory_between_steps(
     with pytest.raises(UpdateError, match="lies in the host's pageable memory: with staging='dir"):
         new.load(tensors.items())
     begin(staging="device")[1].load(tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda file: os.truncate(file, 1000), "new/model.safetensors: ends within tensor"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-4] + bytes(4)), "was written to while"),
+    ],
+)
+def test_a_file_that_is_cut_or_written_while_it_is_read(
+    harm: Any, message: str, begin, device, tmp_path, monkeypatch
+) -> None:
+    """It fails its round alone: a mapped file would end the process."""
+    convert("dummy:tiny", tmp_path / "new", to="huggingface", dtype="float32")
+    file, fill = tmp_path / "new" / "model.safetensors", SafetensorsFile.fill
+    whole, calls = file.read_bytes(), []
+
+    def harmed(self: SafetensorsFile, name: str, start: int, place: Tensor) -> None:
+        calls.append(name)
+        if len(calls) == 3:
+            harm(file)
+        fill(self, name, start, place)
+
+    old, new = begin()
+    monkeypatch.setattr(SafetensorsFile, "fill", harmed)
+    with pytest.raises(UpdateError, match=message):
+        new.load_folder(tmp_path / "new")
+    new.drop()
+    assert all((each == 7).all() for each in old.values())
+    file.write_bytes(whole)
+    _, new = begin()
+    new.load_folder(tmp_path / "new")
+    new.finish()

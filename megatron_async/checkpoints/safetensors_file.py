@@ -1,0 +1,218 @@
+"""One file of safetensors, read by calls of the system and not mapped: a file that is cut short
+under its reader is an error, and no signal that ends the process.
+
+Of a region only its bytes are read; the library's own reader without a map (safetensors 0.8) reads
+the whole tensor for each. The format: eight bytes of the header's length, a JSON header with dtype,
+shape and place of each tensor, and their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.weight import Region, Shape
+
+TORCH_TYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+MOST_HEADER = 100_000_000
+"""Bytes of a header, as in the library."""
+GAP_BYTES = 16 << 10
+"""A gap in each row of a region is read with it up to this size: a call a row takes as long."""
+
+PIECE_VALUES = 1 << 18
+"""Values that are converted at once."""
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a file, of which nothing is read yet; `start` is the place of its bytes."""
+
+    file: SafetensorsFile
+    name: str
+    dtype: str
+    shape: Shape
+    start: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype in torch; CheckpointError if there is none that is read."""
+        if self.dtype not in TORCH_TYPES:
+            raise CheckpointError(
+                f"{self.file.path}: tensor {self.name!r} is stored as {self.dtype}, which is not "
+                f"read (only {', '.join(TORCH_TYPES)})"
+            )
+        return TORCH_TYPES[self.dtype]
+
+    def read(self, region: Region | None = None) -> Tensor:
+        """A region of the tensor, or all of it, on the CPU.
+
+        Raises:
+            CheckpointError: the file has been cut short, or cannot be read.
+        """
+        region = self._whole if region is None else region
+        shape = [part.stop - part.start for part in region]
+        found = torch.empty(shape, dtype=self.torch_dtype)
+        self._read(self.start, self.shape, region, found)
+        return found
+
+    def place_of(self, region: Region) -> int | None:
+        """Place in the file of a region's first byte, if all of its bytes lie together."""
+        place, size = self.start, math.prod(self.shape) * self.torch_dtype.itemsize
+        is_row = True
+        for part, whole in zip(region, self.shape, strict=True):
+            if not is_row and part != slice(0, whole):
+                return None
+            size //= max(whole, 1)
+            place += part.start * size
+            is_row &= part.stop - part.start == 1
+        return place
+
+    def copy_to(self, place: Tensor, start: int) -> None:
+        """Fill a contiguous tensor of the host with values that lie together in the file, at
+        `start`. They are converted in pieces that stay in the cache; of its dtype none is copied
+        twice.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        if place.dtype == self.torch_dtype:
+            self.file.fill(self.name, start, place)
+            return
+        for target in place.view(-1).split(PIECE_VALUES):
+            piece = torch.empty(len(target), dtype=self.torch_dtype)
+            self.file.fill(self.name, start, piece)
+            target.copy_(piece)
+            start += piece.nbytes
+
+    def blocks(self, values: int) -> Iterator[Tensor]:
+        """The tensor in pieces of some rows, of about so many values."""
+        if not self.shape:
+            yield self.read()
+            return
+        rows = max(values // max(math.prod(self.shape[1:]), 1), 1)
+        for start in range(0, self.shape[0], rows):
+            yield self.read((slice(start, min(start + rows, self.shape[0])), *self._whole[1:]))
+
+    def _read(self, start: int, shape: Shape, region: Region, found: Tensor) -> None:
+        """Read the region of a part of the tensor that begins at `start`."""
+        if region[1:] == tuple(slice(0, size) for size in shape[1:]):
+            row = math.prod(shape[1:]) * found.itemsize
+            first = region[0].start * row if region else 0
+            self.file.fill(self.name, start + first, found)
+            return
+        rows = (region[0], *(slice(0, size) for size in shape[1:]))
+        row = math.prod(shape[1:]) * found.itemsize
+        if row - found[:1].nbytes <= GAP_BYTES:
+            whole = torch.empty([len(found), *shape[1:]], dtype=found.dtype)
+            self._read(start, shape, rows, whole)
+            found.copy_(whole[:, *region[1:]])
+            return
+        for number, of_row in enumerate(found, region[0].start):
+            self._read(start + number * row, shape[1:], region[1:], of_row)
+
+    @property
+    def _whole(self) -> Region:
+        return tuple(slice(0, size) for size in self.shape)
+
+
+class SafetensorsFile:
+    """An open file.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        tensors: what it holds, by name.
+        metadata: texts of the header.
+
+    Raises:
+        CheckpointError: it cannot be opened, or its header does not describe it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if not path.is_file():
+                raise OSError("it is no file")
+            self._stream = path.open("rb", buffering=0)
+            self._was = self._state
+            self.metadata, self.tensors = self._read_header()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: not a readable safetensors file, truncated or corrupt ({error}); fetch "
+                "it again"
+            ) from error
+
+    def fill(self, name: str, start: int, place: Tensor) -> None:
+        """Read a contiguous tensor of host memory from the bytes of tensor `name` at `start`.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        view = memoryview(place.view(-1).view(torch.uint8).numpy())
+        while len(view):
+            try:
+                count = os.preadv(self._stream.fileno(), [view], start)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path}: cannot read tensor {name!r}: {error}"
+                ) from error
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: ends within tensor {name!r}, as it was cut short while it was "
+                    "read: write a new file instead, and rename it"
+                )
+            start, view = start + count, view[count:]
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointError` if the file was written to since it was opened."""
+        if self._state != self._was:
+            raise CheckpointError(
+                f"{self.path}: was written to while it was read: write a new file instead, and "
+                "rename it"
+            )
+
+    @property
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._stream.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def _read_header(self) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+        """ValueError: the header is none, or its tensors do not fill the file."""
+        num_bytes = self._was[0]
+        length = int.from_bytes(self._stream.read(8), "little")
+        if not 2 <= length <= min(MOST_HEADER, num_bytes - 8):
+            raise ValueError(f"a header of {length} bytes in a file of {num_bytes}")
+        raw = msgspec.json.decode(os.pread(self._stream.fileno(), length, 8), type=dict[str, Any])
+        metadata = msgspec.convert(raw.pop("__metadata__", None) or {}, dict[str, str])
+        found, last = {}, 0
+        for name, given in raw.items():
+            entry = msgspec.convert(given, _Entry)
+            first, end = entry.data_offsets
+            item = TORCH_TYPES[entry.dtype].itemsize if entry.dtype in TORCH_TYPES else None
+            is_right = all(size >= 0 for size in entry.shape) and 0 <= first <= end
+            if not is_right or (item and math.prod(entry.shape) * item != end - first):
+                raise ValueError(f"tensor {name[:200]!r} has no such bytes: {given!r:.200}")
+            start = 8 + length + first
+            found[name] = StoredTensor(self, name, entry.dtype, tuple(entry.shape), start)
+            last = max(last, end)
+        if 8 + length + last != num_bytes:
+            raise ValueError(f"{8 + length + last} bytes by its header, and it has {num_bytes}")
+        return metadata, found
