@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_async.choices import Choices
 from megatron_async.config import InferenceConfig
@@ -138,7 +140,7 @@ def _num_blocks(model: Any, config: InferenceConfig, device: Device, states: Slo
         num_blocks = blocks_that_fit(size, free, device.torch_device, wanted, config.buffer_size_gb)
     except OutOfMemoryError as error:
         failure = error
-    num_blocks = agree_on_least(num_blocks, device)
+    num_blocks = agree_on_least(num_blocks)
     if failure is not None:
         raise failure
     if num_blocks == 0:
@@ -178,16 +180,29 @@ def max_paused_blocks(model: Any, config: InferenceConfig, num_blocks: int, devi
         return num_blocks
     size = block_shape(model, config).num_bytes
     blocks = int(config.paused_buffer_size_gb * GIB) // size if size else num_blocks
-    return agree_on_least(blocks, device)
+    return agree_on_least(blocks)
 
 
-def agree_on_least(value: int, device: Device) -> int:
-    """The least of a number over the ranks that hold a model between them."""
-    if device.torch_device.type == "meta":
-        return value  # a simulation has no ranks beside it, and starts without Megatron's imports
-    from megatron_async.models import parallel_state
-
-    return parallel_state.agree_on_least(value)
+def agree_on_least(value: int) -> int:
+    """The least of a number over all ranks that launch their steps together: the ranks of a model,
+    and those that share its experts. For values that must be equal but that each rank measures by
+    itself. All of these ranks call it, at the start of an engine."""
+    # Groups are made by this module, and a simulation starts without importing it.
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+        return value
+    for group in (
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    ):
+        if dist.get_world_size(group) > 1:
+            # Groups that a user's Megatron made may know NCCL alone, which wants device memory.
+            takes_host = "cpu:" in dist.get_backend_config(group)
+            device = "cpu" if takes_host else torch.cuda.current_device()
+            number = torch.full((1,), value, dtype=torch.int64, device=device)
+            dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+            value = int(number.item())  # sync-ok: no engine runs yet
+    return value
 
 
 def keeps_tokens(model: Any, config: InferenceConfig) -> bool:
@@ -325,7 +340,7 @@ def share_states(model: Any, config: InferenceConfig, device: Device) -> StateSh
         most = int((budget or 0) * GIB) // each
         if block := block_shape(model, config).num_bytes:
             spacing = min(spacing, -(-each * config.block_size_tokens // block))
-    most, spacing = agree_on_least(most, device), agree_on_least(spacing, device)
+    most, spacing = agree_on_least(most), agree_on_least(spacing)
     interval = spacing if interval is None else interval
     if snapshots is None and budget is None:
         # They live in rows that no request needs.

@@ -252,7 +252,7 @@ def _restore(entry: RequestEntry, moved: MovedRequest, vocab_size: int) -> None:
     request, params = entry.request, entry.request.sampling_params
     tokens = prompt_to_array(moved.generated, vocab_size) if moved.generated else NO_TOKENS
     request.prompt = moved.text
-    moved.restore(request, tokens)
+    moved.restore(request, tokens, vocab_size)
     for end in range(1, len(tokens) + 1 if entry.stop_words is not None else 1):
         assert entry.stop_words is not None
         if entry.stop_words.end_with(tokens[:end], params.min_tokens):

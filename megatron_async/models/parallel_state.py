@@ -291,26 +291,6 @@ def ensure_process_groups(sizes: ParallelSizes | None = None) -> ProcessGroupCol
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def agree_on_least(value: int) -> int:
-    """The least of a number over all ranks that launch their steps together: the ranks of a model,
-    and those that share its experts. For values that must be equal but that each rank measures by
-    itself. All of these ranks call it, at the start of an engine."""
-    if not parallel_state.model_parallel_is_initialized():
-        return value
-    for group in (
-        parallel_state.get_model_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
-    ):
-        if dist.get_world_size(group) > 1:
-            # Groups that a user's Megatron made may know NCCL alone, which wants device memory.
-            takes_host = "cpu:" in dist.get_backend_config(group)
-            device = "cpu" if takes_host else torch.cuda.current_device()
-            number = torch.full((1,), value, dtype=torch.int64, device=device)
-            dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
-            value = int(number.item())  # sync-ok: no engine runs yet
-    return value
-
-
 def _check_groups(sizes: ParallelSizes) -> None:
     found = {
         "tensor_model_parallel": parallel_state.get_tensor_model_parallel_world_size(),

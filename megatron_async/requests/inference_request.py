@@ -139,7 +139,12 @@ class DynamicInferenceRequest:
 
     @property
     def weight_versions(self) -> list[Span]:
-        """The weights that chose its generated tokens: (version, first token, end), half open."""
+        """The weights that chose its generated tokens: (version, first token, end), half open. Of a
+        score those that gave the log probs of its prompt's tokens."""
+        if self.sampling_params.is_score and self.log_probs is not None and self.weights.tokens:
+            first = max(self.sampling_params.prompt_log_probs_from, 1)
+            end = len(self.prompt_tokens) - self.prompt_log_probs_missing
+            return [(self.weights.tokens[-1][1], first, end)] if first < end else []
         return spans(self.weights.tokens, len(self.generated_tokens))
 
     @property

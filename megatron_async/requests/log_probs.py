@@ -54,11 +54,11 @@ class RequestLogProbs:
         """What is booked, of generated tokens and of the prompt's, for `restore`."""
         return bytes(self._booked), self._delivered.tobytes()
 
-    def restore(self, generated: int, booked: bytes, prompt: bytes) -> None:
+    def restore(self, generated: int, booked: bytes, prompt: bytes, vocab_size: int) -> None:
         """Take what `state` gave after so many generated tokens.
 
         Raises:
-            RequestError: it is of another length.
+            RequestError: it is of another length, or an alternative is no id of the vocabulary.
         """
         size = 4 * self._width
         count, rest = divmod(len(prompt), size)
@@ -68,6 +68,14 @@ class RequestLogProbs:
                 f"{generated} tokens have {generated * size}, and its prompt at most "
                 f"{len(self._prompt) * size} in steps of {size}."
             )
+        if self._top_n:
+            for words in np.frombuffer(booked + prompt, dtype=np.int32).reshape(-1, self._width):
+                wrong = [one for one, _ in self._alternatives(words) if not 0 <= one < vocab_size]
+                if wrong:
+                    raise RequestError(
+                        f"the log probs of a moved request have an alternative with id {wrong[0]}, "
+                        f"and ids of this model are 0 to {vocab_size - 1}: it is of another model."
+                    )
         self._booked = bytearray(booked)
         self._prompt[:count] = np.frombuffer(prompt, dtype=np.int32).reshape(count, self._width)
         self.num_prompt_missing = len(self._prompt) - count

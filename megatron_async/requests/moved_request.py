@@ -93,7 +93,9 @@ class MovedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             ) from error
         return found
 
-    def restore(self, request: DynamicInferenceRequest, generated: np.ndarray) -> None:
+    def restore(
+        self, request: DynamicInferenceRequest, generated: np.ndarray, vocab_size: int
+    ) -> None:
         """Give a request, which is prepared, what it had: `generated` are the checked tokens.
 
         Raises:
@@ -119,7 +121,7 @@ class MovedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"{count} tokens from 0 on."
             )
         if request.log_probs is not None:
-            request.log_probs.restore(count, self.log_probs, self.prompt_log_probs)
+            request.log_probs.restore(count, self.log_probs, self.prompt_log_probs, vocab_size)
         elif self.log_probs or self.prompt_log_probs:
             raise RequestError("a moved request has log probs, which its params do not ask for.")
         request.generated_tokens = generated.tolist()  # sync-ok: NumPy

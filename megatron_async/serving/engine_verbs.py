@@ -43,10 +43,14 @@ def do_verb(
     try:
         match what:
             case "sleep":
-                tags, copies = _tags(fields, "tags", MEMORY_TAGS[:1]), _tags(fields, "copies", [])
+                tags, copies = fields.get("tags", MEMORY_TAGS[:1]), fields.get("copies", [])
+                check_tags("tags", tags)
+                check_tags("copies", copies)
                 return {"freed_bytes": engine.suspend(free=tags, copies=copies)}, None
             case "wake":
-                engine.resume(_tags(fields, "tags", None))
+                if "tags" in fields:
+                    check_tags("tags", fields["tags"])
+                engine.resume(fields.get("tags"))
                 return {"state": engine.state.name.lower()}, None
             case "reset_prefix_cache":
                 engine.reset_prefix_cache()
@@ -61,13 +65,10 @@ def do_verb(
     return {}, ("ValueError", f"a replica has no command {what!r}")
 
 
-def _tags(fields: Mapping[str, Any], name: str, default: Any) -> Any:
-    tags = fields.get(name, default)
-    if name in fields and (
-        not isinstance(tags, list) or any(tag not in MEMORY_TAGS for tag in tags)
-    ):
-        raise ValueError(f"{name}={tags!r} must be a list of {' and '.join(MEMORY_TAGS)}.")
-    return tags
+def check_tags(name: str, tags: Any) -> None:
+    """Raise ValueError unless `tags`, the field `name`, is a list of tags of memory."""
+    if not isinstance(tags, list | tuple) or any(tag not in MEMORY_TAGS for tag in tags):
+        raise ValueError(f"{name}={tags!r:.200} must be a list of {' and '.join(MEMORY_TAGS)}.")
 
 
 def _profile(engine: DynamicInferenceEngine, name: str, action: object) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -70,6 +70,8 @@ class ReplicaWeights:
         self._number = 0
         self._is_staged = self._is_committing = False
         self._pieces = _Pieces()
+        self._over = Event()
+        """Set when the round is dropped: its thread may wait for the trainer."""
         self._groups: dict[str, Any] = {}
         self._behind: deque[Future[None]] = deque()
         self._checks = 0
@@ -153,6 +155,8 @@ class ReplicaWeights:
     def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Work for the thread, which a trainer may hold up; it does not hold up the process's
         end."""
+        if arguments[:1] == ("weights_drop",):
+            self._over.set()
         if self._jobs is None:
             self._jobs = SimpleQueue()
             Thread(target=self._run, args=(self._jobs,), name="weights", daemon=True).start()
@@ -210,6 +214,7 @@ class ReplicaWeights:
         begin = read_fields(given, Begin)
         self._engine.updating.check_may_begin(begin.is_whole)
         self._number, self._pieces, self._is_staged = number, _Pieces(), False
+        self._over = Event()
         self._weights = replace(self._weights, begun=number)
         self._round = WeightRound.of(
             self._wrapper, staging=begin.staging, names=begin.names, partial=begin.partial,
@@ -231,8 +236,9 @@ class ReplicaWeights:
             if sent.name not in self._groups:
                 raise UpdateError(f"no process group {sent.name!r} was joined (weights_group).")
             round.check(zip(sent.names, sent.shapes, strict=True))
+            names = sent.names, sent.dtypes, sent.shapes
             group = self._groups[sent.name]
-            round.load(receive(group, sent.names, sent.dtypes, sent.shapes, device, sent.packed))
+            round.load(receive(group, *names, device, self._over, sent.packed))
 
     def _drop(self) -> dict[str, Any]:
         if self._round is None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ DTYPES = {
 }
 """Dtypes by the names of safetensors and of torch."""
 BACKENDS = ("nccl", "gloo")
-POLL_S = 0.0005
+POLL_S, MOST_POLL_S = 0.00005, 0.005
+"""Seconds between two looks for a tensor, the first and the longest."""
 GRACE_S = 600.0
 """NCCL's own watchdog ends the process; it is told so many seconds more than our limit."""
 
@@ -52,20 +54,22 @@ class TrainersGroup:
     def __init__(self, name: str, group: dist.ProcessGroup, time_limit_s: float) -> None:
         self.name, self._group, self._time_limit_s = name, group, time_limit_s
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, over: Event) -> None:
         """Fill a tensor with what the trainer sends.
 
         Raises:
-            UpdateError: it did not come in time, or the trainer is gone.
+            UpdateError: it did not come in time, or before `over`, or the trainer is gone.
         """
         try:
             work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
-            end = time.monotonic() + self._time_limit_s
-            while tensor.is_cuda and not work.is_completed():
-                if time.monotonic() > end:
+            end, pause = time.monotonic() + self._time_limit_s, POLL_S
+            while not work.is_completed():
+                if over.is_set() or time.monotonic() > end:
                     self._group.abort()
-                    raise RuntimeError(f"nothing came for {self._time_limit_s:g} s")
-                time.sleep(POLL_S)
+                    limit = f"nothing came for {self._time_limit_s:g} s"
+                    raise RuntimeError("the round was dropped" if over.is_set() else limit)
+                time.sleep(pause)
+                pause = min(2 * pause, MOST_POLL_S)
             work.wait()
         except RuntimeError as error:
             raise UpdateError(
@@ -128,9 +132,11 @@ def receive(
     dtypes: Sequence[str],
     shapes: Sequence[Sequence[int]],
     device: torch.device,
+    over: Event,
     packed: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that a trainer broadcasts in this order; `packed`: as one message of bytes.
+    """Tensors that a trainer broadcasts in this order; `packed`: as one message of bytes. Nothing
+    is waited for once `over` is set.
 
     Raises:
         UpdateError: lists of different lengths, an unknown dtype, or nothing came.
@@ -145,12 +151,12 @@ def receive(
     if not packed:
         for name, dtype, shape in zip(names, kinds, shapes, strict=True):
             tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-            group.broadcast(tensor)
+            group.broadcast(tensor, over)
             yield name, tensor
         return
     total = sum(size * dtype.itemsize for size, dtype in zip(sizes, kinds, strict=True))
     message = torch.empty(total, dtype=torch.uint8, device=device)
-    group.broadcast(message)
+    group.broadcast(message, over)
     first = 0
     for name, dtype, size, shape in zip(names, kinds, sizes, shapes, strict=True):
         part = message[first : first + size * dtype.itemsize]

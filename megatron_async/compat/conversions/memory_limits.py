@@ -15,12 +15,11 @@ import torch
 from megatron.core.inference.config import InferenceConfig as MegatronConfig
 
 from megatron_async.config import InferenceConfig
-from megatron_async.device_state.device_memory import block_shape
+from megatron_async.device_state.device_memory import agree_on_least, block_shape
 from megatron_async.device_state.kv_cache import DEFAULT_CPU_POOL_GB, GIB
 from megatron_async.device_state.recurrent_state import make_recurrent_state
 from megatron_async.devices import resolve_device_name
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.parallel_state import agree_on_least
 from megatron_async.models.partition import recurrent_layers, recurrent_sizes
 from megatron_async.planning.kv_block_allocator import KVBlockAllocator
 from megatron_async.planning.request_slots import RequestSlots, SlotState

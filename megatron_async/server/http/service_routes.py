@@ -17,6 +17,7 @@ from megatron_async.server.http.app import Route
 from megatron_async.server.http.exchange import Exchange
 from megatron_async.server.http.replies import reply, reply_json
 from megatron_async.server.service_metrics import CONTENT_TYPE, metrics_text
+from megatron_async.serving.engine_verbs import check_tags
 from megatron_async.serving.messages import RemoteError
 from megatron_async.serving.token_client import RequestClient
 from megatron_async.version import __version__
@@ -40,6 +41,11 @@ class WakeRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /wake: what memory to take again; left out, all."""
 
     tags: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if (tags := getattr(self, name)) is not msgspec.UNSET:
+                check_tags(name, tags)
 
 
 class SleepRequest(WakeRequest, forbid_unknown_fields=True):

@@ -116,6 +116,13 @@ class Family:
         told = (await self.ask("weights_check"))["replicas"]
         return {name: str(each["checksum"]) for name, each in told.items()}
 
+    @path("POST /drop_weight_update", in_turn=False)
+    async def drop_update(self) -> dict[str, Any]:
+        """Drop the update that is open, and call back a thread that waits for its trainer; neither
+        vLLM nor SGLang has it."""
+        await self.ask("weights_drop", **self._round)
+        return {"success": True, "message": "The update is dropped: the weights before serve on."}
+
     async def abort_all(self) -> int:
         """End all requests; returns how many."""
         return int((await self.ask("abort", all=True))["aborted"])

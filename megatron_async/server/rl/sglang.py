@@ -2,9 +2,9 @@
 
 Facts: `srt/entrypoints/http_server.py` and `srt/managers/io_struct.py` of SGLang 0.5.23, and the
 calls of slime 624b824a (`sglang_engine.py`). Unlike there, a label that is published ends no
-request unless `abort_all_requests` says so. `flush_cache` of an update, `torch_empty_cache` and
-`recapture_cuda_graph` are hints: an update forgets the prefix cache, and captures again what it
-must, in any case.
+request unless `abort_all_requests` says so. `torch_empty_cache` and `recapture_cuda_graph` are
+hints: an update captures again what it must, in any case. An update also forgets the prefix cache
+in any case, and its answer says so to `flush_cache=False`, which slime sends.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class SglangPaths(Family):
         tensors = await asyncio.to_thread(list, map(read, sent))
         policy = _policy(abort_all_requests)
         await self.handles(tensors, version=weight_version, selector=selector, policy=policy)
-        return _done("The tensors are there.")
+        return _done("The tensors are there.", flush_cache)
 
     @path("POST /update_weights_from_distributed")
     async def _distributed(
@@ -151,7 +151,7 @@ class SglangPaths(Family):
             group_name, names, dtypes, shapes, load_format is not None, version=weight_version,
             selector=selector, policy=_policy(abort_all_requests),
         )  # fmt: skip
-        return _done("The tensors are there.")
+        return _done("The tensors are there.", flush_cache)
 
     @path("POST /update_weights_from_disk")
     async def _from_disk(
@@ -171,7 +171,7 @@ class SglangPaths(Family):
         """All weights, from a folder."""
         refuse(is_async=is_async, keep_pause=keep_pause, token_step=token_step, manifest=manifest)
         await self.folder(model_path, weight_version, _policy(abort_all_requests))
-        return _done("The folder's weights serve.") | {"num_paused_requests": 0}
+        return _done("The folder's weights serve.", flush_cache) | {"num_paused_requests": 0}
 
     @path("POST /update_weight_version")
     async def _label(self, new_version: Text, abort_all_requests: bool = False) -> dict[str, Any]:
@@ -203,5 +203,6 @@ def _policy(aborts: bool) -> str:
     return "abort" if aborts else ""
 
 
-def _done(message: str) -> dict[str, Any]:
-    return {"success": True, "message": message}
+def _done(message: str, flush_cache: bool = True) -> dict[str, Any]:
+    kept = "" if flush_cache else " flush_cache=false has no effect: new weights empty the cache."
+    return {"success": True, "message": message + kept}

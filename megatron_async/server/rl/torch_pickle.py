@@ -32,7 +32,12 @@ MOST_GPUS = 16
 MOST_NAME = 1024
 """Letters of a tensor's name: a pickle may repeat one without its letters."""
 MOST_BYTES = 8 << 20
-"""Bytes of a pickle, some 200 for each tensor: it is read at a million instructions a second."""
+"""Bytes of a pickle, some 200 for each tensor."""
+MOST_INSTRUCTIONS = 3 << 20
+"""Some 50 for each tensor; a million is read in a second."""
+MOST_STACK, MOST_MARKS = 1 << 14, 64
+"""Values that are not in a container yet (Python's pickler has at most 2000 in one), and containers
+that are not closed."""
 MOST_HANDLE_BYTES = 256
 """CUDA's handles have 64 bytes, those of torch's counters are names of files."""
 FIELDS_OF_A_TENSOR = 15
@@ -99,11 +104,31 @@ class _BucketPart:
         self.fields = state
 
 
+def _counted(follow: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An instruction that is followed as long as there are not too many."""
+
+    def counted(self: Any) -> None:
+        self.instructions += 1
+        if (
+            self.instructions > MOST_INSTRUCTIONS
+            or len(self.stack) > MOST_STACK
+            or len(self.metastack) > MOST_MARKS
+        ):
+            raise NotData(
+                f"it has more than {MOST_INSTRUCTIONS} instructions, {MOST_STACK} loose values or "
+                f"{MOST_MARKS} open containers: send fewer tensors at once."
+            )
+        follow(self)
+
+    return counted
+
+
 class _DataUnpickler(KnownNames, pickle._Unpickler):
     """Makes numbers, texts, bytes, lists, tuples, dictionaries and records of the table. It is the
     unpickler that Python's library has in Python: no length in the bytes makes it reserve memory,
     and its instructions are a table too."""
 
+    instructions = 0
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
@@ -141,9 +166,9 @@ class _DataUnpickler(KnownNames, pickle._Unpickler):
         + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.NEWOBJ + pickle.BUILD
     )  # fmt: skip
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        **{code: pickle._Unpickler.dispatch[code] for code in _plain},
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
+        **{code: _counted(pickle._Unpickler.dispatch[code]) for code in _plain},
+        pickle.SETITEM[0]: _counted(load_setitem),
+        pickle.SETITEMS[0]: _counted(load_setitems),
     }
 
 

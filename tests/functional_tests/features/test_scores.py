@@ -33,6 +33,8 @@ def check(found: list[DynamicInferenceRequest], wanted: list[DynamicInferenceReq
     for score, request in zip(found, wanted, strict=True):
         assert (score.status, score.finish_reason) == (Status.COMPLETED, "length"), score.error
         assert (score.generated_tokens, score.generated_log_probs) == ([], [])
+        start = score.sampling_params.prompt_log_probs_from
+        assert score.weight_versions == [(None, max(start, 1), len(score.prompt_tokens))]
         pairs = [(score.prompt_log_probs, request.generated_log_probs)]
         tops = score.log_probs.prompt_top_n(), request.log_probs.generated_top_n()
         for ours, theirs in zip(*tops, strict=True):

@@ -4,10 +4,12 @@ data; requests that outlive too many weights."""
 import asyncio
 import json
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from megatron_async import DynamicInferenceEngine, SamplingParams, StructuredOutput
@@ -202,6 +204,13 @@ def test_followers_and_replays_import_it_too(
     follower.close()
 
 
+def with_alternative(log_probs: str, token: int) -> str:
+    """Booked log probs whose first alternative is another token."""
+    words = np.frombuffer(b64decode(log_probs), "<i4").copy()
+    words[1] = token
+    return b64encode(words.tobytes()).decode()
+
+
 SPOILS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another format": lambda d: d | {"format": "megatron_async request 2"},
     "an unknown field": lambda d: d | {"run": "it"},
@@ -220,6 +229,12 @@ MISFITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no tokens": lambda d: d | {"prompt": []},
     "more tokens than log probs": lambda d: d | {"generated": [*d["generated"], 5]},
     "log probs of a longer prompt": lambda d: d | {"prompt_log_probs": "AAAA" * 3000},
+    "an alternative of another vocabulary": lambda d: (
+        d | {"log_probs": with_alternative(d["log_probs"], VOCABULARY)}
+    ),
+    "a negative alternative of the prompt": lambda d: (
+        d | {"prompt_log_probs": with_alternative(d["prompt_log_probs"], -1)}
+    ),
     "log probs that nobody asked for": lambda d: (
         d | {"params": {**d["params"], "return_log_probs": False, "top_n_logprobs": 0}}
     ),

@@ -284,6 +284,35 @@ def test_an_answer_has_the_experts_of_its_tokens(slime: Trainer) -> None:
     assert "routed_experts" not in slime.generate()["meta_info"]
 
 
+def test_a_trainer_that_never_sends_holds_nothing_up_for_long(
+    slime: Trainer, weights: Path
+) -> None:
+    """A drop calls back the replica's thread, which waits for the trainer. Break `_submit`: do not
+    set `_over`."""
+
+    def join(port: int) -> Any:
+        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
+                "world_size": 2, "group_name": "silent", "backend": "gloo"}  # fmt: skip
+        return slime.done("/init_weights_update_group", body)
+
+    group = Group("silent", join)
+    version = slime.version()
+    (name, tensor), *_ = read(weights, 0).items()
+    body = {"names": [name], "dtypes": ["float32"], "shapes": [list(tensor.shape)],
+            "group_name": "silent"}  # fmt: skip
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(slime.call, "/update_weights_from_distributed", body)
+        eventually(lambda: slime.call("/drop_weight_update", {})[0] == 200, "the round")
+        status, told = waiting.result()
+    assert (status, "it was dropped by its sender" in told["message"]) == (409, True)
+    assert slime.call("/drop_weight_update", {})[0] == 409
+    slime.done("/destroy_weights_update_group", {"group_name": "silent"})
+    group.close()
+    assert slime.version() == version
+    slime.done("/update_weights_from_disk", {"model_path": "step-1", "weight_version": "after"})
+    assert slime.version() == "after"
+
+
 def test_strangers_change_nothing(slime: Trainer, service: Served) -> None:
     label = {"new_version": "mine"}
     browser = {"Origin": "http://evil.example"}

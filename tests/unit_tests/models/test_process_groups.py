@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_async.device_state.device_memory import agree_on_least
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import transformer_config
 from megatron_async.models.parallel_state import (
     ParallelSizes,
-    agree_on_least,
     ensure_process_groups,
 )
 from megatron_async.models.pipeline import split_pattern, stage_of

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
@@ -42,14 +43,14 @@ def trainer_and_engine(port: int) -> list[str]:
     group = open_group(name, "gloo", "127.0.0.1", port, 1, 2, time_limit_s=60)
     wrong = []
     for packed in (False, True):
-        found = list(receive(group, NAMES, DTYPES, SHAPES, CPU, packed))
+        found = list(receive(group, NAMES, DTYPES, SHAPES, CPU, Event(), packed))
         if [each for each, _ in found] != NAMES:
             wrong.append("names")
         for (_, ours), theirs in zip(found, tensors, strict=True):
             if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
                 wrong.append(f"{packed}: {ours} for {theirs}")
     try:
-        list(receive(group, NAMES, DTYPES, SHAPES, CPU))
+        list(receive(group, NAMES, DTYPES, SHAPES, CPU, Event()))
         wrong.append("a trainer that is gone has sent something")
     except UpdateError as error:
         if "did not come" not in str(error):
@@ -95,7 +96,7 @@ def test_hostile_groups_and_handles() -> None:
     with pytest.raises(UpdateError, match="cannot be joined as rank 1 of 2"):
         open_group("g", "gloo", "127.0.0.1", free_port(), 1, 2, 0.1)
     with pytest.raises(UpdateError, match="2 names, 3 dtypes and 3 shapes"):
-        list(receive(None, NAMES[:2], DTYPES, SHAPES, CPU))  # type: ignore[arg-type]
+        list(receive(None, NAMES[:2], DTYPES, SHAPES, CPU, Event()))  # type: ignore[arg-type]
     with pytest.raises(UpdateError, match="CUDA IPC needs an engine on a GPU"):
         open_handles({"memories": [], "tensors": []}, CPU)
     cuda = torch.device("cuda")

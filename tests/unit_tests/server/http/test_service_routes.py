@@ -106,6 +106,9 @@ def test_commands_have_the_fields_that_they_name() -> None:
     for path, body, name in (
         ("/sleep?level=2", b"", "level"),
         ("/sleep", b'{"level": 2}', "level"),
+        ("/sleep", b'{"tags": ["gpu"]}', "tags=['gpu'] must be a list of kv_cache and weights"),
+        ("/sleep", b'{"copies": ["gpu"]}', "copies=['gpu'] must be a list of"),
+        ("/wake", b'{"tags": ["kv_cache", "gpu"]}', "must be a list of kv_cache and weights"),
         ("/pause", b'{"mod": "abort"}', "mod"),
         ("/pause?wait=1", b"", "wait"),
         ("/wake?tags=weights", b"", "tags"),

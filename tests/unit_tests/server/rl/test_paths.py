@@ -157,6 +157,8 @@ def test_slimes_calls_are_one_round_of_the_pause() -> None:
         load,
     ]
     assert slime.done("/update_weights_from_distributed", bucket) == [load]
+    message = slime.call("/update_weights_from_distributed", bucket)[1]["message"]
+    assert "flush_cache=false has no effect" in message
     assert slime.call("/get_weight_version", method="GET")[1]["weight_version"] == "default"
     assert slime.done("/continue_generation", {}) == [("weights_finish", {}), ("resume", {})]
     assert slime.call("/get_weight_version", method="GET")[1]["weight_version"] == "7"

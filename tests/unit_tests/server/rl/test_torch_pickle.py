@@ -7,6 +7,7 @@ import io
 import math
 import os
 import pickle
+import pickletools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,6 +225,15 @@ def test_a_pickle_changes_nothing_that_the_next_one_meets() -> None:
     assert read_named_tensors(good, False)
 
 
+def test_the_largest_pickle_has_few_enough_instructions() -> None:
+    """Tensors of all experts of a large model at once, with their names."""
+    tensors = [(f"model.layers.{n}.x", OnGpu(*arguments((4,)))) for n in range(4096)]
+    data = dumped(tensors)
+    count = sum(1 for _ in pickletools.genops(data))
+    assert count * 9 < torch_pickle.MOST_INSTRUCTIONS
+    assert len(read_named_tensors(data, False)) == 4096
+
+
 def test_damaged_and_huge_bytes_end_soon() -> None:
     good = dumped([("a", OnGpu(*arguments((4,))))])
     for end in range(0, len(good) - 1, 7):
@@ -241,5 +251,9 @@ def test_damaged_and_huge_bytes_end_soon() -> None:
     for much in (("n" * 1025, OnGpu(*arguments((4,)))),), (("a", 1),) * (2**16 + 1):
         with pytest.raises(NotData, match="no list"):  # one name, remembered, is many bytes
             read_named_tensors(dumped(list(much)), False)
+    for repeated in (b"(", b")", b"]", b"N\x94", b"](", b"]0"):
+        data = b"\x80\x04]" + repeated * (torch_pickle.MOST_BYTES // len(repeated) - 9) + b"."
+        with pytest.raises(NotData, match=r"open containers: send fewer|more than data"):
+            read_named_tensors(data, False)
     with pytest.raises(NotData, match="send fewer"):
         read_named_tensors(b"N" * (torch_pickle.MOST_BYTES + 1), False)
