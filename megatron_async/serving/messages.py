@@ -143,9 +143,9 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
         text, stop_word: where the replica makes texts: the last part, and the word that ended it.
         replica: name of the replica that served it last; "" if none did.
         attempts: replicas that it was given to.
-        weight_versions, kv_versions: spans [version, first, end) of its generated tokens, by the
-            weights that made them, and of its cache's places, by those that filled them; None:
-            the weights were never named.
+        weight_versions, kv_versions: spans [version, first, end) of its generated (a score: its
+            scored) tokens, by the weights that made them, and of its cache's places, by those that
+            filled them; None: the weights were never named.
         record: in a form that only clients of such replicas read (Megatron's, as msgpack): the
             whole request (`compat.inference.inference_client`), or what HTTP tells beside ours.
         routing: where the request asked for it (`return_routing`) and a token was computed.
