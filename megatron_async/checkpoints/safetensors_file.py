@@ -52,7 +52,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its dtype in torch; CheckpointError if there is none that is read."""
+        """The dtype in torch; CheckpointError if there is none that is read."""
         if self.dtype not in TORCH_TYPES:
             raise CheckpointError(
                 f"{self.file.path}: tensor {self.name!r} is stored as {self.dtype}, which is not "

@@ -447,7 +447,7 @@ def test_a_gpu_copies_from_no_pageable_memory_between_steps(
 def test_a_file_that_is_cut_or_written_while_it_is_read(
     harm: Any, message: str, begin, device, tmp_path, monkeypatch
 ) -> None:
-    """It fails its round alone: a mapped file would end the process."""
+    """The round fails alone: a mapped file would end the process."""
     convert("dummy:tiny", tmp_path / "new", to="huggingface", dtype="float32")
     file, fill = tmp_path / "new" / "model.safetensors", SafetensorsFile.fill
     whole, calls = file.read_bytes(), []
