@@ -23,7 +23,9 @@ class CpuGraph:
         view = self._controller.context.gpu_view
         self._left = getattr(view, "hidden_states", None)
         if self._left is not None:
-            self._left = view.hidden_states = self._left.clone()
+            self._left = view.hidden_states = self._left.new_zeros(
+                dims.tokens, *self._left.shape[1:]
+            )
         self._captured_on = self._cache()
 
     def _cache(self) -> Any:
