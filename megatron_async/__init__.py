@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import warnings
@@ -59,7 +60,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    collects = gc.isenabled()
+    gc.disable()  # or garbage is looked for among 400,000 new objects, which all stay
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

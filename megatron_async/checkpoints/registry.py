@@ -29,7 +29,6 @@ from torch import Tensor
 from megatron_async.checkpoints.draft_layer import WithDraftLayer
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import is_megatron
-from megatron_async.checkpoints.gguf import GGUFSource
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
 from megatron_async.checkpoints.mapping import Shard, weights
 from megatron_async.checkpoints.model_names import (
@@ -239,14 +238,14 @@ def _open(name_or_path: str | Path) -> ModelSource:
     name = str(name_or_path)
     check_model_name(name)
     if name == DEMO:
-        return GGUFSource(demo_file(), name)
+        return _open_gguf(demo_file(), name)
     if name.startswith(DUMMY):
         return DummySource(name)
     path = Path(name).expanduser()
     if path.is_file():
         if path.name == CONFIG:
             return _open_folder(path.parent, name)
-        return GGUFSource(path, name)
+        return _open_gguf(path, name)
     if path.is_dir():
         return _open_folder(path, name)
     if is_hub_id(name):
@@ -283,6 +282,12 @@ def load_model(
     model = build_model(source.architecture, dtype, device, transformer_impl, with_mtp=with_mtp)
     source.load_weights(model, progress)
     return LoadedModel(model, source.tokenizer, source.architecture)
+
+
+def _open_gguf(file: Path, name: str) -> ModelSource:
+    from megatron_async.checkpoints.gguf import GGUFSource  # imports a package of 40 modules
+
+    return GGUFSource(file, name)
 
 
 def _open_folder(folder: Path, name: str) -> ModelSource:

@@ -37,6 +37,7 @@ from megatron_async.checkpoints.torch_dist_reader import (
     TorchDistReader,
     stored_weights,
 )
+from megatron_async.checkpoints.weight import EXTRA_STATE
 from megatron_async.json_objects import write_object
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.text.tokenizer import Tokenizer
@@ -53,9 +54,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 COMMON_KEY = "common_state/shard_0_1"
 COMMON_FILE = "common.pt"
 """Where what is not a tensor is kept: the key since Megatron-Core 0.19, the file before it."""
-EXTRA_STATE = "._extra_state"
-"""End of the keys of TransformerEngine's scaling factors, which only fp8 computation needs."""
-
 MODEL_PARTS = ("embedding.", "encoder.", "decoder.", "output_layer.")
 """Beginnings of the keys of a model's weights, but for multi-token prediction ("mtp.")."""
 OPTIMIZER = re.compile(r"(chained_\d+\.)*optimizer\.")

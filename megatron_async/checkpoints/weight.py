@@ -18,6 +18,8 @@ from megatron_async.models.pipeline import Stage, stage_of
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
 """A slice of each axis of a stored tensor, with start and stop."""
+EXTRA_STATE = "._extra_state"
+"""End of the keys of TransformerEngine's scaling factors, which only fp8 computation needs."""
 LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 

@@ -1,19 +1,143 @@
-"""Import Megatron-Core without torch's compiler, which is needed only to call a fused function.
+"""Import Megatron-Core without what only training, checkpoints and its own engines need.
 
-Megatron-Core decorates its fused functions with `torch.compile` when it is imported. The decorator
-imports torch's compiler at once: `import megatron_async.llm` took 8.0 s and takes 3.8 (two cores,
-2026-11-23). Here the decorator waits for the function's first call. This engine's own layers call
-none of those functions.
+Megatron-Core's files name all that they ever use at their head: torch's distributed tensors, FSDP
+and checkpoints, through them sympy, and optimizers, schedules, kernels of experts: 1,000 modules
+that no start needs. While Megatron-Core is imported here, a module of `LATER` is not run: it stands
+in `sys.modules` as `importlib.util.LazyLoader` would leave it, and a name of it that a file of
+Megatron-Core takes is a `LaterName`. Both become the real ones when they are first used.
+
+`torch.compile` is later too: as a decorator it imports torch's compiler at once, for functions that
+this engine's own layers do not call.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from typing import Any
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FrameType, ModuleType
+from typing import Any, override
 
 import torch
+
+CORE = "megatron.core"
+LATER = frozenset({
+    "einops", "torch.distributed._tensor", "torch.distributed.tensor",
+    "torch.distributed.tensor.placement_types", "torch.utils.cpp_extension",
+    *(f"{CORE}.{name}" for name in (
+        "dist_checkpointing", "distributed", "fusions.fused_cross_entropy", "inference.contexts",
+        "inference.moe", "inference.symmetric_memory", "optimizer",
+        "pipeline_parallel", "recompute", "tensor_parallel.data",
+        "tensor_parallel.inference_layers", "transformer.moe.paged_stash",
+        "transformer.moe.router", "transformer.moe.shared_experts",
+        "transformer.moe.token_dispatcher", "transformer.moe.token_dispatcher_inference",
+        "transformer.multi_latent_attention", "transformer.multi_token_prediction",
+    )),
+})  # fmt: skip
+"""Modules that run when they are used, if Megatron-Core imports them first."""
+NOW = {f"{CORE}.optimizer.OptimizerConfig": f"{CORE}.optimizer.optimizer_config"}
+"""Names of such modules that must be the real ones, and where they are: torch is told which classes
+a checkpoint may have."""
+
+
+class LaterName:
+    """A class or function of a module that has not run."""
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._module, self._name = module, name
+
+    def found(self) -> Any:
+        """The real one; its module runs, if it has not."""
+        _run(self._module)
+        return getattr(self._module, self._name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.found()(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `typing` asks for some, of every class in an annotation
+            raise AttributeError(f"{self._name} has no {name} before it is used")
+        return getattr(self.found(), name)
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.found()[item]
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self.found())
+
+    def __subclasscheck__(self, subclass: Any) -> bool:
+        return issubclass(subclass, self.found())
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.found(),)
+
+
+class LaterModule(ModuleType):
+    """A module that runs when it is asked for a name that it has not yet."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._lock = threading.RLock()  # one for each, as imports have
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if "_runs" not in vars(self) and _is_head_of_megatron(sys._getframe(1)):
+            now = NOW.get(f"{self.__name__}.{name}")
+            return LaterName(self, name) if now is None else getattr(import_module(now), name)
+        _run(self)
+        return ModuleType.__getattribute__(self, name)
+
+
+def _is_head_of_megatron(frame: FrameType | None) -> bool:
+    """Whether an import at the top of a file of Megatron-Core asks, not a function or others."""
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("importlib."):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "<module>":
+        return False
+    return str(frame.f_globals.get("__name__")).startswith(CORE)
+
+
+def _run(module: ModuleType) -> None:
+    """In its place, once; other threads wait."""
+    with vars(module).get("_lock", nullcontext()):
+        if type(module) is ModuleType or "_runs" in vars(module):
+            return
+        vars(module)["_runs"] = True
+        spec: Any = module.__spec__
+        spec.loader = module.__loader__ = spec.loader.loader
+        with importing() if module.__name__.startswith(CORE) else nullcontext():
+            spec.loader.exec_module(module)
+        module.__class__ = ModuleType
+
+
+class _LaterLoader(Loader):
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    @override
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return LaterModule(spec.name)
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: see `_run`."""
+
+
+class _LaterFinder(MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in LATER else None
+        if spec is not None:
+            spec.loader = _LaterLoader(spec.loader)
+        return spec
 
 
 def compile_later(model: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -35,9 +159,31 @@ def compile_later(model: Callable[..., Any] | None = None, **options: Any) -> An
 
 
 COMPILE: Callable[..., Any] = torch.compile
-# Megatron-Core takes the decorator from torch once, in `megatron.core.jit`.
-torch.compile = compile_later
-try:
-    import megatron.core  # noqa: F401
-finally:
-    torch.compile = COMPILE
+_finder, _imports, _lock = _LaterFinder(), 0, threading.Lock()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Inside, files of Megatron-Core are imported so; in several threads at once, if need be."""
+    global _imports
+    with _lock:
+        _imports += 1
+        if _imports == 1:
+            sys.meta_path.insert(0, _finder)
+            torch.compile = compile_later  # Megatron-Core takes it once, in `megatron.core.jit`
+    try:
+        yield
+    finally:
+        with _lock:
+            _imports -= 1
+            if _imports == 0:
+                torch.compile = COMPILE
+                sys.meta_path.remove(_finder)
+
+
+with importing():
+    import megatron.core.models.hybrid.hybrid_block
+    import megatron.core.models.hybrid.hybrid_model
+    import megatron.core.ssm.mamba_layer
+    import megatron.core.ssm.mlp_layer
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401

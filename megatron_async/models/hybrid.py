@@ -90,7 +90,9 @@ def build_model(
     model = lay_out(config, spec, groups, architecture.vocab_size, longest, tied, with_mtp)
     config.vocab_size = model.vocab_size
     model.architecture = architecture
-    return model.to_empty(device=device).eval().requires_grad_(False)
+    # As `to_empty`, whose `empty_like` asks torch for strides, which imports sympy.
+    model._apply(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device))
+    return model.eval().requires_grad_(False)
 
 
 def lay_out(

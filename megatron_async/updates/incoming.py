@@ -25,8 +25,7 @@ from megatron_async.checkpoints.family_names import mtp_names_of, names_of
 from megatron_async.checkpoints.huggingface import FREQUENCIES
 from megatron_async.checkpoints.huggingface_delta import language_model_tensors
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
-from megatron_async.checkpoints.torch_dist import EXTRA_STATE
-from megatron_async.checkpoints.weight import gpt_name
+from megatron_async.checkpoints.weight import EXTRA_STATE, gpt_name
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.pipeline import OUTPUT

@@ -31,8 +31,7 @@ def start(model: str, options: dict[str, Any], began: float) -> dict[str, Any]:
     """Start an engine in this process, and generate a token; what each phase took."""
     from triton import knobs
 
-    from megatron_async import llm
-    from megatron_async.requests.sampling_params import SamplingParams
+    from megatron_async import LLM, SamplingParams
 
     imported = time.time() - began
     made: list[tuple[float, str, bool]] = []
@@ -41,7 +40,7 @@ def start(model: str, options: dict[str, Any], began: float) -> dict[str, Any]:
         made.append((times.total / 1e6, src.name, cache_hit))
 
     knobs.compilation.listener = note
-    with llm.LLM(model, **options) as engine:
+    with LLM(model, **options) as engine:
         ready = time.time() - began
         engine.generate([1, 2, 3], SamplingParams(num_tokens_to_generate=1))
         first = time.time() - began
@@ -58,10 +57,17 @@ def start(model: str, options: dict[str, Any], began: float) -> dict[str, Any]:
         }
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    """Of a process whose caches are below a folder. Without `.pyc` files imports take three times
+    as long: those that are missing are written."""
+    other = {"TRITON_CACHE_DIR", "PYTHONDONTWRITEBYTECODE"}
+    kept = {name: value for name, value in os.environ.items() if name not in other}
+    return kept | {"MEGATRON_ASYNC_CACHE": str(folder)}
+
+
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One start in a new process, with its caches below a folder."""
-    environment = os.environ | {"MEGATRON_ASYNC_CACHE": str(folder)}
-    environment.pop("TRITON_CACHE_DIR", None)
+    environment = environment_of(folder)
     command = [sys.executable, __file__, arguments.model, "--engine", *arguments.engine]
     command += ["--child", repr(time.time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
@@ -71,8 +77,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> None:
     """What an image would bring along: kernels, and the choices of an earlier start."""
-    environment = os.environ | {"MEGATRON_ASYNC_CACHE": str(folder)}
-    environment.pop("TRITON_CACHE_DIR", None)
+    environment = environment_of(folder)
     command = [sys.executable, "-m", PACKAGE, "compile", arguments.model, "--gpu", arguments.gpu]
     for name, value in engine_options(arguments.engine).items():
         option = {"max_tokens": "max-step-tokens"}.get(name, name.replace("_", "-"))

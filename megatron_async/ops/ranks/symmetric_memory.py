@@ -22,7 +22,6 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed import _symmetric_memory
 
 from megatron_async.communication.bootstrap import join_job
 
@@ -96,6 +95,7 @@ def share(
         this rank's, `[elements]`, and int64 `[ranks]`, the addresses of all, both on the device.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed import _symmetric_memory
 
     # Not `_symmetric_memory.empty`: that takes it from a pool, where it may begin inside an
     # allocation, and torch's kernels count from the allocation's begin.

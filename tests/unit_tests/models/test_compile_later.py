@@ -1,4 +1,4 @@
-"""A start imports what it uses: no compiler of torch, whose functions are compiled when called."""
+"""A start imports what it uses: not torch's compiler, and of Megatron-Core what its models need."""
 
 import subprocess
 import sys
@@ -11,30 +11,77 @@ from megatron_async.models.compile_later import compile_later as later
 
 START = """
 import sys
-import torch
+import torch, triton
+least = set(sys.modules)
 import megatron_async.llm
-from megatron.core.fusions import fused_bias_geglu
+from megatron_async.checkpoints import open_model
 from megatron_async.devices import cuda
+from megatron_async.models.hybrid import build_model
 from megatron_async.ops.all_ops import Ops
 
+build_model(open_model("dummy:tiny-hybrid").architecture, torch.bfloat16, torch.device("cpu"))
 torch.cuda.get_device_capability = lambda device: (9, 0)
 Ops(torch.device("cuda"))
-print(*sys.modules)
+print(*sys.modules.keys() - least)
 assert torch.compile.__module__ == "torch"
 """
+MOST = 600
+"""Modules that a start imports beside those of torch and Triton; three quarters are this package's
+and Megatron-Core's."""
 NEEDLESS = (
-    "torch._dynamo", "torch._inductor", "transformers", "numba", "pandas", "scipy", "datasets",
-    "flash_attn", "transformer_engine", "ray", "starlette", "uvicorn", "megatron_async.server",
-    "megatron_async.compat", "megatron_async.lab", "megatron_async.serving",
+    "torch._dynamo", "torch._inductor", "sympy", "torch.distributed.tensor._api",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "setuptools", "einops.einops",
+    "torch.distributed._functional_collectives", "transformers", "numba", "pandas", "scipy",
+    "datasets", "flash_attn", "transformer_engine", "ray", "starlette", "uvicorn", "gguf",
+    "megatron.core.optimizer.optimizer", "megatron.core.transformer.moe.experts",
+    "megatron_async.server", "megatron_async.compat", "megatron_async.lab",
+    "megatron_async.serving", "megatron_async.checkpoints.torch_dist",
 )  # fmt: skip
 
 
-def test_what_a_start_on_a_gpu_does_not_use_is_not_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True)
+def run(program: str) -> list[str]:
+    """The words that a new process prints."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = done.stdout.split()
-    assert "triton" in found
+    return done.stdout.split()
+
+
+def test_what_a_start_on_a_gpu_does_not_use_is_not_imported() -> None:
+    found = run(START)
+    assert "megatron.core" in found
     assert [name for name in found if f"{name}.".startswith(tuple(f"{n}." for n in NEEDLESS))] == []
+    assert len(found) <= MOST
+
+
+LATER = """
+import sys
+import torch
+import megatron_async.llm
+from megatron_async.models.compile_later import LATER, LaterModule, LaterName
+
+names = [(n, k, v) for n, m in sys.modules.items() for k, v in vars(m).items()
+         if type(v) is LaterName]
+assert {n.split(".")[0] for n, _, _ in names} == {"megatron"}
+assert [n for n in LATER if type(sys.modules[n]) is not LaterModule] == []
+assert not any(isinstance(x, LaterName) for x in torch.serialization.get_safe_globals())
+from megatron.core import DistributedDataParallel, utils
+assert type(DistributedDataParallel) is LaterName
+class Own(DistributedDataParallel): pass
+assert not isinstance(Own, LaterName) and issubclass(Own, DistributedDataParallel)
+assert type(sys.modules["megatron.core.distributed"]) is not LaterModule
+assert utils.to_local_if_dtensor(torch.ones(1)) == 1
+assert isinstance(utils.DTensor.from_local, type(lambda: 0))
+for _, _, value in names:
+    assert value.found() is not None
+assert torch.compile.__module__ == "torch"
+assert [k for _, k, v in names if type(v._module) is LaterModule] == []
+import megatron.core.dist_checkpointing as real
+print(real.save.__module__, sys.modules["einops"].rearrange.__name__)
+"""
+
+
+def test_what_is_imported_later_is_the_real_thing() -> None:
+    assert run(LATER) == ["megatron.core.dist_checkpointing.serialization", "rearrange"]
 
 
 def test_a_function_is_compiled_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
