@@ -15,7 +15,6 @@ from typing import Any, override
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -39,6 +38,8 @@ from megatron_async.step.text_generation_controller import TextGenerationControl
 GPU = torch.device("cuda", 0)
 FREE = 64 << 30
 """Bytes of the KV pool; nothing is allocated."""
+POINTWISE = (torch.ops.aten.floor_divide.default, torch.ops.aten.__and__.Scalar)
+"""Operations without torch's tag."""
 
 
 def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
@@ -137,6 +138,10 @@ class _AbsentTensor(Tensor):
 class _AbsentMemory(TorchDispatchMode):
     """Inside, tensors on a GPU are `_AbsentTensor`s; those of the host stay what they are."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch's compiler is imported, to be kept out of each operation
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -144,7 +149,25 @@ class _AbsentMemory(TorchDispatchMode):
 
 
 def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    absent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, _AbsentTensor)]
+    absent: list[_AbsentTensor] = []
+
+    def enter(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if isinstance(x, _AbsentTensor):
+                absent.append(x)
+                return x.meta
+            return x.to("meta") if x.dim() else x
+        return type(x)(map(enter, x)) if type(x) in (list, tuple) else x
+
+    def leave(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if not x.is_meta:
+                return x
+            same = [each for each in absent if each.meta is x]  # changed in place
+            return same[0] if same else _AbsentTensor(x)
+        return type(x)(map(leave, x)) if type(x) in (list, tuple) else x
+
+    given, inner = enter(args), {name: enter(value) for name, value in kwargs.items()}
     place = kwargs.get("device")
     on_gpu = bool(absent) if place is None else torch.device(place).type == "cuda"
     if absent and place is not None and not on_gpu:  # to the host
@@ -155,25 +178,24 @@ def _compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
     if function is torch.ops.aten._local_scalar_dense.default:
         return 0
-
-    def enter(x: Any) -> Any:
-        if isinstance(x, _AbsentTensor):
-            return x.meta
-        return x.to("meta") if isinstance(x, Tensor) and x.dim() else x
-
-    inner = tree_map(enter, kwargs)
     if place is not None:
         inner["device"] = torch.device("meta")
         inner.pop("pin_memory", None)
-    result = function(*tree_map(enter, args), **inner)
+    is_pointwise = torch.Tag.pointwise in function.tags or function in POINTWISE
+    if is_pointwise and all(x.is_contiguous() for x in absent):
+        return leave(_pointwise(function, given, inner))
+    return leave(function(*given, **inner))
 
-    def leave(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_meta:
-            return x
-        same = [each for each in absent if each.meta is x]  # changed in place
-        return same[0] if same else _AbsentTensor(x)
 
-    return tree_map(leave, result)
+def _pointwise(function: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """By broadcasting, with the dtype of one element: `meta` would import torch's compiler."""
+    if function._schema.is_mutable:
+        changed: Tensor = args[0]
+        return changed
+    shapes = [x.shape for x in args if isinstance(x, Tensor)]
+    one = [torch.ones((1,) * x.dim(), dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
+    dtype = function(*one, **kwargs).dtype
+    return torch.empty(torch.broadcast_shapes(*shapes), dtype=dtype, device="meta")
 
 
 class _Pointer:

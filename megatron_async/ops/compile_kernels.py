@@ -36,6 +36,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, libcuda_dirs
 from triton.compiler import ASTSource
 from triton.compiler.compiler import get_cache_invalidating_env_vars
+from triton.runtime.jit import DependenciesFinder
 
 from megatron_async.communication.rendezvous import VARIABLES
 
@@ -52,6 +53,8 @@ NO_LAUNCHER = contextlib.suppress(
 STALL_S = 180.0
 """Seconds without a word of the child after which nobody waits any longer. The slowest kernels take
 10."""
+SLOWEST = "warpgroup_attention_kernel", "long_row_kernel", "_bounds", "_schedule_kernel"
+"""Kernels that take longest to compile, of those of the 8B shape."""
 KEY = re.compile("[A-Z2-7]{52}")
 """A folder of Triton's cache, for one kernel."""
 MOST_BYTES = 1 << 20
@@ -59,6 +62,21 @@ LONGEST_LINE = 1 << 12
 
 Kernel = tuple[ASTSource, dict[str, Any]]
 """What `triton.compile` takes: a source and options."""
+
+
+def _hash_callees_first(update_hash: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """A kernel's key has the constants of the functions that it calls, but (Triton 3.6) only of
+    those whose own key is known by then. So a kernel would have another key, and be compiled anew,
+    in a process that launches kernels in another order."""
+
+    def update(finder: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018
+        update_hash(finder, function)
+
+    return update
+
+
+DependenciesFinder._update_hash = _hash_callees_first(DependenciesFinder._update_hash)
 
 
 class KernelStart:
@@ -242,6 +260,7 @@ def main(derive: str) -> None:
         say("error", f"{type(error).__name__}: {error}")
         return
     say("total", len(kernels))
+    kernels.sort(key=_expected, reverse=True)  # longest first, else some workers end late
     major, minor = job["program"]["capability"]
     target = GPUTarget("cuda", 10 * major + minor, 32)
     _make_linkable()
@@ -258,6 +277,13 @@ def main(derive: str) -> None:
         CudaUtils()  # Triton's module of C for what is not a launch
     for pid in workers:
         os.waitpid(pid, 0)
+
+
+def _expected(kernel: Kernel) -> tuple[int, int]:
+    """What orders kernels by the time that compiling them takes, roughly: their source text."""
+    name = kernel[0].name
+    place = -SLOWEST.index(name) if name in SLOWEST else -len(SLOWEST)
+    return place, len(kernel[0].fn.src)
 
 
 def _end_with_input(temporary: str, *_: object) -> None:
