@@ -83,7 +83,7 @@ class RoutingRecorder:
         """Copy rows of some blocks to the host: whether they are there, and what waits for them."""
         device, stage = self._device, self._stage
         shape = len(table) * kept.size(1), sum(self._layers), kept.size(3)
-        host = device.host_buffer(math.prod(shape), kept.dtype).view(shape)
+        host = device.host_buffer(math.prod(shape), kept.dtype, is_zero=False).view(shape)
         gathered, ready, found = device.event(), device.event(), list[Tensor]()
 
         def take() -> Rows:
@@ -117,7 +117,7 @@ def forced_routing(plan: StepPlan, model: Any, device: Device) -> Tensor | None:
 
 
 def _gather(kept: Tensor, table: Tensor) -> Tensor:
-    return kept.index_select(0, table.long()).flatten(0, 1)
+    return kept.index_select(0, table).flatten(0, 1)
 
 
 def _send(source: Tensor, host: Tensor, stage: PipelineStage) -> None:
