@@ -37,6 +37,9 @@ BLOCK_K = 64
 PROGRAMS = 128
 """Programs of the logits' kernel that fill a device."""
 MAX_SPLITS = 16
+MOST_TILES = 128
+"""Tiles of tokens up to which all parts of logits whose parts do not depend on the tokens are
+stored: 16 MiB, of 128 experts. Beyond, a program adds them up itself; not measured."""
 
 
 @dataclass
@@ -63,6 +66,7 @@ def route(
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    invariant: bool = False,
 ) -> Routing:
     """Choose experts.
 
@@ -79,6 +83,7 @@ def route(
             divided by their sum, and `pre_softmax` is not read.
         bias: float32 `[experts]`, contiguous, added to the sigmoids for the choice; or None.
         scale: weights are multiplied by it at last.
+        invariant: on a GPU the bits of a token's weights do not depend on the number of tokens.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit; a bias of softmax scores.
@@ -148,6 +153,7 @@ def route_gpu(
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
+    invariant: bool = False,
 ) -> Routing:
     tokens, hidden = x.shape
     experts = weight.size(0)
@@ -160,9 +166,11 @@ def route_gpu(
         return out
     tiles = triton.cdiv(tokens, BLOCK_TOKENS)
     steps = triton.cdiv(hidden, BLOCK_K)
-    splits = max(1, min(MAX_SPLITS, steps, PROGRAMS // tiles))
+    splits = max(1, min(MAX_SPLITS, steps, MAX_SPLITS if invariant else PROGRAMS // tiles))
     share = triton.cdiv(steps, splits) * BLOCK_K
-    splits = triton.cdiv(hidden, share)
+    splits, shares = triton.cdiv(hidden, share), 1
+    if invariant and tiles > MOST_TILES:
+        splits, shares = 1, splits
     logits = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     block = max(16, triton.next_power_of_2(experts))
     _logits_kernel[(tiles, splits)](
@@ -174,6 +182,7 @@ def route_gpu(
         hidden=hidden,
         experts=experts,
         share=share,
+        shares=shares,
         block_tokens=BLOCK_TOKENS,
         block_experts=block,
         block_k=BLOCK_K,
@@ -226,6 +235,28 @@ def _check(x: Tensor, weight: Tensor, topk: int, sigmoid: bool, bias: Tensor | N
         raise ValueError("route: a bias is for sigmoid scores alone: pass sigmoid=True.")
 
 
+@triton.jit
+def _share_of_logits(
+    source: tl.tensor,
+    rows: tl.tensor,
+    is_token: tl.tensor,
+    is_expert: tl.tensor,
+    begin: tl.tensor,
+    hidden: tl.constexpr,
+    share: tl.constexpr,
+    block_k: tl.constexpr,
+) -> tl.tensor:
+    """Partial logits, float32 `[tokens, experts]`, of `share` inputs from `begin` on."""
+    column = begin + tl.arange(0, block_k)
+    sums = tl.zeros((is_token.shape[0], is_expert.shape[0]), tl.float32)
+    for at in range(0, share, block_k):
+        inside = (column + at < hidden)[None, :]
+        v = tl.load(source + (column + at)[None, :], mask=is_token & inside, other=0.0)
+        w = tl.load(rows + (column + at)[None, :], mask=is_expert & inside, other=0.0)
+        sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+    return sums
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _logits_kernel(
     x: tl.tensor,
@@ -236,27 +267,28 @@ def _logits_kernel(
     hidden: tl.constexpr,
     experts: tl.constexpr,
     share: tl.constexpr,
+    shares: tl.constexpr,
     block_tokens: tl.constexpr,
     block_experts: tl.constexpr,
     block_k: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """Partial logits of `block_tokens` tokens over one share of the inputs."""
+    """Partial logits of `block_tokens` tokens over one share of the inputs; or of all `shares`,
+    added up in order."""
     let_next_start(overlap)
     token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
     part = tl.program_id(1)
     expert = tl.arange(0, block_experts)
-    column = part * share + tl.arange(0, block_k)
     is_token, is_expert = (token < tokens)[:, None], (expert < experts)[:, None]
     source = x + token[:, None].to(tl.int64) * x_stride
     rows = weight + expert[:, None] * hidden
-    sums = tl.zeros((block_tokens, block_experts), tl.float32)
     await_previous(overlap)
-    for at in range(0, share, block_k):
-        inside = (column + at < hidden)[None, :]
-        v = tl.load(source + (column + at)[None, :], mask=is_token & inside, other=0.0)
-        w = tl.load(rows + (column + at)[None, :], mask=is_expert & inside, other=0.0)
-        sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+    sums = _share_of_logits(source, rows, is_token, is_expert, part * share, hidden, share, block_k)
+    if shares > 1:
+        for number in range(1, shares):
+            sums += _share_of_logits(
+                source, rows, is_token, is_expert, number * share, hidden, share, block_k
+            )
     target = logits + (part * tokens + token[:, None]).to(tl.int64) * experts + expert[None, :]
     tl.store(target, sums, mask=is_token & (expert < experts)[None, :])
 

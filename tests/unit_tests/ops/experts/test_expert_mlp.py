@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_async.ops.experts import expert_routing
 from megatron_async.ops.experts.expert_mlp import expert_mlp, expert_mlp_by_plan, expert_mlp_gpu
 from megatron_async.ops.experts.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route, route_gpu
@@ -58,6 +59,22 @@ def check_route(tokens, hidden, experts, topk, pre_softmax, dtype, device, place
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-5)
     assert found.experts.dtype == torch.int32
     assert found.weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_a_token_is_routed_alike_in_any_company(sigmoid, device, matrix_units, monkeypatch):
+    """Whatever the number of tokens, a token's parts of logits are the same, and their order."""
+    monkeypatch.setattr(expert_routing, "MOST_TILES", 2)
+    monkeypatch.setattr(expert_routing, "PROGRAMS", 8)
+    x = torch.randn(50, 400, device=device).half()
+    weight = (torch.randn(40, 400, device=device) / 20).half()
+    whole = route_gpu(x, weight, 4, False, sigmoid=sigmoid, invariant=True)
+    for tokens in (1, 2, 16, 17, 32, 33):
+        found = route_gpu(x[:tokens], weight, 4, False, sigmoid=sigmoid, invariant=True)
+        assert torch.equal(found.experts, whole.experts[:tokens])
+        assert torch.equal(found.weights, whole.weights[:tokens])
+    split = [route_gpu(x[:tokens], weight, 4, False).weights[:16] for tokens in (16, 50)]
+    assert not torch.equal(*split), "without it the parts follow the tokens"
 
 
 def check_mlp(tokens, hidden, ffn, experts, topk, dtype, device, first=0, total=None, gated=True):
