@@ -15,7 +15,8 @@ from megatron_async.text.token_text import TokenText
 STOPPED = ("termination_id", "stop_token", "stop_word", "grammar")
 CUT = ("aborted", "weight_update", "moved", "stale")
 """Reasons of an end on another's behalf."""
-_NAMES = {"length": "length"} | dict.fromkeys(CUT, "abort") | dict.fromkeys(STOPPED, "stop")
+_NAMES = dict.fromkeys(CUT, "abort") | dict.fromkeys(STOPPED, "stop")
+_NAMES |= {"length": "length", "stale": "stale"}
 
 
 class ChoiceText:
@@ -74,6 +75,7 @@ def piece_reader(style: ChatStyle) -> CallReader | None:
 
 
 def finish_reason(end: Ended, style: ChatStyle, has_calls: bool) -> str:
-    """OpenAI's word for how a choice ended ("abort", of an aborted request, is vLLM's)."""
+    """OpenAI's word for how a choice ended ("abort", of an aborted request, is vLLM's; "stale", by
+    its `max_version_lag`, ours)."""
     name = _NAMES.get(end.finish_reason or "", "stop")
     return "tool_calls" if name == "stop" and has_calls and not style.plan.is_named else name

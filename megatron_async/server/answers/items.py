@@ -84,7 +84,8 @@ class ItemResult:
     """A choice that has ended.
 
     Attributes:
-        reason: OpenAI's word for how it ended: "stop", "length", "tool_calls" or "abort".
+        reason: OpenAI's word for how it ended: "stop", "length", "tool_calls", "abort"
+            or "stale".
         stop_word: that ended it, or None.
         stop_reason: vLLM's word for what ended it (`ChoiceText.stop_reason`).
         generated_tokens, thought_tokens: of the answer, and of its thoughts.

@@ -34,7 +34,8 @@ _ELSEWHERE = (
     "logit_bias", "bad_words", "logprobs", "top_logprobs", "prompt_logprobs", "response_format",
     "structured_outputs", "text", "output_config", "output_format", "echo", "skip_special_tokens",
     "include_stop_str_in_output", "include_reasoning", "return_token_ids",
-    "return_tokens_as_token_ids", "return_weight_versions", "request_id",
+    "return_tokens_as_token_ids", "return_weight_versions", "max_version_lag",
+    "request_id",
 )  # fmt: skip
 """Fields that other endpoints have."""
 _OLDER = (

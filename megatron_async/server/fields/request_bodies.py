@@ -97,6 +97,7 @@ class SharedFields(CommonFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_weight_versions: bool | None = None
+    max_version_lag: int | None = None
     echo: bool | None = None
     best_of: int | None = None
     truncation_side: str | None = None

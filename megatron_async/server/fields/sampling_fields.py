@@ -26,6 +26,8 @@ SMALLEST = 1e-5
 MAX_BIASES = 512
 MAX_SALT = 1024
 """Characters of a cache salt."""
+MOST_LAG = 2**31 - 1
+"""Updates of the weights."""
 MAX_PRIORITY = 2**20
 """The engine's (`planning.admission.MAX_PRIORITY`), or its negative."""
 
@@ -54,7 +56,10 @@ def sampling_params(
         params["top_p"] = 0.0
         if not served.as_megatron:
             params["top_k"] = 1
-    longest = served.card.max_sequence_length
+    longest, lag = served.card.max_sequence_length, request.max_version_lag
+    if lag is not None and not 0 <= lag <= MOST_LAG:
+        allowed = f"0 (its first weights alone) to {MOST_LAG}, or left out"
+        raise not_allowed("max_version_lag", lag, allowed)
     found = SamplingParams(
         **params,
         num_tokens_to_generate=None if most is None else min(most, longest),
@@ -67,6 +72,7 @@ def sampling_params(
         bad_words=list(request.bad_words) if request.bad_words else None,
         cache_salt=_salt(request.cache_salt, caller),
         structured_output=structured,
+        max_version_lag=lag,
     )
     if served.tokenizer is None and not served.card.replica_makes_text:
         for name in ("bad_words", "stop_words", "structured_output"):

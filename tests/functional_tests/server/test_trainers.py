@@ -259,6 +259,17 @@ def test_an_aborted_request_gives_its_tokens_so_far(slime: Trainer) -> None:
     assert len(told["output_ids"]) < 400
 
 
+def test_an_answer_ends_before_its_weights_are_too_old(slime: Trainer, service: Served) -> None:
+    """Break it: leave `max_version_lag` out of the parameters."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 3500, "ignore_eos": True, "max_version_lag": 0}
+    stream = service.stream("/v1/completions", body | {"return_token_ids": True})
+    first = next(stream)
+    slime.done("/update_weights_from_disk", {"model_path": "step-0", "weight_version": "new"})
+    choices = [event["choices"][0] for event in (first, *stream)]
+    assert choices[-1]["finish_reason"] == "stale"
+    assert 0 < sum(len(choice["token_ids"]) for choice in choices) < 3500
+
+
 def is_busy(trainer: Trainer) -> bool:
     """Whether an engine has tokens of a request."""
     engines = trainer.done("/live", method="GET")["replicas"].values()

@@ -112,7 +112,13 @@ def test_plain_events_are_those_that_an_encoder_writes() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "told"),
-    [("length", "length"), ("stop_word", "stop"), ("grammar", "stop"), ("aborted", "abort")],
+    [
+        ("length", "length"),
+        ("stop_word", "stop"),
+        ("grammar", "stop"),
+        ("aborted", "abort"),
+        ("stale", "stale"),
+    ],
 )
 def test_finish_reasons(reason: str, told: str) -> None:
     asked = asked_completion(prompt="a", stop="zz", stream=True)

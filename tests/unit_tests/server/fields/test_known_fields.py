@@ -36,7 +36,7 @@ temperature top_p use_beam_search top_k min_p repetition_penalty length_penalty 
 include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
 truncate_prompt_tokens truncation_side allowed_token_ids prompt_logprobs bad_words echo
 add_special_tokens structured_outputs return_token_ids return_tokens_as_token_ids
-kv_transfer_params vllm_xargs repetition_detection request_id return_weight_versions
+kv_transfer_params vllm_xargs repetition_detection request_id return_weight_versions max_version_lag
 """
 OF_CHATS = """
 top_logprobs max_completion_tokens tools tool_choice reasoning_effort parallel_tool_calls
