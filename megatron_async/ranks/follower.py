@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from megatron_async.errors import CommunicationTimeout, RanksDisagree
@@ -35,8 +36,9 @@ class Follower(ConnectedGroup):
     Attributes:
         shape: shape of the step that is planned next, if the leader agreed on it with other ranks.
         prefill_limit: most prompt tokens of that step beside decode rows.
-        on_told: called with the leader's news of the service, on the thread that follows; None:
-            nobody here wants them.
+        on_told: called with the leader's news of the service, on the thread that follows; what it
+            returns, if anything, is the work of another thread, without which the news do not count
+            as taken in. None: nobody here wants them.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Follower(ConnectedGroup):
         self.follows = True
         self.shape: StepShape | None = None
         self.prefill_limit = 0
-        self.on_told: Callable[[str, Any], None] | None = None
+        self.on_told: Callable[[str, Any], Future[Any] | None] | None = None
+        self._tells: deque[tuple[int, Future[Any] | None]] = deque()
+        """Numbers of news, oldest first, that are not reported, and the work that they wait for."""
         self._received: deque[Action] = deque()
         self._reported = -1
         self._stages: deque[Staged] = deque()
@@ -83,6 +87,7 @@ class Follower(ConnectedGroup):
         while not self._received:
             while self._stages:
                 self._channel.report(self._stages.popleft())
+            self._report_told()
             if self._fetch(WATCH_EVERY_S):
                 continue
             if oldest is not None and oldest.ready.query() and oldest.error is not None:
@@ -113,9 +118,13 @@ class Follower(ConnectedGroup):
 
     def told(self, news: Tell) -> None:
         """Take in the leader's news of the service, and report that."""
-        if self.on_told is not None:
-            self.on_told(news.what, news.value)
-        self._channel.report(Told(news.number))
+        work = None if self.on_told is None else self.on_told(news.what, news.value)
+        self._tells.append((news.number, work))
+        self._report_told()
+
+    def _report_told(self) -> None:
+        while self._tells and ((work := self._tells[0][1]) is None or work.done()):
+            self._channel.report(Told(self._tells.popleft()[0]))
 
     def resolving(self, step: LaunchedStep) -> None:
         if step.error is not None:

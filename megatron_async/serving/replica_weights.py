@@ -84,12 +84,16 @@ class ReplicaWeights:
         is_torn = self._weights.is_torn or bool(self._engine.updating.torn)
         return replace(self._weights, is_torn=is_torn)
 
-    def follow(self, what: str, value: Any) -> None:
-        """Do on a follower what the leader's news say."""
-        if what == NEWS:
-            self._behind.append(self._submit(self._try, *value))
-            if len(self._behind) > MOST_BEHIND:  # or messages would fill the memory
-                self._behind.popleft().result()
+    def follow(self, what: str, value: Any) -> Future[None] | None:
+        """Do on a follower what the leader's news say; returns the work that the leader waits
+        for."""
+        if what != NEWS:
+            return None
+        work = self._submit(self._try, *value)
+        self._behind.append(work)
+        if len(self._behind) > MOST_BEHIND:  # or messages would fill the memory
+            self._behind.popleft().result()
+        return work if _is_waited_for(*value) else None
 
     async def do(
         self, what: str, fields: Mapping[str, Any]
@@ -129,6 +133,8 @@ class ReplicaWeights:
         if what != "weights_begin":  # which may be refused here
             self._engine.group.tell(NEWS, [what, fields])
         answer = await asyncio.wrap_future(self._submit(self._work, what, fields))
+        if _is_waited_for(what, fields):
+            await self._engine.group.until_told()
         if what == "weights_begin":
             self._engine.group.tell(NEWS, [what, fields])
         elif what == "weights_finish":
@@ -145,9 +151,11 @@ class ReplicaWeights:
         try:
             done = await asyncio.wrap_future(order)
         finally:
-            self._round, self._is_committing = None, False
+            self._is_committing = False
             self._engine.group.tell(NEWS, ["weights_commit", {}])
+            await asyncio.wrap_future(self._submit(self._settle))
         self._weights = replace(weights, begun=self._number)
+        await self._engine.group.until_told()
         return done._asdict()
 
     # ---- In the thread ---------------------------------------------------------------------------
@@ -195,7 +203,7 @@ class ReplicaWeights:
                 self._is_staged = True
                 self._engine.updating.stage(self._number, self._opened)
             case "weights_commit":  # on a follower, whose engine has done it
-                self._round = None
+                self._settle()
             case "weights_drop":
                 return self._drop()
             case "weights_check":
@@ -231,7 +239,10 @@ class ReplicaWeights:
             round.load_folder(folder_below(os.environ.get(FOLDER_VARIABLE), load.folder))
         elif load.handles is not None:
             handles = load.handles
-            round.load(open_handles(handles[self._rank if len(handles) > 1 else 0], device))
+            shared = open_handles(handles[self._rank if len(handles) > 1 else 0], device)
+            round.load(shared)
+            if (read := self._engine.context.device.caller_event()) is not None:
+                read.wait()  # behind the answer the sender changes them
         elif (sent := load.group) is not None:
             if sent.name not in self._groups:
                 raise UpdateError(f"no process group {sent.name!r} was joined (weights_group).")
@@ -239,6 +250,12 @@ class ReplicaWeights:
             names = sent.names, sent.dtypes, sent.shapes
             group = self._groups[sent.name]
             round.load(receive(group, *names, device, self._over, sent.packed))
+
+    def _settle(self) -> None:
+        """A round is committed: its sender may change its tensors when all ranks have done this."""
+        if self._round is not None:
+            self._round.settle()
+        self._round = None
 
     def _drop(self) -> dict[str, Any]:
         if self._round is None:
@@ -292,6 +309,12 @@ class ReplicaWeights:
     @property
     def _writes_in_place(self) -> bool:
         return self._round is not None and self._round.plan.staging == "none"
+
+
+def _is_waited_for(what: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a sender's own tensors are read, so that it may change them when all ranks have done
+    this."""
+    return what == "weights_commit" or fields.get("handles") is not None
 
 
 class _Pieces:

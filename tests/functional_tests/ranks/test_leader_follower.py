@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -327,6 +328,24 @@ def test_a_follower_is_told_in_order_and_the_leader_can_wait_for_it(pair_of: Any
     pair.following.channel.is_lost = True
     with pytest.raises(RankLost):
         asyncio.run(pair.leader.group.until_told())
+    pair.leader.close()
+
+
+def test_the_leader_waits_for_what_another_thread_of_a_follower_does(pair_of: Any) -> None:
+    """News behind it wait too: what is reported is one number."""
+    pair, work = pair_of(), Future[None]()
+    pair.follower.group.on_told = lambda what, value: work if what == "long" else None
+    pair.leader.group.tell("long")
+    pair.leader.group.tell("short")
+
+    async def wait() -> None:
+        told = asyncio.ensure_future(pair.leader.group.until_told())
+        await asyncio.sleep(4 * rank_group.WATCH_EVERY_S)
+        assert not told.done()
+        work.set_result(None)
+        await asyncio.wait_for(told, PATIENCE_S)
+
+    asyncio.run(wait())
     pair.leader.close()
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from megatron_async import LLM
+from megatron_async.checkpoints.source import named_tensors
+from megatron_async.serving import replica_weights
 from megatron_async.serving.replica_weights import ReplicaWeights
 from megatron_async.serving.weight_sources import FOLDER_VARIABLE, TRAINERS_VARIABLE
+from megatron_async.updates.weight_round import WeightRound
 from tests.support.serving_processes import ENGINE
 
 BEGIN = {"number": 1, "version": "v"}
@@ -110,3 +113,44 @@ def test_verbs_without_a_round_are_refused(rank: ReplicaWeights) -> None:
     assert "begin one" in refused(rank, "finish", round="k")
     assert "no command" in refused(rank, "explode")
     assert told(rank, "drop") == {"is_torn": False}
+
+
+def test_who_shares_its_memory_is_answered_when_all_ranks_have_read_it(
+    llm: LLM, rank: ReplicaWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender's own tensors are read where they are, when they come or, with "direct", at the
+    commit. Bytes and the copies of them are the rank's own."""
+    events: list[str] = []
+
+    async def until_told() -> None:
+        events.append("all ranks")
+
+    class Noting(WeightRound):
+        def settle(self) -> None:
+            super().settle()
+            events.append("settled")
+
+    model = llm.engine.controller.inference_wrapped_model.model
+    mine = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
+    monkeypatch.setattr(llm.engine.loop.group, "until_told", until_told, raising=False)
+    monkeypatch.setattr(replica_weights, "open_handles", lambda handles, device: mine.items())
+    monkeypatch.setattr(replica_weights, "WeightRound", Noting)
+    begin(rank)
+    told(rank, "load", round="k", tensors=[piece(256)])
+    assert events == []
+    told(rank, "drop")
+    begin(rank, names="megatron", staging="direct")
+    told(rank, "load", round="k", handles=[{}])
+    assert events == ["all ranks"]
+
+    async def do(what: str, **fields: Any) -> Any:
+        answer = asyncio.ensure_future(rank.do(what, fields))
+        while not answer.done():
+            llm.engine.step_modern()
+            await asyncio.sleep(0)
+        return answer.result()[1]
+
+    assert asyncio.run(do("weights_finish", round="k")) is None
+    weights = {"version": "v", "number": rank.weights.begun}
+    assert asyncio.run(do("weights_commit", weights=weights, policy="keep")) is None
+    assert events == ["all ranks", "settled", "all ranks"]
