@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
 from megatron_async.ops.attention.join_parts import (
     JOIN_CHUNK,
+    add_tile,
     is_last_part,
     join_kernel,
     join_one,
@@ -334,7 +335,9 @@ def _parts_kernel(
                 loaded &= (column < dim)[None, :]
             k = tl.load(key_cache + cell, mask=loaded, other=0.0)
             v = tl.load(value_cache + cell, mask=loaded, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if part == 0:
+                score *= scale
             if width > 1:
                 seen = exists[None, :] & (position[None, :] < visible[:, None])
                 if first_key > 0:
@@ -351,22 +354,18 @@ def _parts_kernel(
                 score = tl.where(exists[None, :], score, -float("inf"))
                 new_maximum = tl.maximum(maximum, tl.max(score, 1))
                 base = new_maximum
-            weight = tl.exp2(score - base[:, None])
-            shrink = tl.exp2(maximum - base)
-            gathered = gathered * shrink[:, None]
-            gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
-            total = total * shrink + tl.sum(weight, 1)
-            maximum = new_maximum
             if part > 0:
+                maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
+                largest = maximum * scale
                 # No branch: the loop's loads stay in their pipeline.
                 ends = ((first + tile) % part == 0) | (first + tile >= end)
                 is_stored = ends & (slot >= 0)
                 at = (slot + (first - start) // part) * heads
-                tl.store(part_maximum + at + head, maximum, mask=is_stored & is_member)
+                tl.store(part_maximum + at + head, largest, mask=is_stored & is_member)
                 tl.store(part_total + at + head, total, mask=is_stored & is_member)
                 tl.store(part_output + at * dim + place, gathered, mask=is_stored & inside)
                 behind_maximum, behind_total, behind = join_one(
-                    joined_maximum, joined_total, joined, maximum, total, gathered
+                    joined_maximum, joined_total, joined, largest, total, gathered
                 )
                 joined_maximum = tl.where(ends, behind_maximum, joined_maximum)
                 joined_total = tl.where(ends, behind_total, joined_total)
@@ -374,6 +373,13 @@ def _parts_kernel(
                 maximum = tl.where(ends, -float("inf"), maximum)
                 total = tl.where(ends, 0.0, total)
                 gathered = tl.where(ends, 0.0, gathered)
+            else:
+                weight = tl.exp2(score - base[:, None])
+                shrink = tl.exp2(maximum - base)
+                gathered = gathered * shrink[:, None]
+                gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
+                total = total * shrink + tl.sum(weight, 1)
+                maximum = new_maximum
         if part > 0:
             total, gathered = joined_total, joined
         if slot < 0:

@@ -18,6 +18,10 @@ barrier: 1.4 microseconds a layer at 1 to 16 rows, where 2 to 4 warps and a pass
 maxima took 2.8 to 5.6."""
 
 
+IN_BITS_OF_TWO = tl.constexpr(0x40000000)
+"""2.0 in float32."""
+
+
 @triton.jit
 def is_last_part(counter: tl.tensor, parts: tl.tensor, own: tl.tensor = 1) -> tl.tensor:
     """Whether all `parts` have been stored, this program's `own` the last; `counter` is 0 before
@@ -46,8 +50,34 @@ def join_one(
     base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     weight = tl.exp2(its_maximum - base)
     shrink = tl.exp2(maximum - base)
-    total = total * shrink + its_total * weight
-    gathered = gathered * shrink[:, None] + output * weight[:, None]
+    # Said, not left to the compiler: each kernel that joins must round alike.
+    total = tl.fma(total, shrink, its_total * weight)
+    gathered = tl.fma(gathered, shrink[:, None], output * weight[:, None])
+    return new_maximum, total, gathered
+
+
+@triton.jit
+def add_tile(
+    score: tl.tensor,
+    v: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    gathered: tl.tensor,
+    scale: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The maximum, total and sum of values of a part, and a tile of keys: `score`, `[members,
+    keys]`, before scaling, -inf where a key is not seen; `v`, `[keys, dim]`. The bits of a member
+    do not depend on the number of members, nor on the kernel."""
+    new_maximum = tl.maximum(maximum, tl.max(score, 1))
+    # A query token may see nothing of a part: its weights are 0, and no NaN.
+    base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    weight = tl.exp2(tl.fma(score, scale, -(base * scale)[:, None]))
+    shrink = tl.exp2((maximum - base) * scale)
+    # Weights, at most 1, are added up as whole numbers of 2**-22, the last places of 2 to 4: a sum
+    # of float32 over threads would have the order of the tile's layout, which the members decide.
+    units = tl.sum((weight + 2.0).to(tl.int32, bitcast=True) - IN_BITS_OF_TWO, 1)
+    total = tl.fma(total, shrink, units.to(tl.float32) * 2.0**-22)
+    gathered = tl.dot(weight.to(v.dtype), v, gathered * shrink[:, None], input_precision="ieee")
     return new_maximum, total, gathered
 
 

@@ -20,7 +20,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_async.ops.attention.join_parts import is_last_part, join_parts
+from megatron_async.ops.attention.join_parts import (
+    add_tile,
+    is_last_part,
+    join_one,
+    join_parts,
+)
 from megatron_async.ops.attention.prefill_schedule import UNIT, PrefillSchedule
 from megatron_async.ops.dependent_launch import HOPPER, launch_options, wait_for_previous
 
@@ -52,15 +57,22 @@ def queries_of(dtype: torch.dtype, dim: int) -> int:
 
 
 def tile_of(
-    tokens: int, heads: int, dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+    tokens: int,
+    heads: int,
+    dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    in_parts: bool = False,
 ) -> Tile:
     """The tile for a step whose chunks have at most so many tokens: 64 queries and 4 warps, so that
-    two or more programs share a processor and one computes softmax while the other multiplies."""
+    two or more programs share a processor and one computes softmax while the other multiplies.
+    `in_parts`: as many keys as `decode_tile` has, whatever the step."""
     if queries_of(dtype, dim) == 32:
         return Tile(32, 32, 2, programs=PROGRAMS_A_PROCESSOR)
     # Larger key tiles are fewer round trips for a program, and leave room for fewer programs.
     few = tokens * heads <= FEW_PROGRAMS * 64
-    if block_size % 128 == 0 and (dim <= 64 or few):
+    if block_size % 128 == 0 and (dim <= 64 or few) and not in_parts:
         # In three stages, tiles of 128 keys of 128 elements leave room for one program.
         programs = 1 if dim > 64 else PROGRAMS_A_PROCESSOR
         return Tile(64, 128, 3, _descriptors_fit(dim, device), programs)
@@ -129,6 +141,7 @@ def paged_prefill_attention(
     out: Tensor,
     is_settled: bool = False,
     first_key: int = 0,
+    part: int = 0,
 ) -> None:
     """Attention of prefill rows over the paged cache, this step's keys and values already in place.
 
@@ -147,6 +160,9 @@ def paged_prefill_attention(
             previous kernel still runs.
         first_key: queries behind this position do not see the keys before it; less than 16. Then
             the schedule divides no keys.
+        part: keys of the parts of `DecodeSchedule.part`, which are joined in order: a query has the
+            bits of a decode row, whatever the chunk. Then the schedule divides no keys, and the
+            tile is `in_parts`. 0: there are none.
 
     Raises:
         ValueError: shapes do not match.
@@ -160,6 +176,11 @@ def paged_prefill_attention(
         raise ValueError(
             f"{name}: keys are divided, which first_key={first_key} does not "
             "allow; make the schedule with processors=0."
+        )
+    if part and (parts is not None or first_key or part % tile.keys):
+        raise ValueError(
+            f"{name}: parts of {part} keys want a schedule of processors=0, first_key=0 and whole "
+            f"tiles; found processors={schedule.processors}, {first_key} and tiles of {tile.keys}."
         )
     if not len(schedule.units):
         return
@@ -184,6 +205,7 @@ def paged_prefill_attention(
         query_tile=tile.queries,
         key_tile=tile.keys,
         first_key=first_key,
+        part=part,
         is_settled=is_settled,
         num_warps=4,
         num_stages=tile.stages,
@@ -229,6 +251,7 @@ def _attend_tiles(
     dim_tile: tl.constexpr,
     key_tile: tl.constexpr,
     first_key: tl.constexpr,
+    in_parts: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     column = tl.arange(0, dim_tile)
     inside = column < dim
@@ -263,14 +286,17 @@ def _attend_tiles(
             if first_key > 0:
                 sees = sees & (key_position[None, :] >= tl.minimum(position, first_key)[:, None])
             score = tl.where(sees, score, -float("inf"))
-        # Maxima are of scores before scaling, so that scaling and subtracting are one instruction.
-        new_maximum = tl.maximum(maximum, tl.max(score, 1))
-        weight = tl.exp2(score * scale - (new_maximum * scale)[:, None])
-        shrink = tl.exp2((maximum - new_maximum) * scale)
-        total = total * shrink + tl.sum(weight, 1)
-        gathered = gathered * shrink[:, None]
-        gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
-        maximum = new_maximum
+        if in_parts:
+            maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
+        else:
+            # Maxima are of scores before scaling: scaling and subtracting are one instruction.
+            new_maximum = tl.maximum(maximum, tl.max(score, 1))
+            weight = tl.exp2(score * scale - (new_maximum * scale)[:, None])
+            shrink = tl.exp2((maximum - new_maximum) * scale)
+            total = total * shrink + tl.sum(weight, 1)
+            gathered = gathered * shrink[:, None]
+            gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
+            maximum = new_maximum
     return gathered, maximum, total
 
 
@@ -305,6 +331,7 @@ def _prefill_kernel(
     query_tile: tl.constexpr,
     key_tile: tl.constexpr,
     first_key: tl.constexpr,
+    part: tl.constexpr,
     is_settled: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -354,23 +381,47 @@ def _prefill_kernel(
             gathered, maximum, total = _attend_tiles(
                 q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
                 gathered, maximum, total, 0, begin, length, kv_head, scale, True,
-                block_size, kv_heads, dim, dim_tile, key_tile, first_key,
+                block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
             )  # fmt: skip
             begin = key_tile
             seen = tl.maximum(seen, key_tile)
             masked = seen
-        gathered, maximum, total = _attend_tiles(
-            q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            gathered, maximum, total, begin, seen, length, kv_head, scale, False,
-            block_size, kv_heads, dim, dim_tile, key_tile, first_key,
-        )  # fmt: skip
-        gathered, maximum, total = _attend_tiles(
-            q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-            gathered, maximum, total, masked, end, length, kv_head, scale, True,
-            block_size, kv_heads, dim, dim_tile, key_tile, first_key,
-        )  # fmt: skip
+        if part > 0:
+            joined_maximum = tl.full((query_tile,), -float("inf"), tl.float32)
+            joined_total, joined = total, gathered
+            for first in range(0, end, part):
+                part_end = tl.minimum(first + part, end)
+                masked = tl.minimum(tl.maximum(seen, first), part_end)
+                maximum = tl.full((query_tile,), -float("inf"), tl.float32)
+                total = tl.zeros((query_tile,), tl.float32)
+                gathered = tl.zeros((query_tile, dim_tile), tl.float32)
+                gathered, maximum, total = _attend_tiles(
+                    q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                    gathered, maximum, total, first, masked, length, kv_head, scale, False,
+                    block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
+                )  # fmt: skip
+                gathered, maximum, total = _attend_tiles(
+                    q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                    gathered, maximum, total, masked, part_end, length, kv_head, scale, True,
+                    block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
+                )  # fmt: skip
+                joined_maximum, joined_total, joined = join_one(
+                    joined_maximum, joined_total, joined, maximum * scale, total, gathered
+                )
+            total, gathered = joined_total, joined
+        else:
+            gathered, maximum, total = _attend_tiles(
+                q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                gathered, maximum, total, begin, seen, length, kv_head, scale, False,
+                block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
+            )  # fmt: skip
+            gathered, maximum, total = _attend_tiles(
+                q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                gathered, maximum, total, masked, end, length, kv_head, scale, True,
+                block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
+            )  # fmt: skip
         if divides:
-            part = tl.load(unit + 7)
+            nth = tl.load(unit + 7)
             parts = tl.load(unit + 8)
             if parts > 1:
                 slot = kv_head * slots + number
@@ -381,7 +432,7 @@ def _prefill_kernel(
                 tl.store(part_total + at, total)
                 in_slot = part_output + slot.to(tl.int64) * query_tile * dim + place_in_slot
                 tl.store(in_slot, gathered, mask=inside)
-                first_slot = slot - part
+                first_slot = slot - nth
                 if is_last_part(arrived + first_slot, parts):
                     result = join_parts(
                         part_output, part_maximum, part_total, first_slot, parts, query_in_tile,

@@ -121,23 +121,24 @@ class OwnKernelPrefill(PrefillBackend):
 
 class TritonPrefill(OwnKernelPrefill):
     """Prefill attention by the Triton kernel of `ops/attention/prefill_attention.py`. Queries
-    behind position `first_key` do not see the keys before it."""
+    behind position `first_key` do not see the keys before it; with `part`, keys of a part, a query
+    has the bits of a decode row."""
 
     name = "triton"
 
-    def __init__(self, shape: AttentionShape, first_key: int = 0) -> None:
+    def __init__(self, shape: AttentionShape, first_key: int = 0, part: int = 0) -> None:
+        sizes = shape.heads, shape.dim, shape.block_size, shape.dtype, shape.device
+
         def tile(tokens: int) -> Tile:
-            return tile_of(
-                tokens, shape.heads, shape.dim, shape.block_size, shape.dtype, shape.device
-            )
+            return tile_of(tokens, *sizes, in_parts=part > 0)
 
         super().__init__(
             shape,
-            partial(paged_prefill_attention, first_key=first_key),
+            partial(paged_prefill_attention, first_key=first_key, part=part),
             tile,
             [queries_of(shape.dtype, shape.dim)],
             PROGRAMS_A_PROCESSOR,
-            divides=not first_key,
+            divides=not (first_key or part),
         )
 
 

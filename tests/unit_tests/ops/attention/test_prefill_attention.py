@@ -2,11 +2,18 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
-from megatron_async.ops.attention.prefill_attention import Tile, paged_prefill_attention
+from megatron_async.ops.attention.decode_attention import (
+    DecodeWorkspace,
+    decode_tile,
+    paged_decode_attention,
+)
+from megatron_async.ops.attention.prefill_attention import Tile, paged_prefill_attention, tile_of
+from tests.unit_tests.ops.attention.decode_batch import processors
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 
 
@@ -52,6 +59,60 @@ def test_keys_that_are_not_there(block_size, dim, dtype, device):
     batch.refill(chunks)
     batch.attend(batch.rows(chunks))
     batch.check()
+
+
+@pytest.mark.parametrize(("block_size", "dim"), [(64, 64), (128, 128), (48, 160)])
+def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_units):
+    """With parts of one length: in whatever chunk it comes, beside whatever others."""
+    part, positions = 128, torch.tensor([0, 1, 63, 64, 127, 128, 129, 200, 299], device=device)
+    batch = PrefillBatch(300, 1, 300, block_size, 2, 3, dim, torch.float16, device)
+    batch.refill([(300, 300)], query_scale=3.0)
+    every, table = batch.query.clone(), batch.tables
+    tile = tile_of(300, 6, dim, block_size, torch.float16, batch.query.device, in_parts=True)
+    assert tile.keys == decode_tile(dim)
+    schedule = batch.schedule(tile=tile)
+
+    def attend(*chunks):
+        """Chunks of the sequence, as (first token, end), in one step."""
+        sizes = [end - first for first, end in chunks]
+        query = torch.cat([every[first:end] for first, end in chunks])
+        lengths = torch.tensor([end for _, end in chunks], dtype=torch.int32, device=device)
+        starts = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
+        schedule.update(lengths, starts, len(query), max(sizes), tile.keys)
+        out, tables = torch.empty_like(query), table.repeat(len(chunks), 1)
+        caches = batch.keys, batch.values
+        paged_prefill_attention(query, *caches, tables, schedule, tile, batch.scale, out, part=part)
+        return list(out.split(sizes))
+
+    (whole,) = attend((0, 300))
+    batch.out.copy_(whole)
+    batch.check()
+    for chunks in ([(0, 100), (250, 251), (128, 290)], [(1, 2)], [(127, 130), (60, 130)]):
+        for (first, end), found in zip(chunks, attend(*chunks), strict=True):
+            assert torch.equal(found, whole[first:end])
+    with processors(132):
+        workspace = DecodeWorkspace(len(positions), 6, 2, dim, every.device, 1, part, 300)
+    workspace.schedule.update((positions + 1).int())
+    assert workspace.schedule.splits[:, 1].max() > 1, "of some rows the parts have programs each"
+    out = torch.empty_like(every[positions])
+    tables = table.repeat(len(positions), 1)
+    paged_decode_attention(
+        every[positions], batch.keys, batch.values, tables, batch.scale, workspace, out
+    )
+    assert torch.equal(out, whole[positions])
+
+
+@pytest.mark.parametrize("change", [{"first_key": 1}, {"part": 96}])
+def test_parts_that_cannot_be(change, device):
+    batch = PrefillBatch(8, 1, 8, 64, 1, 1, 64, torch.float16, device)
+    rows = batch.rows(batch.refill([(8, 8)]))
+    schedule = batch.schedule()
+    tile = batch.plan(schedule, rows)
+    caches = batch.keys, batch.values, batch.tables
+    with pytest.raises(ValueError, match=r"parts of .* keys want"):
+        paged_prefill_attention(
+            batch.query, *caches, schedule, tile, 1.0, batch.out, **{"part": 128} | change
+        )
 
 
 def test_only_dummy_rows(device):
