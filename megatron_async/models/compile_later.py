@@ -28,7 +28,7 @@ import torch
 
 CORE = "megatron.core"
 LATER = frozenset({
-    "einops", "torch.distributed._tensor", "torch.distributed.tensor",
+    "einops", "yaml", "torch.distributed._tensor", "torch.distributed.tensor",
     "torch.distributed.tensor.placement_types", "torch.utils.cpp_extension",
     *(f"{CORE}.{name}" for name in (
         "dist_checkpointing", "distributed", "fusions.fused_cross_entropy", "inference.contexts",
@@ -86,9 +86,10 @@ class LaterModule(ModuleType):
         self._lock = threading.RLock()  # one for each, as imports have
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if "_runs" not in vars(self) and _is_head_of_megatron(sys._getframe(1)):
+        is_import = name == "__path__" or _is_head_of_megatron(sys._getframe(1))
+        if "_runs" not in vars(self) and is_import:
+            if name.startswith("__"):  # what imports ask of a module that is no package
+                raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
             now = NOW.get(f"{self.__name__}.{name}")
             return LaterName(self, name) if now is None else getattr(import_module(now), name)
         _run(self)
