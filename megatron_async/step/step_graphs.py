@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -138,20 +139,29 @@ class StepGraphs:
         return len(self._graphs)
 
     def measure_mixed_shapes(
-        self, shapes: GraphShapes, prepare: Prepare, step: Step, progress: bool = False
+        self, shapes: GraphShapes, prepare: Prepare, step: Step
     ) -> tuple[EagerStep, ...]:
-        """Run mixed shapes with the fewest decode rows eagerly, smallest first, until launching one
-        takes the leader's CPU no more than `LAUNCH_MS` or `LAUNCH_SHARE`; those with as many
-        prefill tokens or more are dropped. The measurements."""
-        measured: list[EagerStep] = []
-        for tokens, rows in _bar(shapes.mixed_sizes.items(), "timing launches", progress):
-            dims = shapes.shape(rows[0], tokens)
-            measured.append(self._measure(dims, prepare, step))
-            # All ranks pad their steps alike, and measure as many.
+        """Find the smallest mixed shape, with the fewest decode rows, whose eager launch takes the
+        leader's CPU no more than `LAUNCH_MS` or `LAUNCH_SHARE`; those with as many prefill tokens
+        or more are dropped. A launch takes the CPU as long for any tokens, so a few are run: the
+        largest, and if that one is cheap, by halves. The measurements up to the one that decided.
+        """
+        sizes, measured = [*shapes.mixed_sizes.items()], list[EagerStep]()
+        low, high, at = 0, len(sizes), len(sizes) - 1
+        while low < high:
+            tokens, rows = sizes[at]
+            measured.append(self._measure(shapes.shape(rows[0], tokens), prepare, step))
+            # All ranks pad their steps alike, and measure the same ones.
             if leaders(f"launches of {tokens} tokens", measured[-1].is_cheap):
-                shapes.keep_mixed_up_to(tokens - 1)
-                break
-        return tuple(measured)
+                high = at
+            else:
+                low = at + 1
+            at = (low + high) // 2
+        if high < len(sizes):
+            shapes.keep_mixed_up_to(sizes[high][0] - 1)
+        last = sizes[min(high, len(sizes) - 1)][0] if sizes else 0
+        measured.sort(key=attrgetter("prefill_tokens"))
+        return tuple(each for each in measured if each.prefill_tokens <= last)
 
     def _measure(self, dims: BatchDimensions, prepare: Prepare, step: Step) -> EagerStep:
         work = partial(step, dims, SamplingMode.GREEDY)

@@ -367,7 +367,7 @@ class TextGenerationController(NamesOfMegatron):
         question = mixed_question(context, model, self.vocab_size)
         row = choices.find(question) if asked else question.rule
         if row is None:
-            eager = self.graphs.measure_mixed_shapes(shapes, prepare, step, progress)
+            eager = self.graphs.measure_mixed_shapes(shapes, prepare, step)
         else:
             shapes.apply(row, asked)
         self.graphs.capture(shapes.all_shapes(), prepare, step, progress, self._hidden)

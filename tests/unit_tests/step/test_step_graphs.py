@@ -102,12 +102,20 @@ def shapes_of(*sizes: int) -> GraphShapes:
 
 
 def test_shapes_are_captured_until_launching_is_cheap(device: SlowToLaunch) -> None:
-    """8 ms are a fifth of 40 ms, which 624 tokens take."""
-    shapes = shapes_of(64, 128, 256, 1024, 2048)
-    measured = StepGraphs(device).measure_mixed_shapes(shapes, nothing, run)
-    assert [step.prefill_tokens for step in measured] == [64, 128, 256, 1024]
-    assert [step.is_cheap for step in measured] == [False, False, False, True]
-    assert list(shapes.mixed_sizes) == [64, 128, 256]
+    """8 ms are a fifth of 40 ms, which 624 tokens take: found by halves, with any sizes.
+
+    Break it: halve on the wrong side.
+    """
+    sizes = 64, 128, 256, 512, 1024, 2048
+    for end in range(len(sizes) + 1):
+        shapes = shapes_of(*sizes[:end])
+        measured = StepGraphs(device).measure_mixed_shapes(shapes, nothing, run)
+        assert list(shapes.mixed_sizes) == [*sizes[: min(end, 4)]]
+        assert [step.is_cheap for step in measured if step.prefill_tokens < 1024].count(True) == 0
+        if end > 4:
+            assert (measured[-1].prefill_tokens, measured[-1].is_cheap) == (1024, True)
+        elif end:
+            assert [step.prefill_tokens for step in measured] == [sizes[end - 1]]
 
 
 def test_a_fast_host_captures_none() -> None:
