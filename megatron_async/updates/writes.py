@@ -17,6 +17,9 @@ LARGE = 32 << 20
 """Bytes."""
 LEAST_PIECE = 16 << 10
 """Bytes."""
+WORD = torch.int32
+"""Elements as which equal dtypes are copied together: a thread of torch's kernel takes four at
+once, and 16 bytes are the most that it can."""
 
 
 class Write(NamedTuple):
@@ -100,9 +103,12 @@ class Copies:
         if not is_dense or place.nbytes >= LARGE or place.device != values.device:
             self._alone.append((place, values))
             return
-        places, sources = self._together.setdefault((place.dtype, values.dtype), ([], []))
-        places.append(place.view(-1))
-        sources.append(values.view(-1))
+        flat = place.view(-1), values.view(-1)
+        if place.dtype == values.dtype and not any(map(_is_odd, flat)):
+            flat = flat[0].view(WORD), flat[1].view(WORD)
+        places, sources = self._together.setdefault((flat[0].dtype, flat[1].dtype), ([], []))
+        places.append(flat[0])
+        sources.append(flat[1])
 
     @makes_ordinary_tensors
     def run(self) -> None:
@@ -113,6 +119,11 @@ class Copies:
             place.copy_(values, non_blocking=True)
         for write in self._scaled:
             write.run(non_blocking=True)
+
+
+def _is_odd(flat: Tensor) -> bool:
+    """Whether a tensor is not made of whole words."""
+    return bool(flat.nbytes % WORD.itemsize or flat.data_ptr() % WORD.itemsize)
 
 
 def _dense_pieces(place: Tensor, values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

@@ -413,16 +413,21 @@ def test_copies_go_together_or_alone(
     copy = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", note)
     joined, transposed = torch.zeros(4, 6, 8), torch.zeros(5, 3).t()
-    half, empty = torch.zeros(7, dtype=torch.bfloat16), torch.zeros(0, 8)
-    places = [joined[:, :3], joined[:, 3:5], transposed, half, joined[:0], empty]
-    values = [torch.randn(place.shape) for place in places]
+    wide, half, empty = torch.zeros(6, 8), torch.zeros(16, dtype=torch.bfloat16), torch.zeros(0, 8)
+    halves = [half[:7], half[7:9], half[10:14]]  # of an odd size, at an odd place, of whole words
+    places = [joined[:, :3], joined[:, 3:5], transposed, wide, *halves, joined[:0], empty]
+    values = [torch.randn(place.shape).to(place.dtype) for place in places]
+    values[3] = torch.randn(6, 8).bfloat16()  # is converted
     Copies(device, zip(places, values, strict=True), []).run()
     for place, value in zip(places, values, strict=True):
         assert torch.equal(place, value.to(place.dtype))
     assert not joined[:, 5].any()
     assert all(a.is_contiguous() and b.is_contiguous() for a, b in told)
     pieces = 4 + 4 if least_piece == 0 else 0
-    assert len([a for a, _ in told if a.numel()]) == (pieces + 1 if large else 0)
+    words = [a.dtype for a, _ in told if a.numel()].count(torch.int32)
+    assert words == (pieces + 1 if large else 0)
+    converted = [(a.dtype, b.dtype) for a, b in told].count((torch.float32, torch.bfloat16))
+    assert converted == (1 if large else 0)
 
 
 def test_a_gpu_copies_from_no_pageable_memory_between_steps(
