@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
 from megatron_async.ops.attention.join_parts import (
+    JOIN_AT_ONCE,
     JOIN_CHUNK,
     add_tile,
     is_last_part,
@@ -148,6 +149,7 @@ def paged_decode_attention(
         dim_tile=dim_tile,
         tile=schedule.tile,
         part=schedule.part,
+        at_once=JOIN_AT_ONCE if schedule.part else 1,
         first_key=first_key,
         joins=joins,
         is_settled=is_settled,
@@ -272,6 +274,7 @@ def _parts_kernel(
     dim_tile: tl.constexpr,
     tile: tl.constexpr,
     part: tl.constexpr,
+    at_once: tl.constexpr,
     first_key: tl.constexpr,
     joins: tl.constexpr,
     is_settled: tl.constexpr,
@@ -360,7 +363,7 @@ def _parts_kernel(
                 # No branch: the loop's loads stay in their pipeline.
                 ends = ((first + tile) % part == 0) | (first + tile >= end)
                 is_stored = ends & (slot >= 0)
-                at = (slot + (first - start) // part) * heads
+                at = (slot + (first - start) // part).to(tl.int64) * heads
                 tl.store(part_maximum + at + head, largest, mask=is_stored & is_member)
                 tl.store(part_total + at + head, total, mask=is_stored & is_member)
                 tl.store(part_output + at * dim + place, gathered, mask=is_stored & inside)
@@ -400,7 +403,7 @@ def _parts_kernel(
                 if is_last_part(counter, parts, own):
                     result = join_parts(
                         part_output, part_maximum, part_total, first_slot, parts, head, place,
-                        inside, heads, dim,
+                        inside, heads, dim, at_once,
                     )  # fmt: skip
                     target = out + row * heads * dim + place
                     tl.store(target, result.to(out.dtype.element_ty), mask=inside)

@@ -12,6 +12,9 @@ import triton.language as tl
 
 from megatron_async.ops.dependent_launch import wait_for_previous
 
+JOIN_AT_ONCE = 8
+"""Parts of their own length that a row's last program asks for at once: one after another, 128 of
+them took 44 microseconds (docs/records/one_order.md); not measured."""
 JOIN_CHUNK = 16
 """Parts that a program of the second kernel reads at once. Its one warp adds them up without a
 barrier: 1.4 microseconds a layer at 1 to 16 rows, where 2 to 4 warps and a pass of its own over all
@@ -93,28 +96,39 @@ def join_parts(
     inside: tl.tensor,
     heads: tl.constexpr,
     dim: tl.constexpr,
+    at_once: tl.constexpr = 1,
 ) -> tl.tensor:
     """Sum of parts in their order, float32 `[members, dim]`: of slots from `first_slot` on, each of
-    `heads` rows of `dim`, the rows `head`, whose elements are at `place` where `inside`."""
+    `heads` rows of `dim`, the rows `head`, whose elements are at `place` where `inside`. Of many
+    parts `at_once` are asked for at once."""
     members: tl.constexpr = inside.shape[0]
     size: tl.constexpr = inside.shape[1]
     maximum = tl.full((members,), -float("inf"), tl.float32)
     total = tl.zeros((members,), tl.float32)
     gathered = tl.zeros((members, size), tl.float32)
     mine = tl.max(inside.to(tl.int32), 1) > 0
-    for part in range(first_slot, first_slot + parts):
-        at = part * heads
-        # From the second cache: the first one may have what an earlier layer stored there.
-        its_maximum = tl.load(
-            part_maximum + at + head, mask=mine, other=-float("inf"), cache_modifier=".cg"
-        )
-        its_total = tl.load(part_total + at + head, mask=mine, other=0.0, cache_modifier=".cg")
-        output = tl.load(
-            part_output + at * dim + place, mask=inside, other=0.0, cache_modifier=".cg"
-        )
-        maximum, total, gathered = join_one(
-            maximum, total, gathered, its_maximum, its_total, output
-        )
+    end = first_slot + parts
+    wide = (first_slot * 0).to(tl.int64)  # places of many parts have more than 31 bits
+    for first in range(first_slot, end, at_once):
+        maxima, totals, outputs = (), (), ()
+        for step in tl.static_range(at_once):
+            part, has, has_all = first, mine, inside
+            if at_once > 1:
+                part = wide + first + step
+                has, has_all = mine & (part < end), inside & (part < end)
+            at = part * heads
+            # From the second cache: the first one may have what an earlier layer stored there.
+            its = tl.load(part_maximum + at + head, has, -float("inf"), cache_modifier=".cg")
+            maxima += (its,)  # type: ignore[assignment]
+            its = tl.load(part_total + at + head, has, 0.0, cache_modifier=".cg")
+            totals += (its,)  # type: ignore[assignment]
+            its = tl.load(part_output + at * dim + place, has_all, 0.0, cache_modifier=".cg")
+            outputs += (its,)  # type: ignore[assignment]
+        # A part that is not there changes nothing.
+        for step in tl.static_range(at_once):
+            maximum, total, gathered = join_one(
+                maximum, total, gathered, maxima[step], totals[step], outputs[step]
+            )
     return gathered / tl.maximum(total, 1e-30)[:, None]
 
 

@@ -107,6 +107,11 @@ class Rounding(NamedTuple):
     factor: Literal["rows", "sums"]
 
 
+IN_ORDER = Rounding("16 at a time, in order", "rows")
+"""Rounding of the matrix units' sums that are not split, of 16-bit numbers: `mma.sync` and `wgmma`
+have one, whatever the tile (docs/records/one_order.md)."""
+
+
 @dataclass(frozen=True)
 class ProductKernel:
     """One kernel of the table.

@@ -24,6 +24,7 @@ from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.long_row import LONG_ROW_KERNEL
 from megatron_async.ops.linear.one_row import ONE_ROW
 from megatron_async.ops.linear.product_kernel import (
+    IN_ORDER,
     Problem,
     ProductKernel,
     Rounding,
@@ -59,10 +60,8 @@ TORCH = replace(CUBLAS, name="torch")
 """What multiplies on a CPU."""
 PRODUCTS = (RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, TILE)
 """In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
-INVARIANT = (WARPGROUP, STREAMED, TILE)
-"""The kernels that are asked with `Wants.invariant`. Each adds up 16 inputs at a time along all
-inputs, in order, whatever its tiles: `mma.sync` of 16 and 32 rows, `wgmma` of 64 weights or rows.
-"""
+INVARIANT = tuple(kernel for kernel in PRODUCTS if kernel.rounding.order == IN_ORDER.order)
+"""The kernels that are asked with `Wants.invariant`, and then never split."""
 
 
 class WeightShape(NamedTuple):

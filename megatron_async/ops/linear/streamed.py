@@ -41,6 +41,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.product_kernel import (
+    IN_ORDER,
     PROCESSORS,
     Activation,
     Operands,
@@ -50,7 +51,7 @@ from megatron_async.ops.linear.product_kernel import (
     new_sums,
 )
 from megatron_async.ops.linear.qkv_places import split_pairs
-from megatron_async.ops.linear.warpgroup import IN_ORDER, IN_SHARED_MEMORY
+from megatron_async.ops.linear.warpgroup import IN_SHARED_MEMORY
 
 STREAMED_ROWS = 128
 """Most rows of such a product: what two warpgroups multiply at once."""
@@ -59,7 +60,7 @@ ONE_WARPGROUP = 64
 FEW_ROWS = 16
 """Fewest rows that are brought."""
 STREAMED_FROM = 9
-"""Fewest rows of such a product: fewer were not measured."""
+"""Fewest rows of such a product; with one order for all rows it is ahead of the others at 1 too."""
 STREAMED_INPUTS = 4096
 """Fewest inputs: shorter products were not measured."""
 STRIP = 64
@@ -116,7 +117,7 @@ def streamed_plan(problem: Problem) -> StreamedPlan | None:
     rows, outputs, k, dtype, gated, may_split, *_ = problem
     if not problem.aligned or dtype.itemsize != 2:
         return None
-    if not STREAMED_FROM <= rows <= STREAMED_ROWS:
+    if not (1 if problem.invariant else STREAMED_FROM) <= rows <= STREAMED_ROWS:
         return None
     if k < STREAMED_INPUTS or k % (STRIPS * STRIP):
         return None
@@ -424,5 +425,5 @@ STREAMED = ProductKernel(
     streamed_plan,
     lambda *_: {"activation"},
     streamed_product,
-    IN_ORDER._replace(factor="rows"),
+    IN_ORDER,
 )

@@ -23,6 +23,7 @@ from megatron_async.ops.dependent_launch import (
 )
 from megatron_async.ops.linear.one_row import PREFETCH
 from megatron_async.ops.linear.product_kernel import (
+    IN_ORDER,
     MAX_ROWS,
     PROCESSORS,
     WHOLE_ROW,
@@ -31,7 +32,6 @@ from megatron_async.ops.linear.product_kernel import (
     Operands,
     Problem,
     ProductKernel,
-    Rounding,
     new_sums,
 )
 
@@ -246,6 +246,4 @@ def tile_kernel(
     tl.store(target, sums.to(out.dtype.element_ty), mask=exists & (line < here)[None, :])
 
 
-TILE = ProductKernel(
-    "tile", tile_plan, lambda *_: {"activation"}, tile_product, Rounding("tiles in turn", "rows")
-)
+TILE = ProductKernel("tile", tile_plan, lambda *_: {"activation"}, tile_product, IN_ORDER)

@@ -40,13 +40,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.dependent_launch import launch_options
 from megatron_async.ops.linear.product_kernel import (
+    IN_ORDER,
     PROCESSORS,
     WIDE,
     Activation,
     Operands,
     Problem,
     ProductKernel,
-    Rounding,
     Wants,
     check_copied,
 )
@@ -92,8 +92,6 @@ IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth
 """How the copy engine stores a chunk, and the matrix units read it."""
 HALVES_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 """`IN_SHARED_MEMORY` of two pieces of a chunk's rows, which lie behind each other."""
-IN_ORDER = Rounding("16 at a time by warpgroups, in order", "sums")
-"""Rounding of sums that are not split."""
 
 
 @dataclass(frozen=True)
@@ -393,4 +391,6 @@ def warpgroup_kernel(
         gl.store(target, y.to(out.dtype.element_ty), mask=(row < rows) & (column < n))
 
 
-WARPGROUP = ProductKernel("warpgroup", warpgroup_plan, _served, warpgroup_product, IN_ORDER)
+WARPGROUP = ProductKernel(
+    "warpgroup", warpgroup_plan, _served, warpgroup_product, IN_ORDER._replace(factor="sums")
+)

@@ -137,10 +137,10 @@ def row_alone(batch, row, count, width=1):
 def test_parts_of_their_own_length(width, device, matrix_units):
     """A row has the same bits in any company, on any device and in any width: as a whole, or its
     parts among several programs."""
-    lengths, dtype = [3, 64, 65, 350, 32, 500, 127], torch.float16
+    lengths, dtype = [3, 64, 65, 350, 32, 620, 127], torch.float16
     runs = []
     for count in (1, 6, 40):
-        batch = Batch(500, len(lengths), 64, 2, 3, 160, dtype, device, count,
+        batch = Batch(620, len(lengths), 64, 2, 3, 160, dtype, device, count,
                       width=width, part=PART)  # fmt: skip
         expected = batch.refill(lengths, query_scale=3.0)
         batch.run()

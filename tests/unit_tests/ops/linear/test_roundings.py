@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_async.ops.linear import streamed, warpgroup
-from megatron_async.ops.linear.products import CUBLAS, PRODUCTS
+from megatron_async.ops.linear.products import CUBLAS, INVARIANT, PRODUCTS
 from megatron_async.ops.linear.streamed import StreamedPlan
+from megatron_async.ops.linear.tile import TILE, TilePlan
 from megatron_async.ops.linear.warpgroup import WarpgroupPlan
 from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
 from tests.unit_tests.ops.linear.test_products import BRAIN, random, weight_of
@@ -15,6 +16,11 @@ from tests.unit_tests.ops.linear.test_products import BRAIN, random, weight_of
 PLANS = {
     "warpgroup": [WarpgroupPlan(64, 32, 1, 128, 3, 3), WarpgroupPlan(128, 64, 1, 64, 5, 2)],
     "streamed": [StreamedPlan((32, 16), 1, 2, 3, 132, 64), StreamedPlan((64,), 1, 1, 4, 3, 32)],
+    "tile": [
+        TilePlan(16, 32, 128, 1, 4, 2, False, 0),
+        TilePlan(16, 64, 64, 1, 4, 2, True, 0),
+        TilePlan(128, 64, 64, 1, 8, 2, False, 0),
+    ],
 }
 """Layouts of `[rows, 320]` by a weight of 90 outputs, none of them split."""
 PAIRS = [
@@ -39,12 +45,13 @@ def check_pair(one, other, rows, activation, device):
 
 def test_which_kernels_share_a_rounding():
     """A kernel that joins an order has layouts above, so that it is compared too."""
-    assert [(one.name, other.name) for one, other in PAIRS] == [("warpgroup", "streamed")]
+    assert [kernel.name for kernel in INVARIANT] == ["warpgroup", "streamed", "tile"]
+    assert len(PAIRS) == 3
     assert all(kernel.name in PLANS for pair in PAIRS for kernel in pair)
     assert CUBLAS.rounding.order not in {kernel.rounding.order for kernel in PRODUCTS}
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(("one", "other"), [pair for pair in PAIRS if TILE not in pair])
 @pytest.mark.parametrize("rows", [17, 70])
 @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
 def test_equal_bits_emulated(one, other, rows, activation, monkeypatch):
