@@ -66,6 +66,8 @@ class Shard:
     def range_of(self, size: int) -> range:
         """Indices of this rank in an axis of `size`: an equal share; where the ranks do not divide
         the axis, the last ranks have less."""
+        if self.tensor_size == 1:
+            return range(size)
         share = -(-size // self.tensor_size)
         first = min(self.tensor_rank * share, size)
         return range(first, min(first + share, size))
@@ -238,15 +240,20 @@ class Weight:
         """Where what is held of the parts lies in the parameter: Hugging Face name -> view
         `[groups, rows of the part / groups, ...]`. Rows of padding are in no place. Not for strips
         of which ranks have shares."""
+        return {name: place for name, _, place in self._held_places(parameter)}
+
+    def _held_places(self, parameter: Tensor) -> Iterator[tuple[str, Region, Tensor]]:
+        """`held` and `places` of each part."""
         groups = self.groups
         if self.partition_dim == 0 and groups > 1:
             groups //= self.shard.tensor_size
         has_experts = self.experts > 0 and not self.is_stacked
         grouped = parameter.view(groups, -1, *parameter.shape[2 if has_experts else 1 :])
-        held = {part: self.held(part)[0] for part in self.held_parts}
-        rows = [(part.stop - part.start) // groups for part in held.values()]
+        held = {part: self.held(part) for part in self.held_parts}
+        rows = [(part[0].stop - part[0].start) // groups for part in held.values()]
         padding = grouped.size(1) - sum(rows)
-        return dict(zip(held, grouped.split([*rows, padding], dim=1), strict=False))
+        places = grouped.split([*rows, padding], dim=1)
+        return zip(held, held.values(), places, strict=False)
 
     def pieces(self, parameter: Tensor) -> Iterator[tuple[str, Region, Tensor]]:
         """What this rank reads of Hugging Face's tensors: name, region, and the view of the
@@ -259,11 +266,11 @@ class Weight:
             for _strip, region, place in self._strip_pieces(parameter):
                 yield name, region, place
             return
-        for name, place in self.places(parameter).items():
+        for name, held, place in self._held_places(parameter):
             if not self.has_swapped_halves:
-                yield name, self.held(name), place
+                yield name, held, place
                 continue
-            (rows, _columns), half = self.held(name), place.size(-1) // 2
+            (rows, _columns), half = held, place.size(-1) // 2
             yield name, (rows, slice(half, 2 * half)), place[..., :half]
             yield name, (rows, slice(0, half)), place[..., half:]
 

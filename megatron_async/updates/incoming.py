@@ -187,10 +187,14 @@ class Names:
         self._architecture, self._shard = architecture, shard
         every = KINDS if architecture.layers_per_block == 2 else KINDS[:2]
         self._kinds = every if kind == "auto" else (kind,)
+        self._tables: dict[str, NameTable] = {}
 
     def table(self, kind: str = "") -> NameTable:
         """The table of a kind, or of the kind that came."""
-        return _table(kind or self._kinds[0], self._architecture, self._shard)
+        kind = kind or self._kinds[0]
+        if kind not in self._tables:
+            self._tables[kind] = _table(kind, self._architecture, self._shard)
+        return self._tables[kind]
 
     def find(self, sent: str) -> tuple[NameTable, str] | None:
         """The table that has the tensor, and its name there; None for what a model without its
