@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+import megatron_async.ops.triton_run  # noqa: F401  # of all kernels' launches
 from megatron_async.ops.attention.output_gate import output_gate
 from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.cpu.compiler import compiles

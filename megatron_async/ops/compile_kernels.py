@@ -36,8 +36,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, libcuda_dirs
 from triton.compiler import ASTSource
 from triton.compiler.compiler import get_cache_invalidating_env_vars
-from triton.runtime.jit import DependenciesFinder
 
+import megatron_async.ops.triton_run  # noqa: F401  # kernels have one key in every process
 from megatron_async.communication.rendezvous import VARIABLES
 
 logger = logging.getLogger("megatron_async")
@@ -62,21 +62,6 @@ LONGEST_LINE = 1 << 12
 
 Kernel = tuple[ASTSource, dict[str, Any]]
 """What `triton.compile` takes: a source and options."""
-
-
-def _hash_callees_first(update_hash: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """A kernel's key has the constants of the functions that it calls, but (Triton 3.6) only of
-    those whose own key is known by then. So a kernel would have another key, and be compiled anew,
-    in a process that launches kernels in another order."""
-
-    def update(finder: Any, function: Any) -> None:
-        function.cache_key  # noqa: B018
-        update_hash(finder, function)
-
-    return update
-
-
-DependenciesFinder._update_hash = _hash_callees_first(DependenciesFinder._update_hash)
 
 
 class KernelStart:
