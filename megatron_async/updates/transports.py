@@ -33,6 +33,9 @@ POLL_S, MOST_POLL_S = 0.00005, 0.005
 """Seconds between two looks for a tensor, the first and the longest."""
 GRACE_S = 600.0
 """NCCL's own watchdog ends the process; it is told so many seconds more than our limit."""
+COUNTERS, COUNTERS_NAME, EVENT_BYTES = 10_000, b"/torch_", 64
+"""Facts of torch's CUDA IPC: reference counters in a shared file, how the file's name begins, bytes
+of an event's handle (`torch/csrc/CudaIPCTypes.h`, `StorageSharing.cpp`)."""
 
 
 def tensors_of_bytes(items: Iterable[Sequence[Any]]) -> Iterator[tuple[str, Tensor]]:
@@ -176,14 +179,19 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> list[tuple
         device: where the engine's steps run.
 
     Raises:
-        UpdateError: no GPU here, a tensor outside of its memory, or the memory cannot be opened.
+        UpdateError: no GPU here, a tensor outside of its memory, or the memory cannot be opened or
+            is described as torch describes none.
     """
     if device.type != "cuda":
         raise UpdateError("CUDA IPC needs an engine on a GPU: send the tensors' bytes, or a group.")
     memories = []
-    for gpu, *fields in handles["memories"]:
-        if len(fields) != 7:
-            raise UpdateError(f"a memory has 8 fields, and {len(fields) + 1} came.")
+    for memory in handles["memories"]:
+        if not _is_memory(memory):
+            raise UpdateError(
+                f"{memory!r:.200} is no memory as torch shares it: send the 8 fields of "
+                "UntypedStorage._share_cuda_."
+            )
+        gpu, *fields = memory
         try:
             memories.append(torch.UntypedStorage._new_shared_cuda(_gpu(gpu), *fields))
         except (RuntimeError, TypeError, ValueError) as error:
@@ -203,6 +211,18 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> list[tuple
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         found.append((name, empty.set_(storage, offset, tuple(shape), tuple(stride))))
     return found
+
+
+def _is_memory(fields: Any) -> bool:
+    """Whether a memory's fields are of torch's kind. Torch itself looks at their types alone: it
+    reads a whole event's handle, and later counts down in a file, wherever the offset leads."""
+    match fields:
+        case [int() | str(), bytes(handle), int(size), int(offset), bytes(file), int(counter),
+              bytes(event), bool()]:  # fmt: skip
+            is_torchs = file.startswith(COUNTERS_NAME) and b"/" not in file[1:]
+            is_inside = min(size, offset, counter) >= 0 and counter < COUNTERS
+            return is_torchs and is_inside and bool(handle) and len(event) == EVENT_BYTES
+    return False
 
 
 def _gpu(which: int | str) -> int:

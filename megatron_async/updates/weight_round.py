@@ -277,8 +277,10 @@ class WeightRound:
     def drop(self) -> None:
         """Give spare tensors back; see `Stage`. With staging "none" a model stays torn."""
         self._state, self._copies = "over", None
-        self._spare, self._later, self._pieces = {}, [], {}
+        self._spare, self._pieces = {}, {}
         self._embedding, self._twins, self._ready = {}, [], []
+        while self._later:  # one by one: to close a GPU's shared memory takes a while, and the
+            self._later.pop()  # engine's thread may have the interpreter between
 
     def _begin(self) -> None:
         """Before a call that may fail: none comes after one that has."""

@@ -100,7 +100,29 @@ def test_hostile_groups_and_handles() -> None:
     with pytest.raises(UpdateError, match="CUDA IPC needs an engine on a GPU"):
         open_handles({"memories": [], "tensors": []}, CPU)
     cuda = torch.device("cuda")
-    with pytest.raises(UpdateError, match="a memory has 8 fields, and 2 came"):
-        open_handles({"memories": [[0, b""]], "tensors": []}, cuda)
     with pytest.raises(UpdateError, match="outside of its memory"):
         open_handles({"memories": [], "tensors": [["a", "F32", [2], [1], 0, 0]]}, cuda)
+
+
+MEMORY = [0, b"h" * 66, 4096, 0, b"/torch_1_2_3", 7, b"e" * 64, True]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {1: b""}, {1: "h" * 66}, {2: -1}, {3: -512}, {4: b"/passwords"}, {4: b"/torch_/../x"},
+        {4: None}, {5: -1}, {5: 10_000}, {5: 2**40}, {6: b"e" * 63}, {7: 1}, {0: b"0"},
+    ],
+)  # fmt: skip
+def test_hostile_memories_are_not_opened(other: dict[int, Any], monkeypatch) -> None:
+    """With the counter's place of a sender torch would write anywhere."""
+    opened: list[Any] = []
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *a: opened.append(a))
+    cuda = torch.device("cuda")
+    fields = [other.get(number, field) for number, field in enumerate(MEMORY)]
+    for memory in (fields, MEMORY[:7], [*MEMORY, True], "x", None):
+        with pytest.raises(UpdateError, match="no memory as torch shares it"):
+            open_handles({"memories": [memory], "tensors": []}, cuda)
+    assert not opened
+    open_handles({"memories": [MEMORY], "tensors": []}, cuda)
+    assert opened == [tuple(MEMORY)]
