@@ -108,7 +108,7 @@ class Pausing:
             for listener in self._loop.listeners:
                 listener.evicted_all()
         if WEIGHTS in wanted and WEIGHTS not in kept:
-            self._loop.updating.hold("they were given back, and no copy was kept")
+            self._loop.updating.tear("they were given back, and no copy was kept")
         context.device.wait()  # not long: for copies of what the evicted keep
         before = context.device.memory_in_use()
         freed = sum(map(self._give_back, wanted))
@@ -196,11 +196,12 @@ class Pausing:
     def check_is_running(self) -> None:
         """Raise EngineStopped if it is closed, paused or suspended."""
         self.check_is_open()
-        if self._loop.is_frozen and not self._loop.is_suspended:
+        torn, writing = self._loop.updating.torn, self._loop.updating.writing
+        if (torn or writing) and not self._loop.is_suspended:
             raise EngineStopped(
                 "the engine launches no step until new weights have come "
-                f"({self._loop.updating.torn or 'they are being written in place'}): finish the "
-                "update, or begin another that brings all of them."
+                f"({torn or 'they are being written in place'}): finish the update, or begin "
+                "another that brings all of them."
             )
         if self._loop.is_stopped:
             undo = [("unpause()", self._loop.is_paused), ("resume()", self._loop.is_suspended)]

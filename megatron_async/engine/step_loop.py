@@ -52,8 +52,7 @@ class StepLoop:
         turn: within which the books change; Ctrl-C takes effect between turns, and in waits.
         updating: commits new weights between two steps.
         weight_books: what they change in the books.
-        is_paused, is_suspended, is_closed, is_frozen: for which no step is launched; `Pausing` sets
-            them, and `updating` the last.
+        is_paused, is_suspended, is_closed: for which no step is launched; `Pausing` sets them.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class StepLoop:
         self.turn = Turn(WeakMethod(self._mend))
         self.weight_books = WeightBooks(context, requests, self.booking, listeners, self.in_flight)
         self.updating = Updating(self)
-        self.is_paused = self.is_suspended = self.is_closed = self.is_frozen = False
+        self.is_paused = self.is_suspended = self.is_closed = False
         self._recovers_until = -1
         self._loss: JobFailed | None = None
 
@@ -91,7 +90,11 @@ class StepLoop:
     @property
     def is_stopped(self) -> bool:
         """Whether no step may be launched."""
-        return self.is_paused or self.is_suspended or self.is_closed or self.is_frozen
+        updating = self.updating
+        return bool(
+            self.is_paused or self.is_suspended or self.is_closed or updating.torn
+            or updating.writing
+        )  # fmt: skip
 
     @property
     def has_other_work(self) -> bool:

@@ -50,7 +50,6 @@ class _Loop(Protocol):
     in_flight: deque[LaunchedStep]
     group: RankGroup
     turn: Turn
-    is_frozen: bool
     is_closed: bool
 
     @property
@@ -79,6 +78,8 @@ class _Round:
     number: int
     stage: Stage | None = None
     failure: str = ""
+    frees: bool = False
+    """Whether it was to write in place, and has not."""
     order: tuple[Version, Policy] | None = None
     staged: Future[None] = field(default_factory=Future)
     done: Future[UpdateDone] = field(default_factory=Future)
@@ -97,6 +98,8 @@ class Updating:
         is_waiting: whether the last `tend` has left something that is due.
         awaits_agreement: whether leaders that share experts must agree on a step to go on.
         torn: why no step can run before other weights have come; "" if they are whole.
+        writing: the open round that writes weights in place, so that no step runs meanwhile; 0 if
+            there is none.
         event_loop: that runs the engine; None: nobody sleeps.
     """
 
@@ -104,12 +107,12 @@ class Updating:
         self._loop_of = ref(loop)  # whose part this is
         self.epoch = 0
         self.is_due = self.is_waiting = self.awaits_agreement = False
-        self.torn = ""
+        self.torn, self.writing = "", 0
         self.event_loop: AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._rounds: dict[int, _Round] = {}
-        self._last, self._last_failure, self._in_place = 0, "", 0
-        self._writer: ref[object] | None = None
+        self._last, self._last_failure = 0, ""
+        self._writer: ref[object] = ref(self)
         self._applying: _Round | None = None
         self._captures_again = False
 
@@ -152,14 +155,17 @@ class Updating:
             raise
         self._report(number, "")
 
-    def fail(self, number: int, why: str) -> None:
+    def fail(self, number: int, why: str, has_written: bool = True) -> None:
         """This rank cannot stage round `number`: the round fails on all ranks. One that has ended
-        stays as it is."""
+        stays as it is. If it was `writing`, the weights are torn, unless it has written nothing."""
         with self._lock:
             if self._has_ended(number):
                 return
             found = self._round(number)
             found.failure = found.failure or why
+            if number == self.writing:
+                self.writing, found.frees = 0, not has_written
+                self.torn = self.torn or (why if has_written else "")
         self._report(number, why)
 
     def staged(self, number: int) -> Future[None]:
@@ -270,8 +276,10 @@ class Updating:
         if each.stage is not None:
             each.stage.drop()
         self._forget(each, each.failure)
-        if self._loop.is_frozen and each.number == self._in_place:
-            self.torn, self._writer = self.torn or each.failure, None
+        if each.number == self.writing:
+            self.writing, self.torn = 0, self.torn or each.failure
+        if each.frees:
+            self._go_on()
         for future in (each.staged, each.done):
             if not future.done():
                 future.set_exception(UpdateError(each.failure))
@@ -352,12 +360,12 @@ class Updating:
         self._finish(each, aborted, recomputed, time.perf_counter() - start)
 
     def _finish(self, each: _Round, aborted: int, recomputed: int, gap: float) -> None:
-        loop, statistics = self._loop, self._loop.statistics
-        statistics.weight_updates += 1
+        self._loop.statistics.weight_updates += 1
         self._forget(each)
-        self._applying, self.torn = None, ""
-        if loop.is_frozen:
-            self.thaw()
+        held = self.torn or self.writing
+        self._applying, self.torn, self.writing = None, "", 0
+        if held:
+            self._go_on()
         with self._lock:
             older = [self._rounds[n] for n in sorted(self._rounds) if n < each.number]
         for other in older:
@@ -371,7 +379,7 @@ class Updating:
     def _broke_off(self, each: _Round, error: BaseException) -> None:
         """Nobody knows which of its copies are enqueued."""
         self.torn = f"round {each.number} of weights broke off in its copies: {error!r}."
-        self._loop.is_frozen, each.failure, self._applying = True, self.torn, None
+        each.failure, self._applying = self.torn, None
         self._end_failed(each)
 
     def mend(self, error: BaseException) -> None:
@@ -387,55 +395,49 @@ class Updating:
 
     # ---- Weights that are not whole ----------------------------------------------------------
 
-    def check_may_begin(self, is_whole: bool, writer: object = None) -> None:
-        """Raise UpdateError while another than `writer` writes in place or the memory is away, and
-        where only a round of all weights may come, and this is none; EngineStopped if the engine is
-        closed."""
+    def check_may_begin(self, is_whole: bool, number: int = 0) -> None:
+        """Raise UpdateError while another round than `number` writes in place or the memory is
+        away, and where only a round of all weights may come, and this is none; EngineStopped if the
+        engine is closed."""
         if self._loop.is_closed:
             raise EngineStopped("the engine is closed: its weights are updated no more.")
         if failure := self._without_memory():
             raise UpdateError(failure)
-        found = None if self._writer is None else self._writer()
-        if found is not writer and found is not None:
+        if self.writing not in (0, number):
+            if self._writer() is not None:
+                raise UpdateError(
+                    "weights are being written in place: finish or drop that round first."
+                )
+            self.tear("who wrote them in place is gone")
+        if self.torn and not is_whole:
             raise UpdateError(
-                "weights are being written in place: finish or drop that round first."
-            )
-        if (self.torn or (self._loop.is_frozen and found is None)) and not is_whole:
-            why = self.torn or "who wrote them in place is gone"
-            raise UpdateError(
-                f"the engine's weights are not whole ({why}): send all of them, without partial "
-                "and selector."
+                f"the engine's weights are not whole ({self.torn}): send all of them, without "
+                "partial and selector."
             )
 
-    def freeze(self, number: int, writer: object) -> None:
-        """Launch no step until weights are committed (or `thaw`): round `number` writes them in
-        place, as long as there is `writer`. Steps in flight are booked first; leaders that share
-        experts stop together.
+    def write_in_place(self, number: int, writer: object) -> None:
+        """Launch no step until round `number` ends, or its `writer` is gone: it writes weights in
+        place. Steps in flight go on.
 
         Raises:
             UpdateError: a suspended engine has given their memory back.
         """
         if failure := self._without_memory():
             raise UpdateError(failure)
-        self.hold("", writer)
-        self._in_place = number
-        self._loop.drain()
+        self.writing, self._writer = number, ref(writer)
 
-    def hold(self, why: str, writer: object = None) -> None:
-        """Launch no step until weights are committed (or `thaw`), because of `why` ("": `writer`
-        writes them in place); those in flight go on."""
-        self._loop.is_frozen, self.torn = True, why or self.torn
-        self._writer = None if writer is None else ref(writer)
+    def tear(self, why: str) -> None:
+        """The weights are lost: launch no step until others have come."""
+        if self.writing:
+            self.fail(self.writing, why)
+        self.torn, self.writing = why, 0
 
-    def thaw(self) -> None:
-        """Undo `freeze`, unless the weights are not whole (`torn`)."""
-        self._writer = None
-        if self.torn:
-            return
+    def _go_on(self) -> None:
+        """No weights are waited for any more, unless they are torn."""
         loop = self._loop
-        loop.is_frozen = False
-        loop.group.stop_together(loop.is_stopped)
-        loop.requests.news.notify()
+        if not (self.torn or self.writing):
+            loop.group.stop_together(loop.is_stopped)
+            loop.requests.news.notify()
 
     def close(self, error: BaseException | None = None) -> None:
         """The engine ends, for `error` if for any: open rounds are dropped."""

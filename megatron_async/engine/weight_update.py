@@ -49,18 +49,19 @@ class WeightUpdate:
     """
 
     def __init__(self, engine: _Engine, version: Version, policy: Any, **options: Any) -> None:
-        self._round, self._thaws = None, False
+        self._round = None
         check_order(version, policy)
         self._engine, self.version, self._policy = engine, version, policy
         self._is_whole = not options.get("partial") and options.get("selector", "all") == "all"
-        self._number = engine.loop.updating.begin(self._is_whole)
+        updating = engine.loop.updating
+        self._number = updating.begin(self._is_whole)
         with self._failing():
             wrapper = engine.loop.controller.inference_wrapped_model
             self._round = found = WeightRound.of(wrapper, **options)
             if found.plan.staging == "none":
                 engine.thread.check()
-                self._thaws = not engine.loop.is_frozen
-                engine.loop.updating.freeze(self._number, self)
+                updating.write_in_place(self._number, self)
+                engine.loop.drain()
 
     @property
     def info(self) -> dict[str, Any]:
@@ -92,7 +93,9 @@ class WeightUpdate:
         updating = self._engine.loop.updating
         with self._failing():
             self._opened.finish()
-            updating.check_may_begin(self._is_whole, self)  # also what has become since then
+            updating.check_may_begin(
+                self._is_whole, self._number
+            )  # also what has become since then
         found, self._round = self._opened, None
         updating.stage(self._number, found)
         done = settle(self._engine, self._number, self.version, self._policy)
@@ -122,12 +125,10 @@ class WeightUpdate:
 
     def _fail(self, why: str) -> None:
         found, self._round = self._round, None
-        updating = self._engine.loop.updating
-        updating.fail(self._number, why)
+        has_written = found is None or found.is_torn
+        self._engine.loop.updating.fail(self._number, why, has_written)
         if found is not None:
             found.drop()
-            if self._thaws and not found.is_torn:
-                updating.thaw()
         with suppress(UpdateError, EngineStopped):
             settle(self._engine, self._number, self.version, self._policy)
 
@@ -194,14 +195,13 @@ def weights_open(engine: _Engine, version: Version, policy: Any = "keep") -> Ite
     refresh = engine.loop.controller.inference_wrapped_model.derived.refresh
     stage, number = WrittenInPlace(device, refresh), updating.begin(is_whole=True)
     try:
-        updating.hold("", stage)
+        updating.write_in_place(number, stage)
         device.caller_waits()  # steps in flight read them
         yield
         stage.written = device.caller_event()
         updating.stage(number, stage)
     except BaseException as error:
-        updating.hold(f"weights_open of version {version!r} broke off: {error!r}")
-        updating.fail(number, updating.torn)
+        updating.fail(number, f"weights_open of version {version!r} broke off: {error!r}")
         with suppress(UpdateError):
             settle(engine, number, version, policy)
         raise

@@ -81,8 +81,7 @@ class ReplicaWeights:
     @property
     def weights(self) -> Weights:
         """Weights that the replica has, as the coordinator is told."""
-        is_torn = self._weights.is_torn or bool(self._engine.updating.torn)
-        return replace(self._weights, is_torn=is_torn)
+        return replace(self._weights, is_torn=bool(self._engine.updating.torn))
 
     def follow(self, what: str, value: Any) -> Future[None] | None:
         """Do on a follower what the leader's news say; returns the work that the leader waits
@@ -128,8 +127,9 @@ class ReplicaWeights:
             return {}
         if what == "weights_commit":
             return await self._commit(fields)
-        if what == "weights_load" and self._writes_in_place and not self._engine.loop.is_frozen:
-            updating.freeze(self._number, self)
+        if what == "weights_load" and self._writes_in_place and not updating.writing:
+            updating.write_in_place(self._number, self)
+            self._engine.loop.drain()
         if what != "weights_begin":  # which may be refused here
             self._engine.group.tell(NEWS, [what, fields])
         answer = await asyncio.wrap_future(self._submit(self._work, what, fields))
@@ -139,8 +139,6 @@ class ReplicaWeights:
             self._engine.group.tell(NEWS, [what, fields])
         elif what == "weights_finish":
             await asyncio.wrap_future(updating.staged(self._number))
-        elif what == "weights_drop" and self._engine.loop.is_frozen and not answer["is_torn"]:
-            updating.thaw()
         return answer
 
     async def _commit(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,14 +257,14 @@ class ReplicaWeights:
 
     def _drop(self) -> dict[str, Any]:
         if self._round is None:
-            return {"is_torn": self.weights.is_torn}
+            return {"is_torn": bool(self._engine.updating.torn)}
         round, self._round = self._round, None
-        is_torn = round.is_torn or self.weights.is_torn
-        self._weights = replace(self._weights, is_torn=is_torn)
-        self._engine.updating.fail(self._number, "the update was dropped.")
+        # Other ranks may have written where this one could not.
+        has_written = round.is_torn or not self._engine.loop.group.is_alone
+        self._engine.updating.fail(self._number, "the update was dropped.", has_written)
         if not self._is_staged:  # else the engine has it, and drops it
             round.drop()
-        return {"is_torn": is_torn}
+        return {"is_torn": bool(self._engine.updating.torn)}
 
     def _check(self) -> dict[str, Any]:
         """One sum for all ranks that hold a part of the weights: those that steps need."""

@@ -240,7 +240,8 @@ def test_weights_are_written_in_place_while_the_engine_is_frozen():
     future = engine.add_request(0, [1, 2, 3], greedy(12))
     for _ in range(3):
         engine.step_modern()
-    engine.updating.freeze(1, engine)
+    engine.updating.write_in_place(1, engine)
+    engine.loop.drain()
     engine.step_modern()  # reports
     with pytest.raises(EngineStopped, match="written in place"):
         engine.step_modern()
