@@ -93,9 +93,7 @@ class WeightUpdate:
         updating = self._engine.loop.updating
         with self._failing():
             self._opened.finish()
-            updating.check_may_begin(
-                self._is_whole, self._number
-            )  # also what has become since then
+            updating.check_may_begin(self._is_whole, self._number)  # it may not any more
         found, self._round = self._opened, None
         updating.stage(self._number, found)
         done = settle(self._engine, self._number, self.version, self._policy)

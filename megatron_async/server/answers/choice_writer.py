@@ -198,11 +198,13 @@ class _ChoiceWriter(ItemWriter):
         return None if isinstance(self._prompt, str) else list(self._prompt)
 
     def _prompt_places(self, result: ItemResult, top_n: int) -> list[Place]:
-        """The prompt's tokens with their log probs; the first token has none (NaN)."""
-        log_probs = prompt_log_probs_of(result.end)
+        """The prompt's tokens, from the first wanted one on, with their log probs; that one has
+        none (NaN)."""
+        log_probs, start = prompt_log_probs_of(result.end), self.choice.params.prompt_log_probs_from
         if isinstance(self._prompt, str) or log_probs is None:
             return []
-        return [(self._prompt[0], math.nan, []), *places(self._prompt[1:], log_probs, top_n)]
+        known = places(self._prompt[max(start, 1) :], log_probs, top_n)
+        return [(self._prompt[start], math.nan, []), *known[min(start, 1) :]]
 
     def _places(self) -> list[Place]:
         """Log probs of the tokens that were taken."""

@@ -8,22 +8,23 @@ Facts: `srt/managers/io_struct.py` (`GenerateReqInput`), `srt/sampling/sampling_
 from __future__ import annotations
 
 import base64
+import math
 from typing import Any, override
 
 import msgspec
 import numpy as np
 
 from megatron_async.server.answers.choice_text import CUT
-from megatron_async.server.answers.items import Item, ItemResult, ItemWriter, Kind
-from megatron_async.server.answers.log_prob_json import Place, places
+from megatron_async.server.answers.choice_writer import CompletionWriter
+from megatron_async.server.answers.items import ItemResult, Usage
+from megatron_async.server.answers.log_prob_json import Place
 from megatron_async.server.endpoints import Endpoint
 from megatron_async.server.fields.ask import ask_completion
-from megatron_async.server.fields.asked import Asked, AskedChoice, Caller
+from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_not_served
 from megatron_async.server.fields.refusal import Refusal, not_allowed, told_at
 from megatron_async.server.fields.request_bodies import CompletionRequest, StructuredOutputs
 from megatron_async.server.fields.served_model import ServedModel
-from megatron_async.serving.readers import TokenLogProbs, prompt_log_probs_of
 
 NEW_TOKENS = 128
 """SGLang's default of `max_new_tokens`."""
@@ -108,7 +109,7 @@ def ask_generate(request: GenerateRequest, served: ServedModel, caller: Caller) 
         min_tokens=one.min_new_tokens, include_stop_str_in_output=one.no_stop_trim,
         seed=one.sampling_seed, logprobs=top_n, prompt_logprobs=None if start < 0 else top_n,
         structured_outputs=StructuredOutputs(**structured) if structured else None,
-        request_id=request.rid, priority=request.priority,
+        request_id=request.rid, priority=request.priority, return_weight_versions=True,
         **{name: getattr(one, name) for name in SAME},
     )  # fmt: skip
     with told_at(FIELDS):
@@ -137,88 +138,49 @@ SAME = (
 """Fields of `Sampling` that completions call so too."""
 
 
-class GenerateWriter(ItemWriter):
+class GenerateWriter(CompletionWriter):
     """Writes the answer; an `ItemWriter`."""
 
-    tells_aborts = True
-
-    def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
-        super().__init__(asked, choice, served)
-        self._ids: list[int] = []
-        self._places: list[Place] = []
-
     @override
-    def new_id(self, kind: Kind) -> str:
-        return ""
-
-    @override
-    def took(self, tokens: list[int], log_probs: TokenLogProbs | None) -> None:
-        self._ids += tokens
-        if log_probs is not None:
-            self._places += places(tokens, log_probs, self.style.top_n or 0)
-
-    @override
-    def more(self, item: Item, text: str) -> bytes:
-        item.texts.append(text)
-        return b""
-
-    @override
-    def finished(self, result: ItemResult) -> bytes:
-        return b""
-
-    @override
-    def failed(self, refusal: Refusal) -> bytes:
-        return b""
+    def body(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return choices[0]
 
     @override
     def whole(self, result: ItemResult) -> dict[str, Any]:
-        end = result.end
+        end, style = result.end, self.style
+        ids = [token for taken, _ in self._taken for token in taken]
         meta: dict[str, Any] = {
-            "id": self.style.id,
-            "finish_reason": self._reason(result),
+            "id": style.id,
+            "finish_reason": self._reason(result, ids),
             "prompt_tokens": end.num_prompt_tokens,
-            "completion_tokens": len(self._ids),
+            "completion_tokens": len(ids),
             "cached_tokens": end.num_cached_tokens or 0,
             "e2e_latency": end.latency,
         }
-        for name, spans in (
-            ("weight_versions", end.weight_versions),
-            ("kv_versions", end.kv_versions),
-        ):
-            meta[name] = [
-                {"version": shown_version(version), "start": start, "end": behind}
-                for version, start, behind in spans or ()
-            ]
-        last = end.weight_versions[-1][0] if end.weight_versions else None
-        meta["weight_version"] = shown_version(last)
-        if self.style.top_n is not None:
-            found = prompt_log_probs_of(end)
-            prompt = self.asked.prompts[self.choice.prompt]
-            if found is not None and not isinstance(prompt, str):
-                ids = prompt[self.choice.params.prompt_log_probs_from :]
-                known = places(ids[len(ids) - len(found.chosen) :], found, self.style.top_n)
-                of_prompt = [(ids[0], 0.0, []), *known[len(known) - len(ids) + 1 :]]
-                meta |= self._log_probs("input", of_prompt)
-                meta["input_token_logprobs"][0][0] = None  # there is none of the first
-            meta |= self._log_probs("output", self._places)
+        for name, spans in self._versions(result).items():
+            meta[name] = [one | {"version": shown_version(one["version"])} for one in spans]
+        last = meta["weight_versions"][-1:] or [{"version": shown_version(None)}]
+        meta["weight_version"] = last[0]["version"]
+        if style.top_n is not None:
+            if found := self._prompt_places(result, style.top_n):
+                meta |= self._told("input", found)
+            meta |= self._told("output", self._places())
         if end.routing is not None:
-            start = self.style.repeated["routed_experts_start_len"]
+            start = style.repeated["routed_experts_start_len"]
             rows = np.frombuffer(end.routing.ids, end.routing.dtype).reshape(end.routing.shape)
             sent = base64.b64encode(rows[start:].astype("<i4").tobytes()).decode()
             meta |= {"routed_experts": sent, "routed_experts_start_len": start}
-        text = "".join(item.text for item in result.items)
-        return {"text": text, "output_ids": self._ids, "meta_info": meta}
+        return {"text": self._whole_text(result), "output_ids": ids, "meta_info": meta}
 
-    def _reason(self, result: ItemResult) -> dict[str, Any]:
+    def _reason(self, result: ItemResult, ids: list[int]) -> dict[str, Any]:
         """SGLang's finish reason: an object with a type."""
         if result.end.finish_reason in CUT:
             return {"type": "abort", "message": result.end.finish_reason}
         if result.reason == "length":
-            return {"type": "length", "length": len(self._ids)}
-        last = self._ids[-1] if self._ids else None
-        return {"type": "stop", "matched": result.stop_word or last}
+            return {"type": "length", "length": len(ids)}
+        return {"type": "stop", "matched": result.stop_word or (ids[-1] if ids else None)}
 
-    def _log_probs(self, of: str, found: list[Place]) -> dict[str, Any]:
+    def _told(self, of: str, found: list[Place]) -> dict[str, Any]:
         """Log prob, id and text of each token, and of the likeliest ones beside it."""
         told = {f"{of}_token_logprobs": [self._one(token, value) for token, value, _ in found]}
         if self.style.top_n:
@@ -229,7 +191,8 @@ class GenerateWriter(ItemWriter):
 
     def _one(self, token: int, value: float) -> list[Any]:
         with_text = self.style.repeated.get("return_text_in_logprobs")
-        return [value, token, self.served.names_of_tokens.text_of(token) if with_text else None]
+        text = self.served.names_of_tokens.text_of(token) if with_text else None
+        return [None if math.isnan(value) else value, token, text]
 
 
 GENERATE = Endpoint(GenerateRequest, ask_generate, GenerateWriter)
