@@ -10,15 +10,16 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from megatron_async.serving.messages import Answer, Ask, Version, Weights
-from megatron_async.serving.questions import Question, Questions, Then
+from megatron_async.serving.questions import Question, Questions
 from megatron_async.serving.records import ReplicaRecord
 from megatron_async.serving.request_books import RequestBooks
 from megatron_async.serving.weight_fields import (
@@ -34,9 +35,15 @@ from megatron_async.serving.weight_fields import (
 
 logger = logging.getLogger("megatron_async")
 
-Extra = Callable[[Question], dict[str, Any]]
+type Steps[Found] = Generator[tuple[Iterable[bytes], str, Any], Question, Found]
+"""Yields questions to replicas, as `Questions.put` takes them, and goes on with what they told."""
+Tell = Callable[[dict[str, Any], tuple[str, str] | None], None]
 MOST_UNREAD_BYTES = 4 * (64 << 20)
 """Most bytes of tensors that replicas have not answered for: a further message is refused."""
+
+
+class _Failed(Exception):
+    """A verb has failed behind a question: kind and text."""
 
 
 @dataclass(eq=False)
@@ -160,9 +167,29 @@ class WeightRounds:
         Raises:
             ValueError: it is not allowed, or not now.
         """
-        return _VERBS[ask.what](self, asker, ask)
+        found = _VERBS[ask.what](self, ask)
+        if isinstance(found, dict):
+            return found
 
-    def _info(self, asker: bytes, ask: Ask) -> dict[str, Any]:
+        def tell(value: dict[str, Any], failure: tuple[str, str] | None) -> None:
+            self._books.tell(asker, Answer(ask.number, value, failure))
+
+        self._go(found, tell)
+        return None
+
+    def _go(self, steps: Steps[Any], tell: Tell, question: Any = None) -> None:
+        """Go on up to the next question, or tell what has come of it."""
+        try:
+            asked = steps.send(question)
+        except StopIteration as done:
+            tell(done.value, None)
+        except _Failed as failed:
+            kind, why = failed.args
+            tell({}, (kind, why))
+        else:
+            self._questions.put(*asked, partial(self._go, steps, tell))
+
+    def _info(self, ask: Ask) -> dict[str, Any]:
         read_fields(ask.fields, Fields)
         replicas = {
             replica.name: {
@@ -175,7 +202,7 @@ class WeightRounds:
         wanted = {"version": self.wanted.version, "number": self.wanted.number}
         return {**wanted, "round": round, "replicas": replicas}
 
-    def _begin(self, asker: bytes, ask: Ask) -> None:
+    def _begin(self, ask: Ask) -> Steps[dict[str, Any]]:
         begin = read_fields(ask.fields, Begin)
         self._check_idle("begin another")
         group = begin.source.name if begin.source.kind == "group" else None
@@ -190,17 +217,11 @@ class WeightRounds:
                 "no replica can take part: a partial update needs one whose other weights are the "
                 "service's, and a group one that has joined it (weights_group)."
             )
-
-        round: _Round
-
-        def begun(question: Question) -> None:
-            value = {"round": round.key, "number": round.number, "replicas": question.answers}
-            self._answer(asker, ask, round, value)
-
         weights = Weights(self._begun + 1, begin.version)
-        round = self._open(begin, weights, taking_part, begun)
+        round, answers = yield from self._open(begin, weights, taking_part)
+        return self._kept(round, {"round": round.key, "number": round.number, "replicas": answers})
 
-    def _load(self, asker: bytes, ask: Ask) -> None:
+    def _load(self, ask: Ask) -> Steps[dict[str, Any]]:
         load = read_fields(ask.fields, Load)
         round = self._of(load.round)
         load.check()
@@ -215,57 +236,43 @@ class WeightRounds:
             round.folders = None
         elif round.folders is not None:
             round.folders.append(load.folder)
+        answers = yield from self._tell_all(round, ask.what, ask.fields)
+        round.unread -= num_bytes
+        return self._kept(round, {"replicas": answers})
 
-        def loaded(question: Question) -> None:
-            round.unread -= num_bytes
-            self._answer(asker, ask, round, {"replicas": question.answers})
-
-        self._put(round, ask.what, ask.fields, loaded)
-
-    def _finish(self, asker: bytes, ask: Ask) -> None:
+    def _finish(self, ask: Ask) -> Steps[dict[str, Any]]:
         finish = read_fields(ask.fields, Finish)
         round = self._of(finish.round)
         round.name(finish.version)
+        yield from self._stage(round)
+        stale = {name: f"{kind}: {why}" for name, (kind, why) in round.failures.items()}
+        told = {"version": round.weights.version, "number": round.weights.number}
+        return self._kept(round, {**told, "replicas": round.answers, "stale": stale})
 
-        def over(question: Question) -> None:
-            stale = {name: f"{kind}: {why}" for name, (kind, why) in round.failures.items()}
-            told = {"version": round.weights.version, "number": round.weights.number}
-            value = {**told, "replicas": round.answers, "stale": stale}
-            self._answer(asker, ask, round, value)
-
-        self._stage(round, over)
-
-    def _drop_verb(self, asker: bytes, ask: Ask) -> dict[str, Any]:
+    def _drop_verb(self, ask: Ask) -> dict[str, Any]:
         drop = read_fields(ask.fields, Drop)
         round = self._of(drop.round, "begins", "loads", "stages")
         self._drop(round, "it was dropped by its sender")
         return {}
 
-    def _check(self, asker: bytes, ask: Ask) -> None:
+    def _check(self, ask: Ask) -> Steps[dict[str, Any]]:
         read_fields(ask.fields, Fields)
         self._check_idle("compare weights")
+        question = yield self._there(), ask.what, {}
+        sums = [answer["checksum"] for answer in question.answers.values()]
+        return _by_all(question) | {"is_equal": sums == sums[:1] * len(sums)}
 
-        def checked(question: Question) -> dict[str, Any]:
-            sums = [answer["checksum"] for answer in question.answers.values()]
-            return {"is_equal": sums == sums[:1] * len(sums)}
-
-        self._ask(asker, ask, self._there(), {}, checked)
-
-    def _label(self, asker: bytes, ask: Ask) -> None:
+    def _label(self, ask: Ask) -> Steps[dict[str, Any]]:
         version = read_fields(ask.fields, Label).version
         self._check_idle("name the weights otherwise")
-
-        def labelled(question: Question) -> dict[str, Any]:
-            if not question.failures:
-                for replica in self._there().values():
-                    replica.weights = replace(replica.weights, version=version)
-                self.wanted = replace(self.wanted, version=version)
-            return {}
-
         fresh = {identity for identity, each in self._there().items() if not each.is_stale}
-        self._ask(asker, ask, fresh, ask.fields, labelled)
+        told = _by_all((yield fresh, ask.what, ask.fields))
+        for replica in self._there().values():
+            replica.weights = replace(replica.weights, version=version)
+        self.wanted = replace(self.wanted, version=version)
+        return told
 
-    def _group(self, asker: bytes, ask: Ask) -> None:
+    def _group(self, ask: Ask) -> Steps[dict[str, Any]]:
         group = read_fields(ask.fields, Group)
         self._check_idle("join or leave a group")
         first, firsts = group.rank_offset, {}
@@ -278,70 +285,68 @@ class WeightRounds:
                 f"before the replicas, and {first - group.rank_offset} ranks of theirs."
             )
 
-        def done(question: Question) -> dict[str, Any]:
-            for replica in self._there().values():
-                replica.groups.discard(group.name)
-                if not group.destroy and replica.name in question.answers:
-                    replica.groups.add(group.name)
-            return {}
-
         def fields(identity: bytes) -> Mapping[str, Any]:
             return {**ask.fields, "rank_offset": firsts[identity]}
 
-        self._ask(asker, ask, firsts, fields, done)
-
-    def _ask(
-        self, asker: bytes, ask: Ask, replicas: Iterable[bytes], fields: Any, then: Extra
-    ) -> None:
-        """Ask replicas beside a round; `then` gives the answer what theirs do not tell."""
-
-        def answered(question: Question) -> None:
-            told = {"replicas": question.answers, **then(question)}
-            self._tell(asker, ask, told, question.failure() if question.failures else None)
-
-        self._questions.put(replicas, ask.what, fields, answered)
+        question = yield firsts, ask.what, fields
+        for replica in self._there().values():
+            replica.groups.discard(group.name)
+            if not group.destroy and replica.name in question.answers:
+                replica.groups.add(group.name)
+        return _by_all(question)
 
     # ---- A round ---------------------------------------------------------------------------------
 
-    def _open(self, begin: Begin, weights: Weights, taking_part: set[bytes], then: Then) -> _Round:
+    def _open(
+        self, begin: Begin, weights: Weights, taking_part: set[bytes]
+    ) -> Steps[tuple[_Round, dict[str, Any]]]:
+        """Begin a round on replicas; their answers."""
         self._begun += 1
         key = begin.round or secrets.token_urlsafe(24)
         round = self._round = _Round(key, self._begun, begin, weights, set(taking_part))
-
-        def begun(question: Question) -> None:
-            if not round.why:
-                round.stage = "loads"
-            then(question)
-
         fields = {**msgspec.to_builtins(begin), "number": round.number}
-        self._put(round, "weights_begin", fields, begun)
-        return round
+        answers = yield from self._tell_all(round, "weights_begin", fields)
+        if not round.why:
+            round.stage = "loads"
+        return round, answers
 
-    def _put(self, round: _Round, what: str, fields: Mapping[str, Any], then: Then) -> None:
-        """Tell all replicas of a round something; it is dropped if one of them fails."""
-
-        def answered(question: Question) -> None:
-            round.expires = self._now + round.begin.time_limit_s
-            if question.failures:
-                self._drop(round, question.failure()[1])
-            then(question)
-
+    def _tell_all(
+        self, round: _Round, what: str, fields: Mapping[str, Any]
+    ) -> Steps[dict[str, Any]]:
+        """Tell all replicas of a round something; it is dropped if one of them fails. Their
+        answers."""
         round.expires = self._now + round.begin.time_limit_s
-        told = {**fields, "round": round.key}
-        self._questions.put(round.taking_part, what, told, answered)
+        question = yield round.taking_part, what, {**fields, "round": round.key}
+        round.expires = self._now + round.begin.time_limit_s
+        if question.failures:
+            self._drop(round, question.failure()[1])
+        return question.answers
 
-    def _stage(self, round: _Round, then: Then) -> None:
-        """Stage a round on all replicas, then commit it; `then` at its end."""
+    def _stage(self, round: _Round) -> Steps[None]:
+        """Stage a round on all replicas, then commit it."""
         round.stage = "stages"
-
-        def staged(question: Question) -> None:
-            if round.why:
-                then(question)
-            else:
-                round.stage = "commits"
-                self._commit(round, self._waves(round), then)
-
-        self._put(round, "weights_finish", {}, staged)
+        yield from self._tell_all(round, "weights_finish", {})
+        if round.why:
+            return
+        round.stage, why = "commits", ""
+        weights = msgspec.to_builtins(round.weights)
+        fields = {"round": round.key, "policy": round.begin.policy, "weights": weights}
+        for wave in self._waves(round):
+            if self._round is not round:
+                break
+            question = yield wave & round.taking_part, "weights_commit", fields
+            round.answers |= question.answers
+            round.failures |= question.failures
+            why = question.failure()[1]
+            for identity in wave & self._books.replicas.keys():
+                replica = self._books.replicas[identity]
+                if replica.name in question.answers:
+                    replica.weights = replace(round.weights, begun=round.number)
+                    replica.prefix.clear()
+        if not round.answers:
+            self._drop(round, why or "all its replicas are lost")
+        elif self._round is round:
+            self._end(round)
 
     def _waves(self, round: _Round) -> list[set[bytes]]:
         """Replicas that commit together; those that share experts at one step of them all."""
@@ -351,30 +356,6 @@ class WeightRounds:
         sharing = {each for each in round.taking_part if replicas[each].info.shares_experts}
         alone = sorted(round.taking_part - sharing, key=lambda each: replicas[each].name)
         return [sharing] * bool(sharing) + [{each} for each in alone]
-
-    def _commit(self, round: _Round, waves: list[set[bytes]], then: Then) -> None:
-        wave = waves.pop(0) & round.taking_part
-        weights = msgspec.to_builtins(round.weights)
-
-        def committed(question: Question) -> None:
-            round.answers |= question.answers
-            round.failures |= question.failures
-            for identity in wave & self._books.replicas.keys():
-                replica = self._books.replicas[identity]
-                if replica.name in question.answers:
-                    replica.weights = replace(round.weights, begun=round.number)
-                    replica.prefix.clear()
-            if waves and self._round is round:
-                self._commit(round, waves, then)
-                return
-            if not round.answers:
-                self._drop(round, question.failure()[1] or "all its replicas are lost")
-            elif self._round is round:
-                self._end(round)
-            then(question)
-
-        fields = {"round": round.key, "policy": round.begin.policy, "weights": weights}
-        self._questions.put(wave, "weights_commit", fields, committed)
 
     def _end(self, round: _Round) -> None:
         """The service has the weights of a round."""
@@ -422,22 +403,20 @@ class WeightRounds:
         if not stale or any(len(stale) % sharers for sharers in sharing):
             return
         self._tried |= stale
-        round: _Round
-        left = list(source.folders or ())
-
-        def go_on(question: Question) -> None:
-            if round.why:
-                return
-            if left:
-                self._put(round, "weights_load", {"folder": left.pop(0)}, go_on)
-            else:
-                self._stage(round, lambda _: None)
-
-        begin = replace(source.begin, round=None, policy="keep", way="together")
-        round = self._open(begin, self.wanted, stale, go_on)
-        round.folders = source.folders
         names = ", ".join(sorted(self._books.replicas[each].name for each in stale))
         logger.info("Replicas %s get the weights %r.", names, self.wanted.version)
+        self._go(self._bring(source, stale), lambda value, failure: None)
+
+    def _bring(self, source: _Round, stale: set[bytes]) -> Steps[None]:
+        begin = replace(source.begin, round=None, policy="keep", way="together")
+        round, _ = yield from self._open(begin, self.wanted, stale)
+        round.folders = source.folders
+        for folder in source.folders or ():
+            if round.why:
+                return
+            yield from self._tell_all(round, "weights_load", {"folder": folder})
+        if not round.why:
+            yield from self._stage(round)
 
     def _source(self) -> _Round | None:
         """Round of folders with the service's weights, if there is one."""
@@ -473,17 +452,21 @@ class WeightRounds:
             raise ValueError(f"the round {round.stage} already: this verb comes too late or early.")
         return round
 
-    def _answer(self, asker: bytes, ask: Ask, round: _Round, value: dict[str, Any]) -> None:
-        why = ("UpdateError", f"the update was dropped: {round.why}") if round.why else None
-        self._tell(asker, ask, value, why)
-
-    def _tell(
-        self, asker: bytes, ask: Ask, value: dict[str, Any], failure: tuple[str, str] | None
-    ) -> None:
-        self._books.tell(asker, Answer(ask.number, {} if failure else value, failure))
+    def _kept(self, round: _Round, value: dict[str, Any]) -> dict[str, Any]:
+        """The value, unless the round was dropped."""
+        if round.why:
+            raise _Failed("UpdateError", f"the update was dropped: {round.why}")
+        return value
 
 
-_VERBS: dict[str, Callable[[WeightRounds, bytes, Ask], dict[str, Any] | None]] = {
+def _by_all(question: Question) -> dict[str, Any]:
+    """What replicas told, if none of them has failed."""
+    if question.failures:
+        raise _Failed(*question.failure())
+    return {"replicas": question.answers}
+
+
+_VERBS: dict[str, Callable[[WeightRounds, Ask], dict[str, Any] | Steps[dict[str, Any]]]] = {
     "weights_info": WeightRounds._info,
     "weights_begin": WeightRounds._begin,
     "weights_load": WeightRounds._load,

@@ -31,6 +31,8 @@ DTYPES = {
 BACKENDS = ("nccl", "gloo")
 POLL_S, MOST_POLL_S = 0.00005, 0.005
 """Seconds between two looks for a tensor, the first and the longest."""
+_ABANDONED: list[Any] = []
+"""Groups, and what was awaited in them: gloo's end with a wait for it, which holds Python up."""
 GRACE_S = 600.0
 """NCCL's own watchdog ends the process; it is told so many seconds more than our limit."""
 COUNTERS, COUNTERS_NAME, EVENT_BYTES = 10_000, b"/torch_", 64
@@ -69,6 +71,7 @@ class TrainersGroup:
             while not work.is_completed():
                 if over.is_set() or time.monotonic() > end:
                     self._group.abort()
+                    _ABANDONED.append((self._group, work))
                     limit = f"nothing came for {self._time_limit_s:g} s"
                     raise RuntimeError("the round was dropped" if over.is_set() else limit)
                 time.sleep(pause)
