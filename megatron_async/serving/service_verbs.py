@@ -112,7 +112,7 @@ class ServiceVerbs:
 
     def state_name(self) -> str:
         """The state as people see it: without replicas a service is "loading", "restarting" or
-        "dead", and "stale" if none has its weights, unless it takes no requests anyway or sleeps."""
+        "dead", and "stale" if none has its weights, unless it takes no requests or sleeps."""
         if self.state in (ServiceState.DRAINING, ServiceState.SLEEPING):
             return str(self.state)
         there = [each for each in self._books.replicas.values() if not each.state.is_departing]
