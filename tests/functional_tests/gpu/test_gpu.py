@@ -13,6 +13,7 @@ import torch
 
 from megatron_async import LLM, DynamicInferenceEngine, SamplingParams
 from megatron_async.devices import CudaDevice, make_device
+from megatron_async.errors import UpdateError
 from megatron_async.lab.gpu_profile import FIRST_KERNEL, device_activities, profile_device
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.observe.tracer import PARTS
@@ -274,6 +275,28 @@ def test_weights_sleep_too() -> None:
             engine.resume()
             found = llm.generate(PROMPTS, greedy(8))
             assert [request.generated_tokens for request in found] == wanted
+
+
+@pytest.mark.parametrize("staging", ["direct", "device", "host"])
+def test_new_weights_are_those_of_a_fresh_engine(staging, cpu_tokens, monkeypatch) -> None:
+    """Behind captured steps; some copies go together, others alone."""
+    monkeypatch.setattr("megatron_async.updates.writes.LARGE", 1 << 19)
+    new = make_model(SMALL, seed=5)
+    fresh = make_engine(new, lookahead=0, num_kv_blocks=128, max_requests=16)
+    wanted = run_at(fresh, {0: jobs()})
+    fresh.close()
+    model = make_model(SMALL, torch.device("cuda"))
+    engine = make_engine(model, device=CudaDevice(), num_kv_blocks=128, max_requests=16)
+    assert run_at(engine, {0: jobs()}) == cpu_tokens != wanted
+    on_host = [(name, weight.detach()) for name, weight in new.named_parameters()]
+    if staging == "direct":
+        with pytest.raises(UpdateError, match="pageable"):
+            engine.update_weights(on_host, 0, staging=staging, names="megatron")
+    tensors = [(name, weight.cuda()) for name, weight in on_host]
+    engine.update_weights(tensors, 1, staging=staging, names="megatron")
+    for _, tensor in tensors:
+        tensor.zero_()  # behind the copies, in the caller's order
+    assert run_at(engine, {0: jobs()}) == wanted
 
 
 def test_memory_that_keeps_its_addresses() -> None:
