@@ -49,6 +49,7 @@ class StoredTensor(NamedTuple):
     dtype: str
     shape: Shape
     start: int
+    num_bytes: int
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -66,7 +67,7 @@ class StoredTensor(NamedTuple):
         Raises:
             CheckpointError: the file has been cut short, or cannot be read.
         """
-        region = self._whole if region is None else region
+        region = _whole(self.shape) if region is None else region
         shape = [part.stop - part.start for part in region]
         found = torch.empty(shape, dtype=self.torch_dtype)
         self._read(self.start, self.shape, region, found)
@@ -74,7 +75,7 @@ class StoredTensor(NamedTuple):
 
     def place_of(self, region: Region) -> int | None:
         """Place in the file of a region's first byte, if all of its bytes lie together."""
-        place, size = self.start, math.prod(self.shape) * self.torch_dtype.itemsize
+        place, size = self.start, self.num_bytes
         is_row = True
         for part, whole in zip(region, self.shape, strict=True):
             if not is_row and part != slice(0, whole):
@@ -101,35 +102,32 @@ class StoredTensor(NamedTuple):
             target.copy_(piece)
             start += piece.nbytes
 
-    def blocks(self, values: int) -> Iterator[Tensor]:
-        """The tensor in pieces of some rows, of about so many values."""
-        if not self.shape:
-            yield self.read()
-            return
-        rows = max(values // max(math.prod(self.shape[1:]), 1), 1)
-        for start in range(0, self.shape[0], rows):
-            yield self.read((slice(start, min(start + rows, self.shape[0])), *self._whole[1:]))
+    def pieces(self) -> Iterator[Tensor]:
+        """The tensor's bytes, whatever its dtype, in pieces."""
+        for first in range(0, self.num_bytes, 4 * PIECE_VALUES):
+            size = min(4 * PIECE_VALUES, self.num_bytes - first)
+            piece = torch.empty(size, dtype=torch.uint8)
+            self.file.fill(self.name, self.start + first, piece)
+            yield piece
 
     def _read(self, start: int, shape: Shape, region: Region, found: Tensor) -> None:
         """Read the region of a part of the tensor that begins at `start`."""
-        if region[1:] == tuple(slice(0, size) for size in shape[1:]):
-            row = math.prod(shape[1:]) * found.itemsize
+        row, inner = math.prod(shape[1:]) * found.itemsize, _whole(shape[1:])
+        if region[1:] == inner:
             first = region[0].start * row if region else 0
             self.file.fill(self.name, start + first, found)
             return
-        rows = (region[0], *(slice(0, size) for size in shape[1:]))
-        row = math.prod(shape[1:]) * found.itemsize
         if row - found[:1].nbytes <= GAP_BYTES:
             whole = torch.empty([len(found), *shape[1:]], dtype=found.dtype)
-            self._read(start, shape, rows, whole)
+            self._read(start, shape, (region[0], *inner), whole)
             found.copy_(whole[:, *region[1:]])
             return
         for number, of_row in enumerate(found, region[0].start):
             self._read(start + number * row, shape[1:], region[1:], of_row)
 
-    @property
-    def _whole(self) -> Region:
-        return tuple(slice(0, size) for size in self.shape)
+
+def _whole(shape: Shape) -> Region:
+    return tuple(slice(0, size) for size in shape)
 
 
 class SafetensorsFile:
@@ -210,8 +208,8 @@ class SafetensorsFile:
             is_right = all(size >= 0 for size in entry.shape) and 0 <= first <= end
             if not is_right or (item and math.prod(entry.shape) * item != end - first):
                 raise ValueError(f"tensor {name[:200]!r} has no such bytes: {given!r:.200}")
-            start = 8 + length + first
-            found[name] = StoredTensor(self, name, entry.dtype, tuple(entry.shape), start)
+            place = 8 + length + first, end - first
+            found[name] = StoredTensor(self, name, entry.dtype, tuple(entry.shape), *place)
             last = max(last, end)
         if 8 + length + last != num_bytes:
             raise ValueError(f"{8 + length + last} bytes by its header, and it has {num_bytes}")

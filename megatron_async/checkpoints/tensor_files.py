@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import is_inside, is_megatron, read_json
@@ -26,8 +25,6 @@ WEIGHTS = (
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "scaler")
 """Beginnings of names of files that a trainer leaves: they have such ends, and hold its own state
 and no weight."""
-PIECE_VALUES = 1 << 24
-"""Values of two tensors that are compared at once."""
 
 
 def has_weights(folder: Path) -> bool:
@@ -148,9 +145,4 @@ def _are_equal(one: StoredTensor, two: StoredTensor) -> bool:
     """Whether two stored tensors have the same dtype, shape and bytes."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    pieces = zip(one.blocks(PIECE_VALUES), two.blocks(PIECE_VALUES), strict=True)
-    return all(_same_bytes(*pair) for pair in pieces)
-
-
-def _same_bytes(one: Tensor, two: Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8))
+    return all(map(torch.equal, one.pieces(), two.pieces()))
