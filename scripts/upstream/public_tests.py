@@ -74,7 +74,7 @@ OUT = {
     "test_flash_decode.py": STATIC,
     "test_communication_utils.py": LAYERS,
     "test_inference_client_streaming.py": "white box: bytes of Megatron's messages, as in "
-    "test_inference_client.py (test_dynamo in tests/functional_tests/compat/test_callers.py)",
+    "test_inference_client.py (test_dynamo in tests/functional_tests/compat/test_caller_dynamo.py)",
     "contexts/test_kv_event_publication.py": "events of KV blocks for a router of other services: "
     "replicas tell the coordinator what they hold",
     "test_kv_allocator_observers.py": LAYOUT,
