@@ -90,7 +90,7 @@ class InferenceOutputLayer(InferenceColumnParallelLinear):
         """
         weight = self.weight if weight is None else weight
         is_cublas = rows.is_cuda and choose_for(rows, weight).kernel is CUBLAS
-        if not is_cublas or self.bias is not None:
+        if not is_cublas or self.bias is not None or self.ops.is_invariant:
             return None
         # The first argument is not read: beta is 0.
         return torch.addmm(rows.new_empty(1), rows, weight.t(), beta=0, alpha=scale)

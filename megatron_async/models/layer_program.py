@@ -32,10 +32,12 @@ class NotedOps:
     Args:
         major: compute capability of the GPU whose rules count; 0: a CPU.
         names: of products, by the id of their weight.
+        is_invariant: as of `Ops`.
     """
 
-    def __init__(self, major: int, names: dict[int, str]) -> None:
+    def __init__(self, major: int, names: dict[int, str], is_invariant: bool = False) -> None:
         self.major, self._names, self.notes = major, names, list[str]()
+        self.is_invariant = is_invariant
 
     def product(
         self,
@@ -49,7 +51,8 @@ class NotedOps:
         """A product and what its kernel includes."""
         rows = x.value if isinstance(x, Stream) else x.flatten(0, -2)
         if choice is None:
-            choice = choose_for(rows, weight, major=self.major, bias=bias is not None)
+            wants = {"bias": bias is not None, "invariant": self.is_invariant}
+            choice = choose_for(rows, weight, major=self.major, **wants)
         met, splits = choice.met, getattr(choice.plan, "splits", 1)
         parts = (
             "norm" if isinstance(x, Stream) else "",
@@ -166,10 +169,12 @@ class NotedView:
 
 
 @torch.no_grad()
-def layer_program(model: Any, dims: BatchDimensions, major: int) -> list[str]:
+def layer_program(
+    model: Any, dims: BatchDimensions, major: int, is_invariant: bool = False
+) -> list[str]:
     """What each layer of a model launches in a step of shape `dims`, and the end of the step: a
     line each. `model`: from `build_model` on the meta device, of one rank; `major`: compute
-    capability of the GPU whose rules count; 0: a CPU."""
+    capability of the GPU whose rules count; 0: a CPU; `is_invariant`: as of `Ops`."""
     names = {
         id(module.weight): name.rpartition(".")[2].removeprefix("linear_")
         for name, module in model.named_modules()
@@ -180,7 +185,7 @@ def layer_program(model: Any, dims: BatchDimensions, major: int) -> list[str]:
     names[id(output)] = "logits"
     fold_norms(model)
     stamp_kv_layers(model)
-    ops, lines, stack = NotedOps(major, names), list[str](), model.decoder
+    ops, lines, stack = NotedOps(major, names, is_invariant), list[str](), model.decoder
     bind_ops(model, ops)  # type: ignore[arg-type]
     view = NotedView(model.config, dims, ops)
     hidden, dtype = model.config.hidden_size, model.config.params_dtype

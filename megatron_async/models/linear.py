@@ -107,6 +107,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
             rotate=rotate if rotate and self.may_rotate else 0,
             activation=activation,
             bias=self.bias is not None,
+            invariant=self.ops.is_invariant,
         )
 
     def product(self, stream: Stream, choice: Choice, places: QkvPlaces | None = None) -> Tensor:
@@ -163,6 +164,7 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
             squares=squares if alone else 0,
             residual=alone and total is not None and self.bias is None,
             bias=alone and self.bias is not None and not self.skip_bias_add,
+            invariant=self.ops.is_invariant,
         )
 
     def add(

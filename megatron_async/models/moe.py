@@ -168,8 +168,9 @@ class MoELayer(MegatronModule):
 
     def _planned(self, rows: Tensor) -> tuple[ExpertLayer, FewTokenPlan] | None:
         """Weights and plan for the op of a few tokens, of `[..., tokens, hidden]`; None: it is not
-        for these, or experts are elsewhere, or have biases."""
-        if rows.size(-2) > FEW_TOKENS or not self.dispatcher.is_alone:
+        for these, or experts are elsewhere, or have biases, or a token's bits must be as among
+        others."""
+        if rows.size(-2) > FEW_TOKENS or not self.dispatcher.is_alone or self.ops.is_invariant:
             return None
         router, shared = self.router, self.shared_experts
         fc1 = fc2 = gate = None

@@ -42,13 +42,15 @@ class Ops:
     Args:
         device: Triton serves a GPU; loops that Numba compiles a CPU, where Numba may compile; plain
             torch all else.
-        promises: what all ops must keep; names of `op.PROMISES`.
+        promises: what all ops must keep; names of `op.PROMISES`. An op of which no implementation
+            for the device keeps them says so when it is called.
 
     Attributes:
         major: compute capability of the GPU, whose rules choose products; 0: a CPU.
+        is_invariant: whether "invariant" is among the promises.
 
     Raises:
-        ConfigurationError: an op has no implementation for the device that keeps the promises.
+        ConfigurationError: an op has no implementation for the device, or a promise is unknown.
     """
 
     def __init__(self, device: torch.device, promises: frozenset[str] = frozenset()) -> None:
@@ -60,8 +62,12 @@ class Ops:
 
         self.major = torch.cuda.get_device_capability(device)[0] if place == "gpu" else 0
 
+        self.is_invariant = "invariant" in promises
+
         def bound[**P, R](op: Op[P, R]) -> Callable[P, R]:
-            return op.on(place, promises)
+            if not promises:
+                return op.on(place)
+            return op.find(place, promises) or _refusal(op, place, promises)
 
         self.vocab_embedding = bound(vocab_embedding)
         self.add_rms_norm = bound(add_rms_norm)
@@ -96,3 +102,10 @@ class Ops:
         self.lay_out_draft = bound(lay_out_draft)
         self.keep_hidden = bound(keep_hidden)
         self.gather_hidden = bound(gather_hidden)
+
+
+def _refusal[**P, R](op: Op[P, R], place: Place, promises: frozenset[str]) -> Callable[P, R]:
+    def refuse(*args: P.args, **kwargs: P.kwargs) -> R:
+        return op.on(place, promises)(*args, **kwargs)  # raises
+
+    return refuse

@@ -24,8 +24,9 @@ Place = Literal["gpu", "cpu", "torch"]
 """Where an implementation runs: Triton on a GPU, loops that Numba compiles for a CPU, plain torch
 anywhere."""
 
-PROMISES: frozenset[str] = frozenset()
-"""What an engine may ask of all its ops, by name; nothing yet."""
+PROMISES: frozenset[str] = frozenset({"invariant"})
+"""What an engine may ask of all its ops, by name. "invariant": on a GPU, in 16-bit dtypes, the bits
+of a row depend on no other row, and not on the number of rows."""
 
 
 class Op[**P, R]:
@@ -51,28 +52,35 @@ class Op[**P, R]:
         return implementation
 
     def on(self, place: Place, promises: frozenset[str] = frozenset()) -> Callable[P, R]:
-        """The implementation for a place that keeps all promises: the first, or on a CPU without
-        one the reference.
+        """`find`, or an error.
 
         Raises:
             ConfigurationError: there is none, or an unknown promise.
         """
+        if (found := self.find(place, promises)) is not None:
+            return found
+        asked = f" that keeps {sorted(promises)}" if promises else ""
+        raise ConfigurationError(
+            f"op {self.name!r} has no implementation for {place!r}{asked}: register one beside its "
+            f"reference; there are: {', '.join(self.supported())}."
+        )
+
+    def find(self, place: Place, promises: frozenset[str]) -> Callable[P, R] | None:
+        """The implementation for a place that keeps all promises: the first, or on a CPU without
+        one the reference. None: there is none.
+
+        Raises:
+            ConfigurationError: an unknown promise.
+        """
         if unknown := promises - PROMISES:
-            known = ", ".join(sorted(PROMISES)) or "none yet"
+            known = ", ".join(sorted(PROMISES))
             raise ConfigurationError(
                 f"op {self.name!r}: promises {sorted(unknown)} are unknown: use those there are "
                 f"({known})."
             )
         self._import(place)
         found = self._found[place] if place == "gpu" else [*self._found[place], self.reference]
-        for implementation in found:
-            if promises <= _kept(implementation):
-                return implementation
-        asked = f" that keeps {sorted(promises)}" if promises else ""
-        raise ConfigurationError(
-            f"op {self.name!r} has no implementation for {place!r}{asked}: register one beside its "
-            f"reference; there are: {', '.join(self.supported())}."
-        )
+        return next((each for each in found if promises <= _kept(each)), None)
 
     def supported(self) -> list[str]:
         """All implementations: the place of each, and the promises that it keeps."""
@@ -104,7 +112,7 @@ def op[**P, R](
     return lambda given: Op(given, gpu, cpu)
 
 
-def keeps[**P, R](*promises: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def promising[**P, R](*promises: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare promises of an implementation, below the decorator that registers it."""
 
     def declare(implementation: Callable[P, R]) -> Callable[P, R]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 
 @op
@@ -42,6 +42,7 @@ def output_gate(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
 
 
 @output_gate.gpu
+@promising("invariant")
 def output_gate_gpu(attended: Tensor, mixed_qkv: Tensor, kv_heads: int) -> Tensor:
     group = _group(attended, mixed_qkv, kv_heads)
     tokens, heads, dim = attended.shape

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 
 @op
@@ -101,6 +101,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 @rope_append.gpu
+@promising("invariant")
 def rope_append_gpu(
     mixed_qkv: Tensor,
     cos: Tensor,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_async.ops.batch_dimensions import BatchDimensions
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header, RowFeature
 from megatron_async.ops.step_tensors import StepTensors
 
@@ -168,6 +168,7 @@ def lay_out_entries(of: DraftedStep, sampled: Tensor) -> DraftTokens:
 
 
 @lay_out_entries.gpu
+@promising("invariant")
 def lay_out_entries_gpu(of: DraftedStep, sampled: Tensor) -> DraftTokens:
     step, dims = of.step, of.dims
     rows, chunks, tokens = dims.rows, dims.prefill_rows, dims.tokens + dims.prefill_rows
@@ -286,6 +287,7 @@ def lay_out_draft(
 
 
 @lay_out_draft.gpu
+@promising("invariant")
 def lay_out_draft_gpu(
     of: DraftedStep, entries: DraftTokens, tokens: Tensor, number: int
 ) -> DraftTokens:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 BLOCK = 2048
 """Elements that a program copies."""
@@ -38,6 +38,7 @@ def keep_hidden(
 
 
 @keep_hidden.gpu
+@promising("invariant")
 def keep_hidden_gpu(
     hidden: Tensor, write_index: Tensor, ends: Tensor, block_size: int, kept: Tensor
 ) -> None:
@@ -65,6 +66,7 @@ def gather_hidden(hidden: Tensor, kept: Tensor, source: Tensor) -> Tensor:
 
 
 @gather_hidden.gpu
+@promising("invariant")
 def gather_hidden_gpu(hidden: Tensor, kept: Tensor, source: Tensor) -> Tensor:
     size = hidden.size(1)
     out = hidden.new_empty(len(source), size)

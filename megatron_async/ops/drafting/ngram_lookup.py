@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 from megatron_async.ops.sampling.slot_records import RECORD_WORDS, Header
 
 LONGEST = 4
@@ -93,6 +93,7 @@ def ngram_drafts(
 
 
 @ngram_drafts.gpu
+@promising("invariant")
 def ngram_drafts_gpu(
     block_tokens: Tensor,
     block_tables: Tensor,

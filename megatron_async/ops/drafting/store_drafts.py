@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 TILE = 128
 
@@ -42,6 +42,7 @@ def store_drafts(
 
 
 @store_drafts.gpu
+@promising("invariant")
 def store_drafts_gpu(
     drafts: Tensor,
     row_slots: Tensor,

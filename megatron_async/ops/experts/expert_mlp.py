@@ -19,7 +19,7 @@ from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
 from megatron_async.ops.linear.activations import squared_relu, swiglu
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 COMBINE_BLOCK = 1024
 
@@ -71,6 +71,7 @@ def expert_mlp(
 
 
 @expert_mlp.gpu
+@promising("invariant")
 def expert_mlp_gpu(
     x: Tensor,
     routing: Routing,

@@ -24,7 +24,7 @@ from megatron_async.ops.dependent_launch import (
     let_next_start,
     wait_for_previous,
 )
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 NO_EXPERT = -1
 """Expert of a token that goes nowhere."""
@@ -66,7 +66,6 @@ def route(
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
-    invariant: bool = False,
 ) -> Routing:
     """Choose experts.
 
@@ -83,7 +82,6 @@ def route(
             divided by their sum, and `pre_softmax` is not read.
         bias: float32 `[experts]`, contiguous, added to the sigmoids for the choice; or None.
         scale: weights are multiplied by it at last.
-        invariant: on a GPU the bits of a token's weights do not depend on the number of tokens.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit; a bias of softmax scores.
@@ -153,8 +151,45 @@ def route_gpu(
     sigmoid: bool = False,
     bias: Tensor | None = None,
     scale: float = 1.0,
-    invariant: bool = False,
 ) -> Routing:
+    """In as many parts as fill the device."""
+    rule = pre_softmax, places, dummy_place, sigmoid, bias, scale
+    tiles = max(triton.cdiv(len(x), BLOCK_TOKENS), 1)
+    return _route(x, weight, topk, *rule, most=PROGRAMS // tiles)
+
+
+@route.gpu
+@promising("invariant")
+def route_invariant_gpu(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    pre_softmax: bool,
+    places: Tensor | None = None,
+    dummy_place: int = 0,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> Routing:
+    """In parts that do not depend on the number of tokens."""
+    rule = pre_softmax, places, dummy_place, sigmoid, bias, scale
+    return _route(x, weight, topk, *rule, MAX_SPLITS, len(x) > MOST_TILES * BLOCK_TOKENS)
+
+
+def _route(
+    x: Tensor,
+    weight: Tensor,
+    topk: int,
+    pre_softmax: bool,
+    places: Tensor | None,
+    dummy_place: int,
+    sigmoid: bool,
+    bias: Tensor | None,
+    scale: float,
+    most: int,
+    joins: bool = False,
+) -> Routing:
+    """`most`: parts of logits. `joins`: a program adds up the parts of its tokens."""
     tokens, hidden = x.shape
     experts = weight.size(0)
     _check(x, weight, topk, sigmoid, bias)
@@ -166,10 +201,10 @@ def route_gpu(
         return out
     tiles = triton.cdiv(tokens, BLOCK_TOKENS)
     steps = triton.cdiv(hidden, BLOCK_K)
-    splits = max(1, min(MAX_SPLITS, steps, MAX_SPLITS if invariant else PROGRAMS // tiles))
+    splits = max(1, min(MAX_SPLITS, steps, most))
     share = triton.cdiv(steps, splits) * BLOCK_K
     splits, shares = triton.cdiv(hidden, share), 1
-    if invariant and tiles > MOST_TILES:
+    if joins:
         splits, shares = 1, splits
     logits = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     block = max(16, triton.next_power_of_2(experts))

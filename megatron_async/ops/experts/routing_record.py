@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 
 @op
@@ -24,6 +24,7 @@ def keep_routing(experts: Tensor, write_index: Tensor, record: Tensor) -> None:
 
 
 @keep_routing.gpu
+@promising("invariant")
 def keep_routing_gpu(experts: Tensor, write_index: Tensor, record: Tensor) -> None:
     layers, tokens, topk = experts.shape
     _keep_routing_kernel[(len(write_index),)](

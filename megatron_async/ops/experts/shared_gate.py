@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 MAX_HIDDEN = 16384
 """A row is held in the registers of one program."""
@@ -43,6 +43,7 @@ def add_shared_expert(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -
 
 
 @add_shared_expert.gpu
+@promising("invariant")
 def add_shared_expert_gpu(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     tokens, hidden = sums.shape
     _check(sums, shared, x, weight)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 BLOCK = 1024
 WARPS = 4
@@ -42,6 +42,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 @swiglu.gpu
+@promising("invariant")
 def swiglu_gpu(x: Tensor) -> Tensor:
     width = x.size(1)
     if width % 2 or x.stride(1) != 1:
@@ -82,6 +83,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 @squared_relu.gpu
+@promising("invariant")
 def squared_relu_gpu(x: Tensor) -> Tensor:
     ffn = x.size(1)
     if x.stride(1) != 1:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.linear.activations import squared_relu, swiglu
 from megatron_async.ops.linear.long_row import LONG_ROW_KERNEL
@@ -38,7 +39,7 @@ from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import STREAMED
 from megatron_async.ops.linear.tile import TILE
 from megatron_async.ops.linear.warpgroup import WARPGROUP
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 MEASURED_MAJOR = 9
 """Compute capability of the devices that the rules were measured on (Hopper); others keep
@@ -148,7 +149,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         residual=wants.residual and "residual" in served,
         activation=wants.activation if "activation" in served else "",
         adapter=wants.adapter if "adapter" in served else None,
-        invariant=wants.invariant and plan is not None,
+        invariant=wants.invariant and (plan is not None or not wants.rows),
     )
     return Choice(kernel, plan, met)
 
@@ -271,3 +272,25 @@ def product_gpu(
     if isinstance(x, Stream) and not met.norm and squares is None:
         given_x, x.total = add_rms_norm_gpu(*x.norm_arguments)
     return kernel.launch(given_x, weight, bias, met.activation, plan, **given)
+
+
+@product.gpu
+@promising("invariant")
+def product_invariant_gpu(
+    x: Tensor | Stream,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    choice: Choice | None = None,
+    added: Tensor | None = None,
+    places: QkvPlaces | None = None,
+) -> Tensor:
+    rows = x.value if isinstance(x, Stream) else x
+    if choice is None:
+        choice = choose_for(rows, weight, bias=bias is not None, invariant=True)
+    if not choice.met.invariant:
+        raise ConfigurationError(
+            f"product: {tuple(rows.shape)} {rows.dtype} by {tuple(weight.shape)} "
+            f"({choice.kernel.name}) has no order of sums that does not depend on the rows: it "
+            "takes 16-bit numbers, rows of multiples of 16 bytes and a Hopper GPU."
+        )
+    return product_gpu(x, weight, bias, choice, added, places)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.linear.streamed import ONE_WARPGROUP, STREAMED_FROM, STREAMED_INPUTS
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 MAX_HIDDEN = 16384
 """A row is held in the registers of one program."""
@@ -61,6 +61,7 @@ def add_rms_norm(
 
 
 @add_rms_norm.gpu
+@promising("invariant")
 def add_rms_norm_gpu(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 BLOCK = 1024
 
@@ -42,6 +42,7 @@ def vocab_embedding(token_ids: Tensor, weight: Tensor, first: int, scale: float 
 
 
 @vocab_embedding.gpu
+@promising("invariant")
 def vocab_embedding_gpu(
     token_ids: Tensor, weight: Tensor, first: int, scale: float = 1.0
 ) -> Tensor:

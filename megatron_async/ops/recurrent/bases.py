@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
 
 TILE = 128
@@ -68,6 +68,7 @@ def next_bases(
 
 
 @next_bases.gpu
+@promising("invariant")
 def next_bases_gpu(
     base: Tensor,
     row_index: Tensor,

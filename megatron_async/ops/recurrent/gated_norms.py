@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.rows import serves_gated
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 from megatron_async.ops.recurrent.kernel_parts import silu
 
 MAX_GROUP = 16384
@@ -50,6 +50,7 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float
 
 
 @gated_rms_norm.gpu
+@promising("invariant")
 def gated_rms_norm_gpu(y: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     tokens, channels = y.shape
     if z.shape != y.shape or weight.shape != (channels,) or groups < 1 or channels % groups:
@@ -117,6 +118,7 @@ def gated_head_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @gated_head_norm.gpu
+@promising("invariant")
 def gated_head_norm_gpu(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     heads = _heads(o, z, weight)
     tokens, size = o.size(0), weight.numel()

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 from megatron_async.ops.sampling.logits_processing import ProcessingRows
 from megatron_async.ops.sampling.sampling import FilterCuts, filter_logits
 from megatron_async.ops.sampling.slot_records import MAX_TOP_N, OUT_WORDS, Header, RowFeature
@@ -83,6 +83,7 @@ WORDS_OUT = tl.constexpr(OUT_WORDS)
 
 
 @log_probs.gpu
+@promising("invariant")
 def log_probs_gpu(
     logits: Tensor,
     processed: Tensor,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 
 TILE = 2048
 BITS = 32
@@ -33,6 +33,7 @@ def apply_token_mask(logits: Tensor, masks: Tensor) -> None:
 
 
 @apply_token_mask.gpu
+@promising("invariant")
 def apply_token_mask_gpu(logits: Tensor, masks: Tensor) -> None:
     """Both must be contiguous."""
     rows, vocab = logits.shape

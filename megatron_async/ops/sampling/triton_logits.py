@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.op import promising
 from megatron_async.ops.sampling.logits_processing import (
     ChunkTensors,
     ProcessingRows,
@@ -56,6 +57,7 @@ NOTHING = tl.constexpr(NO_TOKEN)
 
 
 @begin_chunks.gpu
+@promising("invariant")
 def begin_chunks_gpu(rows: ProcessingRows, chunks: ChunkTensors) -> None:
     counts, recent, cached = rows.memory.counts, rows.memory.recent, chunks.cached
     vocab, programs = counts.size(1), triton.cdiv(chunks.max_query_length, CHUNK_TILE)
@@ -75,6 +77,7 @@ def begin_chunks_gpu(rows: ProcessingRows, chunks: ChunkTensors) -> None:
 
 
 @process_logits.gpu
+@promising("invariant")
 def process_logits_gpu(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: Tensor) -> Tensor:
     """Elements of a row of `logits` must be adjacent, `out`, `kept` and `rows.records`
     contiguous."""
@@ -93,6 +96,7 @@ def process_logits_gpu(logits: Tensor, rows: ProcessingRows, out: Tensor, kept: 
 
 
 @count_tokens.gpu
+@promising("invariant")
 def count_tokens_gpu(tokens: Tensor, rows: ProcessingRows) -> None:
     count, drafts = tokens.numel(), rows.drafts
     ring = rows.slots if drafts is None else drafts.yielded

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.op import promising
 from megatron_async.ops.sampling.sampling import (
     FilterCuts,
     SamplingMode,
@@ -76,6 +77,7 @@ than the rounding of the sum: whether the filters keep these tokens changes noth
 
 
 @sample.gpu
+@promising("invariant")
 def sample_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode
 ) -> tuple[Tensor, FilterCuts | None]:
@@ -97,6 +99,7 @@ def sample_gpu(
 
 
 @best_tokens.gpu
+@promising("invariant")
 def best_tokens_gpu(
     logits: Tensor, rows: SamplingRows | None, mode: SamplingMode, first: int, columns: int
 ) -> tuple[Tensor, Tensor]:

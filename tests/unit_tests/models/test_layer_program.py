@@ -1,10 +1,18 @@
 """The program of a step: what the layers' own forward asks of its ops, in words."""
 
+import re
+
 import pytest
+import torch
 
 from megatron_async.checkpoints.info import model_program
 from megatron_async.cli import main as cli
 from megatron_async.errors import ConfigurationError
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.models.hybrid import build_model
+from megatron_async.models.layer_program import layer_program
+from megatron_async.ops.batch_dimensions import BatchDimensions
+from megatron_async.ops.linear.products import INVARIANT
 
 
 def of_h200(model, rows, tokens=None):
@@ -46,6 +54,22 @@ def test_one_row_of_a_dense_model():
 )  # fmt: skip
 def test_layers(model, rows, layer, line):
     assert of_h200(model, rows)[layer + 1] == f"layer {layer}: {line}"
+
+
+@pytest.mark.parametrize(
+    "shape", ["smollm2-135m", "llama-3.1-8b", "qwen3-30b-a3b", "nemotron-3-nano-30b",
+              "qwen3-next-80b"],
+)  # fmt: skip
+def test_a_program_that_does_not_depend_on_the_rows(shape):
+    """With invariant ops: other kernels of one order, but the same roundings at the same places."""
+    known = {kernel.name for kernel in INVARIANT} | {"grouped products"}
+    model, found = build_model(DUMMY_SHAPES[shape], torch.bfloat16, torch.device("meta")), set()
+    for rows in (1, 2, 16, 17, 64, 65, 256, 2048):
+        lines = layer_program(model, BatchDimensions(rows), 9, is_invariant=True)
+        assert {name for line in lines for name in re.findall(r"\((.*?)\)", line)} <= known
+        found.add(tuple(re.sub(r" \(.*?\)", "", line) for line in lines))
+    (program,) = found
+    assert program[-1] in ("end: residual + norm, logits", "end: norm, logits")
 
 
 def test_a_prompt_beside_the_rows():

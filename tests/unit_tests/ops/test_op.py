@@ -10,7 +10,7 @@ from megatron_async.ops import op as op_file
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.linear.activations import swiglu
-from megatron_async.ops.op import Op, keeps, op
+from megatron_async.ops.op import Op, op, promising
 
 
 def twice(x: Tensor) -> Tensor:
@@ -30,8 +30,8 @@ def test_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first implementation that keeps all of them; else an error names op and promise."""
     made, steady = op(twice), frozenset({"steady"})
     fast = made.gpu(lambda x: x + x)
-    slow = made.gpu(keeps("steady")(lambda x: x + x))
-    with pytest.raises(ConfigurationError, match=r"'steady'.*unknown.*none yet"):
+    slow = made.gpu(promising("steady")(lambda x: x + x))
+    with pytest.raises(ConfigurationError, match=r"'steady'.*unknown.*.invariant."):
         made.on("gpu", steady)
     monkeypatch.setattr(op_file, "PROMISES", steady | {"quiet"})
     assert made.on("gpu") is fast
@@ -49,9 +49,22 @@ def test_every_op_is_bound_to_its_own_name(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for device, place, major in (("cuda", "gpu", 9), ("meta", "torch", 0)):
         bound = vars(Ops(torch.device(device)))
-        assert bound.pop("major") == major
+        assert (bound.pop("major"), bound.pop("is_invariant")) == (major, False)
         assert bound == {name: made.on(place) for name, made in ops.items()}
     assert all(made.name == name for name, made in ops.items())
+
+
+def test_what_cannot_keep_a_promise_says_so_when_it_is_called(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kept = frozenset({"invariant"})
+    ops = Ops(torch.device("cuda"), kept)
+    assert ops.is_invariant
+    assert ops.route is all_ops.route.on("gpu", kept) is not all_ops.route.on("gpu")
+    assert ops.swiglu is swiglu.on("gpu")
+    with pytest.raises(ConfigurationError, match=r"'flush' has no .* keeps .'invariant'"):
+        ops.flush()
+    with pytest.raises(ConfigurationError, match="loud"):
+        Ops(torch.device("cuda"), frozenset({"loud"}))
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from megatron_async.ops.experts import expert_routing
 from megatron_async.ops.experts.expert_mlp import expert_mlp, expert_mlp_by_plan, expert_mlp_gpu
 from megatron_async.ops.experts.expert_plan import BY_HEIGHT, ExpertPlan, ProductPlan, plan_experts
-from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing, route, route_gpu
+from megatron_async.ops.experts.expert_routing import (
+    NO_EXPERT,
+    Routing,
+    route,
+    route_gpu,
+    route_invariant_gpu,
+)
 from megatron_async.ops.experts.expert_sort import sort_pairs
 from megatron_async.ops.experts.shared_gate import add_shared_expert, add_shared_expert_gpu
 
@@ -68,9 +74,9 @@ def test_a_token_is_routed_alike_in_any_company(sigmoid, device, matrix_units, m
     monkeypatch.setattr(expert_routing, "PROGRAMS", 8)
     x = torch.randn(50, 400, device=device).half()
     weight = (torch.randn(40, 400, device=device) / 20).half()
-    whole = route_gpu(x, weight, 4, False, sigmoid=sigmoid, invariant=True)
+    whole = route_invariant_gpu(x, weight, 4, False, sigmoid=sigmoid)
     for tokens in (1, 2, 16, 17, 32, 33):
-        found = route_gpu(x[:tokens], weight, 4, False, sigmoid=sigmoid, invariant=True)
+        found = route_invariant_gpu(x[:tokens], weight, 4, False, sigmoid=sigmoid)
         assert torch.equal(found.experts, whole.experts[:tokens])
         assert torch.equal(found.weights, whole.weights[:tokens])
     split = [route_gpu(x[:tokens], weight, 4, False).weights[:16] for tokens in (16, 50)]
