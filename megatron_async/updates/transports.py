@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from threading import Event
@@ -187,33 +188,57 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> list[tuple
     """
     if device.type != "cuda":
         raise UpdateError("CUDA IPC needs an engine on a GPU: send the tensors' bytes, or a group.")
-    memories = []
-    for memory in handles["memories"]:
+    memories, opened, found = handles["memories"], dict[int, torch.UntypedStorage](), []
+    for memory in memories:
         if not _is_memory(memory):
             raise UpdateError(
                 f"{memory!r:.200} is no memory as torch shares it: send the 8 fields of "
                 "UntypedStorage._share_cuda_."
             )
-        gpu, *fields = memory
-        try:
-            memories.append(torch.UntypedStorage._new_shared_cuda(_gpu(gpu), *fields))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise UpdateError(
-                f"memory of GPU {gpu!r} cannot be opened ({str(error).splitlines()[0]}): trainer "
-                "and engine must run on one host and see this GPU."
-            ) from error
-    found = []
-    for name, dtype_name, shape, stride, number, offset in handles["tensors"]:
+    for name, dtype_name, shape, stride, number, offset in _chosen(handles, device):
         dtype, size = _dtype(name, dtype_name), _size(name, shape)
-        _size(name, (*stride, number, offset))
+        _size(name, (*stride, offset))
+        if number not in opened:
+            opened[number] = _open(memories[number])
+        storage = opened[number]
         last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=False))
-        is_inside = number < len(memories) and len(shape) == len(stride)
-        if not is_inside or (size and (last + 1) * dtype.itemsize > memories[number].nbytes()):
+        is_outside = size and (last + 1) * dtype.itemsize > storage.nbytes()
+        if len(shape) != len(stride) or is_outside:
             raise UpdateError(f"tensor {name!r} lies outside of its memory.")
-        storage = memories[number]
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         found.append((name, empty.set_(storage, offset, tuple(shape), tuple(stride))))
     return found
+
+
+def _chosen(handles: Mapping[str, Any], device: torch.device) -> Iterator[Sequence[Any]]:
+    """The tensors to open. Trainers of several GPUs may tell each GPU's copy of a tensor, as vLLM's
+    callers do: then it is this GPU's."""
+    memories, copies = handles["memories"], defaultdict[str, list[Any]](list)
+    for tensor in handles["tensors"]:
+        name, number = tensor[0], tensor[4]
+        _size(name, [number])
+        if number >= len(memories):
+            raise UpdateError(f"tensor {name!r} lies outside of its memory.")
+        copies[name].append(tensor)
+    for name, each in copies.items():
+        gpus = {memories[tensor[4]][0] for tensor in each}
+        here = [t for t in each if len(gpus) == 1 or _is_here(memories[t[4]][0], device)]
+        if not here:
+            raise UpdateError(
+                f"tensor {name!r} lies on GPUs {gpus}, and this rank on none of them."
+            )
+        yield from here
+
+
+def _open(memory: Sequence[Any]) -> torch.UntypedStorage:
+    gpu, *fields = memory
+    try:
+        return torch.UntypedStorage._new_shared_cuda(_gpu(gpu), *fields)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UpdateError(
+            f"memory of GPU {gpu!r} cannot be opened ({str(error).splitlines()[0]}): trainer and "
+            "engine must run on one host and see this GPU."
+        ) from error
 
 
 def _is_memory(fields: Any) -> bool:
@@ -226,6 +251,12 @@ def _is_memory(fields: Any) -> bool:
             is_inside = min(size, offset, counter) >= 0 and counter < COUNTERS
             return is_torchs and is_inside and bool(handle) and len(event) == EVENT_BYTES
     return False
+
+
+def _is_here(gpu: int | str, device: torch.device) -> bool:
+    if isinstance(gpu, int):
+        return gpu == device.index
+    return gpu.removeprefix("GPU-") == str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _gpu(which: int | str) -> int:

@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,5 +125,35 @@ def test_hostile_memories_are_not_opened(other: dict[int, Any], monkeypatch) -> 
         with pytest.raises(UpdateError, match="no memory as torch shares it"):
             open_handles({"memories": [memory], "tensors": []}, cuda)
     assert not opened
-    open_handles({"memories": [MEMORY], "tensors": []}, cuda)
-    assert opened == [tuple(MEMORY)]
+
+
+def test_of_several_gpus_copies_this_ones_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer of two GPUs sends them once for all ranks; memory here stands for a GPU's."""
+    values = torch.arange(8, dtype=torch.float32)
+    opened: list[Any] = []
+
+    def open_memory(*fields: Any) -> Any:
+        opened.append(fields)
+        return values.untyped_storage()
+
+    def properties(device: Any) -> Any:
+        return SimpleNamespace(uuid=f"uuid-{torch.device(device).index}")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for kind in (int, "GPU-uuid-{}".format):
+        opened.clear()
+        memories = [[kind(gpu), *MEMORY[1:]] for gpu in (0, 1, 1)]
+        tensors = [["a", "F32", [2], [1], 0, 0], ["a", "F32", [2], [1], 1, 4],
+                   ["b", "F32", [1], [1], 2, 7]]  # fmt: skip
+        sent = {"memories": memories, "tensors": tensors}
+        found = open_handles(sent, torch.device("cuda", 1))
+        assert [(name, tensor.tolist()) for name, tensor in found] == [("a", [4, 5]), ("b", [7])]
+        assert [fields[0] for fields in opened] == [1, 1]
+        found = open_handles(sent, torch.device("cuda", 0))
+        assert [(name, tensor.tolist()) for name, tensor in found] == [("a", [0, 1]), ("b", [7])]
+        with pytest.raises(UpdateError, match=r"'a' lies on GPUs .* this rank on none"):
+            open_handles(sent, torch.device("cuda", 2))
+    twice = {"memories": [MEMORY], "tensors": [["a", "F32", [2], [1], 0, 0]] * 2}
+    assert len(open_handles(twice, torch.device("cuda", 1))) == 2, "which the round refuses"
