@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import triton
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
@@ -64,5 +65,6 @@ def _hash_callees_first(update_hash: Callable[[Any, Any], None]) -> Callable[[An
     return update
 
 
-JITFunction.run = run
-DependenciesFinder._update_hash = _hash_callees_first(DependenciesFinder._update_hash)
+if triton.__version__.startswith("3.6."):  # what is inside another version may be otherwise
+    JITFunction.run = run
+    DependenciesFinder._update_hash = _hash_callees_first(DependenciesFinder._update_hash)
