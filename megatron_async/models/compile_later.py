@@ -44,6 +44,8 @@ LATER = frozenset({
 NOW = {f"{CORE}.optimizer.OptimizerConfig": f"{CORE}.optimizer.optimizer_config"}
 """Names of such modules that must be the real ones, and where they are: torch is told which classes
 a checkpoint may have."""
+_importing = 0
+"""The thread that imports Megatron-Core here, while it does."""
 
 
 class LaterName:
@@ -56,6 +58,10 @@ class LaterName:
         """The real one; its module runs, if it has not."""
         _run(self._module)
         return getattr(self._module, self._name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for `isinstance(name, type)`
+        return LaterName if _importing else type(self.found())
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.found()(*args, **options)
@@ -86,8 +92,8 @@ class LaterModule(ModuleType):
         self._lock = threading.RLock()  # one for each, as imports have
 
     def __getattr__(self, name: str) -> Any:
-        is_import = name == "__path__" or _is_head_of_megatron(sys._getframe(1))
-        if "_runs" not in vars(self) and is_import:
+        is_import = _importing == threading.get_ident() and _is_head_of_megatron(sys._getframe(1))
+        if "_runs" not in vars(self) and (is_import or name == "__path__"):
             if name.startswith("__"):  # what imports ask of a module that is no package
                 raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
             now = NOW.get(f"{self.__name__}.{name}")
@@ -112,10 +118,19 @@ def _run(module: ModuleType) -> None:
             return
         vars(module)["_runs"] = True
         spec: Any = module.__spec__
-        spec.loader = module.__loader__ = spec.loader.loader
-        with importing() if module.__name__.startswith(CORE) else nullcontext():
+        later = spec.loader
+        spec.loader = module.__loader__ = later.loader
+        try:
             spec.loader.exec_module(module)
+        except BaseException:
+            spec.loader = later
+            del vars(module)["_runs"]  # what it lacks is said again
+            raise
         module.__class__ = ModuleType
+        for name, other in list(sys.modules.items()):
+            for key, value in list(vars(other).items()) if name.startswith(CORE) else ():
+                if type(value) is LaterName and value._module is module:
+                    setattr(other, key, value.found())
 
 
 class _LaterLoader(Loader):
@@ -160,31 +175,27 @@ def compile_later(model: Callable[..., Any] | None = None, **options: Any) -> An
 
 
 COMPILE: Callable[..., Any] = torch.compile
-_finder, _imports, _lock = _LaterFinder(), 0, threading.Lock()
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Inside, files of Megatron-Core are imported so; in several threads at once, if need be."""
-    global _imports
-    with _lock:
-        _imports += 1
-        if _imports == 1:
-            sys.meta_path.insert(0, _finder)
-            torch.compile = compile_later  # Megatron-Core takes it once, in `megatron.core.jit`
+def _importing_megatron() -> Iterator[None]:
+    """Inside, this thread imports files of Megatron-Core so."""
+    global _importing
+    finder, _importing = _LaterFinder(), threading.get_ident()
+    sys.meta_path.insert(0, finder)
+    torch.compile = compile_later  # Megatron-Core takes it once, in `megatron.core.jit`
     try:
         yield
     finally:
-        with _lock:
-            _imports -= 1
-            if _imports == 0:
-                torch.compile = COMPILE
-                sys.meta_path.remove(_finder)
+        torch.compile = COMPILE
+        sys.meta_path.remove(finder)
+        _importing = 0
 
 
-with importing():
+with _importing_megatron():
     import megatron.core.models.hybrid.hybrid_block
     import megatron.core.models.hybrid.hybrid_model
     import megatron.core.ssm.mamba_layer
     import megatron.core.ssm.mlp_layer
+    import megatron.core.transformer.attention
     import megatron.core.transformer.moe.moe_layer  # noqa: F401

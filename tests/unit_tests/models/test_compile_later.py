@@ -65,10 +65,15 @@ names = [(n, k, v) for n, m in sys.modules.items() for k, v in vars(m).items()
 assert {n.split(".")[0] for n, _, _ in names} == {"megatron"}
 assert [n for n in LATER if type(sys.modules[n]) is not LaterModule] == []
 assert not any(isinstance(x, LaterName) for x in torch.serialization.get_safe_globals())
+import megatron.core
 from megatron.core import DistributedDataParallel, utils
+from megatron.core.models.hybrid.hybrid_block import FusedMLASelfAttention
 assert type(DistributedDataParallel) is LaterName
 with ThreadPoolExecutor(4) as pool:
     assert len(set(pool.map(lambda _: DistributedDataParallel.found(), range(4)))) == 1
+assert type(megatron.core.DistributedDataParallel) is type
+assert megatron.core.DistributedDataParallel is DistributedDataParallel.found()
+assert type(FusedMLASelfAttention) is LaterName and isinstance(FusedMLASelfAttention, type)
 class Own(DistributedDataParallel): pass
 assert not isinstance(Own, LaterName) and issubclass(Own, DistributedDataParallel)
 assert type(sys.modules["megatron.core.distributed"]) is not LaterModule
