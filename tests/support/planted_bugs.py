@@ -20,6 +20,7 @@ from megatron_async.planning.prefix_cache import PrefixCache
 from megatron_async.planning.request_slots import RequestSlots, SlotState
 from megatron_async.planning.scheduler import Scheduler
 from megatron_async.planning.step_plan import StepPlan
+from megatron_async.requests.moved_request import MovedRequest
 from megatron_async.requests.streaming import RequestStream, StreamChunk
 from megatron_async.step import routing_recorder
 from megatron_async.step.ngram_drafter import NgramDrafter
@@ -449,6 +450,31 @@ def half_a_prompt_of_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "evict", evict_who_decodes)
 
 
+def moved_one_place_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that moves has its last token twice, and each further one at the next position."""
+    _restore_otherwise(
+        monkeypatch, lambda request: request.generated_tokens[-1:], lambda spans: spans
+    )
+
+
+def a_span_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the versions of a request's tokens, the first alone moves."""
+    _restore_otherwise(monkeypatch, lambda request: [], lambda spans: spans[:1])
+
+
+def _restore_otherwise(monkeypatch: pytest.MonkeyPatch, more: Any, kept: Any) -> None:
+    restore = MovedRequest.restore
+
+    def restore_and_change(moved: MovedRequest, request: Any, *arguments: Any) -> None:
+        restore(moved, request, *arguments)
+        request.generated_tokens += more(request)
+        request.weights.tokens = kept(request.weights.tokens)
+
+    monkeypatch.setattr(MovedRequest, "restore", restore_and_change)
+
+
+MOVE_BUGS: list[Plant] = [moved_one_place_on, a_span_that_is_left_behind]
+"""Bugs of requests that move."""
 UPDATE_BUGS: list[Plant] = [
     a_version_one_step_late,
     hits_across_epochs,

@@ -39,6 +39,7 @@ schedule that found them, each with serial answers of its own:
                                        states_without_blocks 5
     weights that change                a_version_one_step_late 6, hits_across_epochs 6,
                                        weights_change_at_once 6, half_a_prompt_of_old_weights 9
+    requests that move                 moved_one_place_on 7, a_span_that_is_left_behind 7
     steps that fail for ever           test_endless_failures_are_found 58
     a stop beside shared experts       test_overwritten_samples_are_found 4
     an interrupt in a step             interrupts_are_not_held 5, half_booked_tokens_stay 5,
@@ -63,8 +64,8 @@ from tests.functional_tests.fuzz.other_machines import (
     InterruptedMachine,
     SleepingMachine,
 )
-from tests.functional_tests.fuzz.updating_machine import UpdatingMachine
-from tests.support.planted_bugs import BUGS, UPDATE_BUGS, Plant
+from tests.functional_tests.fuzz.updating_machine import MovingMachine, UpdatingMachine
+from tests.support.planted_bugs import BUGS, MOVE_BUGS, UPDATE_BUGS, Plant
 from tests.support.planted_state_bugs import INTERRUPT_BUGS, SLEEP_BUGS
 from tests.support.tiny_launches import use_small_grid
 
@@ -224,6 +225,25 @@ def test_a_bug_of_updates_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant
     before = EngineMachine.counts["schedules"]
     with pytest.raises((AssertionError, RuntimeError, KeyError)) as failure:
         fuzz(ENOUGH, SEEDS.get(plant.__name__, 2), Phase.generate, machine=UpdatingMachine)
+    number = EngineMachine.counts["schedules"] - before
+    print(f"{plant.__name__} is found by schedule {number}: {failure.value!r}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_requests_that_move_say_what_they_would_have_said() -> None:
+    counts = counts_of(FAILING_SCHEDULES // 2, FIRST_SEED, MovingMachine)
+    # The schedules are worth their name.
+    assert min(counts["moved with tokens"], counts["requests of several versions"]) > 0, counts
+
+
+@pytest.mark.parametrize("plant", MOVE_BUGS, ids=lambda plant: plant.__name__)
+def test_a_bug_of_moves_is_found(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+    monkeypatch.setattr(UpdatingMachine, "answers", {})
+    plant(monkeypatch)
+    before = EngineMachine.counts["schedules"]
+    with pytest.raises((AssertionError, RuntimeError, KeyError)) as failure:
+        fuzz(ENOUGH, SEEDS.get(plant.__name__, 3), Phase.generate, machine=MovingMachine)
     number = EngineMachine.counts["schedules"] - before
     print(f"{plant.__name__} is found by schedule {number}: {failure.value!r}")
 

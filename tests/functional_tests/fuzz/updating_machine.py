@@ -1,7 +1,10 @@
 """`UpdatingMachine`: the weights of its engine change under way. Each request says what an engine
-without lookahead says that stops, changes its weights and goes on where this one did."""
+without lookahead says that stops, changes its weights and goes on where this one did.
+`MovingMachine`: two such engines, and requests go to and fro."""
 
+import json
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -12,8 +15,12 @@ from hypothesis.stateful import initialize, rule
 from megatron_async import DynamicInferenceRequest, SamplingParams, Status
 from megatron_async.engine.listener import EngineListener
 from megatron_async.errors import UpdateError
+from megatron_async.ops.sampling.slot_records import Header
 from megatron_async.planning.step_output import StepOutput
-from tests.functional_tests.fuzz.engine_machine import EngineMachine, runs
+from tests.functional_tests.fuzz.engine_machine import (
+    EngineMachine,
+    runs,
+)
 from tests.functional_tests.fuzz.fuzz_requests import (
     COMPARED,
     CUT_SHORT,
@@ -227,6 +234,8 @@ class UpdatingMachine(EngineMachine):
 
     @rule()
     def label(self) -> None:
+        if self.engine.context.config.invalidation == "rollback":
+            return  # steps that are taken back have lower numbers than the label's again
         self._labels += 1
         index = weights_of(self.engine.weight_version)
         self.script.append(f"engine.updating.label('{index}.{self._labels}')")
@@ -266,7 +275,11 @@ class UpdatingMachine(EngineMachine):
         assert self.chronicle is not None
         request, history = tracked.request, self.chronicle.of[id(tracked.request)]
         versions, count = history.versions, len(request.generated_tokens)
-        assert by_token(request.weight_versions) == versions[:count]
+        if not request.sampling_params.is_score:
+            assert by_token(request.weight_versions) == versions[:count]
+        elif request.succeeded():
+            ((version, *_),) = request.weight_versions
+            assert [weights_of(version)] == list(map(weights_of, versions))  # labels come between
         self.counts["requests of several versions"] += len(set(versions[:count])) > 1
         again = max([0, *history.evicted])
         if again >= count:
@@ -281,3 +294,103 @@ class UpdatingMachine(EngineMachine):
         super()._finish()
         for future in self._torn:
             assert isinstance(future.exception(0), UpdateError)
+
+
+class MovingMachine(UpdatingMachine):
+    """Two engines of one kind of model, with other settings and weights that change on their own.
+    The rules are of one of them, until `switch`; a request that moves goes to the other one, where
+    its history goes on as after an eviction."""
+
+    seconds: ClassVar = {name: kind(SEEDS[0]) for name, kind in KINDS.items()}
+    PARTS = (
+        "engine", "device", "drafter", "blocks", "watch", "launches", "ngrams", "mtp", "chronicle",
+        "unfinished", "_unreported", "_number", "_torn",
+    )  # fmt: skip
+
+    @initialize(
+        settings=engine_settings(),
+        others=engine_settings(),
+        drafter=st.sampled_from([*DRAFTERS, "ngram"]),
+        sharing=st.booleans(),
+        snapshots=snapshot_settings,
+        model=st.sampled_from(["AttentionModel", *KINDS]),
+        requests=st.lists(asks, min_size=6, max_size=6),
+    )
+    def new_engine(
+        self, settings: dict[str, Any], others: dict[str, Any], requests: list[Ask], **drawn: Any
+    ) -> None:
+        self._moves = 40
+        self.models = self.seconds  # type: ignore[misc]
+        super().new_engine(settings=others, requests=requests[:3], **drawn)
+        self._resting = {part: getattr(self, part) for part in self.PARTS}
+        del self.models
+        self.unfinished, self._unreported = {}, []
+        self.script.append("other = engine")
+        super().new_engine(settings=settings, requests=requests[3:], **drawn)
+
+    @rule()
+    def switch(self) -> None:
+        self.script.append("engine, other = other, engine")
+        for part, resting in self._resting.items():
+            self._resting[part] = getattr(self, part)
+            setattr(self, part, resting)
+
+    @rule(ask=asks, steps=st.sampled_from([6, 4, 9, 3]), comes_back=st.booleans())
+    def move(self, ask: Ask, steps: int, comes_back: bool) -> None:
+        """The request with most tokens goes to the other engine, as JSON, and perhaps back."""
+        ask = ask._replace(sampling=ask.sampling | {"num_tokens_to_generate": 20})
+        if not self.engine.is_stopped:
+            self.add_requests([ask])
+        for _ in range(1 + comes_back):
+            if not self.engine.is_stopped:
+                self.step_modern(steps)
+            if self.unfinished:
+                tokens_of = self.engine.context.slots.tokens_since
+                self._move(max((len(tokens_of(n, 0) or ()), n) for n in self.unfinished)[1])
+
+    def _move(self, request_id: int) -> None:
+        assert self.chronicle is not None
+        left, self._moves = self.unfinished.pop(request_id), self._moves + 1
+        self.script.append(f"data = engine.export_request({request_id})")
+        data = json.loads(json.dumps(self.engine.export_request(request_id)))
+        left.check_end = partial(self._check_left, left, data["generated"])  # type: ignore[method-assign]
+        self._unreported.append(left)
+        before = self.chronicle.of.get(id(left.request), History())
+        self.switch()
+        self.script.append(f"engine.import_request({self._moves}, data)")
+        if (grammar := left.request.sampling_params.structured_output) is not None:
+            wait([self.engine.grammars.begin(grammar)])
+        future = self.engine.import_request(self._moves, data)
+        moved = TrackedRequest(self.engine, left._ask._replace(request_id=self._moves), future)
+        moved._ask, moved.emitted = left._ask, [*data["generated"]]
+        if moved.future.done():
+            self._unreported.append(moved)
+        else:
+            self.unfinished[self._moves] = moved
+        count = moved.moved = len(moved.emitted)
+        history = History(before.versions[:count], [*before.evicted, count])
+        self.chronicle.of[id(moved.request)] = self.chronicle.by_number[self._moves] = history
+        self.serial.histories[id(left._ask)] = left._ask, history
+        if self.drafter is not None and moved.request.record is not None:
+            self._teach(left._ask, int(moved.request.record.words[Header.SEED_LOW]))
+        self.counts["moved"] += not moved._is_refused
+        self.counts["moved with tokens"] += count > 0
+
+    def _check_left(self, left: TrackedRequest, tokens: list[int], serial: SerialAnswers) -> None:
+        request = left.request
+        assert (request.status, request.finish_reason) == (Status.COMPLETED, "moved")
+        assert request.generated_tokens == left.emitted == tokens
+
+    def _check_versions(self, tracked: TrackedRequest) -> None:
+        if tracked.request.finish_reason != "moved":
+            super()._check_versions(tracked)
+
+    def _finish(self) -> None:
+        for _ in range(2):
+            self.unpause()
+            self.resume()
+            self._run_to_the_end()
+            self.switch()
+        super()._finish()
+        self.switch()
+        super()._finish()
