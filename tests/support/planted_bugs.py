@@ -458,7 +458,7 @@ def moved_one_place_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_span_that_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the versions of a request's tokens, the first alone moves."""
+    """The first version of a request's tokens moves, and no further one."""
     _restore_otherwise(monkeypatch, lambda request: [], lambda spans: spans[:1])
 
 
