@@ -34,9 +34,9 @@ class GpuPagedAttention(TorchPagedAttention):
         self.prefill_backends = tuple(backend.name for backend in prefill.backends)
         self._choice = prefill
         self._backend: PrefillBackend | None = None
-        self._workspace = DecodeWorkspace(
-            max_rows, shape.heads, shape.kv_heads, shape.dim, shape.device, max_width
-        )
+        heads = shape.heads, shape.kv_heads, shape.dim
+        parts = shape.part, shape.longest_sequence
+        self._workspace = DecodeWorkspace(max_rows, *heads, shape.device, max_width, *parts)
 
     @override
     def begin_step(

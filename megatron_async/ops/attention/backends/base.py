@@ -29,6 +29,9 @@ class AttentionShape:
     dtype: torch.dtype
     """Dtype of queries and cache."""
     device: torch.device
+    part: int = 0
+    """Keys of the parts that are joined, from position 0 on (`DecodeSchedule.part`), so that the
+    bits of a row depend on no other row, no chunk and no device; 0: parts follow the step."""
 
     @property
     def longest_sequence(self) -> int:
@@ -112,8 +115,15 @@ def require(condition: bool, name: str, problem: str, remedy: str) -> None:
         raise BackendUnavailable(f"attention_backend={name!r}: {problem}; {remedy}.")
 
 
+def require_parts_of_the_step(name: str, shape: AttentionShape) -> None:
+    """Refuse parts of one length; raises `BackendUnavailable`."""
+    problem = f"it has no parts of {shape.part} keys, as one order for all rows wants them"
+    require(not shape.part, name, problem, "use attention_backend='triton' or leave it out")
+
+
 def require_tensor_core_shape(name: str, shape: AttentionShape, largest_dim: int) -> None:
     """Check dtype and heads for FlashAttention's kernels; raises `BackendUnavailable`."""
+    require_parts_of_the_step(name, shape)
     require(
         shape.dtype in (torch.bfloat16, torch.float16),
         name,
@@ -136,6 +146,7 @@ class TorchPrefill(PrefillBackend):
     captures = False
 
     def __init__(self, shape: AttentionShape) -> None:
+        require_parts_of_the_step(self.name, shape)
         self._attention = TorchPagedAttention(shape.block_size, shape.max_blocks, shape.device)
 
     @override

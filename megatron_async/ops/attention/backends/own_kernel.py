@@ -14,6 +14,7 @@ from megatron_async.ops.attention.backends.base import (
     PrefillBackend,
     PrefillRows,
     require,
+    require_parts_of_the_step,
 )
 from megatron_async.ops.attention.prefill_attention import (
     PROGRAMS_A_PROCESSOR,
@@ -121,12 +122,13 @@ class OwnKernelPrefill(PrefillBackend):
 
 class TritonPrefill(OwnKernelPrefill):
     """Prefill attention by the Triton kernel of `ops/attention/prefill_attention.py`. Queries
-    behind position `first_key` do not see the keys before it; with `part`, keys of a part, a query
-    has the bits of a decode row."""
+    behind position `first_key` do not see the keys before it; without it, in parts of the shape's
+    length, a query has the bits of a decode row."""
 
     name = "triton"
 
-    def __init__(self, shape: AttentionShape, first_key: int = 0, part: int = 0) -> None:
+    def __init__(self, shape: AttentionShape, first_key: int = 0) -> None:
+        part = 0 if first_key else shape.part
         sizes = shape.heads, shape.dim, shape.block_size, shape.dtype, shape.device
 
         def tile(tokens: int) -> Tile:
@@ -152,6 +154,7 @@ class WarpgroupPrefill(OwnKernelPrefill):
     name = "warpgroup"
 
     def __init__(self, shape: AttentionShape) -> None:
+        require_parts_of_the_step(self.name, shape)
         is_hopper = is_supported(shape.device)
         require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
         require(

@@ -64,6 +64,18 @@ def test_gpu_backend_on_a_cpu():
         LLM("dummy:tiny", device="cpu", attention_backend="triton")
 
 
+def test_parts_of_one_length_are_triton_s():
+    """Others refuse them by name, and no clock chooses."""
+    device = CpuDevice()
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, device.torch_device, part=512)
+    for name in ("torch", "warpgroup"):
+        with pytest.raises(BackendUnavailable, match=f"{name}.* no parts of 512 keys"):
+            choose_prefill(name, shape, device, Choices("measure", device))
+    for name in (None, "triton"):
+        choice = choose_prefill(name, shape, device, Choices("measure", device))
+        assert {backend.name for backend in choice.backends} == {"triton"}
+
+
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("first", [0, 5])
 def test_torch_backend(block_size, first):

@@ -148,13 +148,15 @@ def test_torch_backend(
 @pytest.mark.parametrize("dummies", [0, 1, 9])
 @pytest.mark.parametrize(("block_size", "decode", "prefill", "kv_heads", "group", "dim"), CASES)
 def test_gpu_kernels(block_size, decode, prefill, kv_heads, group, dim, dummies, device):
-    """Break it: no limit of the schedule, or decode rows before prefill rows."""
+    """Break it: no limit of the schedule, or decode rows before prefill rows. One dummy: with parts
+    of one length."""
     if dummies and not prefill:
         pytest.skip("a step of decode rows is not packed")
 
     def backend(size, blocks):
         where, heads = torch.device(device), kv_heads * group
-        shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, where)
+        part = 128 if dummies == 1 else 0
+        shape = AttentionShape(heads, kv_heads, dim, size, blocks, torch.float32, where, part)
         choice = PrefillChoice.of_one(BACKENDS["triton"](shape))
         rows = len(decode) + len(prefill) + dummies
         with processors(7):
