@@ -92,6 +92,7 @@ COMMANDS = (
     "lab.profile_command.add_profile",
     "lab.simulate_command.add_replay_and_simulate",
     "lab.fleet_command.add_simulate_fleet",
+    "lab.check_command.add_check",
     "cli.tune.add_tune",
     "cli.serve.add_serve",
     "cli.serving.add_serving",

@@ -147,6 +147,7 @@ RANKS_TEXTS = {
     "generate": "Start them with torchrun: `torchrun --nproc-per-node 2 -m megatron_async generate "
     "...`.\nRanks beyond one model's are data-parallel replicas, which divide the prompts.\n"
     "scripts/launch_node.sh and scripts/launch_nodes.sh call torchrun for you.",
+    "check": "Start them with torchrun; each replica serves all cases.",
     "tune": "Start them with torchrun, as many as a start will have; rank 0 keeps its times.",
     "serve": "`serve` starts them itself, on this host's GPUs: `serve MODEL "
     "--tensor-model-parallel-size 2`\nneeds two, and with --replicas each engine as many more. "
