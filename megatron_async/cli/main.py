@@ -1,6 +1,6 @@
 """The command line: `megatron-async chat`, `generate`, `convert`, `compile`, `tune`, `info`,
-`profile`, `replay`, `simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica`, `replicas` and
-`completion`.
+`check`, `profile`, `replay`, `simulate`, `simulate-fleet`, `serve`, `coordinator`, `replica`,
+`replicas` and `completion`.
 
 Everything heavy (torch, Megatron-Core) is imported inside the commands, so that `--help` and a
 mistyped option answer at once. A user's error ends in one line on stderr and exit status 2; with

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_async.lab.check_cases import Answer, Variant
+from megatron_async.lab.check_cases import Answer
 from megatron_async.lab.divergence import Divergence, LogProbDistance, tolerance
 
 FAR = 4.0
@@ -16,15 +16,45 @@ FAR = 4.0
 than rounding (of some hundreds the largest difference is several times the usual one)."""
 PROMISES = {
     "bits": "batch_invariant_mode promises equal bits: each difference is a failure",
-    "float32": "float32 promises tokens, up to near ties of logits: products may round otherwise "
-    "with the rows of a step, so log probs may differ in their last bits",
-    "fast": "without batch_invariant_mode products round otherwise with the rows of a step: tokens "
-    "are the same up to near ties of logits, log probs are not",
+    "float32": "float32 promises tokens, up to near ties of logits; log probs may differ in their\n"
+    "last bits, as products may round otherwise with the rows of a step",
+    "fast": "without batch_invariant_mode products round otherwise with the rows of a step:\n"
+    "tokens are the same up to near ties of logits, log probs are not",
 }
 """What an engine promises, by mode."""
-COLUMNS = ("tokens", "log probs", "differ", "mean", "largest", "parted", "near ties", "failed")
-WIDTH = 18
-"""Of a case's label."""
+COLUMNS = (
+    ("tokens", 9, ""), ("log_probs", 11, ""), ("differ", 9, ""), ("mean", 10, ".2g"),
+    ("largest", 10, ".2g"), ("parted", 9, ""), ("near_ties", 11, ""), ("failed", 9, ""),
+)  # fmt: skip
+"""The table's: a case's value, width and format."""
+HEAD = f"{'case':<16}" + "".join(f"{key.replace('_', ' '):>{width}}" for key, width, _ in COLUMNS)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A place of a needle at which a case differs from the needle alone.
+
+    Attributes:
+        needle: its number.
+        position: of the prompt's tokens; or after the prompt, generated tokens before it.
+        in_prompt: which of the two.
+        text: both log probs, in words.
+        fails: whether the mode does not allow it.
+        parted: whether it is another token, or the end of one of the two.
+        is_near_tie: whether rounding explains that.
+    """
+
+    needle: int
+    position: int
+    in_prompt: bool
+    text: str
+    fails: bool
+    parted: bool = False
+    is_near_tie: bool = False
+
+    def __str__(self) -> str:
+        what = "prompt token" if self.in_prompt else "token"
+        return f"needle {self.needle}, {what} {self.position}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -41,182 +71,94 @@ class Judge:
     dtype: torch.dtype
     num_blocks: int
 
-    def tolerance(self, alone: Answer) -> float:
-        """Largest gap of two logits that rounding in two runs may turn around. Log probs stand for
-        logits, whose spread they have."""
-        values = [*alone.log_probs, *(alone.prompt or ()), *(v for _, v in alone.likeliest[-1])]
-        return tolerance(torch.tensor(values), self.dtype, 2 * self.num_blocks)
+    def compare(
+        self, alone: Sequence[Answer], found: Sequence[Answer]
+    ) -> tuple[dict[str, Any], Difference | None]:
+        """Compare answers with those of the same needles alone.
+
+        Returns:
+            tokens and log probs that were compared, log probs that differ in their bits, their
+            mean, largest and K3 distance, answers that part, near ties of these, answers that
+            failed, and in words the first difference, if any fails the first of those; and that
+            one.
+        """
+        pairs, seen, tokens = list[tuple[float, float]](), list[Difference](), 0
+        for other in found:
+            mine = alone[other.needle]
+            new = list(self.differences(mine, other))
+            seen += new
+            same = next((each.position for each in new if each.parted), len(mine.tokens))
+            tokens += min(same + 1, len(mine.tokens))
+            pairs += zip(mine.prompt or (), other.prompt or (), strict=False)
+            pairs += zip(mine.log_probs[:same], other.log_probs[:same], strict=True)
+        distance = LogProbDistance.of([one for one, _ in pairs], [other for _, other in pairs])
+        failure = next((each for each in seen if each.fails), None)
+        parted = [each for each in seen if each.parted]
+        return {
+            "tokens": tokens,
+            "log_probs": len(pairs),
+            "differ": sum(one != other for one, other in pairs),
+            "mean": distance.mean,
+            "largest": distance.largest,
+            "k3": distance.k3,
+            "parted": len(parted),
+            "near_ties": sum(each.is_near_tie for each in parted),
+            "failed": len({each.needle for each in seen if each.fails}),
+            "first": str(failure or next(iter([*parted, *seen]), "")),
+        }, failure
 
     def differences(self, alone: Answer, found: Answer) -> Iterator[Difference]:
         """Every difference, in the order of the sequence, up to the first other token."""
-        allowed = self.tolerance(alone)
-        prompts = zip(alone.prompt or (), found.prompt or (), strict=False)
-        for position, pair in enumerate(prompts, 1):
-            if pair[0] != pair[1]:
-                fails = self._is_far(pair, allowed)
-                yield Difference(alone.needle, "prompt token", position, pair, fails)
-        whole = max(len(alone.tokens), len(found.tokens))
-        for position in range(whole):
-            mine, other = (each.tokens[position : position + 1] for each in (alone, found))
-            if mine != other:
-                yield self._parted(alone, found, position, allowed)
-                return
-            pair = alone.log_probs[position], found.log_probs[position]
-            if pair[0] != pair[1]:
-                best = alone.likeliest[position]
-                gap = best[0][1] - best[1][1] if len(best) > 1 else float("inf")
-                fails = self._is_far(pair, allowed)
-                yield Difference(alone.needle, "token", position, pair, fails, gap)
-
-    def _is_far(self, pair: tuple[float, float], allowed: float) -> bool:
-        """Whether two log probs of a token differ by more than the mode allows."""
-        is_far = not abs(pair[0] - pair[1]) <= FAR * allowed  # NaN too
-        return self.mode == "bits" or (self.mode == "float32" and is_far)
+        # Log probs stand for logits, whose spread they have; both runs have rounded.
+        values = torch.tensor([*alone.log_probs, *(alone.prompt or ())])
+        allowed = tolerance(values, self.dtype, 2 * self.num_blocks)
+        count = min(len(alone.tokens), len(found.tokens))
+        same = (at for at in range(count) if alone.tokens[at] != found.tokens[at])
+        end = next(same, count)
+        prompts = list(zip(alone.prompt or (), found.prompt or (), strict=False))
+        answers = list(zip(alone.log_probs[:end], found.log_probs[:end], strict=True))
+        for number, (mine, other) in enumerate([*prompts, *answers]):
+            if mine == other:
+                continue
+            at, in_prompt = number - len(prompts), number < len(prompts)
+            text = f"log probs {mine:.9g} alone, {other:.9g} here"
+            if not in_prompt:
+                best, second = (value for _, value in alone.likeliest[at][:2])
+                text += f"; the best two logits are {best - second:.2g} apart"
+            is_far = self.mode == "float32" and not abs(mine - other) <= FAR * allowed  # NaN too
+            at = number + 1 if in_prompt else at
+            yield Difference(alone.needle, at, in_prompt, text, self.mode == "bits" or is_far)
+        if end < max(len(alone.tokens), len(found.tokens)):
+            yield self._parted(alone, found, end, allowed)
 
     def _parted(self, alone: Answer, found: Answer, at: int, allowed: float) -> Difference:
-        needle, pair = alone.needle, [float("nan")] * 2
-        if at >= min(len(alone.tokens), len(found.tokens)):
-            return Difference(needle, "end", at, (pair[0], pair[1]), True)
-        best = alone.likeliest[at]
-        others = dict(best)
-        own = others[alone.tokens[at]]
+        counts = len(alone.tokens), len(found.tokens)
+        if at >= min(counts):
+            text = "{} tokens alone, {} here".format(*counts)
+            return Difference(alone.needle, at, False, text, True, True)
+        one, other, best = alone.tokens[at], found.tokens[at], dict(alone.likeliest[at])
         # A token that is not among the likeliest is further away than all of them.
-        gap = own - others[found.tokens[at]] if found.tokens[at] in others else float("inf")
-        divergence = Divergence(
-            needle, at, alone.tokens[at], found.tokens[at], (best[0][1], best[1][1]), gap, allowed
+        gap = best[one] - best.get(other, -float("inf"))
+        top, second = list(best.values())[:2]
+        parted = Divergence(alone.needle, at, one, other, (top, second), gap, allowed)
+        text = (
+            f"{one} alone, {other} here; log probs {alone.log_probs[at]:.9g} and "
+            f"{found.log_probs[at]:.9g}; the best two logits are {top - second:.2g} apart, these "
+            f"two {gap:.2g}, and rounding explains {allowed:.2g}"
         )
-        return Difference(
-            needle, "token", at, (alone.log_probs[at], found.log_probs[at]),
-            self.mode == "bits" or not divergence.is_near_tie, best[0][1] - best[1][1], divergence,
-        )  # fmt: skip
+        fails = self.mode == "bits" or not parted.is_near_tie
+        return Difference(alone.needle, at, False, text, fails, True, parted.is_near_tie)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A place of a needle at which a case differs from the needle alone.
-
-    Attributes:
-        needle: its number.
-        what: "prompt token", "token", or "end" where one of the two has ended.
-        position: of the prompt's tokens, or generated tokens before it.
-        log_probs: alone, and in the case.
-        fails: whether the mode does not allow it.
-        gap: distance of the best two logits there; infinite of a prompt's token, which is given.
-        divergence: of two tokens.
-    """
-
-    needle: int
-    what: str
-    position: int
-    log_probs: tuple[float, float]
-    fails: bool
-    gap: float = float("inf")
-    divergence: Divergence | None = None
-
-    def __str__(self) -> str:
-        where = f"needle {self.needle}, {self.what} {self.position}"
-        if self.divergence is not None:
-            tokens = f"{self.divergence.reference_token} alone, {self.divergence.engine_token} here"
-            where += f": {tokens}, {self.divergence.gap:.2g} below it"
-            where += f" (rounding explains {self.divergence.tolerance:.2g})"
-        where += "; log probs {:.9g} alone, {:.9g} here".format(*self.log_probs)
-        near = "" if self.gap == float("inf") else f"; best two logits {self.gap:.2g} apart"
-        return where + near
+def line(case: Mapping[str, Any], with_replica: bool = False) -> str:
+    """A case's row of the table."""
+    label = f"{case['replica']}: {case['label']}" if with_replica else case["label"]
+    cells = (f"{case[key]:>{width}{form}}" for key, width, form in COLUMNS)
+    return f"{label:<16}" + "".join(cells) + f"  {case['happened']}".rstrip()
 
 
-@dataclass
-class Outcome:
-    """The comparison of one case, of plain values.
-
-    Attributes:
-        case, label: of its `Variant`.
-        replica: that served it.
-        tokens, log_probs: compared, the latter of prompts too.
-        differ: log probs whose bits differ.
-        mean, largest, k3: distance of the log probs; see `LogProbDistance`.
-        parted: answers with another token; what follows it is not compared.
-        near_ties: of these, explained by rounding.
-        failed: answers with a difference that the mode does not allow.
-        happened: what shows that the case took place.
-        first: the first difference, in words; "" for none. One that fails comes first.
-        layer: where the hidden states part, in words, if that was looked for.
-    """
-
-    case: str
-    label: str
-    replica: int = 0
-    tokens: int = 0
-    log_probs: int = 0
-    differ: int = 0
-    mean: float = 0.0
-    largest: float = 0.0
-    k3: float = 0.0
-    parted: int = 0
-    near_ties: int = 0
-    failed: int = 0
-    happened: str = ""
-    first: str = ""
-    layer: str = ""
-    failure: Difference | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        variant: Variant,
-        alone: Sequence[Answer],
-        found: Sequence[Answer],
-        judge: Judge,
-        happened: str,
-    ) -> Outcome:
-        """Compare answers with those of the same needles alone."""
-        outcome = cls(variant.case, variant.label, happened=happened)
-        pairs, seen = list[tuple[float, float]](), list[Difference]()
-        for other in found:
-            mine = alone[other.needle]
-            differences = list(judge.differences(mine, other))
-            ends = [each for each in differences if each.what == "end" or each.divergence]
-            count = ends[0].position if ends else len(mine.tokens)
-            pairs += zip(mine.prompt or (), other.prompt or (), strict=False)
-            pairs += zip(mine.log_probs[:count], other.log_probs[:count], strict=True)
-            outcome.tokens += min(count + 1, len(mine.tokens))
-            outcome.parted += len(ends)
-            outcome.near_ties += sum(
-                each.divergence is not None and each.divergence.is_near_tie for each in ends
-            )
-            outcome.failed += any(each.fails for each in differences)
-            seen += differences
-        mine_all, others = [one for one, _ in pairs], [other for _, other in pairs]
-        distance = LogProbDistance.of(mine_all, others)
-        outcome.log_probs, outcome.differ = len(pairs), sum(one != other for one, other in pairs)
-        outcome.mean, outcome.largest = distance.mean, distance.largest
-        outcome.k3 = distance.k3
-        outcome.failure = next((each for each in seen if each.fails), None)
-        parted = next((each for each in seen if each.divergence), None)
-        first = outcome.failure or parted or next(iter(seen), None)
-        outcome.first = "" if first is None else str(first)
-        return outcome
-
-    def plain(self) -> dict[str, Any]:
-        """Its values but for `failure`, for JSON; `Outcome(**plain)` has them again."""
-        return {name: value for name, value in vars(self).items() if name != "failure"}
-
-    def line(self, with_replica: bool = False) -> str:
-        """Its row of the table."""
-        label = f"{self.replica}: {self.label}" if with_replica else self.label
-        return (
-            f"{label:<{WIDTH}}{self.tokens:>9}{self.log_probs:>11}{self.differ:>9}"
-            f"{self.mean:>10.2g}{self.largest:>10.2g}{self.parted:>9}{self.near_ties:>11}"
-            f"{self.failed:>9}  {self.happened}"
-        ).rstrip()
-
-    def explained(self) -> str:
-        """Its first difference, in a line, and the layer in another one."""
-        kind = "FAIL" if self.failed else "near tie" if self.parted else "first difference"
-        return f"{kind}, {self.label}: {self.first}" + (f"\n    {self.layer}" if self.layer else "")
-
-
-def head() -> str:
-    """The table's first line."""
-    widths = (9, 11, 9, 10, 10, 9, 11, 9)
-    cells = (f"{name:>{width}}" for name, width in zip(COLUMNS, widths, strict=True))
-    return f"{'case':<{WIDTH}}" + "".join(cells) + "  what happened"
+def explained(case: Mapping[str, Any]) -> str:
+    """A case's first difference, in a line, and the layer in another one."""
+    kind = "FAIL" if case["failed"] else "near tie" if case["parted"] else "first difference"
+    layer = f"\n    {case['layer']}" if case["layer"] else ""
+    return f"{kind}, {case['label']}: {case['first']}{layer}"

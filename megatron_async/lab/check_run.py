@@ -1,0 +1,154 @@
+"""All cases of `megatron-async check`, one engine after the other."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from megatron_async.checkpoints import open_model
+from megatron_async.checkpoints.registry import shipped_draft_layer
+from megatron_async.cli.prompts import token_ids
+from megatron_async.cli.ranks import gather_replicas, has_other_ranks, is_first_rank
+from megatron_async.cli.terminal import raise_interrupts
+from megatron_async.devices import resolve_device_name
+from megatron_async.lab.check_cases import ALONE, Answer, NeedleServer, Variant, variants
+from megatron_async.lab.check_outcomes import HEAD, Difference, Judge, line
+from megatron_async.lab.check_probe import LayerProbe
+from megatron_async.llm import LLM
+
+PROBED = 3
+"""Cases that fail whose layers are looked for; each serves the needle twice more."""
+ON_CPU = {"max_requests": 16, "block_size_tokens": 8}, 72, 16
+ON_GPU = {"max_requests": 256, "block_size_tokens": 64}, 1200, 128
+"""By device: settings, the longest random needle and tokens to generate, where nothing is said."""
+LEAST_RECURRENT = 160
+"""The longest needle where layers are recurrent: states are kept at multiples of 128 tokens."""
+SNAPSHOTS = 16
+"""Rows for recurrent states of prompts' beginnings."""
+MOST_WIDTH = 4
+"""Query tokens of a row with drafts."""
+NO_GB = 1e-9
+"""What paused requests may hold: those that are short of blocks are evicted at once."""
+
+
+def serve_cases(
+    arguments: argparse.Namespace, model: str, sizes: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[list[list[dict[str, Any]]], str]:
+    """Serve all cases, with a bar; one process alone prints each row of the table as it comes.
+    Every rank of a job calls it.
+
+    Args:
+        arguments: prompt, needles, tokens, cases, seed, dtype, transformer_impl, no_progress.
+        model: anything that `LLM` loads.
+        sizes: over how many ranks it is split.
+        given: settings of the engine.
+
+    Returns:
+        the cases of each replica (see `Judge.compare`), and the engine's mode.
+    """
+    source = open_model(model)
+    on_cpu = resolve_device_name(given.get("device")).startswith("cpu")
+    defaults, longest, tokens = ON_CPU if on_cpu else ON_GPU
+    shape, tokens = source.architecture, arguments.tokens or tokens
+    if any(kind in shape.pattern for kind in "MG"):
+        longest = max(longest, LEAST_RECURRENT)
+        defaults = {"num_state_snapshots": SNAPSHOTS, **defaults}
+    context = min(shape.max_position_embeddings, shape.sliding_window or sys.maxsize)
+    longest = max(min(longest, context - 2 * tokens), 1)
+    draws = np.random.default_rng(arguments.seed)
+    needles = [_ids(prompt, source.tokenizer) for prompt in arguments.prompt] or [
+        draws.integers(shape.vocab_size, size=max(int(longest * 0.4**n), n + 1)).tolist()
+        for n in range(arguments.needles)
+    ]
+    longest = max(map(len, needles))
+    options = {**defaults, "lookahead": 1, "paused_buffer_size_gb": NO_GB, **given}
+    options.setdefault("max_sequence_length", longest + 2 * tokens)
+    options.setdefault("max_tokens", max(2048, MOST_WIDTH * options["max_requests"]))
+    has_mtp = shape.mtp_num_depths or shipped_draft_layer(model)
+    methods = ["ngram", *(["mtp"] if has_mtp else [])]
+    plan = variants(options, len(needles), longest, methods, arguments.cases)
+
+    alone, cases, is_one = list[Answer](), list[dict[str, Any]](), not has_other_ranks()
+    shown = None if is_first_rank() and not arguments.no_progress else True
+    with tqdm(total=len(plan) + 1, unit="case", disable=shown, leave=False) as bar:
+
+        def on_step(report: Mapping[str, Any]) -> None:
+            bar.set_postfix_str(f"{len(report['active_request_ids'])} rows", refresh=False)
+            bar.update(0)
+
+        for method in dict.fromkeys([None, *(each.method for each in plan)]):
+            gc.collect()  # the engine before this one
+            with LLM(
+                model, dtype=arguments.dtype, transformer_impl=arguments.transformer_impl,
+                speculative_method=method, **sizes,
+                **options | {"lookahead": max(options["lookahead"], 2)},
+            ) as llm:  # fmt: skip
+                raise_interrupts()
+                server = NeedleServer(
+                    llm, needles, tokens, arguments.seed, options["lookahead"], on_step
+                )
+                if method is None:
+                    judge = _judge(llm, len(shape.pattern))
+                    bar.set_description("alone")
+                    alone, _ = server.serve(ALONE)
+                    if is_one:
+                        bar.write(HEAD, file=sys.stdout)
+                    bar.update()
+                for variant in [each for each in plan if each.method == method]:
+                    bar.set_description(variant.label)
+                    found, happened = server.serve(variant)
+                    compared, failure = judge.compare(alone, found)
+                    case = {"case": variant.case, "label": variant.label, **compared}
+                    case |= {"happened": happened, "layer": ""}
+                    case["replica"] = llm.data_parallel_rank
+                    has_probed = sum(bool(each["layer"]) for each in cases)
+                    if failure is not None and is_one and has_probed < PROBED:
+                        case["layer"] = _layer(server, variant, failure, judge)
+                    cases.append(case)
+                    if is_one:
+                        bar.write(line(case), file=sys.stdout)
+                    bar.update()
+    mine = {"alone": [asdict(each) for each in alone], "cases": cases}
+    replicas = gather_replicas(llm, mine)
+    firsts = [[Answer(**each) for each in replica["alone"]] for replica in replicas]
+    for number in range(1, len(firsts)):
+        compared, _ = judge.compare(firsts[0], firsts[number])
+        told = {"case": "replicas", "label": "alone, on 0", "replica": number}
+        replicas[number]["cases"].append({**told, **compared, "happened": "", "layer": ""})
+    return [replica["cases"] for replica in replicas], judge.mode
+
+
+def _ids(prompt: str, tokenizer: Any) -> list[int]:
+    return token_ids(prompt) if tokenizer is None else list(tokenizer.tokenize(prompt))
+
+
+def _judge(llm: LLM, num_blocks: int) -> Judge:
+    """What an engine promises, and the rounding of its dtype."""
+    config, dtype, mode = llm.engine.context.config, llm.dtype, "fast"
+    if config.quantization is not None:
+        dtype = torch.bfloat16  # activations of 8 bits round no better
+    elif dtype == torch.float32:
+        mode = "float32"
+    if getattr(config, "batch_invariant_mode", False):
+        mode = "bits"
+    return Judge(mode, dtype, num_blocks)
+
+
+def _layer(server: NeedleServer, variant: Variant, failure: Difference, judge: Judge) -> str:
+    """Where hidden states of a needle part, in words: it is served alone and by the variant once
+    more, and the layers are watched."""
+    prompt, probes = server.needles[failure.needle], []
+    end = failure.position + (0 if failure.in_prompt else len(prompt))
+    for way in (ALONE, variant):
+        probes.append(LayerProbe(server.llm.engine, prompt, end))
+        with probes[-1].watching():
+            server.serve(way, failure.needle)
+    return probes[0].first_difference(probes[1], judge.mode == "bits", judge.dtype)

@@ -1,0 +1,180 @@
+"""`check`: models that keep their promise pass, and planted faults are found and named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async import LLM
+from megatron_async.cli.main import main
+from megatron_async.lab import check_run
+from megatron_async.lab.check_cases import Answer
+from megatron_async.lab.check_command import CASES
+from megatron_async.lab.check_outcomes import Judge
+from megatron_async.models.decoder_layer import LAYER_KINDS
+from megatron_async.planning.prefix_cache import PrefixCache
+from megatron_async.planning.scheduler import Scheduler
+from tests.support.ranks import run_ranks
+
+SMALL = ["--device", "cpu", "--needles", "2", "--tokens", "10", "--max-requests", "3"]
+
+
+def check(model: str, *arguments: str) -> int:
+    return main(["check", f"dummy:{model}", *SMALL, *arguments])
+
+
+def row(output: str, label: str) -> list[str]:
+    """What the table says of a case, behind its label."""
+    (line,) = [line for line in output.splitlines() if line.startswith(f"{label} ")]
+    return line.removeprefix(label).split()
+
+
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-hybrid-mtp"])
+def test_models_pass(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "check.json"
+    assert check(model, "--json", str(file)) == 0
+    output = capsys.readouterr().out
+    assert output.endswith("OK\n")
+    found = json.loads(file.read_text())["figures"]
+    assert {case["case"] for case in found} == CASES.keys()
+    assert [case["failed"] for case in found] == [0] * len(found)
+    # 10 tokens of two needles, each twice where prompts are found.
+    assert {case["label"]: case["tokens"] for case in found if case["tokens"] != 20} == {"warm": 40}
+    happened = {case["label"]: case["happened"] for case in found if case["happened"]}
+    drafts = ["drafts: ngram"] + ["drafts: mtp"] * model.endswith("mtp")
+    assert list(happened) == ["warm", "paused", "evicted", *drafts]
+    for label in ("warm", "paused", "evicted", drafts[-1]):
+        assert int(happened[label].split()[0]) > 0
+
+
+def test_a_layer_that_looks_at_the_batch_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = LAYER_KINDS["-"]
+    blocks: dict[int, None] = {}
+
+    def run(block: Any, stream: Any, view: Any, may_split: bool) -> Any:
+        after = kind.run(block, stream, view, may_split)
+        blocks[id(block)] = None
+        if view.dims.rows > 1 and list(blocks).index(id(block)) == 1:
+            after.value += 1e-3
+        return after
+
+    monkeypatch.setitem(LAYER_KINDS, "-", replace(kind, run=run))
+    assert check("tiny", "--cases", "batch", "lookahead", "--max-requests", "2") == 1
+    output = capsys.readouterr().out
+    # Layers 1 and 3 are MLPs; the second one is wrong.
+    assert "FAIL, batch 2: needle 0, prompt token 1: log probs" in output
+    assert "first in layer 3 (MLP) of 4, position 0: hidden states differ by 0.001" in output
+    assert output.endswith("FAIL\n")
+
+
+def test_another_prefix_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    look_up = PrefixCache.look_up
+
+    def look_up_beside(cache: PrefixCache, *arguments: Any) -> Any:
+        found, kept = look_up(cache, *arguments), [*cache._blocks._cached]
+        others = [block for block in kept if block not in found.blocks]
+        return found._replace(blocks=np.array([*others[:1], *found.blocks[1:]], np.int32))
+
+    monkeypatch.setattr(PrefixCache, "look_up", look_up_beside)
+    assert check("tiny", "--cases", "warm", "order") == 1
+    output = capsys.readouterr().out
+    assert row(output, "warm")[-4] == "2"
+    assert "FAIL, warm: needle 0, token 0: " in output
+    assert "first in layer 0 (attention) of 4, position " in output
+    assert row(output, "another order")[-1] == "0"
+
+
+def test_an_eviction_that_loses_a_token_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evict = Scheduler._evict
+
+    def evict_and_forget(scheduler: Scheduler, slot: int) -> None:
+        request = scheduler._slots.request_at(slot)
+        evict(scheduler, slot)
+        del request.generated_tokens[:1]
+
+    monkeypatch.setattr(Scheduler, "_evict", evict_and_forget)
+    assert check("tiny", "--cases", "evicted", "paused") == 1
+    output = capsys.readouterr().out
+    assert "FAIL, evicted: needle " in output
+    assert row(output, "paused")[-3] == "0"
+
+
+def test_a_mode_of_bits_allows_no_difference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In float32 a prompt's chunks round otherwise."""
+    judge = check_run._judge
+    monkeypatch.setattr(check_run, "_judge", lambda *a: replace(judge(*a), mode="bits"))
+    assert check("tiny", "--cases", "chunks", "--needles", "1") == 1
+    output = capsys.readouterr().out
+    assert "promises equal bits" in output
+    assert "first in layer " in output
+
+
+def answer(tokens: list[int], log_probs: list[float], second: float = -3.0) -> Answer:
+    best = [[(token, value), (9, second)] for token, value in zip(tokens, log_probs, strict=True)]
+    return Answer(0, tokens, log_probs, None, best)
+
+
+def test_near_ties_are_explained() -> None:
+    alone = answer([1, 2, 3], [-1.0, -2.0, -2.999])
+    judge = Judge("fast", torch.bfloat16, 2)
+    compared, failure = judge.compare([alone], [answer([1, 2, 9], [-1.0, -2.5, -3.0])])
+    assert failure is None
+    assert (compared["parted"], compared["near_ties"], compared["differ"]) == (1, 1, 1)
+    assert (compared["tokens"], compared["log_probs"], compared["largest"]) == (3, 2, 0.5)
+    assert (
+        "9 here; log probs -2.999 and -3; the best two logits are 0.001 apart"
+        in (compared["first"])
+    )
+    for other in answer([1, 9], [-1.0, -3.0]), answer([1, 8], [-1.0, -2.0]), answer([1], [-1.0]):
+        compared, failure = judge.compare([alone], [other])
+        assert failure is not None
+        assert (failure.position, compared["failed"], compared["near_ties"]) == (1, 1, 0)
+    for far, fails in (-2.00001, True), (-2.0000005, False), (float("nan"), True):
+        found = answer([1, 2, 3], [-1.0, far, -2.999])
+        compared, failure = Judge("float32", torch.float32, 2).compare([alone], [found])
+        assert (failure is not None, compared["differ"]) == (fails, 1)
+
+
+def _check_on_a_rank() -> int:
+    sizes = ["--tensor-model-parallel-size", "2", "--no-progress"]
+    return check("tiny", *sizes, "--cases", "evicted")
+
+
+def test_ranks_agree(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(2, _check_on_a_rank) == [0, 0]
+    output = capfd.readouterr().out
+    assert output.count("OK\n") == 1
+    assert int(row(output, "evicted")[-2]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cases", "cold"], "--cases cold is none: the cases are batch, "),
+        (["--tokens", "1"], "--tokens 1 must be at least 2."),
+        (["--seed", "-1"], "--seed -1 must be at least 0."),
+        (["--num-speculative-tokens", "2"], "--num-speculative-tokens: drafts are a case"),
+        (["-p", "a text"], "token ids"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LLM, "__init__", None)  # none is made
+    assert check("tiny", *arguments) == 2
+    assert said in capsys.readouterr().err
