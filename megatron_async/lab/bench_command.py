@@ -295,7 +295,7 @@ LOAD: Rows = (
     ("--api-key", str, "KEY", "", "if the server wants one"),
     ("--request-rate", float, "R", math.inf,
      "arrivals a second, at random times; inf: all at once"),
-    ("--max-concurrency", int, "N", None, "no more requests at once (default: any)"),
+    ("--max-concurrency", int, "N", None, "no more requests at once, each timed from when it is sent (default: any)"),
     ("--goodput", [str], "METRIC:MS", [],
      "count requests within limits such as ttft:200 tpot:50 latency:3000"),
     ("--client-processes", int, "N", 1, "that send and read"),
