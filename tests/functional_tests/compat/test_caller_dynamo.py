@@ -77,6 +77,14 @@ def test_dynamo(model: GPTModel) -> None:
 
         before = engine.finished_request_count
         long = SamplingParams(num_tokens_to_generate=60, top_k=1, termination_id=-1)
+        # Fewer turns than tokens: nothing ends before its abort, however late that comes.
+        turns, step = asyncio.Semaphore(20), engine.async_step
+
+        async def take_turn() -> dict[str, Any]:
+            await turns.acquire()
+            return await step()
+
+        engine.async_step = take_turn  # type: ignore[method-assign]
         future = client.add_request([5, 6], long)
         stream = client.add_request_streaming([7, 8], long)
         async for _ in stream:
@@ -89,8 +97,11 @@ def test_dynamo(model: GPTModel) -> None:
         assert not client.streams
         assert not client.completion_futures
         while engine.has_unfinished_requests():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            turns.release()
         assert engine.finished_request_count == before
+        engine.async_step = step  # type: ignore[method-assign]
+        turns.release()
         with pytest.raises(ValueError, match="streaming_interval"):
             await streamed(client, 0)
         with pytest.raises(RequestError, match="multi_modal_data is not served"):
