@@ -16,11 +16,11 @@ import numpy as np
 
 from megatron_async.server.answers.choice_text import CUT
 from megatron_async.server.answers.choice_writer import CompletionWriter
-from megatron_async.server.answers.items import ItemResult, Usage
+from megatron_async.server.answers.items import Item, ItemResult, Usage
 from megatron_async.server.answers.log_prob_json import Place
 from megatron_async.server.endpoints import Endpoint
 from megatron_async.server.fields.ask import ask_completion
-from megatron_async.server.fields.asked import Asked, Caller
+from megatron_async.server.fields.asked import Asked, AskedChoice, Caller
 from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_not_served
 from megatron_async.server.fields.refusal import Refusal, not_allowed, told_at
 from megatron_async.server.fields.request_bodies import CompletionRequest, StructuredOutputs
@@ -90,11 +90,6 @@ def ask_generate(request: GenerateRequest, served: ServedModel, caller: Caller) 
     one, start = request.sampling_params, request.logprob_start_len
     if (request.text is None) == (request.input_ids is None):
         raise Refusal("give one of text and input_ids.", param="input_ids")
-    if request.stream or one.n != 1:
-        raise Refusal(
-            "/generate gives one answer as a whole: send several requests, and streams to "
-            "/v1/completions.", param="stream" if request.stream else "n",
-        )  # fmt: skip
     for name in ("logprob_start_len", "routed_experts_start_len"):
         if (value := getattr(request, name)) < -(name == "logprob_start_len"):
             raise not_allowed(name, value, "0 or more (logprob_start_len=-1: none of the prompt)")
@@ -109,20 +104,20 @@ def ask_generate(request: GenerateRequest, served: ServedModel, caller: Caller) 
         min_tokens=one.min_new_tokens, include_stop_str_in_output=one.no_stop_trim,
         seed=one.sampling_seed, logprobs=top_n, prompt_logprobs=None if start < 0 else top_n,
         structured_outputs=StructuredOutputs(**structured) if structured else None,
-        request_id=request.rid, priority=request.priority, return_weight_versions=True,
+        request_id=request.rid, priority=request.priority, return_weight_versions=True, n=one.n,
         **{name: getattr(one, name) for name in SAME},
     )  # fmt: skip
     with told_at(FIELDS):
         asked = ask_completion(completion, served, caller)
-    params = asked.choices[0].params
-    params.return_routing, params.prompt_log_probs_from = (
-        request.return_routed_experts,
-        max(start, 0),
-    )
+    for choice in asked.choices:
+        choice.params.return_routing = request.return_routed_experts
+        choice.params.prompt_log_probs_from = max(start, 0)
     # Its id is what /abort_request calls it by.
     name = request.rid or asked.style.id
     repeated = {name: getattr(request, name) for name in REPEATED}
-    style = msgspec.structs.replace(asked.style, id=name, field_names=FIELDS, repeated=repeated)
+    style = msgspec.structs.replace(
+        asked.style, id=name, is_stream=request.stream, field_names=FIELDS, repeated=repeated
+    )
     return msgspec.structs.replace(asked, style=style)
 
 
@@ -139,16 +134,58 @@ SAME = (
 
 
 class GenerateWriter(CompletionWriter):
-    """Writes the answer; an `ItemWriter`."""
+    """Writes the answer; an `ItemWriter`. Each event of a stream has all so far, as SGLang's
+    has."""
+
+    _so_far, _num_sent = "", 0
+
+    def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
+        super().__init__(asked, choice, served)
+        self._keeps_tokens, self.splice = True, None
 
     @override
-    def body(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return choices[0]
+    def body(self, choices: list[dict[str, Any]], usage: Usage) -> Any:
+        return choices if len(choices) > 1 else choices[0]
+
+    @override
+    def more(self, item: Item, text: str) -> bytes:
+        item.texts.append(text)
+        self._so_far += text
+        return self._part()
+
+    @override
+    def rest(self) -> bytes:
+        return self._part() if self._num_sent < self._num_tokens else b""
+
+    @override
+    def finished(self, result: ItemResult) -> bytes:
+        return self._event(self.whole(result)) if self.style.is_stream else b""
+
+    def _part(self) -> bytes:
+        """What there is so far, as an event of a stream."""
+        if not self.style.is_stream:
+            return b""
+        self._num_sent = self._num_tokens
+        ids, prompt = self._ids(), self._prompt_ids() or ()
+        meta = {"id": self.style.id, "finish_reason": None, "prompt_tokens": len(prompt)}
+        meta |= {"completion_tokens": len(ids)} | self._output()
+        return self._event({"text": self._so_far, "output_ids": ids, "meta_info": meta})
+
+    @override
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        index = {"index": self.choice.index} if len(self.asked.choices) > 1 else {}
+        return b"data: %b\n\n" % msgspec.json.encode(choice | index)
+
+    def _ids(self) -> list[int]:
+        return [token for taken, _ in self._taken for token in taken]
+
+    def _output(self) -> dict[str, Any]:
+        return {} if self.style.top_n is None else self._told("output", self._places())
 
     @override
     def whole(self, result: ItemResult) -> dict[str, Any]:
         end, style = result.end, self.style
-        ids = [token for taken, _ in self._taken for token in taken]
+        ids = self._ids()
         meta: dict[str, Any] = {
             "id": style.id,
             "finish_reason": self._reason(result, ids),
@@ -161,10 +198,9 @@ class GenerateWriter(CompletionWriter):
             meta[name] = [one | {"version": shown_version(one["version"])} for one in spans]
         last = meta["weight_versions"][-1:] or [{"version": shown_version(None)}]
         meta["weight_version"] = last[0]["version"]
-        if style.top_n is not None:
-            if found := self._prompt_places(result, style.top_n):
-                meta |= self._told("input", found)
-            meta |= self._told("output", self._places())
+        if style.top_n is not None and (found := self._prompt_places(result, style.top_n)):
+            meta |= self._told("input", found)
+        meta |= self._output()
         if end.routing is not None:
             start = style.repeated["routed_experts_start_len"]
             rows = np.frombuffer(end.routing.ids, end.routing.dtype).reshape(end.routing.shape)

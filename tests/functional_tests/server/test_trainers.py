@@ -270,6 +270,18 @@ def test_an_answer_ends_before_its_weights_are_too_old(slime: Trainer, service: 
     assert 0 < sum(len(choice["token_ids"]) for choice in choices) < 3500
 
 
+def test_streams_of_several_answers_grow_to_the_whole_ones(slime: Trainer, service: Served) -> None:
+    body = {"input_ids": [1, 2, 3], "sampling_params": SAMPLED | {"n": 2}}
+    events = list(service.stream("/generate", body))
+    for index, whole in enumerate(slime.done("/generate", body)):
+        mine = [event for event in events if event["index"] == index]
+        lengths = [len(event["output_ids"]) for event in mine]
+        assert len(lengths) > 1
+        assert lengths == sorted(lengths)
+        assert mine[-1]["output_ids"] == whole["output_ids"]
+        assert mine[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
+
+
 def is_busy(trainer: Trainer) -> bool:
     """Whether an engine has tokens of a request."""
     engines = trainer.done("/live", method="GET")["replicas"].values()

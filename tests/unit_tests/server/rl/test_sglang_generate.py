@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -13,9 +14,9 @@ from megatron_async.server.fields.asked import NOBODY, Asked
 from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
 from megatron_async.server.rl.sglang_generate import GENERATE
-from megatron_async.serving.messages import Ended
+from megatron_async.serving.messages import Ended, PromptLogProbs
 from megatron_async.serving.readers import TokenLogProbs
-from tests.support.served_demo import demo
+from tests.support.served_demo import demo, demo_tokenizer
 
 SLIME = {
     "temperature": 0.8, "top_p": 0.9, "top_k": 50, "max_new_tokens": 40, "stop": None,
@@ -76,13 +77,51 @@ def test_the_answer_has_what_slime_reads() -> None:
         assert body["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_events_of_a_stream_have_all_so_far() -> None:
+    """Break it: leave `_num_sent` as it is, and tokens with a text are told twice."""
+    one = asked(input_ids=[1, 2, 3], stream=True, return_logprob=True, logprob_start_len=0)
+    answer, ids = Answer(GENERATE.writer, one, demo()), demo_tokenizer().tokenize("Hello, again é!")
+    log_probs, events = TokenLogProbs(np.full(len(ids), -0.5, np.float32)), b""
+    for place, token in enumerate(ids):
+        events += answer.choices[0].push([token], log_probs[place : place + 1])
+    of_prompt = PromptLogProbs(0, np.full(2, -0.25, np.float32).tobytes())
+    end = Ended(number=0, finish_reason="length", num_prompt_tokens=3, prompt_log_probs=of_prompt)
+    *lines, done = (events + answer.choices[0].end(end)).decode().split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    told = [msgspec.json.decode(line.removeprefix("data: ")) for line in lines]
+    wanted = [ids[: n + 1] for n in range(len(ids))]
+    assert [each["output_ids"] for each in told] == [*wanted, ids]
+    assert all(each["text"].startswith(before["text"]) for before, each in pairwise(told))
+    assert told[-1]["text"] == "Hello, again é!"
+    metas = [each["meta_info"] for each in told]
+    assert [meta["finish_reason"] for meta in metas[:-1]] == [None] * len(ids)
+    assert metas[-1]["finish_reason"] == {"type": "length", "length": len(ids)}
+    counts = [len(meta["output_token_logprobs"]) for meta in metas]
+    assert counts == [*range(1, len(ids) + 1), len(ids)]
+    assert metas[-1]["input_token_logprobs"][0] == [None, 1, None]
+
+
+def test_several_answers_are_a_list() -> None:
+    one = asked(input_ids=[1], sampling_params={"n": 2, "sampling_seed": 4})
+    assert [choice.params.seed for choice in one.choices] == [4, 5]
+    answer = Answer(GENERATE.writer, one, demo())
+    for choice, token in zip(answer.choices, (4, 5), strict=True):
+        choice.push([token])
+        choice.end(Ended(number=0, finish_reason="length"))
+    assert [each["output_ids"] for each in msgspec.json.decode(answer.body())] == [[4], [5]]
+    streamed = Answer(GENERATE.writer, asked(input_ids=[1], stream=True,
+                      sampling_params={"n": 2}), demo())  # fmt: skip
+    (event,) = streamed.choices[1].push([6]).decode().split("\n\n")[:-1]
+    assert msgspec.json.decode(event.removeprefix("data: "))["index"] == 1
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
         ({"input_ids": [1], "text": "Hi"}, "input_ids"),
         ({}, "input_ids"),
-        ({"input_ids": [1], "stream": True}, "stream"),
-        ({"input_ids": [1], "sampling_params": {"n": 2}}, "n"),
+        ({"input_ids": [1], "sampling_params": {"n": 0}}, "n=0"),
+        ({"input_ids": [1], "sampling_params": {"n": 10**9}}, "n=1000000000"),
         ({"input_ids": [1], "logprob_start_len": -2}, "logprob_start_len"),
         ({"input_ids": [1], "routed_experts_start_len": -1}, "routed_experts_start_len"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
