@@ -132,7 +132,7 @@ def tile_product(
         raise ValueError("tile_product: partial sums can have neither bias nor activation.")
     out = new_sums(x, n, plan.splits)
     blocks = triton.cdiv(rows, plan.block_m)
-    tile_kernel[(triton.cdiv(n, plan.block_n), plan.splits, blocks)](
+    tile_kernel[(triton.cdiv(n, plan.block_n) * blocks, plan.splits)](
         x,
         weight,
         given.bias,
@@ -181,7 +181,13 @@ def tile_kernel(
     """All rows, or a block of them, times `block_n` weight rows, over one share of the inputs, on
     the matrix units."""
     let_next_start(overlap)
-    first = tl.program_id(0) * block_n
+    number = tl.program_id(0)
+    if in_blocks:
+        # Neighbours are the blocks of rows of one tile of the weight, which is read once.
+        blocks = tl.cdiv(rows, block_m)
+        block = number % blocks
+        number = number // blocks
+    first = number * block_n
     part = tl.program_id(1)
     share: tl.constexpr = (k + splits * block_k - 1) // (splits * block_k) * block_k
     row_bytes: tl.constexpr = k * (weight.dtype.element_ty.primitive_bitwidth // 8)
@@ -198,7 +204,7 @@ def tile_kernel(
     inside = (line < here)[:, None]
     batch = tl.arange(0, block_m)
     if in_blocks:
-        batch += tl.program_id(2) * block_m
+        batch += block * block_m
     exists = (batch < rows)[:, None]
     column = tl.arange(0, block_k)
     cell = line[:, None] * k + column[None, :]
