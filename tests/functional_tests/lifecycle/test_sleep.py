@@ -136,8 +136,8 @@ def test_weights_come_back_by_tags(sleeper: DynamicInferenceEngine) -> None:
     engine.suspend(free=(KV, WEIGHTS))
     assert not any(weight.any() for weight in weights.values())
     writes = partial(engine.update_weights, trained, 6, names="megatron")
-    freeze = partial(engine.updating.freeze, 9, engine)
-    for write in (update.finish, writes, freeze, engine.weights_open(6).__enter__):
+    in_place = partial(engine.updating.write_in_place, 9, engine)
+    for write in (update.finish, writes, in_place, engine.weights_open(6).__enter__):
         with pytest.raises(UpdateError, match=r"is given back: call resume\(\['weights'\]\) first"):
             write()
     engine.resume([WEIGHTS])
