@@ -140,7 +140,7 @@ def test_parts_of_their_own_length(width, device, matrix_units):
     lengths, dtype = [3, 64, 65, 350, 32, 620, 127], torch.float16
     runs = []
     for count in (1, 6, 40):
-        batch = Batch(620, len(lengths), 64, 2, 3, 160, dtype, device, count,
+        batch = Batch(620, len(lengths), 64, 1, 3, 160, dtype, device, count,
                       width=width, part=PART)  # fmt: skip
         expected = batch.refill(lengths, query_scale=3.0)
         batch.run()
