@@ -182,12 +182,15 @@ class HuggingFaceSource(NamedTensorSource):
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
         """Read a region of a tensor, and no byte of the file outside the region's rows."""
         stored = self._stored_tensor(name)
-        place = stored.place_of(region)
-        if device.type != "cuda" or place is None:
+        if device.type != "cuda":
             return stored.read(region).to(device)
-        shape = [part.stop - part.start for part in region]
+        shape, place = [part.stop - part.start for part in region], stored.place_of(region)
         found = torch.empty(shape, dtype=stored.torch_dtype, device=device)
-        upload(found, lambda piece, at: stored.file.fill(stored.name, place + at, piece))
+        if place is not None:
+            upload(found, lambda piece, at: stored.file.fill(stored.name, place + at, piece))
+        else:
+            values = stored.read(region).view(-1).view(torch.uint8)
+            upload(found, lambda piece, at: piece.copy_(values[at : at + len(piece)]))
         return found
 
     @override

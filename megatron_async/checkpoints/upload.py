@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def _staging() -> _Staging:
     return _Staging()
 
 
-def upload(target: Tensor, read: Callable[[Tensor, int], None]) -> None:
+def upload(target: Tensor, read: Callable[[Tensor, int], Any]) -> None:
     """Fill a contiguous tensor of a GPU, in the order of its current stream; `read` fills a piece
     of bytes in host memory from a place among the tensor's."""
     staging, stream = _staging(), torch.cuda.current_stream(target.device)
