@@ -359,16 +359,15 @@ def _parts_kernel(
                 base = new_maximum
             if part > 0:
                 maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
-                largest = maximum * scale
                 # No branch: the loop's loads stay in their pipeline.
                 ends = ((first + tile) % part == 0) | (first + tile >= end)
                 is_stored = ends & (slot >= 0)
                 at = (slot + (first - start) // part).to(tl.int64) * heads
-                tl.store(part_maximum + at + head, largest, mask=is_stored & is_member)
+                tl.store(part_maximum + at + head, maximum, mask=is_stored & is_member)
                 tl.store(part_total + at + head, total, mask=is_stored & is_member)
                 tl.store(part_output + at * dim + place, gathered, mask=is_stored & inside)
                 behind_maximum, behind_total, behind = join_one(
-                    joined_maximum, joined_total, joined, largest, total, gathered
+                    joined_maximum, joined_total, joined, maximum, total, gathered, scale
                 )
                 joined_maximum = tl.where(ends, behind_maximum, joined_maximum)
                 joined_total = tl.where(ends, behind_total, joined_total)
@@ -403,7 +402,7 @@ def _parts_kernel(
                 if is_last_part(counter, parts, own):
                     result = join_parts(
                         part_output, part_maximum, part_total, first_slot, parts, head, place,
-                        inside, heads, dim, at_once,
+                        inside, heads, dim, at_once, scale if part > 0 else 1.0,
                     )  # fmt: skip
                     target = out + row * heads * dim + place
                     tl.store(target, result.to(out.dtype.element_ty), mask=inside)

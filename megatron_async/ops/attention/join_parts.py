@@ -45,14 +45,16 @@ def join_one(
     its_maximum: tl.tensor,
     its_total: tl.tensor,
     output: tl.tensor,
+    scale: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The maximum, the total and the sum of values of some parts, `[members]` and `[members, dim]`,
-    and of one more."""
+    and of one more. Maxima are of scores before `scale`: a maximum that was multiplied here, and
+    not stored, would be fused with the subtraction, and round otherwise."""
     new_maximum = tl.maximum(maximum, its_maximum)
     # A query token may see nothing of a part: its weights are 0, and no NaN.
     base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    weight = tl.exp2(its_maximum - base)
-    shrink = tl.exp2(maximum - base)
+    weight = tl.exp2((its_maximum - base) * scale)
+    shrink = tl.exp2((maximum - base) * scale)
     # Said, not left to the compiler: each kernel that joins must round alike.
     total = tl.fma(total, shrink, its_total * weight)
     gathered = tl.fma(gathered, shrink[:, None], output * weight[:, None])
@@ -97,10 +99,11 @@ def join_parts(
     heads: tl.constexpr,
     dim: tl.constexpr,
     at_once: tl.constexpr = 1,
+    scale: tl.tensor = 1.0,
 ) -> tl.tensor:
     """Sum of parts in their order, float32 `[members, dim]`: of slots from `first_slot` on, each of
     `heads` rows of `dim`, the rows `head`, whose elements are at `place` where `inside`. Of many
-    parts `at_once` are asked for at once."""
+    parts `at_once` are asked for at once. `scale`: of `join_one`."""
     members: tl.constexpr = inside.shape[0]
     size: tl.constexpr = inside.shape[1]
     maximum = tl.full((members,), -float("inf"), tl.float32)
@@ -127,7 +130,7 @@ def join_parts(
         # A part that is not there changes nothing.
         for step in tl.static_range(at_once):
             maximum, total, gathered = join_one(
-                maximum, total, gathered, maxima[step], totals[step], outputs[step]
+                maximum, total, gathered, maxima[step], totals[step], outputs[step], scale
             )
     return gathered / tl.maximum(total, 1e-30)[:, None]
 

@@ -406,7 +406,7 @@ def _prefill_kernel(
                     block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
                 )  # fmt: skip
                 joined_maximum, joined_total, joined = join_one(
-                    joined_maximum, joined_total, joined, maximum * scale, total, gathered
+                    joined_maximum, joined_total, joined, maximum, total, gathered, scale
                 )
             total, gathered = joined_total, joined
         else:
