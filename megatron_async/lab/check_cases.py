@@ -221,9 +221,11 @@ class NeedleServer:
         if not self.llm.is_primary_rank:
             engine.follow()
             return []
+        # Replicas that share experts pause together: at no step that one of them chooses.
+        pauses = case == "paused" and not self.llm.shares_experts
 
         def on_step(report: dict[str, Any]) -> None:
-            if case == "paused" and engine.statistics.steps % PAUSE_EVERY == 0:
+            if pauses and engine.statistics.steps % PAUSE_EVERY == 0:
                 self._count += 1
                 engine.pause()
                 engine.unpause()

@@ -160,5 +160,5 @@ def line(case: Mapping[str, Any], with_replica: bool = False) -> str:
 def explained(case: Mapping[str, Any]) -> str:
     """A case's first difference, in a line, and the layer in another one."""
     kind = "FAIL" if case["failed"] else "near tie" if case["parted"] else "first difference"
-    layer = f"\n    {case['layer']}" if case["layer"] else ""
-    return f"{kind}, {case['label']}: {case['first']}{layer}"
+    where = f"{case['label']} on replica {case['replica']}" if case["replica"] else case["label"]
+    return f"{kind}, {where}: {case['first']}" + (f"\n    {case['layer']}" if case["layer"] else "")

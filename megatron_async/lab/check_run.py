@@ -61,7 +61,8 @@ def serve_cases(
     if any(kind in shape.pattern for kind in "MG"):
         longest = max(longest, LEAST_RECURRENT)
         defaults = {"num_state_snapshots": SNAPSHOTS, **defaults}
-    context = min(shape.max_position_embeddings, shape.sliding_window or sys.maxsize)
+    bounds = shape.max_position_embeddings, shape.sliding_window, given.get("max_sequence_length")
+    context = min(bound for bound in bounds if bound is not None)
     longest = max(min(longest, context - 2 * tokens), 1)
     draws = np.random.default_rng(arguments.seed)
     needles = [_ids(prompt, source.tokenizer) for prompt in arguments.prompt] or [
@@ -77,6 +78,7 @@ def serve_cases(
     plan = variants(options, len(needles), longest, methods, arguments.cases)
 
     alone, cases, is_one = list[Answer](), list[dict[str, Any]](), not has_other_ranks()
+    judge: Judge | None = None
     shown = None if is_first_rank() and not arguments.no_progress else True
     with tqdm(total=len(plan) + 1, unit="case", disable=shown, leave=False) as bar:
 
@@ -84,8 +86,9 @@ def serve_cases(
             bar.set_postfix_str(f"{len(report['active_request_ids'])} rows", refresh=False)
             bar.update(0)
 
-        for method in dict.fromkeys([None, *(each.method for each in plan)]):
-            gc.collect()  # the engine before this one
+        def serve(method: str | None) -> list[dict[str, Any]]:
+            """All cases with one way to draft, and what the replicas have so far."""
+            nonlocal judge
             with LLM(
                 model, dtype=arguments.dtype, transformer_impl=arguments.transformer_impl,
                 speculative_method=method, **sizes,
@@ -95,10 +98,10 @@ def serve_cases(
                 server = NeedleServer(
                     llm, needles, tokens, arguments.seed, options["lookahead"], on_step
                 )
-                if method is None:
+                if judge is None:
                     judge = _judge(llm, len(shape.pattern))
                     bar.set_description("alone")
-                    alone, _ = server.serve(ALONE)
+                    alone.extend(server.serve(ALONE)[0])
                     if is_one:
                         bar.write(HEAD, file=sys.stdout)
                     bar.update()
@@ -116,8 +119,12 @@ def serve_cases(
                     if is_one:
                         bar.write(line(case), file=sys.stdout)
                     bar.update()
-    mine = {"alone": [asdict(each) for each in alone], "cases": cases}
-    replicas = gather_replicas(llm, mine)
+            return gather_replicas(llm, {"alone": [asdict(each) for each in alone], "cases": cases})
+
+        for method in dict.fromkeys([None, *(each.method for each in plan)]):
+            replicas = serve(method)
+            gc.collect()  # its memory is for the next one
+    assert judge is not None, "the first engine has it"
     firsts = [[Answer(**each) for each in replica["alone"]] for replica in replicas]
     for number in range(1, len(firsts)):
         compared, _ = judge.compare(firsts[0], firsts[number])

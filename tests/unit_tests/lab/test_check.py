@@ -1,6 +1,7 @@
 """`check`: models that keep their promise pass, and planted faults are found and named."""
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,21 @@ def row(output: str, label: str) -> list[str]:
 
 
 @pytest.mark.parametrize("model", ["tiny-moe", "tiny-hybrid-mtp"])
-def test_models_pass(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "check.json"
+def test_models_pass(
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, made = tmp_path / "check.json", list[weakref.ref[Any]]()
+
+    def make(*arguments: Any, **named: Any) -> LLM:
+        assert not any(each() for each in made), "an engine before has its memory still"
+        llm = LLM(*arguments, **named)
+        made.extend(map(weakref.ref, (llm.engine.context, llm.engine.controller)))
+        return llm
+
+    monkeypatch.setattr(check_run, "LLM", make)
     assert check(model, "--json", str(file)) == 0
     output = capsys.readouterr().out
     assert output.endswith("OK\n")
