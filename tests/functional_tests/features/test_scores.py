@@ -160,6 +160,8 @@ def test_steps_with_scores_are_captured(
     """A plan of a padded, packed shape, and hidden states that a graph could have left; a CPU's
     attention knows no such shape. Break `compute`: read `step.token_ids` of the view."""
     monkeypatch.setattr(TorchPagedAttention, "captures_prefill", True)
+    # What it does not write of such a shape must be finite, or request 9 fails.
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     settings = {"max_tokens": 64, "mixed_step_tokens": 64, "choices": "shipped", "lookahead": 0}
     engine = make_tiny_engine(device=Replaying(), **settings)
     controller, context = engine.controller, engine.context
