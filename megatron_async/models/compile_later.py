@@ -12,7 +12,9 @@ this engine's own layers do not call.
 
 from __future__ import annotations
 
+import copyreg
 import inspect
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,30 +51,47 @@ _importing = 0
 
 
 class LaterName:
-    """A class or function of a module that has not run."""
+    """A class or function of a module that has not run; once Megatron-Core is imported, all that is
+    asked of it is asked of the real one, whose module runs then."""
 
     def __init__(self, module: ModuleType, name: str) -> None:
-        self._module, self._name = module, name
+        vars(self).update(_module=module, _name=name)
 
     def found(self) -> Any:
         """The real one; its module runs, if it has not."""
         _run(self._module)
         return getattr(self._module, self._name)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for `isinstance(name, type)`
-        return LaterName if _importing else type(self.found())
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.found()(*args, **options)
+    def __getattribute__(self, name: str) -> Any:
+        if _importing or name in OWN:
+            return object.__getattribute__(self, name)
+        return getattr(self.found(), name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `typing` asks for some, of every class in an annotation
             raise AttributeError(f"{self._name} has no {name} before it is used")
         return getattr(self.found(), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.found(), name, value)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.found()(*args, **options)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other if _importing else bool(self.found() == other)
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if _importing else hash(self.found())
+
     def __getitem__(self, item: Any) -> Any:
         return self.found()[item]
+
+    def __or__(self, other: Any) -> Any:
+        return self.found() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.found()
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, self.found())
@@ -84,6 +103,13 @@ class LaterName:
         return (self.found(),)
 
 
+OWN = frozenset({"found", "_module", "_name", "__mro_entries__"})
+# As pickles and copies have a class: by its name.
+copyreg.pickle(
+    LaterName, lambda one: (pkgutil.resolve_name, (f"{one._module.__name__}:{one._name}",))
+)
+
+
 class LaterModule(ModuleType):
     """A module that runs when it is asked for a name that it has not yet."""
 
@@ -92,8 +118,11 @@ class LaterModule(ModuleType):
         self._lock = threading.RLock()  # one for each, as imports have
 
     def __getattr__(self, name: str) -> Any:
-        is_import = _importing == threading.get_ident() and _is_head_of_megatron(sys._getframe(1))
-        if "_runs" not in vars(self) and (is_import or name == "__path__"):
+        is_import = _importing == threading.get_ident() and "_runs" not in vars(self)
+        spec = vars(self)["__spec__"]
+        if is_import and name == "__path__" and spec.submodule_search_locations is not None:
+            return spec.submodule_search_locations
+        if is_import and _is_head_of_megatron(sys._getframe(1)):
             if name.startswith("__"):  # what imports ask of a module that is no package
                 raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
             now = NOW.get(f"{self.__name__}.{name}")
@@ -120,6 +149,8 @@ def _run(module: ModuleType) -> None:
         spec: Any = module.__spec__
         later = spec.loader
         spec.loader = module.__loader__ = later.loader
+        if spec.submodule_search_locations is not None:
+            module.__path__ = spec.submodule_search_locations
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -143,7 +174,9 @@ class _LaterLoader(Loader):
 
     @override
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: see `_run`."""
+        """Nothing: see `_run`. An import of one of a package's modules asks for the package's path,
+        so the package runs before the module, as it must."""
+        vars(module).pop("__path__", None)
 
 
 class _LaterFinder(MetaPathFinder):

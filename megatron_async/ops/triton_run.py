@@ -1,5 +1,5 @@
-"""What is otherwise than in Triton 3.6: keys of kernels are the same in every process, and a launch
-takes the host less time (an engine's start makes 65,000).
+"""What is otherwise than in Triton 3.6 for this package's kernels: their keys are the same in every
+process, and a launch takes the host less time (an engine's start makes 65,000).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 from triton.runtime.jit import DependenciesFinder, JITFunction
 
+OWN = "megatron_async."
 TRITON_RUN: Callable[..., Any] = JITFunction.run
 _KNOWN: dict[Any, tuple[Any, ...]] = {}
 """By kernel, device, and what arguments and options are: the kernel, it compiled, the function of C
@@ -20,9 +21,12 @@ that launches it, and what that function takes between the stream and the kernel
 
 
 def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    """`JITFunction.run`. A kernel that was launched with such arguments before is called at once:
-    Triton would first write its options as text, compare the constants of modules that it reads
-    with what they were, and call two chains of hooks, also empty ones."""
+    """`JITFunction.run`. A kernel of this package that was launched with such arguments before is
+    called at once: Triton would first write its options as text, compare the constants of modules
+    that it reads with what they were, and call two chains of hooks, also empty ones. Kernels of
+    others may have options that cannot be keys, read what changes, and be compiled anew."""
+    if not kernel.module.startswith(OWN):
+        return TRITON_RUN(kernel, *args, grid=grid, warmup=warmup, **options)
     hooks = knobs.runtime
     is_hooked = _has_calls(hooks.launch_enter_hook) or _has_calls(hooks.launch_exit_hook)
     if warmup or is_hooked or hooks.debug or kernel.pre_run_hooks or callable(grid):
@@ -59,7 +63,8 @@ def _hash_callees_first(update_hash: Callable[[Any, Any], None]) -> Callable[[An
     that launches kernels in another order."""
 
     def update(finder: Any, function: Any) -> None:
-        function.cache_key  # noqa: B018
+        if finder.name.startswith((OWN, "triton.")):
+            function.cache_key  # noqa: B018
         update_hash(finder, function)
 
     return update

@@ -94,6 +94,38 @@ def test_what_is_imported_later_is_the_real_thing() -> None:
     assert run(LATER) == ["megatron.core.dist_checkpointing.serialization", "DTensor", "2"]
 
 
+USED = """
+import copy, inspect, pickle, torch
+import megatron_async.llm
+from megatron.core.models.hybrid.hybrid_block import FusedMLASelfAttention as mla
+from megatron.core.transformer.moe.moe_layer import MoEAllGatherTokenDispatcher as gather, MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+print(type(gather).__name__, type(mla).__name__)
+str(inspect.signature(TransformerLayer.forward)), str(inspect.signature(MoELayer.__init__))
+gather.mine = 3
+dispatcher = gather.found()
+assert dispatcher.mine == 3 and dispatcher == gather and gather == dispatcher
+assert {dispatcher: 1}[gather] == 1 and gather.__module__ == dispatcher.__module__
+assert issubclass(mla, torch.nn.Module) and (None | mla) == (mla | None) == mla.found() | None
+assert pickle.loads(pickle.dumps(mla)) is copy.deepcopy(mla) is copy.copy(mla) is mla.found()
+pickle.dumps(get_gpt_layer_local_spec(num_experts=4))
+from megatron.core.dist_checkpointing.serialization import load
+from megatron.core.pipeline_parallel.schedules import forward_step
+import megatron.core.dist_checkpointing as whole
+print(load is whole.load)
+"""
+
+
+def test_what_is_not_yet_imported_is_used_as_the_real_thing() -> None:
+    """By pickles, copies, `inspect`, assignments, comparisons; a module of a package runs after the
+    package.
+
+    Break it: leave `__path__` in `LaterModule`; compare a `LaterName` by identity.
+    """
+    assert run(USED) == ["LaterName", "LaterName", "True"]
+
+
 def test_a_function_is_compiled_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 

@@ -31,13 +31,17 @@ def launched(monkeypatch):
     return []
 
 
-def kernel_that(launched, scratch=0):
+LIMIT = triton.language.constexpr(1)
+
+
+def kernel_that(launched, scratch=0, module="megatron_async.ops"):
     """A kernel whose compiled form writes its launches down, and how often it was compiled."""
 
     @triton.jit
     def kernel(x, count, tile: triton.language.constexpr):
-        pass
+        tile + LIMIT
 
+    kernel.module = module
     compiled = []
 
     def compile_it(key, *_, **__):
@@ -101,3 +105,18 @@ def test_a_launch_that_needs_more_is_tritons(launched, monkeypatch, why):
         *_, scratch = launched[-1][:8]
         assert scratch == (("memory", 40) if why == "scratch" else None)
         assert launched[-1][11] is not None, "the chain of hooks"
+
+
+def test_a_kernel_of_another_package_is_launched_by_triton(launched, monkeypatch):
+    """Options of such a kernel may be no keys, and what it reads or was compiled to may change."""
+    kernel, _ = kernel_that(launched, module="theirs")
+    given = {"x": torch.zeros(64), "count": 32, "tile": 8, "extern_libs": {"libdevice": "there"}}
+    for _ in range(2):
+        kernel[(1,)](**given)
+    kernel.device_caches.clear()
+    kernel[(1,)](**given)
+    assert [launch[4] for launch in launched] == [0, 0, 1]
+    assert kernel.cache_key  # as a kernel that is compiled has
+    monkeypatch.setitem(kernel.__globals__, "LIMIT", triton.language.constexpr(2))
+    with pytest.raises(RuntimeError, match="LIMIT has changed"):
+        kernel[(1,)](**given)
