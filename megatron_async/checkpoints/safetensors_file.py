@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import torch
@@ -28,6 +28,8 @@ TORCH_TYPES = {
 }  # fmt: skip
 MOST_HEADER = 100_000_000
 """Bytes of a header, as in the library."""
+MOST_DIMENSIONS = 64
+"""Of a tensor, as in torch's kernels."""
 GAP_BYTES = 16 << 10
 """A gap in each row of a region is read with it up to this size: a call a row takes as long."""
 
@@ -35,10 +37,13 @@ PIECE_VALUES = 1 << 18
 """Values that are converted at once."""
 
 
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=MOST_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
 
 
 class StoredTensor(NamedTuple):
@@ -152,7 +157,7 @@ class SafetensorsFile:
             self._stream = path.open("rb", buffering=0)
             self._was = self._state
             self.metadata, self.tensors = self._read_header()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}: not a readable safetensors file, truncated or corrupt ({error}); fetch "
                 "it again"
@@ -179,6 +184,10 @@ class SafetensorsFile:
                 )
             start, view = start + count, view[count:]
 
+    def close(self) -> None:
+        """Close it; a cycle of references holds it otherwise until garbage is looked for."""
+        self._stream.close()
+
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` if the file was written to since it was opened."""
         if self._state != self._was:
@@ -198,19 +207,28 @@ class SafetensorsFile:
         length = int.from_bytes(self._stream.read(8), "little")
         if not 2 <= length <= min(MOST_HEADER, num_bytes - 8):
             raise ValueError(f"a header of {length} bytes in a file of {num_bytes}")
-        raw = msgspec.json.decode(os.pread(self._stream.fileno(), length, 8), type=dict[str, Any])
-        metadata = msgspec.convert(raw.pop("__metadata__", None) or {}, dict[str, str])
-        found, last = {}, 0
+        header = os.pread(self._stream.fileno(), length, 8)
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(
+            raw.pop("__metadata__", None) or b"null", type=dict[str, str] | None
+        )
+        found = {}
         for name, given in raw.items():
-            entry = msgspec.convert(given, _Entry)
+            entry = msgspec.json.decode(given, type=_Entry)
             first, end = entry.data_offsets
             item = TORCH_TYPES[entry.dtype].itemsize if entry.dtype in TORCH_TYPES else None
-            is_right = all(size >= 0 for size in entry.shape) and 0 <= first <= end
-            if not is_right or (item and math.prod(entry.shape) * item != end - first):
-                raise ValueError(f"tensor {name[:200]!r} has no such bytes: {given!r:.200}")
+            if end < first or (item and math.prod(entry.shape) * item != end - first):
+                raise ValueError(f"tensor {name!r:.200} has no such bytes: {bytes(given)!r:.200}")
             place = 8 + length + first, end - first
             found[name] = StoredTensor(self, name, entry.dtype, tuple(entry.shape), *place)
-            last = max(last, end)
-        if 8 + length + last != num_bytes:
-            raise ValueError(f"{8 + length + last} bytes by its header, and it has {num_bytes}")
-        return metadata, found
+        last = 8 + length
+        for each in sorted(found.values(), key=lambda each: (each.start, each.num_bytes)):
+            if each.start != last:
+                raise ValueError(
+                    f"tensor {each.name!r:.200} begins at byte {each.start}, where the one before "
+                    f"it ends at {last}"
+                )
+            last += each.num_bytes
+        if last != num_bytes:
+            raise ValueError(f"{last} bytes by its header, and it has {num_bytes}")
+        return metadata or {}, found

@@ -118,6 +118,8 @@ class TensorFiles:
 
     def close(self) -> None:
         """Close all files; they are opened again when needed."""
+        for file in self._open.values():
+            file.close()
         self._open.clear()
 
     @cached_property

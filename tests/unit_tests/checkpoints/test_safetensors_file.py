@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_async.checkpoints import CheckpointError
 from megatron_async.checkpoints import safetensors_file as tested
 from megatron_async.checkpoints.safetensors_file import SafetensorsFile
+from megatron_async.checkpoints.tensor_files import SINGLE, TensorFiles
 
 SHAPES: list[list[int]] = [[], [0], [7], [1, 9], [6, 5], [3, 0, 2], [4, 3, 5], [2, 3, 4, 2]]
 
@@ -89,8 +90,25 @@ def test_damage_is_one_kind_of_error(file: Path) -> None:
         b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}',
         b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}  ',
         b'{"a":{"dtype":"F4","shape":[1],"data_offsets":[0,1]}}',
-        b"[]", b"{" * 5000, b"null",
+        b"[]", b"{" * 5000, b"null", b'{"a":' + b"[" * 5000,
+        b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}',  # a hole
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+        b'"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b'{"a":{"dtype":"U8","shape":[0,%d],"data_offsets":[0,0]},' % 2**63
+        + b'"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b'{"a":{"dtype":"U8","shape":[' + b"1," * 99 + b'1],"data_offsets":[0,1]}}',
+        b'{"__metadata__":0,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
     ):  # fmt: skip
         file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1))
         with pytest.raises(CheckpointError):
             SafetensorsFile(file).tensors["a"].read()
+
+
+def test_closed_files_hold_no_descriptors(file: Path) -> None:
+    files = TensorFiles(file.parent)
+    file.rename(file.parent / SINGLE)
+    stored = files.tensor("[7]")
+    files.close()
+    with pytest.raises(ValueError, match="closed"):
+        stored.read()
+    assert len(files.tensor("[7]").read()) == 7, "it is opened again"
