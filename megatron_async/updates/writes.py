@@ -59,7 +59,7 @@ def checked(name: str, tensor: Any) -> Tensor:
         what = "is on the meta device and has no numbers"
     if what is not None:
         raise UpdateError(f"tensor {name!r} {what}.")
-    found: Tensor = tensor.detach()
+    found: Tensor = tensor.detach().resolve_neg()
     return found
 
 
@@ -122,8 +122,10 @@ class Copies:
 
 
 def _is_odd(flat: Tensor) -> bool:
-    """Whether a tensor is not made of whole words."""
-    return bool(flat.nbytes % WORD.itemsize or flat.data_ptr() % WORD.itemsize)
+    """Whether a tensor is not made of whole words, or of so few elements that torch takes any
+    stride and place for right, but not to view them as words."""
+    is_whole = flat.nbytes % WORD.itemsize == 0 == flat.data_ptr() % WORD.itemsize
+    return not is_whole or flat.numel() < 2
 
 
 def _dense_pieces(place: Tensor, values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

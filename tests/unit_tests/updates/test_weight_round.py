@@ -23,7 +23,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.pipeline import OUTPUT, Stage
 from megatron_async.updates.incoming import GPT, HUGGINGFACE, MEGATRON, NameTable
 from megatron_async.updates.weight_round import WeightRound
-from megatron_async.updates.writes import Copies
+from megatron_async.updates.writes import Copies, checked
 from tests.support.compat_models import gpt_model
 
 Tensors = dict[str, Tensor]
@@ -416,16 +416,19 @@ def test_copies_go_together_or_alone(
     wide, half, empty = torch.zeros(6, 8), torch.zeros(16, dtype=torch.bfloat16), torch.zeros(0, 8)
     halves = [half[:7], half[7:9], half[10:14]]  # of an odd size, at an odd place, of whole words
     places = [joined[:, :3], joined[:, 3:5], transposed, wide, *halves, joined[:0], empty]
+    places += [half[15:15], torch.zeros(8)]
     values = [torch.randn(place.shape).to(place.dtype) for place in places]
     values[3] = torch.randn(6, 8).bfloat16()  # is converted
-    Copies(device, zip(places, values, strict=True), []).run()
+    values[-1] = torch._neg_view(values[-1])
+    sent_ones = [checked("", each) for each in values]
+    Copies(device, zip(places, sent_ones, strict=True), []).run()
     for place, value in zip(places, values, strict=True):
         assert torch.equal(place, value.to(place.dtype))
     assert not joined[:, 5].any()
     assert all(a.is_contiguous() and b.is_contiguous() for a, b in told)
     pieces = 4 + 4 if least_piece == 0 else 0
     words = [a.dtype for a, _ in told if a.numel()].count(torch.int32)
-    assert words == (pieces + 1 if large else 0)
+    assert words == (pieces + 2 if large else 0)
     converted = [(a.dtype, b.dtype) for a, b in told].count((torch.float32, torch.bfloat16))
     assert converted == (1 if large else 0)
 
