@@ -25,6 +25,7 @@ from megatron_async.server.fields.not_served import KnownFields, refuse_what_is_
 from megatron_async.server.fields.refusal import Refusal, not_allowed, told_at
 from megatron_async.server.fields.request_bodies import CompletionRequest, StructuredOutputs
 from megatron_async.server.fields.served_model import ServedModel
+from megatron_async.serving.readers import TokenLogProbs
 
 NEW_TOKENS = 128
 """SGLang's default of `max_new_tokens`."""
@@ -34,8 +35,9 @@ FIELDS = {
     "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed",
     "include_stop_str_in_output": "no_stop_trim", "request_id": "rid", "prompt": "input_ids",
     "top_logprobs": "top_logprobs_num", "logprobs": "top_logprobs_num",
+    "return_routing": "return_routed_experts", "prompt_log_probs_from": "logprob_start_len",
 }  # fmt: skip
-"""Fields of completions -> SGLang's names."""
+"""Fields of completions and of the engine -> SGLang's names."""
 
 
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +143,15 @@ class GenerateWriter(CompletionWriter):
 
     def __init__(self, asked: Asked, choice: AskedChoice, served: ServedModel) -> None:
         super().__init__(asked, choice, served)
-        self._keeps_tokens, self.splice = True, None
+        self._keeps_tokens, self.splice = self.style.top_n is not None, None
+        self._ids: list[int] = []
+        self._written: dict[str, bytearray] = {}
+        """Log probs of all tokens but those of `_taken`, as JSON without brackets."""
+
+    @override
+    def took(self, tokens: list[int], log_probs: TokenLogProbs | None) -> None:
+        super().took(tokens, log_probs)
+        self._ids += tokens
 
     @override
     def body(self, choices: list[dict[str, Any]], usage: Usage) -> Any:
@@ -166,7 +176,7 @@ class GenerateWriter(CompletionWriter):
         if not self.style.is_stream:
             return b""
         self._num_sent = self._num_tokens
-        ids, prompt = self._ids(), self._prompt_ids() or ()
+        ids, prompt = self._ids, self._prompt_ids() or ()
         meta = {"id": self.style.id, "finish_reason": None, "prompt_tokens": len(prompt)}
         meta |= {"completion_tokens": len(ids)} | self._output()
         return self._event({"text": self._so_far, "output_ids": ids, "meta_info": meta})
@@ -176,16 +186,22 @@ class GenerateWriter(CompletionWriter):
         index = {"index": self.choice.index} if len(self.asked.choices) > 1 else {}
         return b"data: %b\n\n" % msgspec.json.encode(choice | index)
 
-    def _ids(self) -> list[int]:
-        return [token for taken, _ in self._taken for token in taken]
-
     def _output(self) -> dict[str, Any]:
-        return {} if self.style.top_n is None else self._told("output", self._places())
+        """Log probs of all tokens so far. Each is written once, or a stream's work would grow with
+        the square of its length, and others' answers wait for it."""
+        if self.style.top_n is None:
+            return {}
+        for name, news in self._told("output", self._places()).items():
+            written = self._written.setdefault(name, bytearray())
+            written += b"," if news and written else b""
+            written += msgspec.json.encode(news)[1:-1]
+        self._taken = []
+        return {name: msgspec.Raw(b"[%b]" % all_) for name, all_ in self._written.items()}
 
     @override
     def whole(self, result: ItemResult) -> dict[str, Any]:
         end, style = result.end, self.style
-        ids = self._ids()
+        ids = self._ids
         meta: dict[str, Any] = {
             "id": style.id,
             "finish_reason": self._reason(result, ids),

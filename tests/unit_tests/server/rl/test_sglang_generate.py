@@ -13,7 +13,7 @@ from megatron_async.server.answers.answer import Answer
 from megatron_async.server.fields.asked import NOBODY, Asked
 from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
-from megatron_async.server.rl.sglang_generate import GENERATE
+from megatron_async.server.rl.sglang_generate import GENERATE, GenerateWriter
 from megatron_async.serving.messages import Ended, PromptLogProbs
 from megatron_async.serving.readers import TokenLogProbs
 from tests.support.served_demo import demo, demo_tokenizer
@@ -77,8 +77,16 @@ def test_the_answer_has_what_slime_reads() -> None:
         assert body["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_events_of_a_stream_have_all_so_far() -> None:
-    """Break it: leave `_num_sent` as it is, and tokens with a text are told twice."""
+def test_events_of_a_stream_have_all_so_far(monkeypatch) -> None:
+    """Break it: leave `_num_sent` as it is, and tokens with a text are told twice. Each log prob
+    is written once, however many events have it."""
+    written, write = list[int](), GenerateWriter._one
+
+    def note(self: GenerateWriter, token: int, value: float) -> list[Any]:
+        written.append(token)
+        return write(self, token, value)
+
+    monkeypatch.setattr(GenerateWriter, "_one", note)
     one = asked(input_ids=[1, 2, 3], stream=True, return_logprob=True, logprob_start_len=0)
     answer, ids = Answer(GENERATE.writer, one, demo()), demo_tokenizer().tokenize("Hello, again é!")
     log_probs, events = TokenLogProbs(np.full(len(ids), -0.5, np.float32)), b""
@@ -99,6 +107,8 @@ def test_events_of_a_stream_have_all_so_far() -> None:
     counts = [len(meta["output_token_logprobs"]) for meta in metas]
     assert counts == [*range(1, len(ids) + 1), len(ids)]
     assert metas[-1]["input_token_logprobs"][0] == [None, 1, None]
+    assert metas[-1]["output_token_logprobs"] == [[-0.5, token, None] for token in ids]
+    assert written == [*ids, 1, 2, 3]
 
 
 def test_several_answers_are_a_list() -> None:
@@ -131,6 +141,7 @@ def test_several_answers_are_a_list() -> None:
         ({"input_ids": [1], "lora_path": "x"}, "lora_path"),
         ({"input_ids": [1], "rid": "a b"}, "rid"),
         ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [1], "max_version_lag": 0}, "max_version_lag"),
     ],
 )
 def test_what_is_not_served_is_refused_in_sglangs_words(body: Any, named: str) -> None:
