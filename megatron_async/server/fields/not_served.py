@@ -97,6 +97,8 @@ NEUTRAL: Mapping[str, Any] = {
     "truncation": "disabled", "truncation_side": "left", "context_management": KEEPS_ALL,
 }  # fmt: skip
 """Values that ask for what is done anyway. Null, false, 0 and what is empty count as not given."""
+ZERO_ASKS = ("max_version_lag",)
+"""But 0 of these asks for most: for no newer weights."""
 ONE_THING = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens"),
     ("messages", "prompt", "input"),
@@ -138,9 +140,10 @@ def refuse_what_is_not_served(request: KnownFields, of_prompts: bool = False) ->
     `of_prompts` only what changes its prompt counts, as nothing is generated."""
     kind = type(request)
     values = _values_of(kind, of_prompts)(request)
-    if any(values):
+    if values.count(None) < len(values):
         for name, value in zip(not_served_by(kind, of_prompts), values, strict=True):
-            if value and (name not in NEUTRAL or value != NEUTRAL[name]):
+            is_given = value or (type(value) is int and name in ZERO_ASKS)
+            if is_given and (name not in NEUTRAL or value != NEUTRAL[name]):
                 raise Refusal(f"{name} was given, and {_remedy(name, kind)}.", param=name)
 
 

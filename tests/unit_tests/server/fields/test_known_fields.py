@@ -12,7 +12,7 @@ from megatron_async.server.endpoints import ENDPOINTS
 from megatron_async.server.fields.ask_messages import CountTokensRequest
 from megatron_async.server.fields.asked import Asked, Caller
 from megatron_async.server.fields.json_body import Limits, decode_body
-from megatron_async.server.fields.not_served import NEUTRAL, REMEDIES, not_served_by
+from megatron_async.server.fields.not_served import NEUTRAL, REMEDIES, ZERO_ASKS, not_served_by
 from megatron_async.server.fields.refusal import OF_ENGINE, Refusal, refusal_of
 from megatron_async.server.fields.served_model import CPU_ANSWER_TOKENS, ServedModel
 from megatron_async.server.http.openapi import openapi
@@ -58,11 +58,12 @@ def test_what_an_endpoint_does_not_declare_it_refuses(path: str) -> None:
     refused = not_served_by(ENDPOINTS[path].kind)
     assert "use_beam_search" in refused
     for name in refused:
-        for value in ({"a": 1}, "x", 2):
+        asks, asks_not = ([0], []) if name in ZERO_ASKS else ([], [0])
+        for value in ({"a": 1}, "x", 2, *asks):
             with pytest.raises(Refusal, match=f"^{name} was given, and ") as caught:
                 asked(path, **{name: value})
             assert (caught.value.status, caught.value.param) == (400, name)
-        for nothing in (None, False, 0, "", [], {}, NEUTRAL.get(name)):
+        for nothing in (None, False, *asks_not, "", [], {}, NEUTRAL.get(name)):
             assert asked(path, **{name: nothing})
 
 
