@@ -29,7 +29,7 @@ TORCH_TYPES = {
 MOST_HEADER = 100_000_000
 """Bytes of a header, as in the library."""
 MOST_DIMENSIONS = 64
-"""Of a tensor, as in torch's kernels."""
+"""Dimensions of a tensor, as of torch's kernels."""
 GAP_BYTES = 16 << 10
 """A gap in each row of a region is read with it up to this size: a call a row takes as long."""
 

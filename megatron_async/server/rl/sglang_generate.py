@@ -196,7 +196,7 @@ class GenerateWriter(CompletionWriter):
             written += b"," if news and written else b""
             written += msgspec.json.encode(news)[1:-1]
         self._taken = []
-        return {name: msgspec.Raw(b"[%b]" % all_) for name, all_ in self._written.items()}
+        return {name: msgspec.Raw(b"[" + rows + b"]") for name, rows in self._written.items()}
 
     @override
     def whole(self, result: ItemResult) -> dict[str, Any]:
