@@ -44,7 +44,8 @@ def folder_below(root: str | None, given: str) -> Path:
     top = Path(root).resolve()
     found = top / name
     for path in (found, *found.rglob("*")):
-        if not path.resolve().is_relative_to(top):
+        # By `os`: `resolve` raises for a link to itself, which is no file and opens nothing.
+        if not Path(os.path.realpath(path)).is_relative_to(top):
             raise ValueError(
                 f"{str(path.relative_to(top))[:200]!r} is a link that leads out of --weights-dir."
             )

@@ -26,10 +26,11 @@ def test_a_folder_below_is_found_by_name_and_by_path(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["../secret", "step_1/../../secret", "/etc", "", "..", "a\0b", "C:\\x", "~/x", "none", "out"],
+    ["../secret", "step_1/../../x", "/etc", "", "..", "a\0b", "C:\\x", "~/x", "no", "out", "o"],
 )
 def test_no_other_folder_is(root: Path, given: str) -> None:
     (root / "out").symlink_to(root.parent / "secret")
+    (root / "o").symlink_to("o")
     with pytest.raises(ValueError, match=r"--weights-dir|null byte"):
         folder_below(str(root), given)
     with pytest.raises(ValueError, match="start the service with --weights-dir"):
@@ -37,6 +38,7 @@ def test_no_other_folder_is(root: Path, given: str) -> None:
 
 
 def test_no_file_of_it_is_a_link_that_leads_out(root: Path) -> None:
+    (root / "step_1" / "o").symlink_to("o")
     (root / "step_1" / "inner" / "model.safetensors").symlink_to("/etc/passwd")
     with pytest.raises(ValueError, match=r"model\.safetensors.*leads out"):
         folder_below(str(root), "step_1")
