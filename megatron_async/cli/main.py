@@ -384,9 +384,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         say_goodbye_with(error)
         said = describe(error)
-        if isinstance(error, ConfigurationError | RequestError) and not isinstance(
-            error, CheckpointError
-        ):
+        of_settings = ConfigurationError | RequestError
+        is_of_settings = isinstance(error, of_settings) or isinstance(error.__cause__, of_settings)
+        if is_of_settings and not isinstance(error, CheckpointError):
             said = in_options(said, vars(arguments))
         text = f"{PROGRAM}: error: {said}"
         if is_to_say(text, error):

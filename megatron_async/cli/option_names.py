@@ -37,6 +37,11 @@ OPTIONS = {
     "skip_prompt_log_probs=False": "--prompt-log-probs",
 }
 """Where an option is not called as its field."""
+OF_COMMANDS = {
+    "buffer_size_gb": ("kv_gb",), "num_tokens_to_generate": ("output_len", "tokens"),
+    "num_tokens_total": ("output_len", "tokens"),
+}  # fmt: skip
+"""Options of single commands (simulate-fleet, bench, check) that stand for a setting."""
 COMMAND_LINE_NAMES = {
     "async_sched_mode": "--lookahead",
     "prefix_caching_coordinator_policy": "--policy",
@@ -226,8 +231,7 @@ def in_options(text: str, of_command: Collection[str] = ()) -> str:
             return found[0]
         if value in ("True", "False"):
             return as_option(name if value == "True" else f"{name}=False")
-        if name == "buffer_size_gb" and "kv_gb" in of_command:  # of simulate-fleet
-            name = "kv_gb"
+        name = next((own for own in OF_COMMANDS.get(name, ()) if own in of_command), name)
         of_field = OPTIONS.get(name, flag(name))
         return of_field if value is None else f"{of_field} {value.strip(chr(39))}"
 

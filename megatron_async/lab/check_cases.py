@@ -21,9 +21,7 @@ TOP = 5
 """Likeliest tokens that are kept of each place, to judge a near tie."""
 PAUSE_EVERY = 4
 """Steps between two pauses."""
-HAPPENED = {
-    "paused": "pauses", "warm": "tokens found", "evicted": "evictions", "drafts": "drafts taken",
-}  # fmt: skip
+HAPPENED = {"paused": "pauses", "warm": "found", "evicted": "times", "drafts": "taken"}
 """By case: what shows that it took place."""
 
 
@@ -145,9 +143,7 @@ class NeedleServer:
                 answers += self._serve_group(variant, group)
         self._count += int(engine.stats().get("accepted_tokens", 0) - before)
         name = HAPPENED.get(variant.case, "")
-        return answers, name and (
-            f"{self._count} {name}" if self._count else f"no {name}: untested"
-        )
+        return answers, name and (f"{self._count} {name}" if self._count else "untested")
 
     def _serve_group(self, variant: Variant, group: Sequence[int]) -> list[Answer]:
         draws = np.random.default_rng((self._seed, group[0], variant.batch))

@@ -23,11 +23,12 @@ PROMISES = {
 }
 """What an engine promises, by mode."""
 COLUMNS = (
-    ("tokens", 9, ""), ("log_probs", 11, ""), ("differ", 9, ""), ("mean", 10, ".2g"),
-    ("largest", 10, ".2g"), ("parted", 9, ""), ("near_ties", 11, ""), ("failed", 9, ""),
+    ("tokens", "tokens", ""), ("log_probs", "log probs", ""), ("differ", "differ", ""),
+    ("largest", "largest", ".2g"), ("parted", "parted", ""), ("near_ties", "ties", ""),
+    ("failed", "failed", ""),
 )  # fmt: skip
-"""The table's: a case's value, width and format."""
-HEAD = f"{'case':<16}" + "".join(f"{key.replace('_', ' '):>{width}}" for key, width, _ in COLUMNS)
+"""The table's, within 80 characters: a case's value, its title and format."""
+HEAD = f"{'case':<16} " + " ".join(title for _, title, _ in COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ class Judge:
 def line(case: Mapping[str, Any], with_replica: bool = False) -> str:
     """A case's row of the table."""
     label = f"{case['replica']}: {case['label']}" if with_replica else case["label"]
-    cells = (f"{case[key]:>{width}{form}}" for key, width, form in COLUMNS)
-    return f"{label:<16}" + "".join(cells) + f"  {case['happened']}".rstrip()
+    cells = [f"{case[key]:>{len(title)}{form}}" for key, title, form in COLUMNS]
+    return " ".join([f"{label:<16}", *cells, f" {case['happened']}"]).rstrip()
 
 
 def explained(case: Mapping[str, Any]) -> str:

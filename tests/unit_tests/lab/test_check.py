@@ -58,6 +58,7 @@ def test_models_pass(
     assert [case["failed"] for case in found] == [0] * len(found)
     # 10 tokens of two needles, each twice where prompts are found.
     assert {case["label"]: case["tokens"] for case in found if case["tokens"] != 20} == {"warm": 40}
+    assert max(map(len, output.splitlines()[: len(found) + 1])) <= 80  # columns of a terminal
     happened = {case["label"]: case["happened"] for case in found if case["happened"]}
     drafts = ["drafts: ngram"] + ["drafts: mtp"] * model.endswith("mtp")
     assert list(happened) == ["warm", "paused", "evicted", *drafts]
@@ -100,7 +101,7 @@ def test_another_prefix_is_found(
     monkeypatch.setattr(PrefixCache, "look_up", look_up_beside)
     assert check("tiny", "--cases", "warm", "order") == 1
     output = capsys.readouterr().out
-    assert row(output, "warm")[-4] == "2"
+    assert row(output, "warm")[-3] == "2"
     assert "FAIL, warm: needle 0, token 0: " in output
     assert "first in layer 0 (attention) of 4, position " in output
     assert row(output, "another order")[-1] == "0"
@@ -171,6 +172,14 @@ def test_ranks_agree(capfd: pytest.CaptureFixture[str]) -> None:
     output = capfd.readouterr().out
     assert output.count("OK\n") == 1
     assert int(row(output, "evicted")[-2]) > 0
+
+
+def test_a_pool_too_small_is_said_in_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("tiny", "--num-kv-blocks", "6") == 2
+    assert "lower --tokens, or raise --num-kv-blocks" in capsys.readouterr().err
+    small = ["--num-kv-blocks", "1", "--block-size-tokens", "16"]
+    assert main(["bench", "latency", "dummy:tiny", *small]) == 2
+    assert "lower --output-len, or raise --num-kv-blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
