@@ -31,6 +31,9 @@ more than a `SHARE` of it."""
 SHARE = 1 / 3
 AT_ONCE = 16
 """Streams of a pass that are written without looking at the clock."""
+LONG_S = 0.02
+"""After a pass of few streams that took longer, as where each event has all so far, none is written
+until the pass was a `SHARE` of the time."""
 LOOK_EVERY_S = 1.0
 """Seconds between two checks of streams without new tokens."""
 
@@ -187,6 +190,8 @@ class StreamHub:
         """Streams whose first news came since the last pass."""
         self._num_stalled = 0
         """Streams whose readers were too slow in the last pass."""
+        self._rests_until = 0.0
+        """Until then no stream is written on: the last pass took long."""
 
     def add(self, stream: AnswerStream) -> None:
         """From now on the stream is looked at."""
@@ -224,6 +229,9 @@ class StreamHub:
         if not self._due:
             return
         now = asyncio.get_running_loop().time()
+        if now < self._rests_until:
+            self._write_later(self._rests_until - now)
+            return
         many = len(self._due) > AT_ONCE
         pass_s = self._write_s * (len(self._due) - self._num_stalled)
         every_s = max(EVERY_S, pass_s / SHARE)
@@ -237,11 +245,17 @@ class StreamHub:
             elif not stream.write(now):
                 kept[stream] = None
                 self._num_stalled += 1
+        pass_s = time.perf_counter() - begin
         if len(due) - len(kept) > AT_ONCE:
-            took_s = (time.perf_counter() - begin) / (len(due) - len(kept))
-            self._write_s += 0.1 * (took_s - self._write_s)
-        if kept and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(every_s, self._late)
+            self._write_s += 0.1 * (pass_s / (len(due) - len(kept)) - self._write_s)
+        elif pass_s > LONG_S:
+            self._rests_until = now + pass_s / SHARE
+        if kept:
+            self._write_later(every_s)
+
+    def _write_later(self, after_s: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(after_s, self._late)
 
     def _late(self) -> None:
         self._timer = None

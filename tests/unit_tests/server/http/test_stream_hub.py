@@ -99,6 +99,27 @@ def test_costly_writes_are_rarer():
     played(play)
 
 
+def test_a_few_that_take_long_leave_time_for_others():
+    """Messages that came meanwhile are joined. Break it: leave `_rests_until` as it is."""
+
+    class Large(Stream):
+        def write(self, now):
+            Clock.now += 0.1
+            return super().write(now)
+
+    async def play(hub):
+        stream = Large()
+        for _ in range(4):
+            hub.due(stream)
+            hub.flush()
+        assert len(stream.writes) == 1
+        await asyncio.sleep(0.5)
+        first, second = stream.writes
+        assert second - first == pytest.approx(0.3)
+
+    played(play)
+
+
 def test_a_reader_that_stalls_holds_nobody_up():
     async def play(hub):
         slow, quick = Stream(takes=False), Stream()
