@@ -18,7 +18,7 @@ import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -28,6 +28,7 @@ from typing import Any, override
 
 import torch
 
+IMPORTS: Any = import_module("importlib._bootstrap")
 CORE = "megatron.core"
 LATER = frozenset({
     "einops", "yaml", "torch.distributed._tensor", "torch.distributed.tensor",
@@ -113,10 +114,6 @@ copyreg.pickle(
 class LaterModule(ModuleType):
     """A module that runs when it is asked for a name that it has not yet."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._lock = threading.RLock()  # one for each, as imports have
-
     def __getattr__(self, name: str) -> Any:
         is_import = _importing == threading.get_ident() and "_runs" not in vars(self)
         spec = vars(self)["__spec__"]
@@ -141,8 +138,9 @@ def _is_head_of_megatron(frame: FrameType | None) -> bool:
 
 
 def _run(module: ModuleType) -> None:
-    """In its place, once; other threads wait."""
-    with vars(module).get("_lock", nullcontext()):
+    """In its place, once; other threads wait, by the lock of the module's import: one of threads
+    that wait for each other has an error, as in other imports."""
+    with IMPORTS._ModuleLockManager(module.__name__):
         if type(module) is ModuleType or "_runs" in vars(module):
             return
         vars(module)["_runs"] = True

@@ -94,6 +94,31 @@ def test_what_is_imported_later_is_the_real_thing() -> None:
     assert run(LATER) == ["megatron.core.dist_checkpointing.serialization", "DTensor", "2"]
 
 
+THREADS = """
+import faulthandler, threading
+from importlib import import_module
+import megatron_async.llm
+faulthandler.dump_traceback_later(60, exit=True)
+barrier = threading.Barrier(3)
+
+def ask(name):
+    barrier.wait()
+    try:
+        getattr(import_module("megatron.core.dist_checkpointing" + name), "load", None)
+    except (ImportError, RuntimeError):  # Python's, of threads that wait for each other
+        pass
+
+threads = [threading.Thread(target=ask, args=(n,)) for n in ("", ".validation", ".serialization")]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print("ended")
+"""
+
+
+def test_threads_that_import_at_once_do_not_wait_for_each_other() -> None:
+    """Break it: give each `LaterModule` a lock of its own."""
+    assert run(THREADS) == ["ended"]
+
+
 USED = """
 import copy, inspect, pickle, torch
 import megatron_async.llm
