@@ -1,5 +1,7 @@
 """`check`: models that keep their promise pass, and planted faults are found and named."""
 
+import contextlib
+import io
 import json
 import weakref
 from dataclasses import replace
@@ -162,14 +164,16 @@ def test_near_ties_are_explained() -> None:
         assert (failure is not None, compared["differ"]) == (fails, 1)
 
 
-def _check_on_a_rank() -> int:
+def _check_on_a_rank() -> tuple[int, str]:
     sizes = ["--tensor-model-parallel-size", "2", "--no-progress"]
-    return check("tiny", *sizes, "--cases", "evicted")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        return check("tiny", *sizes, "--cases", "evicted"), output.getvalue()
 
 
-def test_ranks_agree(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks(2, _check_on_a_rank) == [0, 0]
-    output = capfd.readouterr().out
+def test_ranks_agree() -> None:
+    told = run_ranks(2, _check_on_a_rank)
+    assert [status for status, _ in told] == [0, 0]
+    output = "".join(text for _, text in told)
     assert output.count("OK\n") == 1
     assert int(row(output, "evicted")[-2]) > 0
 

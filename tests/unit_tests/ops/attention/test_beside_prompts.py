@@ -25,7 +25,16 @@ HEADS, KV_HEADS, DIM = 8, 2, 64
 
 def compiled(**switches):
     sizes = {"block_size": 64, "kv_heads": 8, "group": 4, "width": 1, "head_tile": 16}
-    sizes |= {"dim": 128, "dim_tile": 128, "tile": 64, "first_key": 0, "joins": True}
+    sizes |= {
+        "dim": 128,
+        "dim_tile": 128,
+        "tile": 64,
+        "first_key": 0,
+        "joins": True,
+        "part": 0,
+        "at_once": 1,
+    }
+    sizes |= {"part": 0, "at_once": 1}
     constants = sizes | {"is_settled": True, "overlap": True} | switches
     types = {"table_stride": "i32", "scale": "fp32", "positions": "*i64"}
     types |= dict.fromkeys(INT32, "*i32") | dict.fromkeys(FLOAT32, "*fp32")

@@ -151,7 +151,7 @@ def test_compiled(dtype, dim, queries, keys, stages, block_size, tmp_path):
     constants = {
         "divides": True, "block_size": block_size, "group": 4, "kv_heads": 8, "dim": dim,
         "dim_tile": triton.next_power_of_2(dim), "query_tile": queries, "key_tile": keys,
-        "first_key": 0, "is_settled": True, "overlap": True,
+        "first_key": 0, "part": 0, "is_settled": True, "overlap": True,
     }  # fmt: skip
     types = dict.fromkeys(("table_stride", "slots"), "i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("tables", "units", "arrived"), "*i32")

@@ -201,7 +201,6 @@ TILE = TilePlan(16, 16, 64, 1, 1, 2, False, 0)
             ),
             "neither bias nor activation",
         ),
-        (lambda: tile_product(torch.ones(17, 8), torch.ones(4, 8), None, "", TILE), "17 rows"),
         (
             lambda: tile_product(
                 ROW, torch.ones(4, 8), torch.ones(4), "",
