@@ -262,6 +262,7 @@ def main(derive: str) -> None:
         CudaUtils()  # Triton's module of C for what is not a launch
     for pid in workers:
         os.waitpid(pid, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter's end forgets what a signal does
 
 
 def _expected(kernel: Kernel) -> tuple[int, int]:

@@ -115,9 +115,9 @@ def test_a_worker_that_dies_costs_its_kernels(folder, monkeypatch, tmp_path, cap
 
 
 def test_the_end_of_the_starting_process_ends_its_workers(folder):
-    start = KernelStart(PROGRAM, workers=1)
+    start = KernelStart(PROGRAM | {"times": 9000}, workers=1)  # more than it has time for
     child = start._child
-    assert os.read(child.stdout.fileno(), 8) == b"total 3\n"
+    assert os.read(child.stdout.fileno(), 12) == b"total 27000\n"
     os.close(child.stdin.fileno())
     assert child.wait(timeout=120) == -9
     assert not os.path.exists(start._temporary.name)

@@ -18,7 +18,7 @@ def kernels_of(program):
     files = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if each.is_symlink()]
     assert not any(each.startswith("socket:") for each in files), files
     assert {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ)
-    return three()
+    return three() * program.get("times", 1)
 
 
 def three():
