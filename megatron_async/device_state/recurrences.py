@@ -46,9 +46,8 @@ class Recurrence[Sizes: RecurrentSizes]:
     name: ClassVar[str]
     gates: ClassVar[int]
 
-    @property
-    def pool_widths(self) -> PoolWidths:
-        """What the layer's pools hold."""
+    def pool_widths(self, replays: bool) -> PoolWidths:
+        """What the layer's pools hold, with a rule that replays or another."""
         state, conv = self.sizes.state_shape, self.sizes.conv
         # The convolution has two vectors that heads share (B and C, or q and k); the ring has one.
         kept = (self.sizes.channels + conv) // 2
@@ -69,6 +68,10 @@ class Recurrence[Sizes: RecurrentSizes]:
     def prefill(self, ops: Ops) -> Callable[..., Tensor]:
         """The op of prefill chunks."""
         raise NotImplementedError
+
+    def flush(self, ops: Ops) -> Callable[..., None]:
+        """The op that moves inputs from the rings into the states."""
+        return ops.flush
 
 
 class MambaRecurrence(Recurrence[MambaSizes]):

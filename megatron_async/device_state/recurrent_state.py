@@ -30,6 +30,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
     PrefillRows,
     RecurrentPools,
+    replaying_rule,
     wide_dtype,
 )
 from megatron_async.ops.sampling.slot_records import RowFeature
@@ -53,6 +54,7 @@ class RecurrentState(PerSlotState):
         width: most query tokens of a decode row.
         lag: tokens that may be taken back: the state does not include the last `lag` tokens.
         memory: of the pools.
+        is_invariant: whether a token's bits are those of its sequence alone.
         snapshots: rows beside the slots' rows.
         table: the row of each slot; None: a slot's row is its own number.
 
@@ -69,10 +71,11 @@ class RecurrentState(PerSlotState):
         width: int,
         lag: int,
         memory: Pools,
+        is_invariant: bool = False,
         snapshots: int = 0,
         table: StateTable | None = None,
     ) -> None:
-        self.rule = rule = FlushRule(lag=lag)
+        self.rule = rule = replaying_rule(lag) if is_invariant else FlushRule(lag=lag)
         self._memory, self._rows = memory, capacity + snapshots + 1
         self._snapshots, self._table = snapshots, table
         if dtype == torch.float64:
@@ -81,7 +84,7 @@ class RecurrentState(PerSlotState):
         ring, conv = rule.ring_length(width), rule.conv_length(width)
         self._pools: dict[Recurrence, tuple[tuple[tuple[int, ...], torch.dtype], ...]] = {}
         for kind in self._kinds:
-            widths = kind.pool_widths
+            widths = kind.pool_widths(rule.replays)
             self._pools[kind] = (
                 (widths.state, state_dtype),
                 ((ring, widths.ring_xb), dtype),
@@ -149,8 +152,8 @@ class RecurrentState(PerSlotState):
             self.base, index, step.positions, dims.width, self._prefill, self.rule
         )
         self._decode_rows = DecodeRows(index, step.positions, after, dims.width)
-        for pools in self._by_kind:
-            ops.flush(pools, index, before, after, self.rule, saves)
+        for kind, pools in zip(self._pools, self._by_kind):
+            kind.flush(ops)(pools, index, before, after, self.rule, saves)
 
     def run(self, view: StateStep, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.
@@ -263,6 +266,7 @@ def make_recurrent_state(
         config.decode_width,
         config.steps_in_flight if config.invalidation == "rollback" else 0,
         pools or Pools(device),
+        getattr(config, "batch_invariant_mode", False),
         sharing.snapshots if sharing else 0,
         table,
     )

@@ -42,7 +42,8 @@ def next_bases(
     Returns:
         int32 `[decode rows + chunks]` each: the bases before and after the step. A chunk's bases
         are its first position, and the position that the written state stands at: the chunk's end,
-        or for the last one of a prompt where `rule` says, but not before the chunk.
+        or for the last one of a prompt where `rule` says, but not before the chunk. With a rule
+        that replays, the borders before these.
 
     Raises:
         ValueError: sizes do not match.
@@ -62,7 +63,10 @@ def next_bases(
     lengths = prefill.starts.diff().to(torch.int32)
     end = first + lengths
     is_last = prefill.is_last.to(torch.bool)
-    behind = torch.where(is_last, torch.maximum(first, flushed(end)), end)
+    due = flushed(end)
+    if rule.replays:
+        first, end = (place // rule.period * rule.period for place in (first, end))
+    behind = torch.where(is_last, torch.maximum(first, due), end)
     base[prefill.write_rows] = torch.where(lengths > 0, behind, base[prefill.write_rows])
     return torch.cat((before, first)), torch.cat((after, behind))
 
@@ -97,6 +101,7 @@ def next_bases_gpu(
             width,
             period=rule.period,
             lag=rule.lag,
+            replays=rule.replays,
             tile=TILE,
             **launch_options(base),
         )
@@ -152,6 +157,7 @@ def _next_bases_kernel(
     width: tl.tensor,
     period: tl.constexpr,
     lag: tl.constexpr,
+    replays: tl.constexpr,
     tile: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
@@ -172,7 +178,10 @@ def _next_bases_kernel(
     begin = tl.load(first_positions + chunk, mask=prefills, other=0)
     last = tl.load(is_last + chunk, mask=prefills, other=0) != 0
     end = begin + length
-    behind = tl.maximum(begin, tl.maximum(end - lag, 0) // period * period)
+    flushed = tl.maximum(end - lag, 0) // period * period
+    if replays:
+        begin, end = begin // period * period, end // period * period
+    behind = tl.maximum(begin, flushed)
     behind = tl.where(last, behind, end)
 
     target = tl.load(write_rows + chunk, mask=prefills, other=0).to(tl.int64)

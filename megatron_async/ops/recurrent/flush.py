@@ -21,10 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import await_previous, launch_options
-from megatron_async.ops.op import op
+from megatron_async.ops.op import op, promising
 from megatron_async.ops.recurrent.kernel_parts import add_products
+from megatron_async.ops.recurrent.mamba_tile import advanced
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,
+    TILE,
     FlushRule,
     RecurrentPools,
     RowStrides,
@@ -34,6 +36,8 @@ from megatron_async.ops.recurrent.reference_parts import ring_inputs
 
 ENTRIES = tl.constexpr(16)
 """Inputs that move into the state together: the least depth of a product."""
+TOKENS = tl.constexpr(TILE)
+"""And with a rule that replays."""
 STATE_TILE = 4096
 """Elements of the state that a program holds."""
 PROGRAMS = 16
@@ -66,6 +70,8 @@ class FlushSizes(NamedTuple):
     """Times `ENTRIES` inputs are moved."""
     has_saves: bool
     is_exact: bool
+    replays: bool
+    """Whether a whole tile of Mamba-2 moves, in the order of its scan."""
 
 
 @op(cpu="recurrent.cpu.host_recurrent")
@@ -105,6 +111,7 @@ def flush(
 
 
 @flush.gpu
+@promising("invariant")
 def flush_gpu(
     pools: RecurrentPools,
     row_index: Tensor,
@@ -129,9 +136,10 @@ def flush_gpu(
         inputs=pools.conv.size(2) * pools.conv.size(3),
         parts=parts,
         lanes=lanes,
-        turns=triton.cdiv(max(rule.period, MAX_WIDTH), ENTRIES.value),
+        turns=1 if rule.replays else triton.cdiv(max(rule.period, MAX_WIDTH), ENTRIES.value),
         has_saves=saves is not None,
         is_exact=pools.ring_xb.dtype == torch.float32,
+        replays=rule.replays,
     )
     _flush_kernel[(layers * parts, triton.cdiv(rows, block))](
         pools,
@@ -217,7 +225,7 @@ def _flush_row(
     channels: tl.constexpr = sizes.channels
     parts: tl.constexpr = sizes.parts
     lanes: tl.constexpr = sizes.lanes
-    entries: tl.constexpr = ENTRIES
+    entries: tl.constexpr = TOKENS if sizes.replays else ENTRIES
     turns: tl.constexpr = sizes.turns
     before, after = tl.load(base_before + row), tl.load(base_after + row)
     save_row = tl.full((), -1, tl.int64)
@@ -251,9 +259,12 @@ def _flush_row(
             entry = position % sizes.ring
             gate = ring_gates + entry * (sizes.gates * heads) + head
             decay = tl.load(gate, mask=due, other=0.0)
-            weight = tl.exp(tl.sum(decay, 0) - tl.cumsum(decay, 0))
-            if sizes.gates > 1:
-                weight *= tl.load(gate + heads, mask=due, other=0.0)
+            if sizes.replays:
+                gain = tl.load(gate + heads, mask=due, other=0.0)
+            else:
+                weight = tl.exp(tl.sum(decay, 0) - tl.cumsum(decay, 0))
+                if sizes.gates > 1:
+                    weight *= tl.load(gate + heads, mask=due, other=0.0)
             source = ring_xb + entry * channels
             left = tl.load(
                 source[None, :] + (head * head_dim + lane)[:, None],
@@ -263,8 +274,13 @@ def _flush_row(
             right = tl.load(
                 source[:, None] + right_channel + column[None, :], mask=due[:, None], other=0.0
             )
-            weighed = right.to(tl.float32) * weight[:, None]
-            s = add_products(s * tl.exp(tl.sum(decay, 0)), left, weighed, sizes.is_exact)
+            if sizes.replays:
+                x, total = tl.trans(left), tl.cumsum(decay, 0)
+                s = advanced(tl.trans(s), x, right, gain, total, entries, sizes.is_exact)
+                s = tl.trans(s)
+            else:
+                weighed = right.to(tl.float32) * weight[:, None]
+                s = add_products(s * tl.exp(tl.sum(decay, 0)), left, weighed, sizes.is_exact)
         tl.store(place, s.to(stored.dtype), mask=in_state)
         if sizes.has_saves:
             copy = kept + (head * head_dim + lane)[:, None] * columns + column[None, :]

@@ -39,6 +39,13 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def rounded(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+    """A product, rounded before anything is added to it, in every kernel: a compiler may join a
+    multiplication and an addition, but nothing to this."""
+    return tl.fma(left, right, 0.0)
+
+
+@triton.jit
 def add_products(
     total: tl.tensor, left: tl.tensor, right: tl.tensor, is_exact: tl.constexpr
 ) -> tl.tensor:

@@ -9,6 +9,7 @@ step again gives the same bits.
 
 The second kernel is here for one query token a row, and for all dtypes; for several in bfloat16 on
 a GPU the kernel of `mamba_outputs.py` is used. A step of one row has one kernel (`mamba_row.py`).
+With a rule that replays, all steps have the second kernel of `mamba_replay.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import promising
 from megatron_async.ops.recurrent.mamba_inputs import take_inputs, window_of
 from megatron_async.ops.recurrent.mamba_outputs import MAX_STATE, outputs_by_matrix_units
 from megatron_async.ops.recurrent.mamba_pools import (
@@ -29,6 +31,7 @@ from megatron_async.ops.recurrent.mamba_pools import (
     shape_of,
 )
 from megatron_async.ops.recurrent.mamba_reference import mamba_decode
+from megatron_async.ops.recurrent.mamba_replay import replay
 from megatron_async.ops.recurrent.mamba_row import MOST_ROWS, decode_row
 from megatron_async.ops.recurrent.recurrent_pools import (
     DecodeRows,
@@ -41,6 +44,7 @@ WARPS = 2
 
 
 @mamba_decode.gpu
+@promising("invariant")
 def mamba_decode_gpu(
     zxbcdt: Tensor,
     params: MambaParams,
@@ -56,6 +60,11 @@ def mamba_decode_gpu(
     if gating is not None:
         check_gating(op, gating, shape, rows, width)
     if not rows:
+        return out
+    if rule.replays:
+        if gating is not None:
+            raise ValueError(f"{op}: {rule} has outputs without gating: leave gating out.")
+        replay(zxbcdt, params, pools, step, rule, shape, out)
         return out
     if rows <= MOST_ROWS and width == 1 and gating is None:
         decode_row(zxbcdt, params, pools, step, rule, shape, out)

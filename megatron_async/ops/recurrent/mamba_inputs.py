@@ -40,7 +40,8 @@ class DecodeInputs(NamedTuple):
     """Inputs of the second kernel for a step's query tokens; written for all tokens."""
 
     c: Tensor
-    """`[tokens, groups d_state]`, dtype of the activations: C after the convolution."""
+    """`[tokens, groups d_state]`, dtype of the activations: C after the convolution. With a rule
+    that replays the only one, in the place of all."""
     weights: Tensor
     """float32 `[tokens, heads, window]`: of the ring's inputs from the base on."""
     decays: Tensor
@@ -71,13 +72,14 @@ def take_inputs(
     and the second kernel would make each in 32 threads.
     """
     rows, width, window = step.row_index.numel(), step.width, window_of(rule, step.width)
-    tokens, device = rows * width, zxbcdt.device
+    tokens, device, weighs = rows * width, zxbcdt.device, not rule.replays
     c = torch.empty((tokens, shape.bc_dim), dtype=zxbcdt.dtype, device=device)
-    weights = torch.empty((tokens, shape.heads, window), dtype=torch.float32, device=device)
-    decays = torch.empty((tokens, shape.heads), dtype=torch.float32, device=device)
-    gates = decays.new_empty((tokens, shape.d_inner)) if is_gated else decays
-    inputs = DecodeInputs(c, weights, decays, gates)
-    heads_tile = min(triton.next_power_of_2(shape.group_heads), HEADS)
+    inputs, heads_tile = DecodeInputs(c, c, c, c), triton.next_power_of_2(shape.group_heads)
+    if weighs:
+        weights = torch.empty((tokens, shape.heads, window), dtype=torch.float32, device=device)
+        decays = torch.empty((tokens, shape.heads), dtype=torch.float32, device=device)
+        gates = decays.new_empty((tokens, shape.d_inner)) if is_gated else decays
+        inputs, heads_tile = DecodeInputs(c, weights, decays, gates), min(heads_tile, HEADS)
     parts = shape.groups * triton.cdiv(shape.group_heads, heads_tile)
     _inputs_kernel[(parts + triton.cdiv(shape.d_inner, CHANNELS), rows)](
         zxbcdt,
@@ -95,7 +97,8 @@ def take_inputs(
         window=window,
         tile=CHANNELS,
         is_gated=is_gated,
-        num_warps=2 if rows >= MANY_ROWS and width == 1 else 4,
+        weighs=weighs,
+        num_warps=2 if weighs and rows >= MANY_ROWS and width == 1 else 4,
         **launch_options(zxbcdt),
     )
     return inputs
@@ -120,6 +123,7 @@ def _take_group(
     ring: tl.constexpr,
     conv_ring: tl.constexpr,
     window: tl.constexpr,
+    weighs: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """B, C and dt of a group: convolution and rings, and the weights of a block of its heads."""
@@ -160,16 +164,17 @@ def _take_group(
     xb_row = pools.ring_xb + pool_row * strides.ring_xb
     gates_row = pools.ring_gates + pool_row * strides.ring_gates
     b_place = xb_row + entry[:, None] * xb_dim + b_channel[None, :]
-    b_all = tl.load(b_place, mask=is_old[:, None], other=0.0).to(tl.float32)
-    gate_place = gates_row + entry[None, :] * (2 * heads) + head[:, None]
-    has_gate = is_old[None, :] & has_head[:, None]
-    decay = tl.load(gate_place, mask=has_gate, other=0.0)
-    share = tl.load(gate_place + heads, mask=has_gate, other=0.0)
-    # What is left now of each input, times its dt, and of the state: a query token's own decay
-    # multiplies both.
-    left = tl.sum(decay, 1)
-    share *= tl.exp(left[:, None] - tl.cumsum(decay, 1))
-    left = tl.exp(left)
+    if weighs:
+        b_all = tl.load(b_place, mask=is_old[:, None], other=0.0).to(tl.float32)
+        gate_place = gates_row + entry[None, :] * (2 * heads) + head[:, None]
+        has_gate = is_old[None, :] & has_head[:, None]
+        decay = tl.load(gate_place, mask=has_gate, other=0.0)
+        share = tl.load(gate_place + heads, mask=has_gate, other=0.0)
+        # What is left now of each input, times its dt, and of the state: a query token's own decay
+        # multiplies both.
+        left = tl.sum(decay, 1)
+        share *= tl.exp(left[:, None] - tl.cumsum(decay, 1))
+        left = tl.exp(left)
     wait_for_previous(overlap)
     # All loads before the first store: none may be moved ahead of a store that it could alias, and
     # each query token would wait for memory anew.
@@ -210,17 +215,18 @@ def _take_group(
         place = outputs.c + token * bc_dim + group * d_state + column
         tl.store(place, c, mask=always & (block == 0))
 
-        own = (at == position) & brought
-        b_all = tl.where(own[:, None], b.to(tl.float32)[None, :], b_all)
-        kept_share = tl.exp(g)
-        share = tl.where(own[None, :], dt[:, None], share * kept_share[:, None])
-        left *= kept_share
-        score = tl.sum(b_all * c.to(tl.float32)[None, :], 1)
-        weight = score[None, :] * share + tl.where(own[None, :], through[:, None], 0.0)
-        target = token * heads + head
-        place = outputs.weights + target[:, None] * window + place_in[None, :]
-        tl.store(place, weight, mask=has_head[:, None])
-        tl.store(outputs.decays + target, left, mask=has_head)
+        if weighs:
+            own = (at == position) & brought
+            b_all = tl.where(own[:, None], b.to(tl.float32)[None, :], b_all)
+            kept_share = tl.exp(g)
+            share = tl.where(own[None, :], dt[:, None], share * kept_share[:, None])
+            left *= kept_share
+            score = tl.sum(b_all * c.to(tl.float32)[None, :], 1)
+            weight = score[None, :] * share + tl.where(own[None, :], through[:, None], 0.0)
+            target = token * heads + head
+            place = outputs.weights + target[:, None] * window + place_in[None, :]
+            tl.store(place, weight, mask=has_head[:, None])
+            tl.store(outputs.decays + target, left, mask=has_head)
 
 
 @triton.jit
@@ -297,6 +303,7 @@ def _inputs_kernel(
     window: tl.constexpr,
     tile: tl.constexpr,
     is_gated: tl.constexpr,
+    weighs: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """The parts of groups, then those of x's channels. `outputs`: `DecodeInputs`."""
@@ -321,6 +328,7 @@ def _inputs_kernel(
             ring,
             conv_ring,
             window,
+            weighs,
             overlap,
         )
     else:

@@ -11,6 +11,10 @@ program's arithmetic depends on its chunk alone.
 With inputs of 16 bits the products inside a tile, and of C with the state, take factors rounded to
 16 bits, as attention does. The state itself is kept in float32, and what a token adds to it is
 multiplied as two 16-bit parts, which is exact to 2^-17.
+
+With a rule that replays (`replaying_rule`), a chunk that begins inside a tile takes the tile's
+earlier tokens from the ring, and computes all of it again. Then a kernel of its own fills the ring,
+since programs of the scan may still read there.
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import wait_for_previous
+from megatron_async.ops.op import promising
 from megatron_async.ops.recurrent.kernel_parts import add_products
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape, shape_of
 from megatron_async.ops.recurrent.mamba_reference import mamba_prefill
+from megatron_async.ops.recurrent.mamba_tile import advanced, decays_of, outputs_of
 from megatron_async.ops.recurrent.prefill_parts import (
     BORDERS,
     MANY_PROGRAMS,
@@ -31,6 +37,7 @@ from megatron_async.ops.recurrent.prefill_parts import (
     ConvolutionSizes,
     Tile,
     convolve_chunks,
+    keep_entries,
     keep_inputs,
     keep_snapshot,
     launch_scan,
@@ -50,6 +57,7 @@ CHANNELS = 128
 
 
 @mamba_prefill.gpu
+@promising("invariant")
 def mamba_prefill_gpu(
     zxbcdt: Tensor,
     params: MambaParams,
@@ -72,8 +80,16 @@ def mamba_prefill_gpu(
         window = triton.next_power_of_2(rule.window(1))
         given = (zxbcdt, xbc, dt, params, pools, rows, base_after, out, chunk_dest, shape.d_inner)
         launch_scan(
-            _scan_kernel, _programs(shape, tile.lanes), *given, tile, shape=shape, window=window
+            _scan_kernel,
+            _programs(shape, tile.lanes),
+            *given,
+            tile,
+            shape=shape,
+            window=window,
+            replays=rule.replays,
         )
+        if rule.replays:
+            keep_entries(xbc, dt, params, pools, rows, base_after, rule, 0)
     return out
 
 
@@ -144,6 +160,7 @@ def _scan_kernel(
     tile: tl.constexpr,
     lanes: tl.constexpr,
     window: tl.constexpr,
+    replays: tl.constexpr,
     chunks_tile: tl.constexpr,
     has_dest: tl.constexpr,
     is_exact: tl.constexpr,
@@ -177,11 +194,15 @@ def _scan_kernel(
         column = tl.arange(0, d_state)
         cell = head * (head_dim * d_state) + lane[:, None] * d_state + column[None, :]
         in_state = inside[:, None] & (column >= 0)[None, :]
+        # Where the read row's state stands.
+        stands = first
+        if replays:
+            stands = first // tile * tile
         # Nothing of the row is read where a request begins: its former owner's numbers lie there.
-        loaded = in_state & (first > 0)
+        loaded = in_state & (stands > 0)
         s = tl.load(pools.state + read_row * strides.state + cell, mask=loaded, other=0.0)
         target = pools.state + write_row * strides.state + cell
-        if base == first:
+        if base == stands:
             # No token of the chunk is in the state yet.
             tl.store(target, s, mask=in_state)
         s = tl.trans(s.to(tl.float32))
@@ -191,53 +212,77 @@ def _scan_kernel(
             number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
             dest = chunk_dest + number - first // BORDERS
         chunk = (inputs, input_stride, pools, strides, start, first)
-        for turn in range(scan_turns(first, end, base, tile)):
-            begin, lower, upper = scan_cut(turn, first, end, base, tile)
+        for turn in range(scan_turns(stands, end, base, tile)):
+            begin, lower, upper = scan_cut(turn, stands, end, base, tile)
             position = begin + offset
             exists = (position >= lower) & (position < upper)
             token = (start - first + position).to(tl.int64)
             source = convolved + token[:, None] * conv_dim
+            asks = exists
+            if replays:
+                # The tile's tokens before the chunk: the ring has x and B in the same order.
+                asks = exists & (position >= first)
+                old = pools.ring_xb + read_row * strides.ring_xb
+                old = old + (position % ring)[:, None] * xb_dim
+                source = tl.where((position < first)[:, None], old, source)
             place = source + d_inner + group * d_state + column[None, :]
             b = tl.load(place, mask=exists[:, None], other=0.0)
-            c = tl.load(place + bc_dim, mask=exists[:, None], other=0.0)
+            c = tl.load(place + bc_dim, mask=asks[:, None], other=0.0)
             place = source + head * head_dim + lane[None, :]
             in_tile = exists[:, None] & inside[None, :]
             x = tl.load(place, mask=in_tile, other=0.0)
-            dt = tl.load(gates + head.to(tl.int64) * tokens + token, mask=exists, other=0.0)
-            decay = tl.cumsum(dt * rate, 0)
-            weight = tl.dot(c, tl.trans(b), input_precision="ieee")
-            seen = offset[:, None] >= offset[None, :]
-            share_of = tl.where(seen, decay[:, None] - decay[None, :], -float("inf"))
-            weight = weight * tl.exp(share_of) * dt[None, :]
-            y = tl.dot(c, s.to(c.dtype), input_precision="ieee")
-            y = y * tl.exp(decay)[:, None] + x.to(tl.float32) * through
-            y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
+            place = gates + head.to(tl.int64) * tokens + token
+            if replays:
+                old = pools.ring_gates + read_row * strides.ring_gates
+                old = old + ((position % ring) * (2 * heads) + heads + head)
+                place = tl.where(position < first, old, place)
+            dt = tl.load(place, mask=exists, other=0.0)
+            if replays:
+                seen = offset[:, None] >= offset[None, :]
+                decay = decays_of(dt, rate)
+                y = outputs_of(c, b, x, dt, s, decay, decay, seen, x, through)
+                in_tile = asks[:, None] & inside[None, :]
+            else:
+                decay = tl.cumsum(dt * rate, 0)
+                weight = tl.dot(c, tl.trans(b), input_precision="ieee")
+                seen = offset[:, None] >= offset[None, :]
+                share_of = tl.where(seen, decay[:, None] - decay[None, :], -float("inf"))
+                weight = weight * tl.exp(share_of) * dt[None, :]
+                y = tl.dot(c, s.to(c.dtype), input_precision="ieee")
+                y = y * tl.exp(decay)[:, None] + x.to(tl.float32) * through
+                y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
             place = out + token[:, None] * out_stride + head * head_dim + lane[None, :]
             tl.store(place, y.to(out.dtype.element_ty), mask=in_tile)
-            s = _advance(s, x, b, dt, decay, rate, exists, is_exact)
+            if replays:
+                s = advanced(s, x, b, dt, decay, tile, is_exact)
+            else:
+                s = _advance(s, x, b, dt, decay, rate, exists, is_exact)
             if upper == base:
                 tl.store(target, tl.trans(s).to(pools.state.dtype.element_ty), mask=in_state)
             if has_dest:
                 keep_snapshot(s, dest, cell, in_state, *chunk, upper, read_row, kept)
-        # What decode steps add to the state themselves.
-        later = base + tl.arange(0, window)
-        is_later = later < end
-        given = (start - first + later).to(tl.int64)
-        xb_source = convolved + given[:, None] * conv_dim
-        xb_target = pools.ring_xb + write_row * strides.ring_xb + (later % ring)[:, None] * xb_dim
-        x_channel = head * head_dim + lane[None, :]
-        in_ring = is_later[:, None] & inside[None, :]
-        kept_x = tl.load(xb_source + x_channel, mask=in_ring, other=0.0)
-        tl.store(xb_target + x_channel, kept_x, mask=in_ring)
-        if part == 0:
-            if head % group_heads == 0:
-                b_channel = d_inner + group * d_state + column[None, :]
-                kept_b = tl.load(xb_source + b_channel, mask=is_later[:, None], other=0.0)
-                tl.store(xb_target + b_channel, kept_b, mask=is_later[:, None])
-            dt_source = gates + head.to(tl.int64) * tokens + given
-            kept_dt = tl.load(dt_source, mask=is_later, other=0.0)
-            gates_target = pools.ring_gates + write_row * strides.ring_gates + head
-            gates_target = gates_target + (later % ring) * (2 * heads)
-            tl.store(gates_target, kept_dt * rate, mask=is_later)
-            tl.store(gates_target + heads, kept_dt, mask=is_later)
+        if not replays:
+            # What decode steps add to the state themselves.
+            later = base + tl.arange(0, window)
+            is_later = later < end
+            given = (start - first + later).to(tl.int64)
+            xb_source = convolved + given[:, None] * conv_dim
+            xb_target = (
+                pools.ring_xb + write_row * strides.ring_xb + (later % ring)[:, None] * xb_dim
+            )
+            x_channel = head * head_dim + lane[None, :]
+            in_ring = is_later[:, None] & inside[None, :]
+            kept_x = tl.load(xb_source + x_channel, mask=in_ring, other=0.0)
+            tl.store(xb_target + x_channel, kept_x, mask=in_ring)
+            if part == 0:
+                if head % group_heads == 0:
+                    b_channel = d_inner + group * d_state + column[None, :]
+                    kept_b = tl.load(xb_source + b_channel, mask=is_later[:, None], other=0.0)
+                    tl.store(xb_target + b_channel, kept_b, mask=is_later[:, None])
+                dt_source = gates + head.to(tl.int64) * tokens + given
+                kept_dt = tl.load(dt_source, mask=is_later, other=0.0)
+                gates_target = pools.ring_gates + write_row * strides.ring_gates + head
+                gates_target = gates_target + (later % ring) * (2 * heads)
+                tl.store(gates_target, kept_dt * rate, mask=is_later)
+                tl.store(gates_target + heads, kept_dt, mask=is_later)
         keep_inputs(*chunk, end, read_row, write_row, kept)

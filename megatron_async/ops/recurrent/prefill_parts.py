@@ -17,8 +17,13 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.delta_pools import NORM_EPS
-from megatron_async.ops.recurrent.kernel_parts import silu, softplus
-from megatron_async.ops.recurrent.recurrent_pools import GRID, PrefillRows, RecurrentPools
+from megatron_async.ops.recurrent.kernel_parts import rounded, silu, softplus
+from megatron_async.ops.recurrent.recurrent_pools import (
+    GRID,
+    FlushRule,
+    PrefillRows,
+    RecurrentPools,
+)
 
 TOKENS = 16
 """Tokens that a program of the convolution processes."""
@@ -26,6 +31,8 @@ MANY_PROGRAMS = 128
 """Programs of a scan that fill an H200: with fewer, each takes half as much of a head."""
 BORDERS = tl.constexpr(GRID)
 EPS = tl.constexpr(NORM_EPS)
+ENTRY_CHANNELS = tl.constexpr(256)
+"""Channels that a program moves at once from a chunk to the ring."""
 SCAN: dict[str, Any] = {
     "do_not_specialize": ["tokens"],
     "do_not_specialize_on_alignment": [
@@ -71,6 +78,15 @@ class Tile(NamedTuple):
     """Elements of a head's dimension."""
     warps: int
     stages: int
+
+
+class EntrySizes(NamedTuple):
+    """Constants of the kernel that fills rings: entries, channels, gates and heads of one."""
+
+    ring: int
+    channels: int
+    gates: int
+    heads: int
 
 
 class KeptInputs(NamedTuple):
@@ -178,6 +194,98 @@ def launch_scan(
         num_stages=tile.stages,
         **launch_options(convolved),
     )
+
+
+def keep_entries(
+    convolved: Tensor,
+    gates: Tensor,
+    params: Any,
+    pools: RecurrentPools,
+    rows: PrefillRows,
+    base_after: Tensor,
+    rule: FlushRule,
+    offset: int,
+) -> None:
+    """Fill the rings with a step's chunks, from each chunk's base on, with a rule that replays:
+    channels of `convolved` from `offset` on, and gates as `convolve_chunks` made them; of Mamba-2
+    dt, and before it what dt makes of the decay."""
+    window = rule.window(1)
+    _entries_kernel[(triton.cdiv(window, TOKENS), rows.write_rows.numel())](
+        convolved,
+        gates,
+        params.a_log,
+        convolved.size(0),
+        pools,
+        pools.strides,
+        rows.starts,
+        rows.first_positions,
+        rows.write_rows,
+        base_after,
+        conv_dim=convolved.size(1),
+        offset=offset,
+        sizes=EntrySizes(*pools.ring_xb.shape[1:], *pools.ring_gates.shape[2:]),
+        is_mamba=gates.dim() == 2,
+        heads_tile=triton.next_power_of_2(pools.ring_gates.size(3)),
+        token_tile=TOKENS,
+        num_warps=4,
+        **launch_options(convolved),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["starts", "first_positions", "write_rows", "base_after"],
+)
+def _entries_kernel(
+    convolved: tl.tensor,
+    gates: tl.tensor,
+    a_log: tl.tensor,
+    tokens: tl.tensor,
+    pools: tl.tuple,
+    strides: tl.tuple,
+    starts: tl.tensor,
+    first_positions: tl.tensor,
+    write_rows: tl.tensor,
+    base_after: tl.tensor,
+    conv_dim: tl.constexpr,
+    offset: tl.constexpr,
+    sizes: tl.constexpr,
+    is_mamba: tl.constexpr,
+    heads_tile: tl.constexpr,
+    token_tile: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """A tile of a chunk's tokens from its base on."""
+    wait_for_previous(overlap)
+    chunk = tl.program_id(1)
+    start, first = tl.load(starts + chunk), tl.load(first_positions + chunk)
+    end = first + tl.load(starts + chunk + 1) - start
+    position = tl.load(base_after + chunk) + tl.program_id(0) * token_tile
+    position = position + tl.arange(0, token_tile)
+    # Those before the chunk are there: a row that is read is another one at borders alone.
+    is_new = (position >= first) & (position < end)
+    token = (start - first + position).to(tl.int64)
+    row, entry = tl.load(write_rows + chunk).to(tl.int64), position % sizes.ring
+    source = convolved + token[:, None] * conv_dim + offset
+    target = pools.ring_xb + row * strides.ring_xb + entry[:, None] * sizes.channels
+    for begin in range(0, sizes.channels, ENTRY_CHANNELS):
+        channel = begin + tl.arange(0, ENTRY_CHANNELS)[None, :]
+        moved = is_new[:, None] & (channel < sizes.channels)
+        tl.store(target + channel, tl.load(source + channel, mask=moved), mask=moved)
+    head = tl.arange(0, heads_tile)[None, :]
+    moved = is_new[:, None] & (head < sizes.heads)
+    source = gates + head.to(tl.int64) * tokens + token[:, None]
+    target = pools.ring_gates + row * strides.ring_gates
+    target = target + entry[:, None] * (sizes.gates * sizes.heads) + head
+    gate = tl.load(source, mask=moved, other=0.0)
+    if is_mamba:
+        rate = -tl.exp(tl.load(a_log + head, mask=head < sizes.heads, other=0.0).to(tl.float32))
+        tl.store(target, rounded(gate, rate), mask=moved)
+        tl.store(target + sizes.heads, gate, mask=moved)
+    else:
+        tl.store(target, gate, mask=moved)
+        gate = tl.load(source + tokens.to(tl.int64) * sizes.heads, mask=moved)
+        tl.store(target + sizes.heads, gate, mask=moved)
 
 
 # Where prefill rows begin among a step's rows varies, and with it what is aligned.

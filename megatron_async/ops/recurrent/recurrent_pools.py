@@ -20,6 +20,8 @@ CONV_WIDTH = 4
 """Inputs that a token's convolution sees: its own and the three before."""
 GRID = 128
 """Scans of a prompt are cut at multiples of this position, whatever the batch."""
+TILE = 64
+"""Tokens of a scan's tile with inputs of 16 bits; a divisor of `GRID`."""
 MAX_WIDTH = 8
 """Query tokens that a decode row may have."""
 
@@ -36,6 +38,8 @@ class FlushRule(NamedTuple):
     """Tokens between flushes: a power of two that divides 128."""
     lag: int = 0
     """Tokens that may still be taken back, in tokens before a step's first query token."""
+    replays: bool = False
+    """Whether a token's bits are those of its sequence alone (`replaying_rule`)."""
 
     def ring_length(self, width: int) -> int:
         """The fewest entries of `ring_xb` and `ring_gates`, for rows of up to `width` query tokens.
@@ -61,6 +65,17 @@ class FlushRule(NamedTuple):
                 f"FlushRule: period {self.period} must be a power of two that divides {GRID} and "
                 f"lag {self.lag} 0 or more: 16 and 0 suit most models."
             )
+
+
+def replaying_rule(lag: int) -> FlushRule:
+    """The rule whose bits depend neither on chunks nor on what decodes beside.
+
+    All bases are borders of a scan's tiles, and a tile is always computed whole, from the state at
+    its border: by a decode step again for each of its tokens, and by a chunk that begins inside of
+    it. The ring holds the tile's tokens from its border on. A chunk's read row stands at the
+    border before the chunk. GPUs alone serve this rule, with inputs of 16 bits.
+    """
+    return FlushRule(TILE, lag, replays=True)
 
 
 class RecurrentPools(NamedTuple):
@@ -125,7 +140,8 @@ class PrefillRows(NamedTuple):
     """int32 `[chunks]`: position in its request of a chunk's first token; at 0 a request begins,
     and nothing of `read_rows` is read."""
     read_rows: Tensor
-    """int32 or int64 `[chunks]`: the pool row whose base is first_positions."""
+    """int32 or int64 `[chunks]`: the pool row whose base is first_positions, or the border before
+    (`replaying_rule`)."""
     write_rows: Tensor
     """int32 or int64 `[chunks]`: the pool row that gets the state after the chunk; all different,
     and no other chunk's read row."""
@@ -189,6 +205,11 @@ def check_layer(
         raise ValueError(
             f"{op}: ring_xb and conv must have the input's dtype, ring_gates {wide}, the state"
             f" {wide} or bfloat16; found {sorted(map(str, dtypes))}, {pools.ring_gates.dtype}, "
+            f"{pools.state.dtype}."
+        )
+    if rule.replays and (inputs.dtype.itemsize != 2 or pools.state.dtype != wide):
+        raise ValueError(
+            f"{op}: {rule} has inputs of 16 bits and states of {wide}; found {inputs.dtype} and "
             f"{pools.state.dtype}."
         )
     # A whole pool is asked first: `pool[0]` takes microseconds, in every layer of a step.
