@@ -71,8 +71,9 @@ def take_inputs(
     `is_gated` makes gates too, of rows of one query token: here a thread makes one or two of them,
     and the second kernel would make each in 32 threads.
     """
-    rows, width, window = step.row_index.numel(), step.width, window_of(rule, step.width)
-    tokens, device, weighs = rows * width, zxbcdt.device, not rule.replays
+    rows, width, weighs = step.row_index.numel(), step.width, not rule.replays
+    window = window_of(rule, width) if weighs else 1
+    tokens, device = rows * width, zxbcdt.device
     c = torch.empty((tokens, shape.bc_dim), dtype=zxbcdt.dtype, device=device)
     inputs, heads_tile = DecodeInputs(c, c, c, c), triton.next_power_of_2(shape.group_heads)
     if weighs:

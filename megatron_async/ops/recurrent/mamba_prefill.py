@@ -77,7 +77,7 @@ def mamba_prefill_gpu(
         )
         xbc, dt = convolve_chunks(zxbcdt, params, pools, rows, out, sizes)
         tile = scan_tile(zxbcdt.dtype, shape, chunks)
-        window = triton.next_power_of_2(rule.window(1))
+        window = 1 if rule.replays else triton.next_power_of_2(rule.window(1))
         given = (zxbcdt, xbc, dt, params, pools, rows, base_after, out, chunk_dest, shape.d_inner)
         launch_scan(
             _scan_kernel,

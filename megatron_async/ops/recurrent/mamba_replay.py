@@ -27,6 +27,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 
 QUERIES = tl.constexpr(16)
 """Rows of a product of the matrix units; a step's query tokens are 8 or fewer."""
+WARPS = 4
 LANES = 64
 """Most elements of a head that a program takes."""
 MAX_STATE = 128
@@ -60,7 +61,7 @@ def replay(
         ring=pools.ring_xb.size(1),
         tile=TILE,
         lanes=lanes,
-        num_warps=4,
+        num_warps=WARPS,
         num_stages=2,
         **launch_options(zxbcdt),
     )

@@ -2,6 +2,7 @@
 token by token, with drafts, and in any company. In the interpreter small layers, whose products add
 up as those of a GPU; there, real ones too."""
 
+import itertools
 from copy import copy
 
 import pytest
@@ -17,6 +18,8 @@ from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "matrix_units")
 SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16
 TOKENS = 135
+LAGS = (0, 1, TILE + 1)
+WIDTHS = st.integers(1, 5) if INTERPRETED else st.sampled_from((1, 4))
 LAYERS = {
     "small": {"heads": 2, "groups": 1},
     "odd": {"heads": 3, "groups": 1, "head_dim": 20, "d_state": 32},
@@ -31,8 +34,10 @@ if not INTERPRETED:
 class Walk:
     """A sequence's way through steps, in row 1, with a second one in row 0 beside it at times."""
 
-    def __init__(self, layer, sequence, lag=0, width=1):
-        self.runner = Runner(layer, KERNELS[layer.kind], rule=replaying_rule(lag), width=width)
+    def __init__(self, layer, sequence, lag=0):
+        # Rings of one length: each would compile its own kernels.
+        options = {"rule": replaying_rule(lag), "width": 5, "spare": LAGS[-1] - lag}
+        self.runner = Runner(layer, KERNELS[layer.kind], **options)
         self.sequence, self.other = copy(sequence), copy(sequence)
         self.sequence.row, self.other.row, self.sequence.length = 1, 0, 0
         self.other.length, self.outputs = 0, []
@@ -91,38 +96,25 @@ def test_a_token_has_its_bits_however_it_comes(whole):
     walk = Walk(layer, sequence).prefill(start, is_last=True, in_company=True)
     walk.decode(TOKENS, in_company=True).check(*expected)
     # Four query tokens, of which three are kept; the state two borders behind where it stands.
-    walk = Walk(layer, sequence, lag=TILE + 2, width=4).prefill(40).prefill(80, is_last=True)
+    walk = Walk(layer, sequence, lag=LAGS[-1]).prefill(40).prefill(80, is_last=True)
     walk.decode(TOKENS, width=4, right=3).check(*expected)
 
 
 @given(data=st.data())
 @settings(
-    max_examples=4 if INTERPRETED else 40,
+    max_examples=4 if INTERPRETED else 12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_way(whole, data):
     """Chunks, then decode steps of some width, on any lag, beside another row or not."""
     layer, sequence, *expected = whole
-    least = 110 if INTERPRETED else 1
-    prompt = data.draw(st.integers(least, TOKENS - 1), "prompt")
-    cuts = (
-        sorted(data.draw(st.sets(st.integers(1, prompt - 1), max_size=3), "cuts"))
-        if prompt > 1
-        else []
-    )
-    lag, width = (
-        data.draw(st.sampled_from((0, 1, 65)), "lag"),
-        data.draw(st.integers(1, 5), "width"),
-    )
-    walk = Walk(layer, sequence, lag, width)
-    for begin, end in zip((0, *cuts), (*cuts, prompt)):
-        walk.prefill(
-            end - begin,
-            is_last=end == prompt,
-            in_company=begin == 0 and data.draw(st.booleans(), "company"),
-        )
-    walk.decode(
-        TOKENS, width, data.draw(st.integers(1, width), "right"), data.draw(st.booleans(), "beside")
-    )
-    walk.check(*expected)
+    draw = data.draw
+    prompt = draw(st.integers(110 if INTERPRETED else 2, TOKENS - 1), "prompt")
+    cuts = sorted({0, prompt, *draw(st.sets(st.integers(1, prompt - 1), max_size=3), "cuts")})
+    beside = draw(st.booleans(), "beside")
+    walk = Walk(layer, sequence, draw(st.sampled_from(LAGS), "lag"))
+    for begin, end in itertools.pairwise(cuts):
+        walk.prefill(end - begin, is_last=end == prompt, in_company=beside and not begin)
+    width = draw(WIDTHS, "width")
+    walk.decode(TOKENS, width, draw(st.integers(1, width), "right"), beside).check(*expected)
