@@ -58,6 +58,7 @@ def replay(
         out.stride(0),
         shape=shape,
         width=step.width,
+        crosses=step.width > 1 or rule.lag > 0,
         ring=pools.ring_xb.size(1),
         tile=TILE,
         lanes=lanes,
@@ -123,12 +124,14 @@ def _replay_kernel(
     out_stride: tl.tensor,
     shape: tl.constexpr,
     width: tl.constexpr,
+    crosses: tl.constexpr,
     ring: tl.constexpr,
     tile: tl.constexpr,
     lanes: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """`queries`: C of the step's query tokens."""
+    """`queries`: C of the step's query tokens. `crosses`: whether a row's tokens may stand in other
+    tiles than its base; registers that only this takes would halve the programs at a time."""
     head_dim: tl.constexpr = shape.head_dim
     d_state: tl.constexpr = shape.d_state
     bc_dim: tl.constexpr = shape.bc_dim
@@ -169,15 +172,16 @@ def _replay_kernel(
     own = tl.load(place, mask=counts[:, None] & inside[None, :], other=0.0)
     target = out + token[:, None] * out_stride + (head * head_dim + lane)[None, :]
     begin = base
-    for _ in range(tl.maximum((end - 1) // tile - base // tile, 0)):
-        position = begin + tl.arange(0, tile)
-        x, b, dt = _entries(kept, position, end, head, group, lane, shape, ring)
-        decay = decays_of(dt, rate)
-        y = _outputs(at, position, c, b, x, dt, s, decay, own, through)
-        stored = counts & (at >= begin) & (at < begin + tile)
-        tl.store(target, y.to(out.dtype.element_ty), mask=stored[:, None] & inside[None, :])
-        s = advanced(s, x, b, dt, decay, tile, False)
-        begin += tile
+    if crosses:
+        for _ in range(tl.maximum((end - 1) // tile - base // tile, 0)):
+            position = begin + tl.arange(0, tile)
+            x, b, dt = _entries(kept, position, end, head, group, lane, shape, ring)
+            decay = decays_of(dt, rate)
+            y = _outputs(at, position, c, b, x, dt, s, decay, own, through)
+            stored = counts & (at >= begin) & (at < begin + tile)
+            tl.store(target, y.to(out.dtype.element_ty), mask=stored[:, None] & inside[None, :])
+            s = advanced(s, x, b, dt, decay, tile, False)
+            begin += tile
     position = begin + tl.arange(0, tile)
     x, b, dt = _entries(kept, position, end, head, group, lane, shape, ring)
     y = _outputs(at, position, c, b, x, dt, s, decays_of(dt, rate), own, through)
