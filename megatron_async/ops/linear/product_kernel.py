@@ -35,7 +35,7 @@ NORM_WIDTH = 2048
 2 us a product, and a kernel of its own 1 us."""
 MAX_ROWS = 64
 """More rows go to cuBLAS, but for products of narrow models (`warpgroup.py`) and long rows
-(`streamed.py`)."""
+(`streamed.py`); in one order of sums to cuBLASLt (`cublas_lt.py`)."""
 
 
 class Wants(NamedTuple):

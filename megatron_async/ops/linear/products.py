@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.attention.rope_append import rope_append
 from megatron_async.ops.linear.activations import squared_relu, swiglu
+from megatron_async.ops.linear.cublas_lt import CUBLAS_LT
 from megatron_async.ops.linear.long_row import LONG_ROW_KERNEL
 from megatron_async.ops.linear.one_row import ONE_ROW
 from megatron_async.ops.linear.product_kernel import (
@@ -59,7 +60,7 @@ CUBLAS = ProductKernel(
 )
 TORCH = replace(CUBLAS, name="torch")
 """What multiplies on a CPU."""
-PRODUCTS = (RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, TILE)
+PRODUCTS = (CUBLAS_LT, RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, TILE)
 """In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
 INVARIANT = tuple(kernel for kernel in PRODUCTS if kernel.rounding.order == IN_ORDER.order)
 """The kernels that are asked with `Wants.invariant`, and then never split."""

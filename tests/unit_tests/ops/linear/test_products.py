@@ -410,18 +410,20 @@ def check_any_rows(rows, n, k, dtype, device):
 
 @pytest.mark.parametrize(("n", "k"), [(40, 200), (72, 336)])
 def test_rows_without_company(n, k, device, matrix_units):
-    assert check_any_rows((1, 2, 16, 17, 40, 64, 65, 150), n, k, HALF, device) == {"tile"}
+    assert check_any_rows((1, 2, 16, 17, 40, 64, 65, 150), n, k, HALF, device) == {
+        "tile", "cuBLASLt",
+    }  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("n", "k", "kernels"),
     [
-        (6144, 4096, {"tile", "streamed"}),
-        (4096, 14336, {"tile"}),
-        (5120, 2048, {"tile"}),
-        (960, 576, {"tile", "warpgroup"}),
-        (49152, 576, {"tile"}),
+        (6144, 4096, {"tile", "streamed", "cuBLASLt"}),
+        (4096, 14336, {"tile", "cuBLASLt"}),
+        (5120, 2048, {"tile", "cuBLASLt"}),
+        (960, 576, {"tile", "warpgroup", "cuBLASLt"}),
+        (49152, 576, {"tile", "cuBLASLt"}),
     ],
 )
 def test_rows_without_company_on_a_gpu(n, k, kernels):
