@@ -206,6 +206,11 @@ class InferenceConfig:
     device: str | None = None
     """Device: cpu, cuda or cuda:N. None: a GPU where there is one."""
 
+    batch_invariant_mode: bool = False
+    """On a GPU, let the bits of a token's logits depend on its own sequence alone. (Not on other
+    requests, chunks, prefix hits, drafts, lookahead, padding or evictions: docs/devices.md.) Each
+    op then has one order of sums, which is slower where another is the fastest."""
+
     quantization: str | None = None
     """int8: on a CPU, linear layers with 8-bit weights, or 4-bit as in their GGUF file; auto: where
     a CPU has quick loops for them. Faster, but tokens may differ from float32's

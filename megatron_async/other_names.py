@@ -68,6 +68,7 @@ ENGINE_NAMES = by_name({
     "quantization='int8'": "load_in_8bit",
     "quantization='auto'": "load_in_4bit",
     "attention_backend": "attn_implementation",
+    "batch_invariant_mode": "batch_invariant enable_deterministic_inference deterministic",
     "device": "device_map",
     "device='cuda'": "n_gpu_layers gpu_layers ngl",
     "tensor_model_parallel_size": "tensor_parallel_size tp_size tp num_shard",

@@ -29,6 +29,7 @@ from megatron_async.device_state.slot_states import SlotStates
 from megatron_async.device_state.state_table import StateSharing, words_of_states
 from megatron_async.devices import Device
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
+from megatron_async.models.batch_invariance import check_batch_invariance
 from megatron_async.models.partition import (
     is_recurrent,
     local_heads,
@@ -40,7 +41,7 @@ from megatron_async.models.partition import (
 from megatron_async.models.pipeline import stage_of
 from megatron_async.models.rotary import RotaryTable, described_frequencies
 from megatron_async.ops.all_ops import Ops
-from megatron_async.ops.attention.backends.base import AttentionShape
+from megatron_async.ops.attention.backends.base import INVARIANT_PART, AttentionShape
 from megatron_async.ops.attention.backends.own_kernel import TritonPrefill
 from megatron_async.ops.attention.backends.selection import PrefillChoice, choose_prefill
 from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
@@ -72,6 +73,8 @@ def make_gpu_view(
         OutOfMemoryError: the states of the slots do not fit, or the KV pool beside them.
         ConfigurationError: a shape that the device's kernels do not serve.
     """
+    if config.batch_invariant_mode:
+        check_batch_invariance(model, config, device.torch_device)
     max_blocks = -(-config.max_sequence_length // config.block_size_tokens)
     choices = choices or Choices(config.choices, device)
     # A simulation's device has no memory at all.
@@ -117,7 +120,9 @@ def make_gpu_view(
         pools,
         states,
         device.host_buffer(math.prod(samples), torch.int32).view(samples),
-        Ops(device.torch_device),
+        Ops(
+            device.torch_device, frozenset({"invariant"} if config.batch_invariant_mode else ())
+        ),
         # Of each depth of an MTP drafter, whose first entry is at the place of the depth's number.
         tuple(
             _make_attention(model, config, device, max_blocks, choices, first_key=1 + depth)
@@ -300,6 +305,7 @@ def _make_attention(
         max_blocks,
         model.params_dtype,
         device.torch_device,
+        INVARIANT_PART if config.batch_invariant_mode else 0,
     )
     if first_key:
         # The other backends have no such mask.

@@ -60,7 +60,7 @@ def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
     config = InferenceConfig(**program["config"])
     with _AbsentMemory(), torch.no_grad():
         _start(architecture, config, program)
-        if PrefillRow in measured:
+        if PrefillRow in measured and not config.batch_invariant_mode:
             # All backends were timed, but of those equal here the first serves the steps.
             with suppress(BackendUnavailable):
                 other = replace(config, choices="shipped", attention_backend="warpgroup")

@@ -41,7 +41,7 @@ WITHOUT_EFFECT = (
     "cuda_graph_mixed_prefill_count", "attention_backend", "check_integrity",
     "async_sched_mode", "inference_sampling_seed", "logging_step_interval",
     "prefix_caching_mamba_gb", "target_tpot_ms", "mixed_step_tokens", "late_launch", "nvtx",
-    "choices", "enable_routing_replay",
+    "choices", "enable_routing_replay", "batch_invariant_mode",
 )  # fmt: skip
 """Settings that no plan depends on. Pools are recorded as numbers of blocks and of snapshots, and
 what a clock has decided (`target_tpot_ms`, `mixed_step_tokens`) as events."""

@@ -186,6 +186,8 @@ def to_settings(model_config: Any, config: MegatronConfig | InferenceConfig) -> 
     fields |= _recurrent_fields(config)
     if getattr(model_config, "moe_enable_routing_replay", False):
         fields["enable_routing_replay"] = True
+    if getattr(model_config, "batch_invariant_mode", False):
+        fields["batch_invariant_mode"] = True
     mode = KVCacheManagementMode(config.kv_cache_management_mode)
     if config.static_kv_memory_pointers and mode is not KVCacheManagementMode.PERSIST:
         fields["enable_sleep_mode"] = True  # a cache that persists never moves

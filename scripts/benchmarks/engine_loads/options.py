@@ -86,7 +86,8 @@ AS_LOADED = "as-loaded"
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--routing`, which `routed` takes, and `--mamba-ssm-states-dtype`."""
+    """Add `--routing`, which `routed` takes, `--mamba-ssm-states-dtype` and
+    `--batch-invariant-mode`."""
     parser.add_argument(
         "--routing",
         choices=(AS_LOADED, UNIFORM),
@@ -99,6 +100,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=STATE_DTYPES,
         default=STATE_DTYPES[0],
         help=f"of the states of Mamba-2 layers (default: {STATE_DTYPES[0]})",
+    )
+    parser.add_argument(
+        "--batch-invariant-mode", action="store_true", help="bits of a row depend on it alone"
     )
 
 
@@ -130,6 +134,7 @@ def open_model(
     settings = {
         "enable_prefix_caching": False,
         "mamba_ssm_states_dtype": getattr(args, "mamba_ssm_states_dtype", STATE_DTYPES[0]),
+        "batch_invariant_mode": getattr(args, "batch_invariant_mode", False),
         "num_kv_blocks": rows * (length // 64 + 1),
         "block_size_tokens": 64,
     }
