@@ -266,7 +266,7 @@ def make_recurrent_state(
         config.decode_width,
         config.steps_in_flight if config.invalidation == "rollback" else 0,
         pools or Pools(device),
-        getattr(config, "batch_invariant_mode", False),
+        config.batch_invariant_mode,
         sharing.snapshots if sharing else 0,
         table,
     )

@@ -9,12 +9,14 @@ import torch
 
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import KINDS
+from megatron_async.models.architecture import DELTA, KINDS
 from megatron_async.models.partition import recurrent_layers
 
 MAJOR = 9
 """Compute capability on which the mode was tried; others' matrix units may add in another order."""
 DTYPES = (torch.bfloat16, torch.float16)
+LAYERS_REFUSED = (DELTA,)
+"""Kinds of layers that have no kernels for it yet."""
 MOST_RANKS = 2
 """Two summands have one sum in either order; more have an order, which here follows their bytes."""
 
@@ -50,7 +52,7 @@ def _unserved(model: Any, config: InferenceConfig, device: torch.device) -> Iter
         yield f"quantization={config.quantization!r}"
     if getattr(model, "transformer_impl", "local") == "transformer_engine":
         yield "transformer_impl='transformer_engine', whose kernels are its own: use 'local'"
-    for kind in sorted({*recurrent_layers(model)}):
+    for kind in sorted({*recurrent_layers(model)} & {*LAYERS_REFUSED}):
         yield f"{KINDS[kind]} layers"
     if recurrent_layers(model) and config.mamba_ssm_states_dtype != "float32":
         yield f"mamba_ssm_states_dtype={config.mamba_ssm_states_dtype!r}: use 'float32'"
