@@ -120,9 +120,7 @@ def make_gpu_view(
         pools,
         states,
         device.host_buffer(math.prod(samples), torch.int32).view(samples),
-        Ops(
-            device.torch_device, frozenset({"invariant"} if config.batch_invariant_mode else ())
-        ),
+        Ops(device.torch_device, frozenset({"invariant"} if config.batch_invariant_mode else ())),
         # Of each depth of an MTP drafter, whose first entry is at the place of the depth's number.
         tuple(
             _make_attention(model, config, device, max_blocks, choices, first_key=1 + depth)

@@ -13,7 +13,6 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.batch_dimensions import BatchDimensions
 
-
 INVARIANT_PART = 256
 """Keys of a part where the bits of a row depend on no other (`AttentionShape.part`). A row alone
 has no more programs than parts, so short ones help it; long ones spare joins of long sequences
