@@ -16,6 +16,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.sizes import DeltaSizes, MambaSizes, RecurrentSizes
 from megatron_async.ops.all_ops import Ops
 from megatron_async.ops.recurrent import delta_pools, mamba_pools
+from megatron_async.ops.recurrent.recurrent_pools import DELTA_TILE, TILE
 
 
 class PoolWidths(NamedTuple):
@@ -39,22 +40,24 @@ class Recurrence[Sizes: RecurrentSizes]:
     Attributes:
         sizes: on this rank.
         name: of the kind, for messages.
-        gates: numbers of a token and head in the ring.
+        gates: numbers of a token and head in the ring, and with a rule that replays.
+        tile: tokens of a tile of such a rule.
     """
 
     sizes: Sizes
     name: ClassVar[str]
-    gates: ClassVar[int]
+    gates: ClassVar[tuple[int, int]]
+    tile: ClassVar[int]
 
     def pool_widths(self, replays: bool) -> PoolWidths:
         """What the layer's pools hold, with a rule that replays or another."""
         state, conv = self.sizes.state_shape, self.sizes.conv
         # The convolution has two vectors that heads share (B and C, or q and k); the ring has one.
         kept = (self.sizes.channels + conv) // 2
-        return PoolWidths(state, kept, (self.gates, state[0]), conv)
+        return PoolWidths(state, kept, (self.gates[replays], state[0]), conv)
 
-    def check(self) -> None:
-        """Refuse state sizes that the ops do not serve.
+    def check(self, replays: bool) -> None:
+        """Refuse state sizes that the ops do not serve, with a rule that replays or another.
 
         Raises:
             ConfigurationError: one of them; names it and what is served.
@@ -78,9 +81,10 @@ class MambaRecurrence(Recurrence[MambaSizes]):
     """Mamba-2 (Dao and Gu 2024). Its rings hold x and B, decays and step sizes."""
 
     name = "Mamba-2"
-    gates = mamba_pools.GATES
+    gates = mamba_pools.GATES, mamba_pools.GATES
+    tile = TILE
 
-    def check(self) -> None:
+    def check(self, replays: bool) -> None:
         size = self.sizes.state_dim
         if size < mamba_pools.LEAST_STATE or size & (size - 1):
             raise ConfigurationError(
@@ -100,9 +104,10 @@ class DeltaRecurrence(Recurrence[DeltaSizes]):
     the logarithms of decays."""
 
     name = "Gated DeltaNet"
-    gates = delta_pools.GATES
+    gates = delta_pools.GATES, delta_pools.REPLAYED_GATES
+    tile = DELTA_TILE
 
-    def check(self) -> None:
+    def check(self, replays: bool) -> None:
         keys, values = self.sizes.key_dim, self.sizes.value_dim
         try:
             delta_pools.check_dims(self.name, keys, values)
@@ -111,6 +116,12 @@ class DeltaRecurrence(Recurrence[DeltaSizes]):
                 f"linear_key_head_dim={keys} with linear_value_head_dim={values} is not served: "
                 f"{error}"
             ) from error
+        if replays and (heads := self.sizes.value_heads) % delta_pools.ALIGNED_HEADS:
+            raise ConfigurationError(
+                f"batch_invariant_mode=True is not served with {heads} value heads of "
+                f"{self.name} on a rank: their number must be a multiple of "
+                f"{delta_pools.ALIGNED_HEADS}."
+            )
 
     def decode(self, ops: Ops) -> Callable[..., Tensor]:
         return ops.delta_decode

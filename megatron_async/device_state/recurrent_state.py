@@ -26,6 +26,7 @@ from megatron_async.models.sizes import RecurrentSizes
 from megatron_async.ops.recurrent.mamba_pools import Gating, MambaParams, make_gating
 from megatron_async.ops.recurrent.recurrent_pools import (
     MAX_WIDTH,
+    TILE,
     DecodeRows,
     FlushRule,
     PrefillRows,
@@ -75,7 +76,8 @@ class RecurrentState(PerSlotState):
         snapshots: int = 0,
         table: StateTable | None = None,
     ) -> None:
-        self.rule = rule = replaying_rule(lag) if is_invariant else FlushRule(lag=lag)
+        tile = max((kind.tile for kind in layers), default=TILE)
+        self.rule = rule = replaying_rule(lag, tile) if is_invariant else FlushRule(lag=lag)
         self._memory, self._rows = memory, capacity + snapshots + 1
         self._snapshots, self._table = snapshots, table
         if dtype == torch.float64:
@@ -253,7 +255,13 @@ def make_recurrent_state(
             f"{kinds[0].name} layers: use at most {MAX_WIDTH - 1}."
         )
     for kind in kinds:
-        kind.check()
+        kind.check(config.batch_invariant_mode)
+    if config.batch_invariant_mode and len({kind.tile for kind in kinds}) > 1:
+        names = " beside ".join(sorted({kind.name for kind in kinds}))
+        raise ConfigurationError(
+            f"batch_invariant_mode=True is not served with {names} layers, whose tiles differ: "
+            "leave it out."
+        )
     table = None
     if sharing is not None:
         slots, rows = config.max_requests, config.max_requests + sharing.snapshots

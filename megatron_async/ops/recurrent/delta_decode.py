@@ -24,8 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.op import promising
 from megatron_async.ops.recurrent.delta_pools import NORM_EPS, DeltaParams, shape_of
 from megatron_async.ops.recurrent.delta_reference import delta_decode
+from megatron_async.ops.recurrent.delta_replay import replay
 from megatron_async.ops.recurrent.kernel_parts import history, silu, softplus, taps
 from megatron_async.ops.recurrent.recurrent_pools import (
     DecodeRows,
@@ -57,6 +59,7 @@ class DeltaInputs(NamedTuple):
 
 
 @delta_decode.gpu
+@promising("invariant")
 def delta_decode_gpu(
     qkvzba: Tensor,
     params: DeltaParams,
@@ -70,6 +73,9 @@ def delta_decode_gpu(
     window = triton.next_power_of_2(rule.window(width))
     tokens, inner, device = rows * width, shape.value_inner, qkvzba.device
     if not rows:
+        return out
+    if rule.replays:
+        replay(qkvzba, params, pools, step, rule, shape, out)
         return out
     inputs = DeltaInputs(
         torch.empty((tokens, shape.key_inner), dtype=qkvzba.dtype, device=device),

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_async.ops.recurrent.recurrent_pools import (
+    DELTA_TILE,
     FlushRule,
     RecurrentPools,
     check_layer,
@@ -39,6 +40,13 @@ NORM_EPS = 1e-6
 of transformers and of Megatron-Core."""
 GATES = 1
 """Numbers of a token and value head in the ring: g."""
+ALIGNED = 8
+"""Elements of 16 bytes: what a load takes, and with it the order of a norm's sum, follows how rows
+are aligned."""
+ALIGNED_HEADS = 4
+"""Value heads, whose beta and alpha end an input row, are a multiple of this with such a rule."""
+REPLAYED_GATES = 2
+"""With a rule that replays: beta, then g; and the ring has keys and values, no pseudo values."""
 
 
 class DeltaParams(NamedTuple):
@@ -106,7 +114,13 @@ def shape_of(
     value_heads, value_dim, key_dim, key_heads = sizes_of(pools)
     shape = DeltaShape(key_heads, key_dim, value_heads, value_dim)
     check_dims(op, key_dim, value_dim)
-    sizes = (key_heads, shape.in_proj, shape.ring_dim, shape.conv_dim, GATES)
+    gates = REPLAYED_GATES if rule.replays else GATES
+    if rule.replays and (rule.period != DELTA_TILE or qkvzba.stride(0) % ALIGNED):
+        raise ValueError(
+            f"{op}: {rule} must have tiles of {DELTA_TILE}, and strides of input rows be multiples "
+            f"of {ALIGNED}; found {qkvzba.stride(0)}."
+        )
+    sizes = (key_heads, shape.in_proj, shape.ring_dim, shape.conv_dim, gates)
     check_layer(op, qkvzba, params, pools, rule, width, *sizes, DeltaParams._fields[1:])
     return shape
 

@@ -24,15 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import wait_for_previous
+from megatron_async.ops.op import promising
 from megatron_async.ops.recurrent.delta_factors import tile_factors
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape, shape_of
 from megatron_async.ops.recurrent.delta_reference import delta_prefill
+from megatron_async.ops.recurrent.delta_replay import scan_whole_tiles, sizes_of_inputs
 from megatron_async.ops.recurrent.kernel_parts import add_products
 from megatron_async.ops.recurrent.prefill_parts import (
     BORDERS,
     MANY_PROGRAMS,
     SCAN,
-    ConvolutionSizes,
     Tile,
     convolve_chunks,
     keep_inputs,
@@ -51,6 +52,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 
 
 @delta_prefill.gpu
+@promising("invariant")
 def delta_prefill_gpu(
     qkvzba: Tensor,
     params: DeltaParams,
@@ -65,11 +67,11 @@ def delta_prefill_gpu(
     shape, out = begin_prefill(op, shape_of, qkvzba, params, pools, rows, base_after, rule, out)
     tokens, chunks = qkvzba.size(0), rows.write_rows.numel()
     if tokens and chunks:
-        sizes = ConvolutionSizes(
-            0, shape.conv_dim, shape.value_inner, shape.conv_dim + shape.value_inner,
-            shape.value_heads, shape.key_dim, shape.key_heads,
-        )  # fmt: skip
-        qkv, gates = convolve_chunks(qkvzba, params, pools, rows, out, sizes)
+        qkv, gates = convolve_chunks(qkvzba, params, pools, rows, out, sizes_of_inputs(shape))
+        if rule.replays:
+            chunk = (qkvzba, qkv, gates, params, pools, rows, base_after, rule, out, chunk_dest)
+            scan_whole_tiles(*chunk, shape)
+            return out
         tile = scan_tile(qkvzba.dtype, shape, chunks)
         factors = tile_factors(qkv, gates, rows, shape, tile.tokens)
         given = (qkvzba, qkv, gates, factors, pools, rows, base_after, out, chunk_dest, 0)

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import await_previous, launch_options
 from megatron_async.ops.op import op, promising
+from megatron_async.ops.recurrent.delta_tile import moved
 from megatron_async.ops.recurrent.kernel_parts import add_products
 from megatron_async.ops.recurrent.mamba_tile import advanced
 from megatron_async.ops.recurrent.recurrent_pools import (
+    DELTA_TILE,
     MAX_WIDTH,
-    TILE,
     FlushRule,
     RecurrentPools,
     RowStrides,
@@ -36,8 +37,6 @@ from megatron_async.ops.recurrent.reference_parts import ring_inputs
 
 ENTRIES = tl.constexpr(16)
 """Inputs that move into the state together: the least depth of a product."""
-TOKENS = tl.constexpr(TILE)
-"""And with a rule that replays."""
 STATE_TILE = 4096
 """Elements of the state that a program holds."""
 PROGRAMS = 16
@@ -70,8 +69,10 @@ class FlushSizes(NamedTuple):
     """Times `ENTRIES` inputs are moved."""
     has_saves: bool
     is_exact: bool
-    replays: bool
-    """Whether a whole tile of Mamba-2 moves, in the order of its scan."""
+    tile: int
+    """Tokens of a tile that moves whole, with a rule that replays; 0: with another."""
+    is_delta: bool
+    """Whether it is Gated DeltaNet's: keys, then values, whose pseudo values are computed."""
 
 
 @op(cpu="recurrent.cpu.host_recurrent")
@@ -139,7 +140,8 @@ def flush_gpu(
         turns=1 if rule.replays else triton.cdiv(max(rule.period, MAX_WIDTH), ENTRIES.value),
         has_saves=saves is not None,
         is_exact=pools.ring_xb.dtype == torch.float32,
-        replays=rule.replays,
+        tile=rule.period if rule.replays else 0,
+        is_delta=rule.replays and rule.period == DELTA_TILE,
     )
     _flush_kernel[(layers * parts, triton.cdiv(rows, block))](
         pools,
@@ -225,7 +227,7 @@ def _flush_row(
     channels: tl.constexpr = sizes.channels
     parts: tl.constexpr = sizes.parts
     lanes: tl.constexpr = sizes.lanes
-    entries: tl.constexpr = TOKENS if sizes.replays else ENTRIES
+    entries: tl.constexpr = sizes.tile if sizes.tile else ENTRIES
     turns: tl.constexpr = sizes.turns
     before, after = tl.load(base_before + row), tl.load(base_after + row)
     save_row = tl.full((), -1, tl.int64)
@@ -243,6 +245,7 @@ def _flush_row(
     ring_gates += layer * layer_strides.ring_gates + pool_row * row_strides.ring_gates
     group_heads: tl.constexpr = heads * columns // (channels - heads * head_dim)
     tiles: tl.constexpr = (head_dim + lanes - 1) // lanes
+    first_left: tl.constexpr = channels - heads * head_dim if sizes.is_delta else 0
     number, column = tl.arange(0, entries), tl.arange(0, columns)
     for unit in range(part, tl.where(wanted, heads * tiles, 0), parts):
         head = unit // tiles
@@ -253,13 +256,15 @@ def _flush_row(
         stored = tl.load(place, mask=in_state, other=0.0)
         s = stored.to(tl.float32)
         right_channel = heads * head_dim + head // group_heads * columns
+        if sizes.is_delta:
+            right_channel -= heads * head_dim
         for turn in tl.static_range(turns):
             position = before + turn * entries + number
             due = position < after
             entry = position % sizes.ring
             gate = ring_gates + entry * (sizes.gates * heads) + head
             decay = tl.load(gate, mask=due, other=0.0)
-            if sizes.replays:
+            if sizes.tile:
                 gain = tl.load(gate + heads, mask=due, other=0.0)
             else:
                 weight = tl.exp(tl.sum(decay, 0) - tl.cumsum(decay, 0))
@@ -267,14 +272,18 @@ def _flush_row(
                     weight *= tl.load(gate + heads, mask=due, other=0.0)
             source = ring_xb + entry * channels
             left = tl.load(
-                source[None, :] + (head * head_dim + lane)[:, None],
+                source[None, :] + (first_left + head * head_dim + lane)[:, None],
                 mask=inside[:, None] & due[None, :],
                 other=0.0,
             )
             right = tl.load(
                 source[:, None] + right_channel + column[None, :], mask=due[:, None], other=0.0
             )
-            if sizes.replays:
+            if sizes.is_delta:
+                beta, values = decay, tl.trans(left)
+                s = moved(tl.trans(s), right, values, beta, gain, entries)
+                s = tl.trans(s)
+            elif sizes.tile:
                 x, total = tl.trans(left), tl.cumsum(decay, 0)
                 s = advanced(tl.trans(s), x, right, gain, total, entries, sizes.is_exact)
                 s = tl.trans(s)

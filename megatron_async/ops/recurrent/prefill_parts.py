@@ -67,6 +67,9 @@ class ConvolutionSizes(NamedTuple):
     key_heads: int
     """Programs whose channels are a query's, and as many a key's, normalised; 0: Mamba-2, whose
     convolution has a bias, and whose only gate is dt."""
+    width: int = 0
+    """Query tokens of a decode row, if rows are not chunks: then `first_positions` has a position
+    for each token, and a row's first one counts."""
 
 
 class Tile(NamedTuple):
@@ -137,7 +140,7 @@ def convolve_chunks(
         sizes=sizes,
         heads_tile=triton.next_power_of_2(sizes.heads),
         conv_ring=pools.conv.size(1),
-        chunks_tile=max(triton.next_power_of_2(chunks), 16),
+        chunks_tile=16 if sizes.width else max(triton.next_power_of_2(chunks), 16),
         token_tile=TOKENS,
         num_warps=4,
         **launch_options(inputs),
@@ -326,11 +329,18 @@ def _conv_kernel(
     source = inputs + row[:, None] * input_stride + sizes.offset
     if part < (conv_dim + tile - 1) // tile:
         each = tl.arange(0, chunks_tile)
-        ends = tl.load(starts + 1 + each, mask=each < chunks, other=2**31 - 1)
-        chunk = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
-        exists = (chunk < chunks) & (token < tokens)
-        local = token - tl.load(starts + chunk, mask=exists, other=0)
-        position = local + tl.load(first_positions + chunk, mask=exists, other=0)
+        if sizes.width:
+            chunk = token // sizes.width
+            exists = (chunk < chunks) & (token < tokens)
+            local = token % sizes.width
+            position = tl.load(first_positions + token - local, mask=exists, other=0)
+            position = local + position.to(tl.int32)
+        else:
+            ends = tl.load(starts + 1 + each, mask=each < chunks, other=2**31 - 1)
+            chunk = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
+            exists = (chunk < chunks) & (token < tokens)
+            local = token - tl.load(starts + chunk, mask=exists, other=0)
+            position = local + tl.load(first_positions + chunk, mask=exists, other=0)
         pool_row = tl.load(read_rows + chunk, mask=exists, other=0).to(tl.int64)
         kept = conv + pool_row * conv_stride
         channel = part * tile + tl.arange(0, tile)

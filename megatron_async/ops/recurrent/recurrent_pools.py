@@ -22,6 +22,8 @@ GRID = 128
 """Scans of a prompt are cut at multiples of this position, whatever the batch."""
 TILE = 64
 """Tokens of a scan's tile with inputs of 16 bits; a divisor of `GRID`."""
+DELTA_TILE = 16
+"""Tokens of Gated DeltaNet's tile with a rule that replays."""
 MAX_WIDTH = 8
 """Query tokens that a decode row may have."""
 
@@ -67,15 +69,16 @@ class FlushRule(NamedTuple):
             )
 
 
-def replaying_rule(lag: int) -> FlushRule:
-    """The rule whose bits depend neither on chunks nor on what decodes beside.
+def replaying_rule(lag: int, tile: int = TILE) -> FlushRule:
+    """The rule whose bits depend neither on chunks nor on what decodes beside, for layers whose
+    tiles have so many tokens.
 
     All bases are borders of a scan's tiles, and a tile is always computed whole, from the state at
     its border: by a decode step again for each of its tokens, and by a chunk that begins inside of
     it. The ring holds the tile's tokens from its border on. A chunk's read row stands at the
     border before the chunk. GPUs alone serve this rule, with inputs of 16 bits.
     """
-    return FlushRule(TILE, lag, replays=True)
+    return FlushRule(tile, lag, replays=True)
 
 
 class RecurrentPools(NamedTuple):

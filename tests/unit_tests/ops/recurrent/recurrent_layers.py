@@ -15,6 +15,7 @@ from megatron_async.ops.recurrent.mamba_decode import mamba_decode_gpu
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
 from megatron_async.ops.recurrent.mamba_prefill import mamba_prefill_gpu
 from megatron_async.ops.recurrent.mamba_reference import mamba_decode, mamba_prefill
+from megatron_async.ops.recurrent.recurrent_pools import DELTA_TILE, TILE
 from tests.unit_tests.ops.recurrent.recurrent_cases import Ops
 
 _STEP = bases.next_bases.reference, flush.flush.reference
@@ -75,8 +76,8 @@ class MambaLayer(Layer):
     d_state: int = 16
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    kind = "mamba"
-    gates = 2
+    kind, tile = "mamba", TILE
+    gates = replayed_gates = 2
 
     def __post_init__(self):
         self.shape = MambaShape(self.heads, self.head_dim, self.groups, self.d_state)
@@ -120,9 +121,9 @@ class DeltaLayer(Layer):
     value_dim: int = 16
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    kind = "delta"
+    kind, tile = "delta", DELTA_TILE
     offset = 0
-    gates = 1
+    gates, replayed_gates = 1, 2
 
     def __post_init__(self):
         self.shape = DeltaShape(self.key_heads, self.key_dim, self.value_heads, self.value_dim)

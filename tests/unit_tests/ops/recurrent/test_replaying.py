@@ -10,24 +10,30 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH, TILE, replaying_rule
+from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH, replaying_rule
 from tests.unit_tests.ops.recurrent.recurrent_cases import Chunk, Decode, Runner, Sequence
-from tests.unit_tests.ops.recurrent.recurrent_layers import KERNELS, MambaLayer
+from tests.unit_tests.ops.recurrent.recurrent_layers import KERNELS, DeltaLayer, MambaLayer
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "matrix_units")
 SIXTEEN_BITS = torch.float16 if INTERPRETED else torch.bfloat16
-TOKENS = 135
-LAGS = (0, 1, TILE + 1)
+TILES, MORE = 2, 7
+"""A sequence: whole tiles, and tokens of the next."""
 WIDTHS = st.integers(1, 5) if INTERPRETED else st.sampled_from((1, 4))
+NANO = {"heads": 64, "head_dim": 64, "groups": 8, "d_state": 128}
+QWEN = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128}
 LAYERS = {
-    "small": {"heads": 2, "groups": 1},
-    "odd": {"heads": 3, "groups": 1, "head_dim": 20, "d_state": 32},
+    "small": (MambaLayer, {"heads": 2, "groups": 1}),
+    "odd": (MambaLayer, {"heads": 3, "groups": 1, "head_dim": 20, "d_state": 32}),
+    "delta": (DeltaLayer, {"key_heads": 2}),
+    "odd delta": (DeltaLayer, {"key_heads": 1, "key_dim": 32, "value_dim": 48}),
 }
 if not INTERPRETED:
     LAYERS |= {
-        "nemotron-3-nano": {"heads": 64, "head_dim": 64, "groups": 8, "d_state": 128},
-        "wide state": {"heads": 24, "head_dim": 128, "groups": 1, "d_state": 256},
+        "nemotron-3-nano": (MambaLayer, NANO),
+        "wide state": (MambaLayer, {"heads": 24, "head_dim": 128, "groups": 1, "d_state": 256}),
+        "qwen3-next": (DeltaLayer, QWEN),
+        "wide keys": (DeltaLayer, {"key_dim": 256, "value_dim": 256, "value_heads": 8}),
     }
 
 
@@ -36,7 +42,8 @@ class Walk:
 
     def __init__(self, layer, sequence, lag=0):
         # Rings of one length: each would compile its own kernels.
-        options = {"rule": replaying_rule(lag), "width": 5, "spare": LAGS[-1] - lag}
+        rule = replaying_rule(lag, layer.tile)
+        options = {"rule": rule, "width": 5, "spare": layer.tile + 1 - lag}
         self.runner = Runner(layer, KERNELS[layer.kind], **options)
         self.sequence, self.other = copy(sequence), copy(sequence)
         self.sequence.row, self.other.row, self.sequence.length = 1, 0, 0
@@ -63,22 +70,26 @@ class Walk:
     def check(self, outputs, states):
         """Outputs, and the state at whatever border it stands."""
         assert torch.equal(torch.cat(self.outputs), outputs[: self.sequence.length])
-        border = int(self.runner.base[1]) // TILE
-        assert border >= self.sequence.length // TILE - 1 - self.runner.rule.lag // TILE
+        tile, lag = self.runner.rule[:2]
+        border = int(self.runner.base[1]) // tile
+        assert border >= self.sequence.length // tile - 1 - lag // tile
         assert torch.equal(self.runner.pools.state[1], states[border])
 
 
 @pytest.fixture(params=LAYERS)
 def whole(request, device):
     """A layer, a sequence, the outputs of one prefill, and the states at borders."""
-    layer = MambaLayer(**LAYERS[request.param], dtype=SIXTEEN_BITS, device=device)
-    sequence = Sequence(layer, TOKENS + MAX_WIDTH, row=1)
-    at_once, by_tiles = Walk(layer, sequence).prefill(TOKENS), Walk(layer, sequence)
+    kind, sizes = LAYERS[request.param]
+    layer = kind(**sizes, dtype=SIXTEEN_BITS, device=device)
+    layer.gates, tile = layer.replayed_gates, layer.tile
+    sequence = Sequence(layer, TILES * tile + MORE + 2 * MAX_WIDTH, row=1)
+    at_once, by_tiles = Walk(layer, sequence), Walk(layer, sequence)
+    at_once.prefill(TILES * tile + MORE)
     states = [torch.zeros_like(at_once.runner.pools.state[1])]
-    for _ in range(TOKENS // TILE):
-        by_tiles.prefill(TILE)
+    for _ in range(TILES):
+        by_tiles.prefill(tile)
         states.append(by_tiles.runner.pools.state[1].clone())
-    by_tiles.prefill(TOKENS % TILE)
+    by_tiles.prefill(MORE)
     [outputs] = at_once.outputs
     for walk in (at_once, by_tiles):
         walk.check(outputs, states)
@@ -87,17 +98,18 @@ def whole(request, device):
 
 def test_a_token_has_its_bits_however_it_comes(whole):
     layer, sequence, *expected = whole
-    for chunks in ((1, 62, 2, 70), (63, 65, 7)):
+    tile, tokens = layer.tile, len(expected[0])
+    for chunks in ((1, tile - 2, 2, tokens - tile - 1), (tile - 1, tile + 1, MORE)):
         walk = Walk(layer, sequence)
-        for tokens in chunks:
-            walk.prefill(tokens, in_company=tokens == chunks[0])
+        for number, count in enumerate(chunks):
+            walk.prefill(count, in_company=not number)
         walk.check(*expected)
-    start = 125 if INTERPRETED else 1
+    start = max(tokens - 10, 1) if INTERPRETED else 1
     walk = Walk(layer, sequence).prefill(start, is_last=True, in_company=True)
-    walk.decode(TOKENS, in_company=True).check(*expected)
+    walk.decode(tokens, in_company=True).check(*expected)
     # Four query tokens, of which three are kept; the state two borders behind where it stands.
-    walk = Walk(layer, sequence, lag=LAGS[-1]).prefill(40).prefill(80, is_last=True)
-    walk.decode(TOKENS, width=4, right=3).check(*expected)
+    walk = Walk(layer, sequence, lag=tile + 1).prefill(tile - 6).prefill(tile - 4, is_last=True)
+    walk.decode(tokens, width=4, right=3).check(*expected)
 
 
 @given(data=st.data())
@@ -109,12 +121,13 @@ def test_a_token_has_its_bits_however_it_comes(whole):
 def test_any_way(whole, data):
     """Chunks, then decode steps of some width, on any lag, beside another row or not."""
     layer, sequence, *expected = whole
-    draw = data.draw
-    prompt = draw(st.integers(110 if INTERPRETED else 2, TOKENS - 1), "prompt")
+    draw, tokens = data.draw, len(expected[0])
+    least = max(tokens - 25, 2) if INTERPRETED else 2
+    prompt = draw(st.integers(least, tokens - 1), "prompt")
     cuts = sorted({0, prompt, *draw(st.sets(st.integers(1, prompt - 1), max_size=3), "cuts")})
     beside = draw(st.booleans(), "beside")
-    walk = Walk(layer, sequence, draw(st.sampled_from(LAGS), "lag"))
+    walk = Walk(layer, sequence, draw(st.sampled_from((0, 1, layer.tile + 1)), "lag"))
     for begin, end in itertools.pairwise(cuts):
         walk.prefill(end - begin, is_last=end == prompt, in_company=beside and not begin)
     width = draw(WIDTHS, "width")
-    walk.decode(TOKENS, width, draw(st.integers(1, width), "right"), beside).check(*expected)
+    walk.decode(tokens, width, draw(st.integers(1, width), "right"), beside).check(*expected)

@@ -1,0 +1,485 @@
+"""Gated DeltaNet with a rule that replays: a token's bits are those of its sequence alone.
+
+Prompts and decode steps have the same convolution, and compute a tile of 16 tokens with the same
+functions (`delta_tile.py`), whole, from the state at its border. The ring has the open tile's keys,
+values, beta and g: pseudo values need the state, and are computed again.
+
+Of a prompt, a kernel makes T and P of all tiles in parallel, a scan walks through a chunk, and
+`keep_entries` fills the ring when no program reads it any more. A decode step has one kernel behind
+the convolution: its program takes some lanes of one value head of a row, makes T and P of the open
+tile itself, stores the query tokens' outputs, and puts their inputs into the ring, whose entries
+for them no program reads. Where query tokens stand in later tiles than the base (tokens may still
+be taken back, or drafts cross a border) the state is first brought there, in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
+from megatron_async.ops.recurrent.delta_tile import (
+    advanced,
+    decays_of,
+    factors_of,
+    outputs_of,
+    pseudo_values_of,
+)
+from megatron_async.ops.recurrent.prefill_parts import (
+    BORDERS,
+    MANY_PROGRAMS,
+    SCAN,
+    ConvolutionSizes,
+    KeptInputs,
+    Tile,
+    convolve_chunks,
+    keep_entries,
+    keep_inputs,
+    keep_snapshot,
+    launch_scan,
+    scan_chunks_before,
+    scan_cut,
+    scan_turns,
+)
+from megatron_async.ops.recurrent.recurrent_pools import (
+    DELTA_TILE,
+    DecodeRows,
+    FlushRule,
+    PrefillRows,
+    RecurrentPools,
+)
+
+WARPS = 4
+STATE = 4096
+"""Elements of a state that a decode step's program takes of few rows; of many twice as many."""
+
+
+def sizes_of_inputs(shape: DeltaShape, width: int = 0) -> ConvolutionSizes:
+    """Sizes of the convolution of chunks, or of decode rows of so many query tokens."""
+    return ConvolutionSizes(
+        0, shape.conv_dim, shape.value_inner, shape.conv_dim + shape.value_inner,
+        shape.value_heads, shape.key_dim, shape.key_heads, width,
+    )  # fmt: skip
+
+
+def scan_whole_tiles(
+    qkvzba: Tensor,
+    qkv: Tensor,
+    gates: Tensor,
+    params: DeltaParams,
+    pools: RecurrentPools,
+    rows: PrefillRows,
+    base_after: Tensor,
+    rule: FlushRule,
+    out: Tensor,
+    chunk_dest: Tensor | None,
+    shape: DeltaShape,
+) -> None:
+    """`delta_prefill` behind its convolution, with `qkv` and `gates` of it; the arguments are
+    checked there."""
+    tokens, chunks, tile = qkv.size(0), rows.write_rows.numel(), DELTA_TILE
+    # A chunk of n tokens reaches into (n - 2) / tile + 2 tiles at the most, and into n.
+    tiles = min(tokens, tokens // tile + 2 * chunks)
+    size = (tiles, shape.value_heads, 2, tile, tile)
+    factors = torch.empty(size, dtype=qkv.dtype, device=qkv.device)
+    _factors_kernel[(tiles, shape.value_heads)](
+        qkv,
+        gates,
+        tokens,
+        pools,
+        pools.strides,
+        rows.starts,
+        rows.first_positions,
+        rows.read_rows,
+        chunks,
+        factors,
+        shape=shape,
+        ring=pools.ring_xb.size(1),
+        tile=tile,
+        chunks_tile=max(triton.next_power_of_2(chunks), 16),
+        num_warps=1,
+        **launch_options(qkv),
+    )
+    is_wide = shape.value_dim > 16 and chunks * _programs(shape, 32) >= MANY_PROGRAMS
+    scanned = Tile(tile, 32 if is_wide and shape.key_dim <= 128 else 16, WARPS, 2)
+    given = (qkvzba, qkv, gates, factors, pools, rows, base_after, out, chunk_dest, 0)
+    launch_scan(_scan_kernel, _programs(shape, scanned.lanes), *given, scanned, shape=shape)
+    keep_entries(qkv, gates, params, pools, rows, base_after, rule, shape.key_inner)
+
+
+def replay(
+    qkvzba: Tensor,
+    params: DeltaParams,
+    pools: RecurrentPools,
+    step: DecodeRows,
+    rule: FlushRule,
+    shape: DeltaShape,
+    out: Tensor,
+) -> None:
+    """`delta_decode`; the arguments are checked there."""
+    rows, width = step.row_index.numel(), step.width
+    tokens = rows * width
+    as_chunks = PrefillRows(step.positions, step.positions, *[step.row_index] * 3)
+    sizes = sizes_of_inputs(shape, width)
+    qkv, gates = convolve_chunks(qkvzba[:tokens], params, pools, as_chunks, out, sizes)
+    # Where query tokens stand in one tile, behind the base: else a state so large spills registers.
+    straddles = width > 1 or rule.lag > 0
+    is_wide = not straddles and rows * _programs(shape, 64) >= MANY_PROGRAMS
+    lanes = STATE // shape.key_dim * (2 if is_wide else 1)
+    lanes = max(min(lanes, triton.next_power_of_2(shape.value_dim)), 16)
+    programs = _programs(shape, lanes)
+    share = triton.cdiv(shape.conv_dim, programs)
+    _replay_kernel[(programs, rows)](
+        qkvzba,
+        qkvzba.stride(0),
+        qkv,
+        gates,
+        tokens,
+        pools,
+        pools.strides,
+        *step[:3],
+        out,
+        out.stride(0),
+        shape=shape,
+        width=width,
+        ring=pools.ring_xb.size(1),
+        kept=KeptInputs(
+            0, shape.conv_dim, pools.conv.size(1), share, triton.next_power_of_2(share)
+        ),
+        tile=DELTA_TILE,
+        lanes=lanes,
+        straddles=straddles,
+        num_warps=WARPS,
+        num_stages=2,
+        **launch_options(qkvzba),
+    )
+
+
+def _programs(shape: DeltaShape, lanes: int) -> int:
+    return shape.value_heads * triton.cdiv(shape.value_dim, lanes)
+
+
+@triton.jit
+def _keys(
+    batch: tl.tuple,
+    row: tl.tuple,
+    position: tl.tensor,
+    end: tl.tensor,
+    head: tl.tensor,
+    shape: tl.constexpr,
+    ring: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Queries, keys, beta and g of a tile's tokens: those before the chunk, which ask nothing, are
+    in the ring of the row."""
+    convolved, gates, tokens, start, first = batch
+    xb, kept_gates = row
+    token = (start - first + position).to(tl.int64)
+    entry = position % ring
+    is_old, exists = position < first, position < end
+    strip = head // shape.group * shape.key_dim + tl.arange(0, shape.key_dim)[None, :]
+    source = convolved + token[:, None] * shape.conv_dim
+    q = tl.load(source + strip, mask=(exists & (position >= first))[:, None], other=0.0)
+    old = xb + entry[:, None] * shape.ring_dim
+    k = tl.load(
+        tl.where(is_old[:, None], old, source + shape.key_inner) + strip,
+        mask=exists[:, None],
+        other=0.0,
+    )
+    stride = tl.where(is_old, shape.value_heads, tokens * shape.value_heads).to(tl.int64)
+    place = gates + head.to(tl.int64) * tokens + token
+    place = tl.where(is_old, kept_gates + entry * (2 * shape.value_heads) + head, place)
+    beta = tl.load(place, mask=exists, other=0.0)
+    return q, k, beta, tl.load(place + stride, mask=exists, other=0.0)
+
+
+@triton.jit
+def _values(
+    batch: tl.tuple,
+    row: tl.tuple,
+    position: tl.tensor,
+    end: tl.tensor,
+    channel: tl.tensor,
+    inside: tl.tensor,
+    shape: tl.constexpr,
+    ring: tl.constexpr,
+) -> tl.tensor:
+    """Values `[tile, lanes]` of the same tokens."""
+    convolved, _gates, _tokens, start, first = batch
+    xb, _kept_gates = row
+    token = (start - first + position).to(tl.int64)
+    old = xb + (position % ring)[:, None] * shape.ring_dim + shape.key_inner
+    source = convolved + token[:, None] * shape.conv_dim + 2 * shape.key_inner
+    place = tl.where((position < first)[:, None], old, source) + channel[None, :]
+    return tl.load(place, mask=(position < end)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _answer(
+    batch: tl.tuple,
+    row: tl.tuple,
+    end: tl.tensor,
+    head: tl.tensor,
+    channel: tl.tensor,
+    inside: tl.tensor,
+    position: tl.tensor,
+    s: tl.tensor,
+    out: tl.tensor,
+    out_stride: tl.tensor,
+    shape: tl.constexpr,
+    ring: tl.constexpr,
+    tile: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Store the outputs of a tile's query tokens; its keys, pseudo values and decays."""
+    _convolved, _gates, _tokens, start, first = batch
+    q, k, beta, g = _keys(batch, row, position, end, head, shape, ring)
+    v = _values(batch, row, position, end, channel, inside, shape, ring)
+    decay, held = decays_of(g), s.to(k.dtype)
+    t, p = factors_of(q, k, beta, decay, tile)
+    u = pseudo_values_of(k, v, t, decay, held)
+    o = outputs_of(q, u, p, decay, held)
+    asks = (position >= first) & (position < end)
+    token = (start - first + position).to(tl.int64)
+    place = out + token[:, None] * out_stride + channel[None, :]
+    tl.store(place, o.to(out.dtype.element_ty), mask=asks[:, None] & inside[None, :])
+    return k, u, decay
+
+
+# Where prefill rows begin among a step's rows varies, and with it what is aligned.
+@triton.jit(
+    do_not_specialize=["chunks", "tokens"],
+    do_not_specialize_on_alignment=["starts", "first_positions", "read_rows"],
+)
+def _factors_kernel(
+    convolved: tl.tensor,
+    gates: tl.tensor,
+    tokens: tl.tensor,
+    pools: tl.tuple,
+    strides: tl.tuple,
+    starts: tl.tensor,
+    first_positions: tl.tensor,
+    read_rows: tl.tensor,
+    chunks: tl.tensor,
+    factors: tl.tensor,
+    shape: tl.constexpr,
+    ring: tl.constexpr,
+    tile: tl.constexpr,
+    chunks_tile: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    number, head = tl.program_id(0), tl.program_id(1)
+    place = factors + (number * shape.value_heads + head).to(tl.int64) * (2 * tile * tile)
+    wait_for_previous(overlap)
+    # The chunk whose tile this is, by how many tiles the chunks up to each have.
+    each = tl.arange(0, chunks_tile)
+    begins = tl.load(first_positions + each, mask=each < chunks, other=0)
+    lengths = tl.load(starts + 1 + each, mask=each < chunks, other=0)
+    lengths = lengths - tl.load(starts + each, mask=each < chunks, other=0)
+    counts = (begins + lengths + tile - 1) // tile - begins // tile
+    ends = tl.cumsum(tl.where(lengths > 0, counts, 0), 0)
+    chunk = tl.sum((ends <= number).to(tl.int32), 0)
+    if chunk < chunks:
+        start, first = tl.load(starts + chunk), tl.load(first_positions + chunk)
+        end = first + tl.load(starts + chunk + 1) - start
+        number -= scan_chunks_before(starts, first_positions, chunk, tile, chunks_tile)
+        position = (first // tile + number) * tile + tl.arange(0, tile)
+        read_row = tl.load(read_rows + chunk).to(tl.int64)
+        batch = (convolved, gates, tokens, start, first)
+        xb = pools.ring_xb + read_row * strides.ring_xb
+        row = (xb, pools.ring_gates + read_row * strides.ring_gates)
+        q, k, beta, g = _keys(batch, row, position, end, head, shape, ring)
+        t, p = factors_of(q, k, beta, decays_of(g), tile)
+        at = tl.arange(0, tile)
+        target = place + at[:, None] * tile + at[None, :]
+        tl.store(target, t)
+        tl.store(target + tile * tile, p)
+
+
+@triton.jit(**SCAN)
+def _scan_kernel(
+    inputs: tl.tensor,
+    input_stride: tl.tensor,
+    convolved: tl.tensor,
+    gates: tl.tensor,
+    factors: tl.tensor,
+    tokens: tl.tensor,
+    pools: tl.tuple,
+    strides: tl.tuple,
+    starts: tl.tensor,
+    first_positions: tl.tensor,
+    read_rows: tl.tensor,
+    write_rows: tl.tensor,
+    base_after: tl.tensor,
+    chunk_dest: tl.tensor,
+    out: tl.tensor,
+    out_stride: tl.tensor,
+    shape: tl.constexpr,
+    ring: tl.constexpr,
+    kept: tl.constexpr,
+    tile: tl.constexpr,
+    lanes: tl.constexpr,
+    chunks_tile: tl.constexpr,
+    has_dest: tl.constexpr,
+    is_exact: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """A chunk of one value head's lanes, from the border before it on."""
+    key_dim: tl.constexpr = shape.key_dim
+    value_dim: tl.constexpr = shape.value_dim
+    tiles: tl.constexpr = (value_dim + lanes - 1) // lanes
+    head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row = tl.program_id(1)
+    wait_for_previous(overlap)
+    start = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - start
+    if length > 0:
+        first, base = tl.load(first_positions + row), tl.load(base_after + row)
+        end = first + length
+        stands = first // tile * tile
+        read_row = tl.load(read_rows + row).to(tl.int64)
+        write_row = tl.load(write_rows + row).to(tl.int64)
+        lane = part * lanes + tl.arange(0, lanes)
+        inside = lane < value_dim
+        column, at = tl.arange(0, key_dim), tl.arange(0, tile)
+        cell = head * (value_dim * key_dim) + lane[:, None] * key_dim + column[None, :]
+        in_state = inside[:, None] & (column >= 0)[None, :]
+        # Nothing of the row is read where a request begins: its former owner's numbers lie there.
+        loaded = in_state & (stands > 0)
+        s = tl.load(pools.state + read_row * strides.state + cell, mask=loaded, other=0.0)
+        target = pools.state + write_row * strides.state + cell
+        if base == stands:
+            # No token of the chunk is in the state yet.
+            tl.store(target, s, mask=in_state)
+        s = tl.trans(s)
+        dest = chunk_dest
+        if has_dest:
+            number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
+            dest = chunk_dest + number - first // BORDERS
+        chunk = (inputs, input_stride, pools, strides, start, first)
+        batch = (convolved, gates, tokens, start, first)
+        xb = pools.ring_xb + read_row * strides.ring_xb
+        kept_row = (xb, pools.ring_gates + read_row * strides.ring_gates)
+        number = scan_chunks_before(starts, first_positions, row, tile, chunks_tile)
+        for turn in range(scan_turns(stands, end, base, tile)):
+            begin, _lower, upper = scan_cut(turn, stands, end, base, tile)
+            position = begin + at
+            q, k, _beta, g = _keys(batch, kept_row, position, end, head, shape, ring)
+            channel = head * value_dim + lane
+            v = _values(batch, kept_row, position, end, channel, inside, shape, ring)
+            place = factors + ((number + turn) * shape.value_heads + head).to(tl.int64) * (
+                2 * tile * tile
+            )
+            place += at[:, None] * tile + at[None, :]
+            t, p = tl.load(place), tl.load(place + tile * tile)
+            decay, held = decays_of(g), s.to(k.dtype)
+            u = pseudo_values_of(k, v, t, decay, held)
+            o = outputs_of(q, u, p, decay, held)
+            token = (start - first + position).to(tl.int64)
+            asks = (position >= first) & (position < end)
+            place = out + token[:, None] * out_stride + channel[None, :]
+            tl.store(place, o.to(out.dtype.element_ty), mask=asks[:, None] & inside[None, :])
+            s = advanced(s, k, u, decay, tile)
+            if upper == base:
+                tl.store(target, tl.trans(s), mask=in_state)
+            if has_dest:
+                keep_snapshot(s, dest, cell, in_state, *chunk, upper, read_row, kept)
+        keep_inputs(*chunk, end, read_row, write_row, kept)
+
+
+# Before its wait this kernel reads rows, positions and bases, which stand before the step's first
+# layer, and states, which no kernel of the layers writes in this step.
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["inputs", "row_index", "positions", "bases", "out"],
+)
+def _replay_kernel(
+    inputs: tl.tensor,
+    input_stride: tl.tensor,
+    convolved: tl.tensor,
+    gates: tl.tensor,
+    tokens: tl.tensor,
+    pools: tl.tuple,
+    strides: tl.tuple,
+    row_index: tl.tensor,
+    positions: tl.tensor,
+    bases: tl.tensor,
+    out: tl.tensor,
+    out_stride: tl.tensor,
+    shape: tl.constexpr,
+    width: tl.constexpr,
+    ring: tl.constexpr,
+    kept: tl.constexpr,
+    tile: tl.constexpr,
+    lanes: tl.constexpr,
+    straddles: tl.constexpr,
+    overlap: tl.constexpr,
+) -> None:
+    """Lanes of a value head of a decode row."""
+    key_dim: tl.constexpr = shape.key_dim
+    value_dim: tl.constexpr = shape.value_dim
+    tiles: tl.constexpr = (value_dim + lanes - 1) // lanes
+    head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row = tl.program_id(1)
+    lane = part * lanes + tl.arange(0, lanes)
+    inside = lane < value_dim
+    channel = head * value_dim + lane
+    column, at = tl.arange(0, key_dim), tl.arange(0, tile)
+    pool_row = tl.load(row_index + row).to(tl.int64)
+    first = tl.load(positions + row * width).to(tl.int32)
+    base = tl.load(bases + row)
+    place = pools.state + pool_row * strides.state + head * (value_dim * key_dim)
+    place = place + lane[:, None] * key_dim + column[None, :]
+    # Nothing of a new owner is in the state.
+    loaded = inside[:, None] & (base > 0) & (first > 0)
+    s = tl.trans(tl.load(place, mask=loaded, other=0.0, cache_modifier=".cg"))
+    wait_for_previous(overlap)
+
+    # Query tokens that count: the first ones.
+    count = (first > 0).to(tl.int32)
+    for number in tl.static_range(1, width):
+        follows = tl.load(positions + row * width + number).to(tl.int32) == first + number
+        count += ((first > 0) & (count == number) & follows).to(tl.int32)
+    end = first + count
+    start = row * width
+    batch = (convolved, gates, tokens, start, first)
+    xb = pools.ring_xb + pool_row * strides.ring_xb
+    kept_gates = pools.ring_gates + pool_row * strides.ring_gates
+    kept_row = (xb, kept_gates)
+    begin = base
+    given = (batch, kept_row, end, head, channel, inside)
+    if straddles:
+        for _ in range(tl.maximum((end - 1) // tile - base // tile, 0)):
+            k, u, decay = _answer(*given, begin + at, s, out, out_stride, shape, ring, tile)
+            s = advanced(s, k, u, decay, tile)
+            begin += tile
+    _answer(*given, begin + at, s, out, out_stride, shape, ring, tile)
+
+    # Every program's share of what the step's tokens leave; those that do not count give 0.
+    heads = tl.arange(0, 2)
+    local = tl.arange(0, kept.share_tile)
+    share = tl.program_id(0) * kept.share + local
+    shared = (local < kept.share) & (share < kept.channels)
+    for number in tl.static_range(width):
+        counts = number < count
+        token = (start + number).to(tl.int64)
+        entry = (first + number) % ring
+        source = convolved + token * shape.conv_dim + shape.key_inner
+        slot = xb + entry * shape.ring_dim
+        if part == 0 and head % shape.group == 0:
+            key = head // shape.group * key_dim + column
+            tl.store(slot + key, tl.load(source + key), mask=(column >= 0) & counts)
+        if part == 0:
+            gate = tl.load(gates + (heads * shape.value_heads + head).to(tl.int64) * tokens + token)
+            slot_gates = kept_gates + entry * (2 * shape.value_heads) + head
+            tl.store(slot_gates + heads * shape.value_heads, gate, mask=(heads >= 0) & counts)
+        strip = shape.key_inner + channel
+        kept_values = tl.load(source + strip, mask=inside, other=0.0)
+        tl.store(slot + strip, kept_values, mask=inside & counts)
+        raw = tl.load(inputs + token * input_stride + share, mask=shared, other=0.0)
+        slot_conv = pools.conv + pool_row * strides.conv
+        slot_conv += (first + number) % kept.ring * kept.channels
+        tl.store(slot_conv + share, raw, mask=shared & counts)
+        zeros = tl.zeros((lanes,), out.dtype.element_ty)
+        tl.store(out + token * out_stride + channel, zeros, mask=inside & (number >= count))
