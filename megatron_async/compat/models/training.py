@@ -164,7 +164,7 @@ def ops_of(device: torch.device) -> Ops:
 
 
 class _Recomputed(torch.autograd.Function):
-    """`ours` of a tensor, whose gradient is that of `stock`, which is run then."""
+    """`ours` of a tensor; backward runs `stock` and takes its gradient."""
 
     @staticmethod
     def forward(

@@ -53,7 +53,7 @@ def some_ids(rows: int, length: int) -> Tensor:
 
 
 def log_probs(model: nn.Module, ids: Tensor, **changes: Any) -> Tensor:
-    """Of all tokens but the first, `[rows, length - 1]`; on a CPU Megatron wants to be given the
+    """Log probs but of first tokens, `[rows, length - 1]`; on a CPU Megatron wants to be given the
     causal mask."""
     length = ids.size(1)
     mask = torch.ones(1, 1, length, length).triu(1).bool() if ids.device.type == "cpu" else None
