@@ -208,7 +208,7 @@ class InferenceConfig:
 
     batch_invariant_mode: bool = False
     """On a GPU, let the bits of a token's logits depend on its own sequence alone. (Not on other
-    requests, chunks, prefix hits, drafts, lookahead, padding or evictions: docs/devices.md.) Each
+    requests, chunks, prefix hits, drafts, lookahead, padding or evictions: docs/gpus.md.) Each
     op then has one order of sums, which is slower where another is the fastest."""
 
     quantization: str | None = None

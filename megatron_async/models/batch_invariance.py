@@ -10,7 +10,7 @@ import torch
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import DELTA, KINDS
-from megatron_async.models.partition import recurrent_layers
+from megatron_async.models.partition import is_recurrent
 
 MAJOR = 9
 """Compute capability on which the mode was tried; others' matrix units may add in another order."""
@@ -50,11 +50,11 @@ def _unserved(model: Any, config: InferenceConfig, device: torch.device) -> Iter
         yield f"attention_backend={config.attention_backend!r}: use 'triton'"
     if config.quantization not in (None, "auto"):
         yield f"quantization={config.quantization!r}"
-    if getattr(model, "transformer_impl", "local") == "transformer_engine":
-        yield "transformer_impl='transformer_engine', whose kernels are its own: use 'local'"
-    for kind in sorted({*recurrent_layers(model)} & {*LAYERS_REFUSED}):
-        yield f"{KINDS[kind]} layers"
-    if recurrent_layers(model) and config.mamba_ssm_states_dtype != "float32":
+    # Of all pipeline stages, which then refuse alike.
+    pattern = getattr(model, "hybrid_layer_pattern", None) or ""
+    for kind in (kind for kind in LAYERS_REFUSED if kind in pattern):
+        yield f"{KINDS[kind]} layers, which have no kernels for it"
+    if is_recurrent(model) and config.mamba_ssm_states_dtype != "float32":
         yield f"mamba_ssm_states_dtype={config.mamba_ssm_states_dtype!r}: use 'float32'"
     for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):
         if (ranks := getattr(model, name)) > MOST_RANKS:

@@ -9,23 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.enums import AttnMaskType
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import KINDS
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.hybrid_stack import PagedHybridStack
+from megatron_async.models.linear import SharedLinear
 from megatron_async.models.mlp import UNGATED, InferenceMLP
-from megatron_async.models.moe import MoELayer
+from megatron_async.models.moe import MoELayer, TopKRouter
 from megatron_async.models.norm import InferenceRMSNorm
 from megatron_async.models.partition import local_heads, recurrent_layers
 from megatron_async.models.recurrent_layers import RecurrentMixer
 from megatron_async.models.rotary import LEARNED, rotary_of
 from megatron_async.models.sizes import SIZES_OF
+from megatron_async.ops.linear.products import choose_for
 
 ATTENTION = {
     "softmax_type": "vanilla",
@@ -55,6 +59,9 @@ EXPERTS = MLP | {
     "moe_apply_probs_on_input": False,
 }
 """Fields and the one value of each that `MoELayer` serves."""
+ROWS = (1, 17, 65, 2048)
+"""Rows of which a weight's products are asked: one of each class of kernels."""
+OURS = "build the model with transformer_impl='local', or with megatron_async.models.hybrid"
 
 
 def check_model(model: nn.Module, config: Any, settings: InferenceConfig) -> None:
@@ -232,3 +239,47 @@ def _query_and_key_norms(module: PagedSelfAttention, config: Any) -> Iterator[st
             yield "layernorm_zero_centered_gamma=True for query and key heads"
         elif getattr(norm, "eps", eps) != eps:
             yield f"an epsilon of {norm.eps} for query and key heads, where the others have {eps}"
+
+
+def check_invariant_layers(model: nn.Module, major: int) -> None:
+    """Refuse a model whose steps would multiply in an order that follows their rows.
+
+    Args:
+        model: on the device, its weights of the right shape, with or without values.
+        major: compute capability of the GPU; 0: a CPU.
+
+    Raises:
+        ConfigurationError: names the first layer, and why.
+    """
+    decoder: Any = getattr(model, "decoder", None)
+    if type(decoder) is not PagedHybridStack:
+        kind = type(decoder).__name__
+        raise _refused("decoder", f"a {kind} rounds where its own kernels do", OURS)
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if name == "output_layer" and weight is None:
+            weight = model.shared_embedding_or_output_weight()  # type: ignore[operator]
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            continue
+        if isinstance(module, SharedLinear):
+            if not all(_is_invariant(module, weight, rows, major) for rows in ROWS):
+                shape, dtype = tuple(weight.shape), str(weight.dtype).removeprefix("torch.")
+                problem = f"no kernel of one order multiplies by a {dtype} weight of {shape}"
+                raise _refused(
+                    name, problem, "contiguous rows of a multiple of 16 bytes are served"
+                )
+        elif not isinstance(module, (TopKRouter, nn.Embedding, VocabParallelEmbedding)):
+            raise _refused(name, f"a {type(module).__name__} multiplies by its own kernels", OURS)
+
+
+def _is_invariant(module: Any, weight: Tensor, rows: int, major: int) -> bool:
+    x = torch.empty((rows, weight.size(1)), dtype=weight.dtype, device="meta")
+    bias = module.bias is not None
+    return choose_for(x, weight, major=major, bias=bias, invariant=True).met.invariant
+
+
+def _refused(name: str, problem: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"batch_invariant_mode=True is not served with the layer {name!r}: {problem} ({remedy}). "
+        "Leave the mode out for this model."
+    )

@@ -16,7 +16,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.derived_copies import DerivedCopies, Joined
 from megatron_async.models.embedding import InferenceOutputLayer
-from megatron_async.models.fitness import check_model
+from megatron_async.models.fitness import check_invariant_layers, check_model
 from megatron_async.models.layer_ops import bind_ops
 from megatron_async.models.linear import linear
 from megatron_async.models.parallel_state import ensure_process_groups
@@ -90,7 +90,10 @@ class GPTInferenceWrapper(NamesOfMegatron):
         if rotary is not None:
             inference_context.gpu_view.rotary = rotary
         self._is_last_stage = stage_of(inference_context.model_config).is_last
-        bind_ops(model, inference_context.gpu_view.ops)
+        ops = inference_context.gpu_view.ops
+        bind_ops(model, ops)
+        if ops.is_invariant:
+            check_invariant_layers(model, ops.major)
         self.derived = DerivedCopies(
             model,
             inference_context.device,

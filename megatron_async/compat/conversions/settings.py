@@ -164,9 +164,11 @@ def to_settings(model_config: Any, config: MegatronConfig | InferenceConfig) -> 
     Raises:
         ConfigurationError: a value that is not served, by the name of its field.
     """
+    is_invariant = bool(getattr(model_config, "batch_invariant_mode", False))
     if isinstance(config, InferenceConfig):
         own = {name: getattr(config, name) for name in config.__dataclass_fields__}
         own["async_sched_mode"] = None  # lookahead says it
+        own["batch_invariant_mode"] |= is_invariant
         served = ServedConfig(**own)
         served.given = CompatConfig()
         return served
@@ -186,8 +188,7 @@ def to_settings(model_config: Any, config: MegatronConfig | InferenceConfig) -> 
     fields |= _recurrent_fields(config)
     if getattr(model_config, "moe_enable_routing_replay", False):
         fields["enable_routing_replay"] = True
-    if getattr(model_config, "batch_invariant_mode", False):
-        fields["batch_invariant_mode"] = True
+    fields["batch_invariant_mode"] = is_invariant
     mode = KVCacheManagementMode(config.kv_cache_management_mode)
     if config.static_kv_memory_pointers and mode is not KVCacheManagementMode.PERSIST:
         fields["enable_sleep_mode"] = True  # a cache that persists never moves
