@@ -116,7 +116,7 @@ def test_all_known_shapes_are_served(shape):
 
 
 def test_a_part_is_whole_tiles_of_keys():
-    """Of decode and of prefill, whose borders would else differ."""
+    """Tiles of decode and of prefill, whose borders would else differ."""
     assert all(INVARIANT_PART % decode_tile(dim) == 0 for dim in (16, 64, 128, 192, 256))
 
 
@@ -166,7 +166,7 @@ PLACE = {
 
 
 def test_an_engine_of_the_mode_has_no_kernel_of_another_order():
-    """Of decode steps, prompts and both, as an engine captures them on a GPU.
+    """Kernels of decode steps, prompts and both, as an engine captures them on a GPU.
 
     Break it: let `Ops` have no promise, or attention no parts, or products be split.
     """
