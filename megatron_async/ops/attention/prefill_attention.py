@@ -125,6 +125,8 @@ def check_rows(
 
 
 LOG2_E = 1.4426950408889634
+AT_ONCE = tl.constexpr(2)
+"""Parts of their own length that a tile's last program asks for at once; not measured."""
 NO_MAXIMUM = tl.constexpr(-1e30)
 """Maximum before the first score; finite, so that a query that sees nothing of a tile or a part has
 weights of 0, and no NaN."""
@@ -161,8 +163,8 @@ def paged_prefill_attention(
         first_key: queries behind this position do not see the keys before it; less than 16. Then
             the schedule divides no keys.
         part: keys of the parts of `DecodeSchedule.part`, which are joined in order: a query has the
-            bits of a decode row, whatever the chunk. Then the schedule divides no keys, and the
-            tile is `in_parts`. 0: there are none.
+            bits of a decode row, whatever the chunk. Then the schedule is made for them, if it
+            divides keys, and the tile is `in_parts`. 0: there are none.
 
     Raises:
         ValueError: shapes do not match.
@@ -177,10 +179,12 @@ def paged_prefill_attention(
             f"{name}: keys are divided, which first_key={first_key} does not "
             "allow; make the schedule with processors=0."
         )
-    if part and (parts is not None or first_key or part % tile.keys):
+    is_cut_otherwise = parts is not None and schedule.part != part
+    if is_cut_otherwise or (part and (first_key or part % tile.keys)):
         raise ValueError(
-            f"{name}: parts of {part} keys want a schedule of processors=0, first_key=0 and whole "
-            f"tiles; found processors={schedule.processors}, {first_key} and tiles of {tile.keys}."
+            f"{name}: parts of {part} keys want a schedule of processors=0 or for such parts, "
+            f"first_key=0 and whole tiles; found processors={schedule.processors}, "
+            f"part={schedule.part}, {first_key} and tiles of {tile.keys}."
         )
     if not len(schedule.units):
         return
@@ -388,8 +392,14 @@ def _prefill_kernel(
             masked = seen
         if part > 0:
             joined_maximum = tl.full((query_tile,), -float("inf"), tl.float32)
-            joined_total, joined = total, gathered
-            for first in range(0, end, part):
+            joined_total, joined, first_part = total, gathered, 0
+            if divides:
+                first_part = begin
+                units_of_tile, first_slot = tl.load(unit + 8), tl.load(unit + 9)
+                first_slot += kv_head * slots
+                query_in_tile = tl.arange(0, query_tile)
+                place_in_slot = query_in_tile[:, None] * dim + column[None, :]
+            for first in range(first_part, end, part):
                 part_end = tl.minimum(first + part, end)
                 masked = tl.minimum(tl.maximum(seen, first), part_end)
                 maximum = tl.full((query_tile,), -float("inf"), tl.float32)
@@ -405,6 +415,14 @@ def _prefill_kernel(
                     gathered, maximum, total, masked, part_end, length, kv_head, scale, True,
                     block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
                 )  # fmt: skip
+                if divides:
+                    # Joined from memory, one after another, by the tile's last program.
+                    is_stored = units_of_tile > 1
+                    at = (first_slot + first // part).to(tl.int64) * query_tile
+                    tl.store(part_maximum + at + query_in_tile, maximum, mask=is_stored)
+                    tl.store(part_total + at + query_in_tile, total, mask=is_stored)
+                    in_slot = part_output + at * dim + place_in_slot
+                    tl.store(in_slot, gathered, mask=inside & is_stored)
                 joined_maximum, joined_total, joined = join_one(
                     joined_maximum, joined_total, joined, maximum, total, gathered, scale
                 )
@@ -420,7 +438,17 @@ def _prefill_kernel(
                 gathered, maximum, total, masked, end, length, kv_head, scale, True,
                 block_size, kv_heads, dim, dim_tile, key_tile, first_key, part > 0,
             )  # fmt: skip
-        if divides:
+        if divides and part > 0:
+            if units_of_tile > 1:
+                if is_last_part(arrived + first_slot, units_of_tile):
+                    result = join_parts(
+                        part_output, part_maximum, part_total, first_slot, tl.load(unit + 10),
+                        query_in_tile, place_in_slot, inside, query_tile, dim, AT_ONCE, scale,
+                    )  # fmt: skip
+                    _store(result, out, place, inside)
+            else:
+                _store(gathered / total[:, None], out, place, inside)
+        elif divides:
             nth = tl.load(unit + 7)
             parts = tl.load(unit + 8)
             if parts > 1:

@@ -22,6 +22,9 @@ LEAST_KEYS = 512
 """Fewest keys of a part: some 8 microseconds of walking, where a partial result and its share of
 the join take some 2. With 256 and 1,024 the shapes measured were as fast or slower in sum
 (docs/records/prefill_attention.md)."""
+MOST_SLOTS = 256
+"""Partial results of a KV head in parts of one length, each of which is stored: 64 queries of 128
+elements are 33 KB. Keys of rows that need more are not divided."""
 UNIT = tl.constexpr(16)
 """Numbers of a unit, the last of which are not used: units begin at multiples of 64 bytes."""
 GROUP_QUERIES = tl.constexpr(64)
@@ -52,10 +55,13 @@ class PrefillSchedule:
         units: int32 `[units, 16]`: row (-1: nothing to do), first query of the tile, the chunk's
             first token, its tokens, its KV length, first tile of keys and end, part and parts. The
             last tiles of a chunk have the most keys, so they come first. Parts of a tile are
-            neighbours.
+            neighbours. Where parts have one length a unit has several of them, and two numbers
+            more: the slot of the tile's first part, and how many the tile has.
         rows: prefill rows that it was last made for.
         parts: partial results; None: no keys were divided.
-        slots: of each KV head in `parts`. Only units below it are parts.
+        slots: of each KV head in `parts`. Only units below it are parts, but where parts have one
+            length.
+        part: keys of the parts of one length (`DecodeSchedule.part`); 0: parts follow the step.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class PrefillSchedule:
         device: torch.device,
         processors: int = 0,
         programs: int = 1,
+        part: int = 0,
     ) -> None:
         """Args:
         kv_heads: of the model; each makes a program of a unit.
@@ -75,10 +82,11 @@ class PrefillSchedule:
         dim: size of a head.
         device: a GPU; or a CPU with Triton's interpreter.
         processors: of the device, among which keys of few queries are divided; 0: they are not.
-        programs: most that share a processor."""
+        programs: most that share a processor.
+        part: see the attribute."""
         self.kv_heads, self.group, self.queries = kv_heads, group, queries
-        self.processors, self.dim = processors, dim
-        self.slots = self.shares_of(programs) if processors else 0
+        self.processors, self.dim, self.part = processors, dim, part
+        self.slots = (MOST_SLOTS if part else self.shares_of(programs)) if processors else 0
         self.rows = 0
         self.units = torch.empty((0, UNIT.value), dtype=torch.int32, device=device)
         self.parts: Parts | None = None
@@ -142,7 +150,9 @@ class PrefillSchedule:
             units,
             shares,
             divides=shares > 0,
-            least_keys=LEAST_KEYS,
+            least_keys=max(LEAST_KEYS, self.part),
+            part=self.part,
+            slots=self.slots if self.part else 0,
             group=self.group,
             query_tile=self.queries,
             key_tile=key_tile,
@@ -185,6 +195,8 @@ def _schedule_kernel(
     shares: tl.tensor,
     divides: tl.constexpr,
     least_keys: tl.constexpr,
+    part: tl.constexpr,
+    slots: tl.constexpr,
     group: tl.constexpr,
     query_tile: tl.constexpr,
     key_tile: tl.constexpr,
@@ -204,6 +216,12 @@ def _schedule_kernel(
         parts_of = _parts_of_rows(
             tiles, tl.cdiv(lengths, key_tile), shares, tl.cdiv(least_keys, key_tile)
         )
+    if divides and part > 0:
+        # Each part of a divided row's tiles has a slot.
+        slots_of_tile = tl.cdiv(lengths, part)
+        slots_of = tl.where(parts_of > 1, tiles * slots_of_tile, 0)
+        first_slots = tl.cumsum(slots_of, 0) - slots_of
+        parts_of = tl.where(first_slots + slots_of <= slots, parts_of, 1)
     units_of = tiles * parts_of
     first = tl.cumsum(units_of, 0) - units_of
 
@@ -219,12 +237,17 @@ def _schedule_kernel(
     tokens = tl.load(starts + row + 1, mask=exists, other=0) - start
     length = tl.load(kv_lengths + row, mask=exists, other=0)
     first_query = of_row // parts * query_tile
-    part = parts - 1 - of_row % parts
+    nth = parts - 1 - of_row % parts
+    tile = of_row // parts
     end = length - tokens + (first_query + query_tile - 1) // group + 1
     key_tiles = tl.cdiv(tl.minimum(end, length), key_tile)
+    walked, step = key_tiles, 1
+    if divides and part > 0:
+        step = part // key_tile
+        walked = tl.cdiv(key_tiles, step)
     # The first queries of a long chunk may see fewer tiles of keys than there are parts.
-    parts = tl.maximum(tl.minimum(parts, key_tiles), 1)
-    row = tl.where(part < parts, row, -1)
+    parts = tl.maximum(tl.minimum(parts, walked), 1)
+    row = tl.where(nth < parts, row, -1)
     place = units + unit * UNIT
     stored = unit < count
     tl.store(place, row, mask=stored)
@@ -232,7 +255,12 @@ def _schedule_kernel(
     tl.store(place + 2, start, mask=stored)
     tl.store(place + 3, tokens, mask=stored)
     tl.store(place + 4, length, mask=stored)
-    tl.store(place + 5, part * key_tiles // parts, mask=stored)
-    tl.store(place + 6, (part + 1) * key_tiles // parts, mask=stored)
-    tl.store(place + 7, part, mask=stored)
+    tl.store(place + 5, nth * walked // parts * step, mask=stored)
+    tl.store(place + 6, (nth + 1) * walked // parts * step, mask=stored)
+    tl.store(place + 7, nth, mask=stored)
     tl.store(place + 8, parts, mask=stored)
+    if divides and part > 0:
+        first_slot = tl.sum(tl.where(here, first_slots[None, :], 0), 1)
+        its_slots = tl.sum(tl.where(here, slots_of_tile[None, :], 0), 1)
+        tl.store(place + 9, first_slot + tile * its_slots, mask=stored)
+        tl.store(place + 10, walked, mask=stored)

@@ -48,6 +48,7 @@ class OwnKernelPrefill(PrefillBackend):
         queries: of a tile; each number that `tile_of` may choose.
         programs: most that share a processor.
         divides: whether keys of few queries are divided among programs.
+        part: keys of the parts that the kernel walks; 0: parts follow the step.
     """
 
     captures = True
@@ -61,6 +62,7 @@ class OwnKernelPrefill(PrefillBackend):
         queries: Sequence[int],
         programs: int = 1,
         divides: bool = True,
+        part: int = 0,
     ) -> None:
         self._launch, self._tile_of = launch, tile_of
         processors = 0
@@ -75,6 +77,7 @@ class OwnKernelPrefill(PrefillBackend):
                 shape.device,
                 processors,
                 programs,
+                part,
             )
             for count in queries
         }
@@ -140,7 +143,8 @@ class TritonPrefill(OwnKernelPrefill):
             tile,
             [queries_of(shape.dtype, shape.dim)],
             PROGRAMS_A_PROCESSOR,
-            divides=not (first_key or part),
+            divides=not first_key,
+            part=part,
         )
 
 

@@ -115,13 +115,14 @@ class PrefillBatch:
         tokens = len(self.query) if tokens is None else tokens
         return tile_of(tokens, heads, dim, self.block_size, self.query.dtype, self.query.device)
 
-    def schedule(self, processors=0, tile=None):
+    def schedule(self, processors=0, tile=None, part=0):
         """A schedule that divides keys if there are processors. Partial results are NaN."""
         kv_heads, dim = self.keys.shape[2:]
         queries = (tile or self.tile()).queries
         schedule = PrefillSchedule(
-            kv_heads, self.group, queries, dim, self.query.device, processors, PROGRAMS_A_PROCESSOR
-        )
+            kv_heads, self.group, queries, dim, self.query.device, processors, PROGRAMS_A_PROCESSOR,
+            part,
+        )  # fmt: skip
         for tensor in (schedule._parts or ())[:3]:
             tensor.fill_(float("nan"))
         return schedule

@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from megatron_async.ops.attention import prefill_schedule
 from megatron_async.ops.attention.decode_attention import (
     DecodeWorkspace,
     decode_tile,
@@ -62,7 +63,7 @@ def test_keys_that_are_not_there(block_size, dim, dtype, device):
 
 
 @pytest.mark.parametrize(("block_size", "dim"), [(64, 64), (128, 128), (48, 160)])
-def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_units):
+def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_units, monkeypatch):
     """With parts of one length: in whatever chunk it comes, beside whatever others."""
     part, positions = 128, torch.tensor([0, 1, 63, 64, 127, 128, 129, 200, 299], device=device)
     batch = PrefillBatch(300, 1, 300, block_size, 2, 3, dim, torch.float16, device)
@@ -70,9 +71,10 @@ def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_un
     every, table = batch.query.clone(), batch.tables
     tile = tile_of(300, 6, dim, block_size, torch.float16, batch.query.device, in_parts=True)
     assert tile.keys == decode_tile(dim)
-    schedule = batch.schedule(tile=tile)
+    whole_rows, divided = batch.schedule(tile=tile), batch.schedule(132, tile, part)
+    divided.slots = 12
 
-    def attend(*chunks):
+    def attend(*chunks, schedule=whole_rows):
         """Chunks of the sequence, as (first token, end), in one step."""
         sizes = [end - first for first, end in chunks]
         query = torch.cat([every[first:end] for first, end in chunks])
@@ -87,9 +89,24 @@ def test_a_query_has_the_bits_of_a_decode_row(block_size, dim, device, matrix_un
     (whole,) = attend((0, 300))
     batch.out.copy_(whole)
     batch.check()
-    for chunks in ([(0, 100), (250, 251), (128, 290)], [(1, 2)], [(127, 130), (60, 130)]):
-        for (first, end), found in zip(chunks, attend(*chunks), strict=True):
-            assert torch.equal(found, whole[first:end])
+    monkeypatch.setattr(prefill_schedule, "LEAST_KEYS", 64)
+    kinds = set()
+    for chunks in (
+        [(0, 100), (250, 251), (128, 290)], [(1, 2)], [(127, 130), (60, 130)], [(0, 300)],
+        [(299, 300), (200, 240)], [(299, 300), (200, 300)],
+    ):  # fmt: skip
+        for schedule in (whole_rows, divided):
+            for (first, end), found in zip(chunks, attend(*chunks, schedule=schedule), strict=True):
+                assert torch.equal(found, whole[first:end])
+        slots = []
+        for row, *_, nth, programs, slot, parts in divided.units[:, :11].tolist():
+            if row >= 0:
+                kinds.add(programs)
+                slots += range(slot, slot + parts) if programs > 1 and nth == 0 else ()
+        assert len(set(slots)) == len(slots), "each part of a divided tile has a slot of its own"
+        assert max(slots, default=0) < divided.slots
+    assert kinds == {1, 2, 3}, "of some tiles the keys are divided"
+    assert not divided._parts.arrived.any()
     with processors(132):
         workspace = DecodeWorkspace(len(positions), 6, 2, dim, every.device, 1, part, 300)
     workspace.schedule.update((positions + 1).int())
