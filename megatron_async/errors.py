@@ -104,6 +104,10 @@ class ConfigurationError(ValueError):
     """A configuration value that cannot work, alone or together with another."""
 
 
+class UnknownReplica(ValueError):
+    """No replica of the service has that name."""
+
+
 class UpdateError(RuntimeError):
     """New weights that cannot be taken: a name, shape or dtype that is not the model's, a round
     that is not whole, or no memory for it. The old weights serve on."""

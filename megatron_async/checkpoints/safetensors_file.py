@@ -8,6 +8,7 @@ shape and place of each tensor, and their bytes.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -231,4 +232,9 @@ class SafetensorsFile:
             last += each.num_bytes
         if last != num_bytes:
             raise ValueError(f"{last} bytes by its header, and it has {num_bytes}")
+        # Of equal names the last one counts; only the metadata's would leave no hole in the file.
+        if header.count(b"_metadata__") > 1 or b"\\u" in header:
+            pairs = json.loads(header, object_pairs_hook=list)
+            if sum(name == "__metadata__" for name, _ in pairs) > 1:
+                raise ValueError("its header has __metadata__ twice")
         return metadata or {}, found

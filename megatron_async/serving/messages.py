@@ -48,6 +48,11 @@ class RemoteError(RuntimeError):
     with its name."""
 
 
+def kind_of(error: Exception) -> str:
+    """What is sent of the class of a refusal, for `exception_of`."""
+    return "UnknownReplica" if isinstance(error, errors.UnknownReplica) else "ValueError"
+
+
 def exception_of(kind: str, message: str) -> Exception:
     """The exception of a failure."""
     known = ValueError if kind == "ValueError" else getattr(errors, kind, None)

@@ -10,7 +10,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-from megatron_async.serving.messages import Answer, Ask, Do, Done, SetPaused, Weights
+from megatron_async.errors import UnknownReplica
+from megatron_async.serving.messages import Answer, Ask, Do, Done, SetPaused, Weights, kind_of
 from megatron_async.serving.questions import Question, Questions
 from megatron_async.serving.records import ReplicaRecord, ReplicaState
 from megatron_async.serving.request_books import RequestBooks
@@ -28,13 +29,13 @@ def find_replica(name: str, replicas: Collection[ReplicaRecord]) -> ReplicaRecor
     """The replica of that name.
 
     Raises:
-        ValueError: there is none.
+        UnknownReplica: there is none.
     """
     for replica in replicas:
         if replica.name == name:
             return replica
     there = ", ".join(sorted(replica.name for replica in replicas)) or "none"
-    raise ValueError(f"there is no replica named {name!r}; there are: {there}.")
+    raise UnknownReplica(f"there is no replica named {name!r}; there are: {there}.")
 
 
 def state_after(what: str, replica: ReplicaRecord, stands: bool = False) -> ReplicaState:
@@ -130,7 +131,7 @@ class ServiceVerbs:
         try:
             answer = self._do(asker, ask)
         except (ValueError, TypeError) as error:
-            failed = Answer(ask.number, failure=("ValueError", str(error)))
+            failed = Answer(ask.number, failure=(kind_of(error), str(error)))
             self._books.tell(asker, failed)
             return
         if answer is not None:

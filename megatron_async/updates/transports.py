@@ -142,8 +142,9 @@ def receive(
     over: Event,
     packed: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that a trainer broadcasts in this order; `packed`: as one message of bytes. Nothing
-    is waited for once `over` is set.
+    """Tensors that a trainer broadcasts in this order; `packed`: as one message of bytes. Once
+    `over` is set nothing is waited for, except in the first broadcast of an NCCL group: its call
+    connects the ranks, and returns after the group's time limit at the latest.
 
     Raises:
         UpdateError: lists of different lengths, an unknown dtype, or nothing came.

@@ -27,6 +27,8 @@ from tests.support.patience import PATIENCE_S
 # Some module initialises CUDA when it is imported, and a process that has cannot be forked.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _context.set_forkserver_preload(["tests.support.rank_imports"])
+WORKERS = 64
+"""Workers of pytest on one machine, at most, whose ports differ."""
 
 
 @dataclass
@@ -157,9 +159,11 @@ def quick_context() -> Any:
 
 def free_port() -> int:
     """A TCP port of this host that nobody uses at the moment, below those that the system gives to
-    connections: one of these might take it before it is used."""
+    connections: one of these might take it before it is used. For the same reason each worker of
+    pytest has ports of its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     while True:
-        port = random.randrange(15000, 32000)
+        port = random.randrange(15000 + worker % WORKERS, 32000, WORKERS)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -321,9 +321,11 @@ def _logits_kernel(
     sums = _share_of_logits(source, rows, is_token, is_expert, part * share, hidden, share, block_k)
     if shares > 1:
         for number in range(1, shares):
-            sums += _share_of_logits(
+            own = _share_of_logits(
                 source, rows, is_token, is_expert, number * share, hidden, share, block_k
             )
+            # With `+` Triton begins a share of one step's product with the sums before it.
+            sums = tl.fma(own, tl.full(own.shape, 1.0, tl.float32), sums)
     target = logits + (part * tokens + token[:, None]).to(tl.int64) * experts + expert[None, :]
     tl.store(target, sums, mask=is_token & (expert < experts)[None, :])
 

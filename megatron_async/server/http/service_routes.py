@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from megatron_async.errors import CoordinatorLost, UpdateError
+from megatron_async.errors import CoordinatorLost, UnknownReplica, UpdateError
 from megatron_async.server.api_config import ApiConfig
 from megatron_async.server.fields.json_body import Limits, decode_body
 from megatron_async.server.fields.refusal import Refusal
@@ -176,10 +176,13 @@ async def ask_service(client: RequestClient, what: str, **fields: Any) -> dict[s
     """Ask the service, or tell it what to do.
 
     Raises:
-        Refusal: 409, it refuses, or an update was dropped; 500, a replica failed.
+        Refusal: 404, no replica has that name; 409, it refuses, or an update was dropped; 500, a
+            replica failed.
     """
     try:
         return await client.ask(what, **fields)
+    except UnknownReplica as error:
+        raise Refusal(str(error), 404, code="not_found") from error
     except ValueError as error:
         raise Refusal(str(error), 409, code="not_now") from error
     except UpdateError as error:

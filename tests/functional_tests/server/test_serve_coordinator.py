@@ -173,6 +173,7 @@ def test_only_administrators_may(service: Served, verb: str) -> None:
 def test_wrong_verbs(service: Served, verb: str, body: Any, part: str) -> None:
     status, answer = service.request(f"/{verb}", body, **CONTROL)
     assert 400 <= status < 500, answer
+    assert (status == 404) == ("nobody" in body.values())
     assert part in answer["error"]["message"]
 
 

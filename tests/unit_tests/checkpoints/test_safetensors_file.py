@@ -85,6 +85,7 @@ def test_damage_is_one_kind_of_error(file: Path) -> None:
         except CheckpointError:
             continue
         assert len(ours.tensors) <= len(names)
+    one = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
     for header in (
         b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
         b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}',
@@ -97,7 +98,9 @@ def test_damage_is_one_kind_of_error(file: Path) -> None:
         b'{"a":{"dtype":"U8","shape":[0,%d],"data_offsets":[0,0]},' % 2**63
         + b'"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
         b'{"a":{"dtype":"U8","shape":[' + b"1," * 99 + b'1],"data_offsets":[0,1]}}',
-        b'{"__metadata__":0,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b'{"__metadata__":{},"__metadata__":{},' + one,
+        b'{"__metadata__":{},"__meta\\u0064ata__":{},' + one,
+        b'{"__metadata__":0,' + one,
     ):  # fmt: skip
         file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1))
         with pytest.raises(CheckpointError):
