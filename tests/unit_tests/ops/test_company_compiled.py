@@ -2,11 +2,16 @@
 it. The interpreter shows orders of sums that a kernel's text says; only the compiler shows those
 that it makes of them."""
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from megatron_async import InferenceConfig
+from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.experts import expert_routing
 from megatron_async.ops.experts.expert_routing import BLOCK_TOKENS
 from tests.support.compiled_kernels import record
@@ -17,7 +22,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
 
 @pytest.mark.parametrize("hidden", [400, 4096])
 def test_parts_of_logits_begin_at_nought_wherever_they_are_added(hidden, monkeypatch):
-    """Of few tokens parts are stored and added by the second kernel; of many the first adds them.
+    """The second kernel adds the parts of few tokens, which are stored; the first those of many.
 
     Break it: add a share by `+`, which Triton makes the product's first sums where a share is one
     step.
@@ -36,3 +41,91 @@ def test_parts_of_logits_begin_at_nought_wherever_they_are_added(hidden, monkeyp
             codes[launch.key] = launch.compiled().asm
     stored, joined = (len(re.findall(r"(?:add|fma)\S*\.f32", c["ptx"])) for c in codes.values())
     assert (stored, joined) == (0, BLOCK_TOKENS * 64 // 128), "one for each sum of a thread"
+
+
+WALK = """
+import json, re, sys
+from collections import defaultdict
+import triton
+from megatron_async.lab.absent_gpu import kernels_of
+from tests.support.compiled_kernels import HOPPER
+programs, of_layers, same = json.loads(sys.argv[1])
+differ, codes = defaultdict(set), defaultdict(lambda: defaultdict(list))
+def float_code(source, options):
+    lines = triton.compile(source, target=HOPPER, options=options).asm["ptx"].splitlines()
+    return [line.split()[0] for line in lines if re.match(r"\\s+\\w\\S*\\.f32\\s", line)]
+for number, program in enumerate(programs):
+    kernels = defaultdict(list)
+    for source, options in kernels_of(program):
+        row = {"num_warps": str(options["num_warps"])}
+        for place, name in enumerate(source.fn.arg_names):
+            kind, value = source.signature[name], source.constants.get((place,))
+            row[name] = f"{kind} {value} {source.attrs.get((place,), [])}"
+        kernels[source.name].append(row)
+        if source.name in same:
+            layer = str([row.get(name) for name in of_layers])
+            codes[source.name][number, layer].append(float_code(source, options))
+    for name, rows in kernels.items():
+        differ[name] |= {key for key in rows[0] if len({row.get(key) for row in rows}) > 1}
+equal = {
+    name: [len(each) for each in found.values() if all(code == each[0] != [] for code in each)]
+    for name, found in codes.items()
+}
+counts = {name: [len(each) for each in found.values()] for name, found in codes.items()}
+print(json.dumps([{name: sorted(each) for name, each in differ.items()}, counts, equal]))
+"""
+WALKED = "llama-3.1-8b", "nemotron-3-nano-30b"
+OF_LAYERS = ["has_residual", "n", "k", "pairs_per_row", "gated", "squared"]
+"""Arguments that say of which layer a kernel is."""
+SAME_CODE = {
+    "_add_rms_norm_kernel": {"early"},
+    "_gated_rms_norm_kernel": {"early"},
+    "_flush_kernel": {"block"},
+    "_parts_kernel": {"is_beside"},
+    "_prefill_kernel": {"is_settled"},
+}
+"""When a kernel waits, and how many rows it walks over: the instructions on floats are equal."""
+TILES = {
+    "grouped_product_kernel": {"block_m", "block_n", "last_n", "block_k", "by_rows", "halves"},
+    "streamed_kernel": {"rows", "x_strips", "ring", "block_m"},
+    "tile_kernel": {
+        "rows", "block_m", "block_n", "block_k", "swap", "in_blocks", "ahead", "num_warps",
+    },
+}  # fmt: skip
+"""Tiles of products, whose sums are in one order by any instruction: tests on a GPU compare them
+(`test_roundings.py`, `test_products.py`, `test_expert_mlp.py`). `rows` make masks."""
+OF_WHOLE_NUMBERS = {"_schedule_kernel", "_sort_kernel", "_unpack_kernel", "_next_bases_kernel"}
+OF_SAMPLING = {"_bounds", "_choose", "best_of_tile"}
+"""Logits of either dtype are compared, one row at a time."""
+
+
+def test_what_a_step_may_change_in_compiled_kernels(tmp_path, monkeypatch):
+    """All kernels of engines in the mode, for steps of any size. Each argument by which two kernels
+    of one name differ is on a list, with the reason why it moves no bit.
+
+    Break it: let the number of warps of a norm follow the tokens.
+    """
+    monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path / "cache"))
+    config = InferenceConfig(
+        max_requests=64, max_tokens=512, max_sequence_length=1024, batch_invariant_mode=True
+    )
+    program = {
+        "capability": [9, 0], "processors": 132, "gpu": "NVIDIA H200", "dtype": "bfloat16",
+        "config": {name: value for name, value in vars(config).items() if name != "device"},
+        "transformer_impl": "local",
+    }  # fmt: skip
+    programs = [program | {"architecture": DUMMY_SHAPES[name].to_dict()} for name in WALKED]
+    job = json.dumps([programs, OF_LAYERS, [*SAME_CODE]])
+    done = subprocess.run([sys.executable, "-c", WALK, job], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    differ, counts, equal = json.loads(done.stdout.splitlines()[-1])
+    assert {*SAME_CODE, *TILES} <= {*differ}, "a kernel of the lists is none of these engines'"
+    assert counts == equal
+    may = SAME_CODE | TILES
+    surprises = {
+        name: each
+        for name, found in differ.items()
+        if name not in OF_WHOLE_NUMBERS | OF_SAMPLING
+        and (each := {*found} - {*OF_LAYERS} - may.get(name, set()))
+    }
+    assert surprises == {}
