@@ -15,6 +15,7 @@ from megatron_async.ops.recurrent import (
     delta_decode,
     delta_factors,
     delta_prefill,
+    delta_replay,
     flush,
     mamba_decode,
     mamba_inputs,
@@ -29,6 +30,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     FlushRule,
     PrefillRows,
     RecurrentPools,
+    replaying_rule,
 )
 from tests.support.compiled_kernels import record
 from tests.unit_tests.ops.recurrent.recurrent_layers import DeltaLayer, MambaLayer
@@ -207,6 +209,40 @@ def test_kernels_of_decode_wait_before_they_write(kind, width, is_gated, dtype, 
         [launch] = recorder.launches
         for path in launch.compiled().asm["ptx"].split("griddepcontrol.wait")[:1]:
             assert "st.global" not in path
+
+
+def sums(compiled):
+    """Layouts of what is added up in float32 over threads."""
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    added = re.findall(r"^ *\}\) : \(tensor<([\dx]+xf32), (#\w+)>\)", text, re.MULTILINE)
+    return {(size, layouts[layout]) for size, layout in added}
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_replay_of_gated_deltanet(width, monkeypatch, tmp_path):
+    """Norms are added up in one layout by chunks and by decode steps: another is another order. No
+    product is in a branch of a loop, nothing is written before the wait, and the state stays in
+    registers."""
+    layer, rule = DeltaLayer(**QWEN, dtype=torch.bfloat16), replaying_rule(0, DeltaLayer.tile)
+    layer.gates = layer.replayed_gates
+    names = "_replay_kernel", "_scan_kernel"
+    conv, replay, scan = record(
+        monkeypatch, (prefill_parts, "_conv_kernel"), *((delta_replay, name) for name in names)
+    )
+    record(monkeypatch, (delta_replay, "_factors_kernel"), (prefill_parts, "_entries_kernel"))
+    pools, inputs, base = pools_of(layer, rule, width), layer.inputs(64), torch.zeros(1).int()
+    op, given = delta_decode.delta_decode_gpu, (layer.params, pools)
+    op(inputs[: 16 * width], *given, rows_of(16, width), rule)
+    delta_prefill.delta_prefill_gpu(inputs, *given, chunks_of(1), base, rule)
+    by_rows, by_chunks = (sums(launch.compiled()) for launch in conv.launches)
+    assert by_rows == by_chunks
+    assert len(by_rows) == 1
+    for recorder in (replay, scan):
+        compiled = recorder.launches[0].compiled()
+        assert products(compiled)[1] == 0
+        assert "st.global" not in compiled.asm["ptx"].split("griddepcontrol.wait")[0]
+        assert keeps_registers(compiled, tmp_path)
 
 
 @pytest.mark.pairs
