@@ -4,12 +4,12 @@ Prompts and decode steps have the same convolution, and compute a tile of 16 tok
 functions (`delta_tile.py`), whole, from the state at its border. The ring has the open tile's keys,
 values, beta and g: pseudo values need the state, and are computed again.
 
-Of a prompt, a kernel makes T and P of all tiles in parallel, a scan walks through a chunk, and
-`keep_entries` fills the ring when no program reads it any more. A decode step has one kernel behind
-the convolution: its program takes some lanes of one value head of a row, makes T and P of the open
-tile itself, stores the query tokens' outputs, and puts their inputs into the ring, whose entries
-for them no program reads. Where query tokens stand in later tiles than the base (tokens may still
-be taken back, or drafts cross a border) the state is first brought there, in registers.
+A kernel makes T and P of all tiles in parallel. Of a prompt, a scan walks through a chunk, and
+`keep_entries` fills the ring when no program reads it any more. Of a decode step, a program takes
+some lanes of one value head of a row, stores the query tokens' outputs, and puts their inputs into
+the ring, whose entries for them no program reads. Where query tokens stand in later tiles than the
+base (tokens may still be taken back, or drafts cross a border) the state is first brought there, in
+registers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 
 WARPS = 4
 STATE = 4096
-"""Elements of a state that a decode step's program takes of few rows; of many twice as many."""
+"""Elements of a state that a program of a decode step takes."""
 
 
 def sizes_of_inputs(shape: DeltaShape, width: int = 0) -> ConvolutionSizes:
@@ -83,26 +83,7 @@ def scan_whole_tiles(
     tokens, chunks, tile = qkv.size(0), rows.write_rows.numel(), DELTA_TILE
     # A chunk of n tokens reaches into (n - 2) / tile + 2 tiles at the most, and into n.
     tiles = min(tokens, tokens // tile + 2 * chunks)
-    size = (tiles, shape.value_heads, 2, tile, tile)
-    factors = torch.empty(size, dtype=qkv.dtype, device=qkv.device)
-    _factors_kernel[(tiles, shape.value_heads)](
-        qkv,
-        gates,
-        tokens,
-        pools,
-        pools.strides,
-        rows.starts,
-        rows.first_positions,
-        rows.read_rows,
-        chunks,
-        factors,
-        shape=shape,
-        ring=pools.ring_xb.size(1),
-        tile=tile,
-        chunks_tile=max(triton.next_power_of_2(chunks), 16),
-        num_warps=1,
-        **launch_options(qkv),
-    )
+    factors = _factors(qkv, gates, pools, rows, rows.starts, tiles, shape, 0)
     is_wide = shape.value_dim > 16 and chunks * _programs(shape, 32) >= MANY_PROGRAMS
     scanned = Tile(tile, 32 if is_wide and shape.key_dim <= 128 else 16, WARPS, 2)
     given = (qkvzba, qkv, gates, factors, pools, rows, base_after, out, chunk_dest, 0)
@@ -125,11 +106,9 @@ def replay(
     as_chunks = PrefillRows(step.positions, step.positions, *[step.row_index] * 3)
     sizes = sizes_of_inputs(shape, width)
     qkv, gates = convolve_chunks(qkvzba[:tokens], params, pools, as_chunks, out, sizes)
-    # Where query tokens stand in one tile, behind the base: else a state so large spills registers.
-    straddles = width > 1 or rule.lag > 0
-    is_wide = not straddles and rows * _programs(shape, 64) >= MANY_PROGRAMS
-    lanes = STATE // shape.key_dim * (2 if is_wide else 1)
-    lanes = max(min(lanes, triton.next_power_of_2(shape.value_dim)), 16)
+    lanes = max(min(STATE // shape.key_dim, triton.next_power_of_2(shape.value_dim)), 16)
+    tiles = triton.cdiv(rule.window(width), DELTA_TILE)
+    factors = _factors(qkv, gates, pools, as_chunks, step.bases, tiles * rows, shape, width)
     programs = _programs(shape, lanes)
     share = triton.cdiv(shape.conv_dim, programs)
     _replay_kernel[(programs, rows)](
@@ -137,6 +116,7 @@ def replay(
         qkvzba.stride(0),
         qkv,
         gates,
+        factors,
         tokens,
         pools,
         pools.strides,
@@ -151,11 +131,48 @@ def replay(
         ),
         tile=DELTA_TILE,
         lanes=lanes,
-        straddles=straddles,
+        row_tiles=tiles,
         num_warps=WARPS,
         num_stages=2,
         **launch_options(qkvzba),
     )
+
+
+def _factors(
+    qkv: Tensor,
+    gates: Tensor,
+    pools: RecurrentPools,
+    rows: PrefillRows,
+    places: Tensor,
+    tiles: int,
+    shape: DeltaShape,
+    width: int,
+) -> Tensor:
+    """T and P of so many tiles of all chunks, or of decode rows of `width` query tokens, `[tiles,
+    value heads, 2, tile, tile]`; `places` are the chunks' starts, or the rows' bases."""
+    chunks, size = rows.write_rows.numel(), (tiles, shape.value_heads, 2, DELTA_TILE, DELTA_TILE)
+    factors = torch.empty(size, dtype=qkv.dtype, device=qkv.device)
+    _factors_kernel[(tiles, shape.value_heads)](
+        qkv,
+        gates,
+        qkv.size(0),
+        pools,
+        pools.strides,
+        places,
+        rows.first_positions,
+        rows.read_rows,
+        chunks,
+        factors,
+        shape=shape,
+        ring=pools.ring_xb.size(1),
+        tile=DELTA_TILE,
+        chunks_tile=16 if width else max(triton.next_power_of_2(chunks), 16),
+        width=width,
+        tiles=tiles // chunks if width else 0,
+        num_warps=1,
+        **launch_options(qkv),
+    )
+    return factors
 
 
 def _programs(shape: DeltaShape, lanes: int) -> int:
@@ -226,6 +243,7 @@ def _answer(
     inside: tl.tensor,
     position: tl.tensor,
     s: tl.tensor,
+    factors: tl.tensor,
     out: tl.tensor,
     out_stride: tl.tensor,
     shape: tl.constexpr,
@@ -234,17 +252,33 @@ def _answer(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Store the outputs of a tile's query tokens; its keys, pseudo values and decays."""
     _convolved, _gates, _tokens, start, first = batch
-    q, k, beta, g = _keys(batch, row, position, end, head, shape, ring)
+    q, k, _beta, g = _keys(batch, row, position, end, head, shape, ring)
     v = _values(batch, row, position, end, channel, inside, shape, ring)
+    at = tl.arange(0, tile)
+    place = factors + (at[:, None] * tile + at[None, :])
+    t, p = tl.load(place), tl.load(place + tile * tile)
     decay, held = decays_of(g), s.to(k.dtype)
-    t, p = factors_of(q, k, beta, decay, tile)
     u = pseudo_values_of(k, v, t, decay, held)
     o = outputs_of(q, u, p, decay, held)
     asks = (position >= first) & (position < end)
     token = (start - first + position).to(tl.int64)
-    place = out + token[:, None] * out_stride + channel[None, :]
-    tl.store(place, o.to(out.dtype.element_ty), mask=asks[:, None] & inside[None, :])
+    target = out + token[:, None] * out_stride + channel[None, :]
+    tl.store(target, o.to(out.dtype.element_ty), mask=asks[:, None] & inside[None, :])
     return k, u, decay
+
+
+@triton.jit
+def _queries(
+    positions: tl.tensor, row: tl.tensor, width: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Position of a row's first query token, and behind the last one that counts: those that follow
+    the first; none where that is 0."""
+    first = tl.load(positions + row * width).to(tl.int32)
+    count = (first > 0).to(tl.int32)
+    for number in tl.static_range(1, width):
+        follows = tl.load(positions + row * width + number).to(tl.int32) == first + number
+        count += ((count == number) & follows).to(tl.int32)
+    return first, first + count
 
 
 # Where prefill rows begin among a step's rows varies, and with it what is aligned.
@@ -267,24 +301,37 @@ def _factors_kernel(
     ring: tl.constexpr,
     tile: tl.constexpr,
     chunks_tile: tl.constexpr,
+    width: tl.constexpr,
+    tiles: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
+    """A tile of a value head: of a chunk, or the one of so many of a decode row (`_factors`)."""
     number, head = tl.program_id(0), tl.program_id(1)
     place = factors + (number * shape.value_heads + head).to(tl.int64) * (2 * tile * tile)
     wait_for_previous(overlap)
-    # The chunk whose tile this is, by how many tiles the chunks up to each have.
-    each = tl.arange(0, chunks_tile)
-    begins = tl.load(first_positions + each, mask=each < chunks, other=0)
-    lengths = tl.load(starts + 1 + each, mask=each < chunks, other=0)
-    lengths = lengths - tl.load(starts + each, mask=each < chunks, other=0)
-    counts = (begins + lengths + tile - 1) // tile - begins // tile
-    ends = tl.cumsum(tl.where(lengths > 0, counts, 0), 0)
-    chunk = tl.sum((ends <= number).to(tl.int32), 0)
-    if chunk < chunks:
-        start, first = tl.load(starts + chunk), tl.load(first_positions + chunk)
-        end = first + tl.load(starts + chunk + 1) - start
+    if width:
+        chunk = number // tiles
+        first, end = _queries(first_positions, chunk, width)
+        begin = tl.load(starts + chunk) + number % tiles * tile
+        start = chunk * width
+        exists = begin < end
+    else:
+        # The chunk whose tile this is, by how many tiles the chunks up to each have.
+        each = tl.arange(0, chunks_tile)
+        begins = tl.load(first_positions + each, mask=each < chunks, other=0)
+        lengths = tl.load(starts + 1 + each, mask=each < chunks, other=0)
+        lengths = lengths - tl.load(starts + each, mask=each < chunks, other=0)
+        counts = (begins + lengths + tile - 1) // tile - begins // tile
+        ends = tl.cumsum(tl.where(lengths > 0, counts, 0), 0)
+        chunk = tl.sum((ends <= number).to(tl.int32), 0)
+        exists = chunk < chunks
+        start = tl.load(starts + chunk, mask=exists, other=0)
+        first = tl.load(first_positions + chunk, mask=exists, other=0)
+        end = first + tl.load(starts + chunk + 1, mask=exists, other=0) - start
         number -= scan_chunks_before(starts, first_positions, chunk, tile, chunks_tile)
-        position = (first // tile + number) * tile + tl.arange(0, tile)
+        begin = (first // tile + number) * tile
+    if exists:
+        position = begin + tl.arange(0, tile)
         read_row = tl.load(read_rows + chunk).to(tl.int64)
         batch = (convolved, gates, tokens, start, first)
         xb = pools.ring_xb + read_row * strides.ring_xb
@@ -341,7 +388,7 @@ def _scan_kernel(
         read_row = tl.load(read_rows + row).to(tl.int64)
         write_row = tl.load(write_rows + row).to(tl.int64)
         lane = part * lanes + tl.arange(0, lanes)
-        inside = lane < value_dim
+        inside, channel = lane < value_dim, head * value_dim + lane
         column, at = tl.arange(0, key_dim), tl.arange(0, tile)
         cell = head * (value_dim * key_dim) + lane[:, None] * key_dim + column[None, :]
         in_state = inside[:, None] & (column >= 0)[None, :]
@@ -365,21 +412,10 @@ def _scan_kernel(
         for turn in range(scan_turns(stands, end, base, tile)):
             begin, _lower, upper = scan_cut(turn, stands, end, base, tile)
             position = begin + at
-            q, k, _beta, g = _keys(batch, kept_row, position, end, head, shape, ring)
-            channel = head * value_dim + lane
-            v = _values(batch, kept_row, position, end, channel, inside, shape, ring)
-            place = factors + ((number + turn) * shape.value_heads + head).to(tl.int64) * (
-                2 * tile * tile
-            )
-            place += at[:, None] * tile + at[None, :]
-            t, p = tl.load(place), tl.load(place + tile * tile)
-            decay, held = decays_of(g), s.to(k.dtype)
-            u = pseudo_values_of(k, v, t, decay, held)
-            o = outputs_of(q, u, p, decay, held)
-            token = (start - first + position).to(tl.int64)
-            asks = (position >= first) & (position < end)
-            place = out + token[:, None] * out_stride + channel[None, :]
-            tl.store(place, o.to(out.dtype.element_ty), mask=asks[:, None] & inside[None, :])
+            place = (number + turn) * shape.value_heads + head
+            place = factors + place.to(tl.int64) * (2 * tile * tile)
+            given = (batch, kept_row, end, head, channel, inside, position, s, place)
+            k, u, decay = _answer(*given, out, out_stride, shape, ring, tile)
             s = advanced(s, k, u, decay, tile)
             if upper == base:
                 tl.store(target, tl.trans(s), mask=in_state)
@@ -399,6 +435,7 @@ def _replay_kernel(
     input_stride: tl.tensor,
     convolved: tl.tensor,
     gates: tl.tensor,
+    factors: tl.tensor,
     tokens: tl.tensor,
     pools: tl.tuple,
     strides: tl.tuple,
@@ -413,7 +450,7 @@ def _replay_kernel(
     kept: tl.constexpr,
     tile: tl.constexpr,
     lanes: tl.constexpr,
-    straddles: tl.constexpr,
+    row_tiles: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """Lanes of a value head of a decode row."""
@@ -429,19 +466,15 @@ def _replay_kernel(
     pool_row = tl.load(row_index + row).to(tl.int64)
     first = tl.load(positions + row * width).to(tl.int32)
     base = tl.load(bases + row)
-    place = pools.state + pool_row * strides.state + head * (value_dim * key_dim)
-    place = place + lane[:, None] * key_dim + column[None, :]
+    cell = pools.state + pool_row * strides.state + head * (value_dim * key_dim)
+    cell = cell + lane[:, None] * key_dim + column[None, :]
     # Nothing of a new owner is in the state.
     loaded = inside[:, None] & (base > 0) & (first > 0)
-    s = tl.trans(tl.load(place, mask=loaded, other=0.0, cache_modifier=".cg"))
+    s = tl.trans(tl.load(cell, mask=loaded, other=0.0, cache_modifier=".cg"))
     wait_for_previous(overlap)
 
-    # Query tokens that count: the first ones.
-    count = (first > 0).to(tl.int32)
-    for number in tl.static_range(1, width):
-        follows = tl.load(positions + row * width + number).to(tl.int32) == first + number
-        count += ((first > 0) & (count == number) & follows).to(tl.int32)
-    end = first + count
+    _first, end = _queries(positions, row, width)
+    count = tl.maximum(end - first, 0)
     start = row * width
     batch = (convolved, gates, tokens, start, first)
     xb = pools.ring_xb + pool_row * strides.ring_xb
@@ -449,12 +482,14 @@ def _replay_kernel(
     kept_row = (xb, kept_gates)
     begin = base
     given = (batch, kept_row, end, head, channel, inside)
-    if straddles:
+    place = factors + (row * row_tiles * shape.value_heads + head).to(tl.int64) * (2 * tile * tile)
+    if row_tiles > 1:
         for _ in range(tl.maximum((end - 1) // tile - base // tile, 0)):
-            k, u, decay = _answer(*given, begin + at, s, out, out_stride, shape, ring, tile)
+            k, u, decay = _answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile)
             s = advanced(s, k, u, decay, tile)
             begin += tile
-    _answer(*given, begin + at, s, out, out_stride, shape, ring, tile)
+            place += shape.value_heads * (2 * tile * tile)
+    _answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile)
 
     # Every program's share of what the step's tokens leave; those that do not count give 0.
     heads = tl.arange(0, 2)
