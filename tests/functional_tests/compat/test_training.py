@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -136,6 +137,23 @@ def test_steps_of_an_optimizer_reach_forward_and_engine(name: str) -> None:
         torch.testing.assert_close(log_probs(model, padded)[:, :39], trained[:1])
 
 
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_main_grad_of_distributed_data_parallel(name: str) -> None:
+    """Hooks of parameters run in backward: their gradients are added to Megatron's buffers."""
+    ids, model = some_ids(2, 20), MODELS[name]()
+    _, wanted = gradients(MODELS[name](), ids)
+    with megatron_on_a_cpu():
+        around = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        use_engine_forward(around)
+    _, left = gradients(around, ids)
+    assert not left
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.main_grad, wanted[parameter_name], rtol=0,
+            atol=3e-4 * float(wanted[parameter_name].abs().max()),
+        )  # fmt: skip
+
+
 def test_parameters_behind_a_frozen_embedding_learn() -> None:
     model: Any = gpt_model(DRY, OWN_OUTPUT)
     use_engine_forward(model).embedding.requires_grad_(False)
@@ -258,7 +276,7 @@ def test_no_gap_on_a_gpu(changes: dict[str, Any], vocabulary: int) -> None:
     use_engine_forward(model)
     settings = {**GPU_SETTINGS, "batch_invariant_mode": True}
     engine = engine_of(model, device=CudaDevice(), **settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = None
     for version in range(2):
         prompts, ids, generated, scored = rollouts(engine)
