@@ -21,7 +21,12 @@ TOP = 5
 """Likeliest tokens that are kept of each place, to judge a near tie."""
 PAUSE_EVERY = 4
 """Steps between two pauses."""
-HAPPENED = {"paused": "pauses", "warm": "found", "evicted": "times", "drafts": "taken"}
+MOST_GROUPS = 8
+"""Most batches of a case: where needles are many, small batches serve only the first of them."""
+HAPPENED = {
+    "paused": "pauses", "suspended": "times", "warm": "found", "evicted": "times",
+    "drafts": "taken",
+}  # fmt: skip
 """By case: what shows that it took place."""
 
 
@@ -89,6 +94,7 @@ def variants(
         *(Variant("chunks", f"steps of {size}", few, budget=size) for size in budgets),
         *(Variant("lookahead", f"lookahead {n}", few, lookahead=n) for n in range(3) if n != own),
         Variant("paused", "paused", few),
+        Variant("suspended", "suspended", few),
         Variant("evicted", "evicted", min(most, needles + 1)),
         *(Variant("drafts", f"drafts: {method}", few, method=method) for method in methods),
     ]
@@ -125,8 +131,9 @@ class NeedleServer:
         self._count = 0
 
     def serve(self, variant: Variant, only: int | None = None) -> tuple[list[Answer], str]:
-        """The answers of all needles, or those of the group that has `only` (on a rank that is not
-        primary none); and what shows that the case took place, in words."""
+        """The answers of all needles that `MOST_GROUPS` batches have, or those of the group with
+        `only` (on a rank that is not primary none); and what shows that the case took place, in
+        words."""
         engine, self._count = self.llm.engine, 0
         context = engine.context
         context.config.max_tokens = variant.budget or self._budget
@@ -137,7 +144,8 @@ class NeedleServer:
         company = 1 if variant.case == "evicted" else variant.batch - variant.batch // 2
         size = max(variant.batch - company, 1)
         answers = []
-        for first in range(0, len(self.needles), size):
+        end = len(self.needles) if variant == ALONE else MOST_GROUPS * size
+        for first in range(0, min(end, len(self.needles)), size):
             group = range(first, min(first + size, len(self.needles)))
             if only is None or only in group:
                 answers += self._serve_group(variant, group)
@@ -219,12 +227,18 @@ class NeedleServer:
             return []
         # Replicas that share experts pause together: at no step that one of them chooses.
         pauses = case == "paused" and not self.llm.shares_experts
+        # Once a case: a GPU captures its graphs again.
+        may_suspend = case == "suspended" and not self.llm.shares_experts
 
         def on_step(report: dict[str, Any]) -> None:
             if pauses and engine.statistics.steps % PAUSE_EVERY == 0:
                 self._count += 1
                 engine.pause()
                 engine.unpause()
+            if may_suspend and not self._count and engine.statistics.steps % PAUSE_EVERY == 0:
+                self._count += 1
+                engine.suspend(free_kv_cache=True)
+                engine.resume()
             self._on_step(report)
 
         try:

@@ -31,6 +31,7 @@ CASES = {
     "warm": "beginnings found in the prefix cache, with states of recurrent layers",
     "lookahead": "0, 1 and 2",
     "paused": "the engine pauses every few steps",
+    "suspended": "the engine frees its KV cache once and takes it again",
     "evicted": "a small pool: requests lose their blocks and are prefilled again",
     "drafts": "ngram, and mtp where the model has it",
 }
@@ -100,6 +101,10 @@ def run_check(arguments: argparse.Namespace) -> int:
     if is_first_rank():
         if has_other_ranks():
             print("\n".join([HEAD, *(line(case, len(replicas) > 1) for case in found)]))
+        places, tokens, differ = (
+            sum(case[key] for case in found) for key in ("log_probs", "tokens", "differ")
+        )
+        print(f"{places:,} log probs and {tokens:,} tokens compared; {differ:,} log probs differ")
         told = [case for case in found if case["failed"] or case["parted"]]
         told = told or [case for case in found if case["differ"]][:1]
         print("\n".join([*map(explained, told), PROMISES[mode], "FAIL" if failed else "OK"]))

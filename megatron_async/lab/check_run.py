@@ -6,7 +6,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,16 @@ NO_GB = 1e-9
 """What paused requests may hold: those that are short of blocks are evicted at once."""
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What is served, and how engines are made for it."""
+
+    needles: list[list[int]]
+    tokens: int
+    options: dict[str, Any]
+    plan: list[Variant]
+
+
 def serve_cases(
     arguments: argparse.Namespace, model: str, sizes: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[list[list[dict[str, Any]]], str]:
@@ -54,6 +64,78 @@ def serve_cases(
     Returns:
         the cases of each replica (see `Judge.compare`), and the engine's mode.
     """
+    work = _work(arguments, model, given)
+    making = {
+        "dtype": arguments.dtype, "transformer_impl": arguments.transformer_impl, **sizes,
+        **work.options, "lookahead": max(work.options["lookahead"], 2),
+    }  # fmt: skip
+    shown = None if is_first_rank() and not arguments.no_progress else True
+    with tqdm(total=len(work.plan) + 1, unit="case", disable=shown, leave=False) as bar:
+        cases = _Cases(work, arguments.seed, bar)
+        for method in dict.fromkeys([None, *(each.method for each in work.plan)]):
+            with LLM(model, speculative_method=method, **making) as llm:
+                raise_interrupts()
+                replicas = cases.serve(llm, method)
+            del llm
+            gc.collect()  # its memory is for the next one
+    assert cases.judge is not None, "the first engine has it"
+    firsts = [[Answer(**each) for each in replica["alone"]] for replica in replicas]
+    for number in range(1, len(firsts)):
+        compared, _ = cases.judge.compare(firsts[0], firsts[number])
+        told = {"case": "replicas", "label": "alone, on 0", "replica": number}
+        replicas[number]["cases"].append({**told, **compared, "happened": "", "layer": ""})
+    return [replica["cases"] for replica in replicas], cases.judge.mode
+
+
+class _Cases:
+    """The cases so far, of one replica; a judge from the first engine on."""
+
+    def __init__(self, work: _Work, seed: int, bar: Any) -> None:
+        self._work, self._seed, self._bar = work, seed, bar
+        self._alone, self._cases = list[Answer](), list[dict[str, Any]]()
+        self.judge: Judge | None = None
+
+    def serve(self, llm: LLM, method: str | None) -> list[dict[str, Any]]:
+        """All cases with one way to draft, and what the replicas have so far."""
+        work, bar, is_one = self._work, self._bar, not has_other_ranks()
+        own = work.options["lookahead"]
+        server = NeedleServer(llm, work.needles, work.tokens, self._seed, own, self._on_step)
+        if self.judge is None:
+            self.judge = _judge(llm)
+            bar.set_description("alone")
+            self._alone += server.serve(ALONE)[0]
+            if is_one:
+                bar.write(HEAD, file=sys.stdout)
+            bar.update()
+        for variant in [each for each in work.plan if each.method == method]:
+            bar.set_description(variant.label)
+            self._cases.append(self._case(server, variant, self.judge, is_one))
+            if is_one:
+                bar.write(line(self._cases[-1]), file=sys.stdout)
+            bar.update()
+        found = {"alone": [asdict(each) for each in self._alone], "cases": self._cases}
+        return gather_replicas(llm, found)
+
+    def _case(
+        self, server: NeedleServer, variant: Variant, judge: Judge, may_probe: bool
+    ) -> dict[str, Any]:
+        found, happened = server.serve(variant)
+        compared, failure = judge.compare(self._alone, found)
+        case = {"case": variant.case, "label": variant.label, **compared, "happened": happened}
+        case |= {"layer": "", "replica": server.llm.data_parallel_rank}
+        has_probed = sum(bool(each["layer"]) for each in self._cases)
+        if failure is not None and may_probe and has_probed < PROBED:
+            case["layer"] = _layer(server, variant, failure, judge)
+        return case
+
+    def _on_step(self, report: Mapping[str, Any]) -> None:
+        rows = len(report["active_request_ids"])
+        self._bar.set_postfix_str(f"{rows} rows", refresh=False)
+        self._bar.update(0)
+
+
+def _work(arguments: argparse.Namespace, model: str, given: Mapping[str, Any]) -> _Work:
+    """Needles, settings and cases for a model: the command line's, or what fits the device."""
     source = open_model(model)
     on_cpu = resolve_device_name(given.get("device")).startswith("cpu")
     defaults, longest, tokens = ON_CPU if on_cpu else ON_GPU
@@ -65,8 +147,9 @@ def serve_cases(
     context = min(bound for bound in bounds if bound is not None)
     longest = max(min(longest, context - 2 * tokens), 1)
     draws = np.random.default_rng(arguments.seed)
+    # A few lengths of all magnitudes, then all lengths in turn.
     needles = [_ids(prompt, source.tokenizer) for prompt in arguments.prompt] or [
-        draws.integers(shape.vocab_size, size=max(int(longest * 0.4**n), n + 1)).tolist()
+        draws.integers(shape.vocab_size, size=max(int(longest * 0.4**n), n % longest + 1)).tolist()
         for n in range(arguments.needles)
     ]
     longest = max(map(len, needles))
@@ -76,77 +159,24 @@ def serve_cases(
     has_mtp = shape.mtp_num_depths or shipped_draft_layer(model)
     methods = ["ngram", *(["mtp"] if has_mtp else [])]
     plan = variants(options, len(needles), longest, methods, arguments.cases)
-
-    alone, cases, is_one = list[Answer](), list[dict[str, Any]](), not has_other_ranks()
-    judge: Judge | None = None
-    shown = None if is_first_rank() and not arguments.no_progress else True
-    with tqdm(total=len(plan) + 1, unit="case", disable=shown, leave=False) as bar:
-
-        def on_step(report: Mapping[str, Any]) -> None:
-            bar.set_postfix_str(f"{len(report['active_request_ids'])} rows", refresh=False)
-            bar.update(0)
-
-        def serve(method: str | None) -> list[dict[str, Any]]:
-            """All cases with one way to draft, and what the replicas have so far."""
-            nonlocal judge
-            with LLM(
-                model, dtype=arguments.dtype, transformer_impl=arguments.transformer_impl,
-                speculative_method=method, **sizes,
-                **options | {"lookahead": max(options["lookahead"], 2)},
-            ) as llm:  # fmt: skip
-                raise_interrupts()
-                server = NeedleServer(
-                    llm, needles, tokens, arguments.seed, options["lookahead"], on_step
-                )
-                if judge is None:
-                    judge = _judge(llm, len(shape.pattern))
-                    bar.set_description("alone")
-                    alone.extend(server.serve(ALONE)[0])
-                    if is_one:
-                        bar.write(HEAD, file=sys.stdout)
-                    bar.update()
-                for variant in [each for each in plan if each.method == method]:
-                    bar.set_description(variant.label)
-                    found, happened = server.serve(variant)
-                    compared, failure = judge.compare(alone, found)
-                    case = {"case": variant.case, "label": variant.label, **compared}
-                    case |= {"happened": happened, "layer": ""}
-                    case["replica"] = llm.data_parallel_rank
-                    has_probed = sum(bool(each["layer"]) for each in cases)
-                    if failure is not None and is_one and has_probed < PROBED:
-                        case["layer"] = _layer(server, variant, failure, judge)
-                    cases.append(case)
-                    if is_one:
-                        bar.write(line(case), file=sys.stdout)
-                    bar.update()
-            return gather_replicas(llm, {"alone": [asdict(each) for each in alone], "cases": cases})
-
-        for method in dict.fromkeys([None, *(each.method for each in plan)]):
-            replicas = serve(method)
-            gc.collect()  # its memory is for the next one
-    assert judge is not None, "the first engine has it"
-    firsts = [[Answer(**each) for each in replica["alone"]] for replica in replicas]
-    for number in range(1, len(firsts)):
-        compared, _ = judge.compare(firsts[0], firsts[number])
-        told = {"case": "replicas", "label": "alone, on 0", "replica": number}
-        replicas[number]["cases"].append({**told, **compared, "happened": "", "layer": ""})
-    return [replica["cases"] for replica in replicas], judge.mode
+    return _Work(needles, tokens, options, plan)
 
 
 def _ids(prompt: str, tokenizer: Any) -> list[int]:
     return token_ids(prompt) if tokenizer is None else list(tokenizer.tokenize(prompt))
 
 
-def _judge(llm: LLM, num_blocks: int) -> Judge:
+def _judge(llm: LLM) -> Judge:
     """What an engine promises, and the rounding of its dtype."""
     config, dtype, mode = llm.engine.context.config, llm.dtype, "fast"
     if config.quantization is not None:
         dtype = torch.bfloat16  # activations of 8 bits round no better
     elif dtype == torch.float32:
         mode = "float32"
-    if getattr(config, "batch_invariant_mode", False):
+    if config.batch_invariant_mode:
         mode = "bits"
-    return Judge(mode, dtype, num_blocks)
+    model: Any = llm.engine.controller.inference_wrapped_model.model
+    return Judge(mode, dtype, len(model.decoder.layer_type_list))
 
 
 def _layer(server: NeedleServer, variant: Variant, failure: Difference, judge: Judge) -> str:

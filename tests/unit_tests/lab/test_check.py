@@ -63,8 +63,8 @@ def test_models_pass(
     assert max(map(len, output.splitlines()[: len(found) + 1])) <= 80  # columns of a terminal
     happened = {case["label"]: case["happened"] for case in found if case["happened"]}
     drafts = ["drafts: ngram"] + ["drafts: mtp"] * model.endswith("mtp")
-    assert list(happened) == ["warm", "paused", "evicted", *drafts]
-    for label in ("warm", "paused", "evicted", drafts[-1]):
+    assert list(happened) == ["warm", "paused", "suspended", "evicted", *drafts]
+    for label in ("warm", "paused", "suspended", "evicted", drafts[-1]):
         assert int(happened[label].split()[0]) > 0
 
 
