@@ -158,6 +158,7 @@ def test_a_sum_over_two_ranks_is_normed_as_any_row(hidden, monkeypatch):
         )
         for one in recorders
     )
+    norm = norm[norm.index("add.f32") :]  # behind the loads' conversions
     assert any("rsqrt" in each for each in norm)
     assert len(norm) > 20
     assert both[-len(norm) :] == norm
