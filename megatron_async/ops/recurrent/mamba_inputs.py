@@ -18,13 +18,16 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, let_next_start, wait_for_previous
 from megatron_async.ops.recurrent.kernel_parts import history, silu, softplus, taps
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
+from megatron_async.ops.recurrent.mamba_tile import scores_of
 from megatron_async.ops.recurrent.recurrent_pools import (
+    TILE,
     DecodeRows,
     FlushRule,
     RecurrentPools,
     RowStrides,
 )
 
+TOKENS = tl.constexpr(TILE)
 CHANNELS = 256
 """Channels of x that a program takes."""
 HEADS = 8
@@ -40,10 +43,10 @@ class DecodeInputs(NamedTuple):
     """Inputs of the second kernel for a step's query tokens; written for all tokens."""
 
     c: Tensor
-    """`[tokens, groups d_state]`, dtype of the activations: C after the convolution. With a rule
-    that replays the only one, in the place of all."""
+    """`[tokens, groups d_state]`, dtype of the activations: C after the convolution."""
     weights: Tensor
-    """float32 `[tokens, heads, window]`: of the ring's inputs from the base on."""
+    """float32 `[tokens, heads, window]`: of the ring's inputs from the base on. With a rule that
+    replays `[tokens, groups, 64]`: C by B of the tile of the row's last token; no others are."""
     decays: Tensor
     """float32 `[tokens, heads]`: what is left of the state at the query token."""
     gates: Tensor
@@ -75,8 +78,11 @@ def take_inputs(
     window = window_of(rule, width) if weighs else 1
     tokens, device = rows * width, zxbcdt.device
     c = torch.empty((tokens, shape.bc_dim), dtype=zxbcdt.dtype, device=device)
-    inputs, heads_tile = DecodeInputs(c, c, c, c), triton.next_power_of_2(shape.group_heads)
-    if weighs:
+    heads_tile = triton.next_power_of_2(shape.group_heads)
+    if rule.replays:
+        scores = torch.empty((tokens, shape.groups, TILE), dtype=torch.float32, device=device)
+        inputs = DecodeInputs(c, scores, scores, scores)
+    else:
         weights = torch.empty((tokens, shape.heads, window), dtype=torch.float32, device=device)
         decays = torch.empty((tokens, shape.heads), dtype=torch.float32, device=device)
         gates = decays.new_empty((tokens, shape.d_inner)) if is_gated else decays
@@ -176,6 +182,17 @@ def _take_group(
         left = tl.sum(decay, 1)
         share *= tl.exp(left[:, None] - tl.cumsum(decay, 1))
         left = tl.exp(left)
+    else:
+        last = first
+        for query in tl.static_range(1, width):
+            position = first + query
+            brought = tl.load(positions + row * width + query).to(tl.int32) == position
+            last = tl.where((first > 0) & brought, position, last)
+        in_tile = last // TOKENS * TOKENS + tl.arange(0, TOKENS)
+        b_place = xb_row + (in_tile % ring)[:, None] * xb_dim + b_channel[None, :]
+        b_tile = tl.load(b_place, mask=(in_tile < first)[:, None], other=0.0)
+        number = tl.arange(0, 16)  # the least rows of a product
+        c_tile = tl.zeros((16, d_state), b_tile.dtype)
     wait_for_previous(overlap)
     # All loads before the first store: none may be moved ahead of a store that it could alias, and
     # each query token would wait for memory anew.
@@ -228,6 +245,14 @@ def _take_group(
             place = outputs.weights + target[:, None] * window + place_in[None, :]
             tl.store(place, weight, mask=has_head[:, None])
             tl.store(outputs.decays + target, left, mask=has_head)
+        else:
+            own = (in_tile == position) & brought
+            b_tile = tl.where(own[:, None], b[None, :], b_tile)
+            c_tile = tl.where((number == query)[:, None], c[None, :], c_tile)
+    if not weighs:
+        place = outputs.weights + ((row * width + number) * shape.groups + group)[:, None] * TOKENS
+        place = place + tl.arange(0, TOKENS)[None, :]
+        tl.store(place, scores_of(c_tile, b_tile), mask=(number < width)[:, None])
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from megatron_async.ops.op import promising
 from megatron_async.ops.recurrent.kernel_parts import add_products
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape, shape_of
 from megatron_async.ops.recurrent.mamba_reference import mamba_prefill
-from megatron_async.ops.recurrent.mamba_tile import advanced, decays_of, outputs_of
+from megatron_async.ops.recurrent.mamba_tile import advanced, decays_of, outputs_of, scores_of
 from megatron_async.ops.recurrent.prefill_parts import (
     BORDERS,
     MANY_PROGRAMS,
@@ -240,7 +240,8 @@ def _scan_kernel(
             if replays:
                 seen = offset[:, None] >= offset[None, :]
                 decay = decays_of(dt, rate)
-                y = outputs_of(c, b, x, dt, s, decay, decay, seen, x, through)
+                score = scores_of(c, b)
+                y = outputs_of(score, c, x, dt, s, decay, decay, seen, x, through)
                 in_tile = asks[:, None] & inside[None, :]
             else:
                 decay = tl.cumsum(dt * rate, 0)

@@ -1,11 +1,12 @@
 """The second kernel of Mamba-2 decode with a rule that replays: a query token's output as the scan
 of a prompt gives it, to the bit.
 
-The first kernel (`mamba_inputs.py`) puts the step's inputs into the rings. Here a program takes
-some lanes of one head of a row: the state at its base, which is a border of the scan's tiles, and
-the ring's tokens since. It computes the query tokens' rows of the scan's tile (`mamba_tile.py`),
-and stores nothing else. Where the row's tokens stand in later tiles than the base (tokens may still
-be taken back, or drafts cross a border) it first brings the state there, in registers.
+The first kernel (`mamba_inputs.py`) puts the step's inputs into the rings, and multiplies C by B,
+which the heads of a group share. Here a program takes some lanes of one head of a row: the state at
+its base, which is a border of the scan's tiles, and the ring's tokens since. It computes the query
+tokens' rows of the scan's tile (`mamba_tile.py`), and stores nothing else. Where the row's tokens
+stand in later tiles than the base (tokens may still be taken back, or drafts cross a border) it
+first brings the state there, in registers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.mamba_inputs import take_inputs
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
-from megatron_async.ops.recurrent.mamba_tile import advanced, decays_of, outputs_of
+from megatron_async.ops.recurrent.mamba_tile import advanced, decays_of, outputs_of, scores_of
 from megatron_async.ops.recurrent.recurrent_pools import (
     TILE,
     DecodeRows,
@@ -49,7 +50,7 @@ def replay(
     if shape.d_state > MAX_STATE:
         lanes = min(lanes, LANES // 2)
     _replay_kernel[(shape.heads * triton.cdiv(shape.head_dim, lanes), step.row_index.numel())](
-        inputs.c,
+        inputs,
         params,
         pools,
         pools.strides,
@@ -74,28 +75,25 @@ def _entries(
     position: tl.tensor,
     end: tl.tensor,
     head: tl.tensor,
-    group: tl.tensor,
     lane: tl.tensor,
     shape: tl.constexpr,
     ring: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """x, B and dt of a tile's tokens, from the ring; zeros from `end` on."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of a tile's tokens x and dt, from the ring; zeros from `end` on."""
     exists = position < end
     source = row[0] + (position % ring)[:, None] * shape.ring_dim
     in_tile = exists[:, None] & (lane < shape.head_dim)[None, :]
     x = tl.load(source + (head * shape.head_dim + lane)[None, :], mask=in_tile, other=0.0)
-    channel = shape.d_inner + group * shape.d_state + tl.arange(0, shape.d_state)
-    b = tl.load(source + channel[None, :], mask=exists[:, None], other=0.0)
     place = row[1] + (position % ring) * (2 * shape.heads) + shape.heads + head
-    return x, b, tl.load(place, mask=exists, other=0.0)
+    return x, tl.load(place, mask=exists, other=0.0)
 
 
 @triton.jit
 def _outputs(
     at: tl.tensor,
     position: tl.tensor,
+    score: tl.tensor,
     c: tl.tensor,
-    b: tl.tensor,
     x: tl.tensor,
     dt: tl.tensor,
     s: tl.tensor,
@@ -108,12 +106,12 @@ def _outputs(
     # One entry and zeros: exact in any order.
     here = tl.sum(tl.where(is_own, decay[None, :], 0.0), 1)
     seen = at[:, None] >= position[None, :]
-    return outputs_of(c, b, x, dt, s, decay, here, seen, own, through)
+    return outputs_of(score, c, x, dt, s, decay, here, seen, own, through)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "bases", "out"])
 def _replay_kernel(
-    queries: tl.tensor,
+    inputs: tl.tuple,
     parameters: tl.tuple,
     pools: tl.tuple,
     strides: tl.tuple,
@@ -130,7 +128,7 @@ def _replay_kernel(
     lanes: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """`queries`: C of the step's query tokens. `crosses`: whether a row's tokens may stand in other
+    """`inputs`: `DecodeInputs`. `crosses`: whether a row's tokens may stand in other
     tiles than its base; registers that only this takes would halve the programs at a time."""
     head_dim: tl.constexpr = shape.head_dim
     d_state: tl.constexpr = shape.d_state
@@ -153,7 +151,6 @@ def _replay_kernel(
     place = pools.state + pool_row * strides.state + head * (head_dim * d_state)
     place = place + lane[:, None] * d_state + column[None, :]
     s = tl.load(place, mask=inside[:, None] & (first > 0), other=0.0, cache_modifier=".cg")
-    s = tl.trans(s.to(tl.float32))
     wait_for_previous(overlap)
 
     # Query tokens that count: the first ones.
@@ -163,7 +160,7 @@ def _replay_kernel(
         count += ((first > 0) & follows).to(tl.int32)
     end = first + count
     token = row * width + query
-    place = queries + token[:, None] * bc_dim + group * d_state + column[None, :]
+    place = inputs.c + token[:, None] * bc_dim + group * d_state + column[None, :]
     c = tl.load(place, mask=(query < width)[:, None], other=0.0)
     xb = pools.ring_xb + pool_row * strides.ring_xb
     kept = (xb, pools.ring_gates + pool_row * strides.ring_gates)
@@ -172,19 +169,27 @@ def _replay_kernel(
     own = tl.load(place, mask=counts[:, None] & inside[None, :], other=0.0)
     target = out + token[:, None] * out_stride + (head * head_dim + lane)[None, :]
     begin = base
-    if crosses:
+    if not crosses:
+        s = tl.trans(s.to(c.dtype))  # as outputs take it: half as much changes threads
+    else:
+        s = tl.trans(s)
         for _ in range(tl.maximum((end - 1) // tile - base // tile, 0)):
             position = begin + tl.arange(0, tile)
-            x, b, dt = _entries(kept, position, end, head, group, lane, shape, ring)
+            x, dt = _entries(kept, position, end, head, lane, shape, ring)
+            source = xb + (position % ring)[:, None] * shape.ring_dim
+            b = tl.load(source + (shape.d_inner + group * d_state + column)[None, :])
             decay = decays_of(dt, rate)
-            y = _outputs(at, position, c, b, x, dt, s, decay, own, through)
+            y = _outputs(at, position, scores_of(c, b), c, x, dt, s, decay, own, through)
             stored = counts & (at >= begin) & (at < begin + tile)
             tl.store(target, y.to(out.dtype.element_ty), mask=stored[:, None] & inside[None, :])
             s = advanced(s, x, b, dt, decay, tile, False)
             begin += tile
     position = begin + tl.arange(0, tile)
-    x, b, dt = _entries(kept, position, end, head, group, lane, shape, ring)
-    y = _outputs(at, position, c, b, x, dt, s, decays_of(dt, rate), own, through)
+    x, dt = _entries(kept, position, end, head, lane, shape, ring)
+    place = inputs.weights + (token * shape.groups + group)[:, None] * tile
+    place = place + tl.arange(0, tile)[None, :]
+    score = tl.load(place, mask=(query < width)[:, None], other=0.0)
+    y = _outputs(at, position, score, c, x, dt, s, decays_of(dt, rate), own, through)
     # Tokens that do not count give 0.
     y = tl.where(counts[:, None], y, 0.0)
     stored = (query < width) & ((at >= begin) | (query >= count))

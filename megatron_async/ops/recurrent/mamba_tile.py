@@ -23,9 +23,15 @@ def decays_of(dt: tl.tensor, rate: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def scores_of(c: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """C of queries by B of a tile's tokens, float32."""
+    return tl.dot(c, tl.trans(b), input_precision="ieee")
+
+
+@triton.jit
 def outputs_of(
+    score: tl.tensor,
     c: tl.tensor,
-    b: tl.tensor,
     x: tl.tensor,
     dt: tl.tensor,
     s: tl.tensor,
@@ -36,10 +42,10 @@ def outputs_of(
     through: tl.tensor,
 ) -> tl.tensor:
     """Outputs `[queries, lanes]` of tokens that see, each, those of the tile for which `seen`; with
-    their C, their entries of `decay` in `here`, and their x in `own`. `s`: `[d_state, lanes]`."""
-    weight = tl.dot(c, tl.trans(b), input_precision="ieee")
+    their `scores_of`, their C, their entries of `decay` in `here`, and their x in `own`. `s`:
+    `[d_state, lanes]`."""
     share_of = tl.where(seen, here[:, None] - decay[None, :], -float("inf"))
-    weight = weight * tl.exp(share_of) * dt[None, :]
+    weight = score * tl.exp(share_of) * dt[None, :]
     y = tl.dot(c, s.to(c.dtype), input_precision="ieee")
     y = tl.fma(y, tl.exp(here)[:, None], rounded(own.to(tl.float32), through))
     return tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")

@@ -363,7 +363,7 @@ def _conv_kernel(
                 place = (kept + entry * conv_dim)[:, None] + channel[None, :]
                 old = tl.load(place, mask=is_kept[:, None] & inside[None, :], other=0.0)
                 raw += old.to(tl.float32)
-            value += raw * weight.to(tl.float32)[None, :]
+            value = tl.fma(raw, weight.to(tl.float32)[None, :], value)
         # The convolution's output has the dtype of the activations.
         value = silu(value).to(convolved.dtype.element_ty)
         if not is_mamba:

@@ -21,6 +21,7 @@ from megatron_async.ops.recurrent import (
     mamba_inputs,
     mamba_outputs,
     mamba_prefill,
+    mamba_replay,
     mamba_row,
     prefill_parts,
 )
@@ -41,6 +42,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 NANO = {"heads": 64, "head_dim": 64, "groups": 8, "d_state": 128}
 NANO_9B = {"heads": 128, "head_dim": 80, "groups": 8, "d_state": 128}
 GRANITE = {"heads": 48, "head_dim": 32, "groups": 1, "d_state": 128}
+RULE = FlushRule()
 TINY = {"heads": 8, "head_dim": 16, "groups": 2, "d_state": 32}
 QWEN = {"key_heads": 16, "key_dim": 128, "value_heads": 32, "value_dim": 128}
 
@@ -105,9 +107,9 @@ PREFILL = {
 OTHERS = (prefill_parts, "_conv_kernel"), (delta_factors, "_factors_kernel")
 
 
-def prefill(layer, chunks, has_dest, tokens=320, at=0):
+def prefill(layer, chunks, has_dest, tokens=320, at=0, rule=RULE):
     """A step of chunks with recorders in place of kernels."""
-    rule, inputs = FlushRule(), layer.inputs(tokens)
+    inputs = layer.inputs(tokens)
     dest = torch.zeros(64, dtype=torch.int32) if has_dest else None
     base, rows = torch.zeros(chunks + at, dtype=torch.int32)[at:], chunks_of(chunks, at)
     pools, out = pools_of(layer, rule), torch.zeros(tokens, layer.outputs, dtype=layer.dtype)
@@ -147,14 +149,14 @@ def test_other_kernels_of_prefill_compile(kind, monkeypatch):
             assert "tt.store" in launch.compiled().asm["ttgir"]
 
 
-def flushes(monkeypatch, layer, saves, rows=(3,), ats=(0,)):
+def flushes(monkeypatch, layer, saves, rows=(3,), ats=(0,), rule=RULE):
     """Launches of the flush of two layers."""
     [kernel] = record(monkeypatch, (flush, "_flush_kernel"))
-    pools = pools_of(layer, FlushRule(), layers=(2,))
+    pools = pools_of(layer, rule, layers=(2,))
     for count in rows:
         for at in ats:
             index, _positions, bases, _width = rows_of(count, at=at)
-            flush.flush_gpu(pools, index, bases, bases, FlushRule(), bases if saves else None)
+            flush.flush_gpu(pools, index, bases, bases, rule, bases if saves else None)
     return kernel.launches
 
 
@@ -318,6 +320,58 @@ def test_a_kernel_is_compiled_once_for_all_steps(kind, monkeypatch):
         assert len({launch.key for launch in recorder.launches}) <= 1
     launches = flushes(monkeypatch, layer, True, (13, 14, 16, 33), (0, 1))
     assert len({launch.key for launch in launches}) == 1
+
+
+def loose_products(ptx):
+    """Sums of float32 products which one kernel's compilation might fuse, and another's not."""
+    products = set(re.findall(r"mul(?:\.rn)?\.f32\s+(%r\d+)", ptx))
+    sums = re.findall(r"(?:add|sub)(?:\.rn)?\.f32\s+%r\d+, (%r\d+), (%r\d+)", ptx)
+    return [pair for pair in sums if products & set(pair)]
+
+
+def orders_of_scans(compiled):
+    """How the threads of each running sum of a tile divide it; warps beyond two do the same."""
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.(.*)", text))
+    scans = re.findall(r"\}\) : \(tensor<64xf32, (#\w+)>\) -> tensor<64xf32", text)
+    return [re.sub(r"warpsPerCTA = \[\d+\]", "", layouts[name]) for name in scans]
+
+
+@pytest.mark.parametrize("shape", [NANO, GRANITE])
+def test_a_tile_rounds_alike_in_all_kernels(shape, monkeypatch):
+    """With a rule that replays. Only the products of the matrix units and sums of zeros have other
+    orders; no compiler fuses but where `tl.fma` says so."""
+    layer, rule, found = MambaLayer(**shape, dtype=torch.bfloat16), replaying_rule(2), []
+    scan, *others = record(
+        monkeypatch, PREFILL["mamba"][1], *OTHERS, (prefill_parts, "_entries_kernel")
+    )
+    for chunks in (1, 3):
+        prefill(layer, chunks, False, rule=rule)
+    inputs, replays = record(
+        monkeypatch, (mamba_inputs, "_inputs_kernel"), (mamba_replay, "_replay_kernel")
+    )
+    for width, lag in ((1, 0), (4, 2)):
+        rule = replaying_rule(lag)
+        pools = pools_of(layer, rule, width)
+        rows = rows_of(3, width)
+        mamba_decode.mamba_decode_gpu(layer.inputs(3 * width), layer.params, pools, rows, rule)
+    tiles = [*scan.launches, *replays.launches, *flushes(monkeypatch, layer, False, rule=rule)]
+    for launch in tiles:
+        compiled = launch.compiled()
+        found += orders_of_scans(compiled)
+        ptx = compiled.asm["ptx"]
+        assert not loose_products(ptx)
+        addends = re.findall(r"fma\.rn\.f32.*, (\S+);", ptx)
+        lanes, rows = launch.options.get("lanes", 0), 64 if launch.kernel is scan.kernel else 16
+        outputs = rows * lanes // (32 * launch.options["num_warps"])
+        outputs *= 2 if launch.options.get("crosses") else 1
+        assert len([each for each in addends if each != "0f00000000"]) == outputs
+    # Two scans, a replay in the base's tile, one that may cross tiles (two sums), and a flush.
+    assert len(found) == 6
+    assert len(set(found)) == 1
+    for recorder in (inputs, *others):
+        for launch in recorder.launches:
+            assert not loose_products(launch.compiled().asm["ptx"])
 
 
 def test_state_table(monkeypatch):
