@@ -61,7 +61,7 @@ class Walk:
         while self.sequence.length < until:
             count = min(right, until - self.sequence.length)
             rows = [Decode(self.sequence, count)]
-            if in_company and 0 < self.other.length < TOKENS:
+            if in_company and 0 < self.other.length < len(self.other.inputs):
                 rows.insert(0, Decode(self.other))
             outputs = self.runner.step(rows, width=width, dummies=int(in_company))
             self.outputs.append(outputs[-1])
