@@ -79,7 +79,7 @@ def _entries(
     shape: tl.constexpr,
     ring: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of a tile's tokens x and dt, from the ring; zeros from `end` on."""
+    """The ring's x and dt of a tile's tokens; zeros from `end` on."""
     exists = position < end
     source = row[0] + (position % ring)[:, None] * shape.ring_dim
     in_tile = exists[:, None] & (lane < shape.head_dim)[None, :]
