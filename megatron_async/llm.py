@@ -66,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 RECORDER = "megatron_async.lab.recorder"
 """Module of `Recorder`: by name, as its room stands beside the engine and no other imports it."""
+SAID_OF_MODE = "batch_invariant_mode: a token's bits depend on its own sequence alone"
 LOADING_TIMEOUT_S = 3600.0
 """Seconds by which ranks may differ in the time to load their weights (a cold disk)."""
 
@@ -202,6 +203,7 @@ class LLM:
             context.gpu_view.attention_report,
             wrapper.collectives.report,
             wrapper.exchange.report,
+            SAID_OF_MODE if config.batch_invariant_mode else None,
             captured,
             None if captured is None else phases,
         ]

@@ -288,6 +288,7 @@ def model_program(
     dtype: str | torch.dtype | None = None,
     major: int | None = None,
     gpu: str | None = None,
+    is_invariant: bool = False,
 ) -> list[str]:
     """Which kernels each layer of a model launches in a step: a line each, on one rank.
 
@@ -299,10 +300,12 @@ def model_program(
         dtype: of the weights; None: bfloat16 on a GPU, else float32.
         major: compute capability of the GPU whose rules count; None: of the device.
         gpu: a word of its name, for choices by time that are known; None: the device's whole name.
+        is_invariant: with `batch_invariant_mode`.
 
     Raises:
         ConfigurationError: fewer tokens than rows, or none; a device that is unknown or not there.
     """
+    from megatron_async.models.fitness import check_invariant_layers
     from megatron_async.models.hybrid import build_model
     from megatron_async.models.layer_program import layer_program
     from megatron_async.ops.linear.products import MEASURED_MAJOR
@@ -320,13 +323,16 @@ def model_program(
     resolved = parse_dtype(dtype or ("bfloat16" if major else "float32"))
     model = build_model(source.architecture, resolved, torch.device("meta"))
     prompt = ((tokens - rows, tokens - rows),) if tokens > rows else ()
-    lines = layer_program(model, BatchDimensions(rows, prefill_lengths=prompt), major)
+    if is_invariant:
+        check_invariant_layers(model, major)
+    dims = BatchDimensions(rows, prefill_lengths=prompt)
+    lines = layer_program(model, dims, major, is_invariant)
     place = f"a GPU of compute capability {major}" if major else "a CPU"
     if major and major != MEASURED_MAJOR:
         place += f", where nothing was measured (it was on {MEASURED_MAJOR})"
     elif not major:
         place += ", whose products may have packed or 8-bit weights where memory allows"
-    shape = f"rows {rows}, tokens {tokens}"
+    shape = f"rows {rows}, tokens {tokens}{', batch_invariant_mode' if is_invariant else ''}"
     chosen = [] if gpu is None else _choices_lines(model.config, gpu)
     return [f"{source.name}, {_dtype_name(resolved)}, {shape}, on {place}", *lines, *chosen]
 

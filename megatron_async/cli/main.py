@@ -140,6 +140,7 @@ INFO: Rows = (
      "(default: as many as rows)"),
     ("--gpu", tuple(GPUS), None, None,
      "of --program: by the rules for this GPU, which need not be here\n(default: the device)"),
+    ("--batch-invariant-mode", bool, None, False, "of --program: with this mode of an engine"),
     JSON,
 )  # fmt: skip
 
@@ -306,9 +307,11 @@ def run_info(arguments: argparse.Namespace) -> int:
 
     from megatron_async.checkpoints.info import format_info, model_info, model_program
 
-    for name in () if arguments.program else ("rows", "tokens", "gpu"):
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name} is of --program: give that too, or leave it out.")
+    for name in () if arguments.program else ("rows", "tokens", "gpu", "batch_invariant_mode"):
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is of --program: give that too, or leave it out.")
     if arguments.program:
         rows = 1 if arguments.rows is None else arguments.rows
         tokens = rows if arguments.tokens is None else arguments.tokens
@@ -321,6 +324,7 @@ def run_info(arguments: argparse.Namespace) -> int:
             arguments.dtype,
             major,
             arguments.gpu,
+            arguments.batch_invariant_mode,
         )
         if arguments.json:
             print_json({"program": lines})

@@ -26,6 +26,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         max_sequence_length: most tokens of prompt and answer.
         vocab_size: columns of the logits.
         device: that it runs on, as "cpu" or "cuda"; "": not known.
+        batch_invariant_mode: of the engine.
         digest: of all other fields but the device, which tokens do not depend on.
     """
 
@@ -41,6 +42,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: int
     num_speculative_tokens: int = 0
     device: str = ""
+    batch_invariant_mode: bool = False
     digest: str = ""
 
     def tokenizer(self) -> Tokenizer | None:

@@ -178,6 +178,7 @@ def card_of(engine: DynamicInferenceEngine, model: str, tokenizer: Any = None) -
         vocab_size=engine.controller.vocab_size,
         block_size_tokens=config.block_size_tokens,
         num_speculative_tokens=config.num_speculative_tokens,
+        batch_invariant_mode=config.batch_invariant_mode,
         **_tokenizer_fields(tokenizer),
     )
     digest = hashlib.blake2b(card.encode(), digest_size=16).hexdigest()

@@ -257,5 +257,6 @@ def _model_object(name: str, served: ServedModel) -> dict[str, Any]:
         "owned_by": "megatron_async",
         "root": served.card.model,
         "max_model_len": served.card.max_sequence_length,
+        "batch_invariant_mode": served.card.batch_invariant_mode,
         "generation_defaults": {**served.defaults.told(), "max_tokens": served.answer_tokens},
     }

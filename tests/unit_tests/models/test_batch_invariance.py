@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import nn
 
 from megatron_async import LLM, InferenceConfig
+from megatron_async.cli import main as cli
 from megatron_async.compat.conversions.settings import to_settings
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.batch_invariance import check_batch_invariance
@@ -20,6 +21,7 @@ from megatron_async.models.fitness import check_invariant_layers
 from megatron_async.models.hybrid import build_model
 from megatron_async.ops.attention.backends.base import INVARIANT_PART
 from megatron_async.ops.attention.decode_attention import decode_tile
+from megatron_async.serving.model_card import ModelCard, decode_card
 
 GPU, META = torch.device("cuda", 0), torch.device("meta")
 MODEL = {
@@ -190,3 +192,21 @@ def test_an_engine_of_the_mode_has_no_kernel_of_another_order():
         assert values.get("replays", True), name
     shares = {values["share"] for name, values in found if name == "_logits_kernel"}
     assert len(shares) == 1, "the router's, of all numbers of tokens"
+
+
+def test_the_mode_is_told(capsys):
+    """`info` prints its kernels, and a service's card, which clients and `/v1/models` read, has
+    it."""
+    command = ["info", "dummy:tiny", "--batch-invariant-mode"]
+    assert cli.main([*command, "--program", "--rows", "1", "--gpu", "h200"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert ", batch_invariant_mode, on a GPU" in first
+    assert lines[0].startswith("layer 0: norm, qkv (tile), rope + append, attention, proj (tile)")
+    assert cli.main([*command, "--program", "--gpu", "a100"]) == 2
+    assert "no kernel of one order multiplies" in capsys.readouterr().err
+    assert cli.main(command) == 2
+    assert "--batch-invariant-mode is of --program" in capsys.readouterr().err
+    card = {"model": "m", "max_sequence_length": 9, "vocab_size": 8, "block_size_tokens": 16}
+    for mode in (True, False):
+        made = decode_card(ModelCard(**card, batch_invariant_mode=mode).encode())
+        assert made.batch_invariant_mode is mode
