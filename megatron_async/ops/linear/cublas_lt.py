@@ -42,10 +42,12 @@ from megatron_async.ops.linear.tile import TilePlan, tile_plan, tile_product
 logger = logging.getLogger("megatron_async")
 
 CLASSES = (
-    128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048,
-    2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192,
+    *range(72, 256, 8), *range(256, 512, 32), *range(512, 1024, 128), *range(1024, 2048, 256),
+    *range(2048, 4096, 512), *range(4096, 8193, 1024),
 )  # fmt: skip
-"""Most rows of each class; more have the last one's algorithm."""
+"""Most rows of each class; more have the last one's algorithm. Few rows have many classes: products
+of Llama-3.1-8B by 72 and 144 rows took 1.0 to 1.6 times cuBLAS's with the algorithms of 128 and 192
+rows."""
 ALIGNMENT = 16
 """Bytes: all that an algorithm may ask of addresses."""
 ASKED = 16
