@@ -37,7 +37,6 @@ from megatron_async.serving.messages import (
     ToCoordinator,
     ToReplica,
     Welcome,
-    kind_of,
 )
 from megatron_async.serving.reasons import (
     one_line,
@@ -359,7 +358,7 @@ class Dispatcher(RequestBooks):
                     value = self._do(message)
                     answer = Answer(message.number, value)
                 except ValueError as error:
-                    answer = Answer(message.number, failure=(kind_of(error), str(error)))
+                    answer = Answer(message.number, failure=("ValueError", str(error)))
                 self._send(client.identity, answer)
             case Goodbye():
                 self.lost(client.identity, message.failure or "it left", now)
