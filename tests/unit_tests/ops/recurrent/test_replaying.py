@@ -10,6 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_async import InferenceConfig
+from megatron_async.device_state.recurrent_state import make_recurrent_state
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.sizes import DeltaSizes, MambaSizes
 from megatron_async.ops.recurrent.recurrent_pools import MAX_WIDTH, replaying_rule
 from tests.unit_tests.ops.recurrent.recurrent_cases import Chunk, Decode, Runner, Sequence
 from tests.unit_tests.ops.recurrent.recurrent_layers import KERNELS, DeltaLayer, MambaLayer
@@ -131,3 +135,24 @@ def test_any_way(whole, data):
         walk.prefill(end - begin, is_last=end == prompt, in_company=beside and not begin)
     width = draw(WIDTHS, "width")
     walk.decode(tokens, width, draw(st.integers(1, width), "right"), beside).check(*expected)
+
+
+def test_an_engine_has_rings_of_a_tile():
+    """Rings have the tile of its layers; no common tile, or unaligned input rows, are refused."""
+    delta, mamba = DeltaSizes(2, 16, 4, 16), MambaSizes(4, 16, 16, 2)
+
+    def state(*layers):
+        config = InferenceConfig(max_requests=3, batch_invariant_mode=True)
+        return make_recurrent_state(layers, config, torch.bfloat16, torch.device("cpu"))
+
+    for sizes, layer in ((delta, DeltaLayer()), (mamba, MambaLayer())):
+        found = state(sizes)
+        found.allocate()
+        assert found.rule == replaying_rule(0, layer.tile)
+        [pools] = found._layers
+        ring = pools.ring_gates.shape[1:]
+        assert ring == (layer.tile + 1, layer.replayed_gates, layer.state_size[0])
+    with pytest.raises(ConfigurationError, match="with Gated DeltaNet beside Mamba-2 layers"):
+        state(delta, mamba)
+    with pytest.raises(ConfigurationError, match=r"with 6 value heads .* a multiple of 4"):
+        state(DeltaSizes(2, 16, 6, 16))
