@@ -4,7 +4,7 @@ import torch
 
 from megatron_async.ops.recurrent.bases import next_bases
 from megatron_async.ops.recurrent.gated_norms import gated_head_norm, gated_rms_norm
-from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows
+from megatron_async.ops.recurrent.recurrent_pools import FlushRule, PrefillRows, replaying_rule
 from tests.unit_tests.ops.cases import Arguments, Numbers, grid
 
 
@@ -51,7 +51,7 @@ LARGE_HEADS = {**TOKENS, "heads": [1, 8, 32, 48, 64], "size": [128]}
 STEPS = {
     "rows chunks width": [(0, 7, 1), (300, 0, 3), (130, 40, 1), (6, 0, 1)],
     "kind": [torch.int64, torch.int32],
-    "rule": [FlushRule(), FlushRule(8, 3), FlushRule(16, 20)],
+    "rule": [FlushRule(), FlushRule(8, 3), FlushRule(16, 20), replaying_rule(3)],
 }
 CASES = [
     *grid(next_bases, base_arguments, STEPS),
