@@ -303,9 +303,9 @@ def model_program(
         is_invariant: with `batch_invariant_mode`.
 
     Raises:
-        ConfigurationError: fewer tokens than rows, or none; a device that is unknown or not there.
+        ConfigurationError: fewer tokens than rows, or none; a device that is unknown or not there;
+            with `is_invariant` see `layer_program`.
     """
-    from megatron_async.models.fitness import check_invariant_layers
     from megatron_async.models.hybrid import build_model
     from megatron_async.models.layer_program import layer_program
     from megatron_async.ops.linear.products import MEASURED_MAJOR
@@ -323,8 +323,6 @@ def model_program(
     resolved = parse_dtype(dtype or ("bfloat16" if major else "float32"))
     model = build_model(source.architecture, resolved, torch.device("meta"))
     prompt = ((tokens - rows, tokens - rows),) if tokens > rows else ()
-    if is_invariant:
-        check_invariant_layers(model, major)
     dims = BatchDimensions(rows, prefill_lengths=prompt)
     lines = layer_program(model, dims, major, is_invariant)
     place = f"a GPU of compute capability {major}" if major else "a CPU"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.decoder_layer import LAYER_KINDS
+from megatron_async.models.fitness import check_invariant_layers
 from megatron_async.models.layer_ops import bind_ops
 from megatron_async.models.norm import fold_norms
 from megatron_async.models.rotary import described_frequencies
@@ -174,7 +175,13 @@ def layer_program(
 ) -> list[str]:
     """What each layer of a model launches in a step of shape `dims`, and the end of the step: a
     line each. `model`: from `build_model` on the meta device, of one rank; `major`: compute
-    capability of the GPU whose rules count; 0: a CPU; `is_invariant`: as of `Ops`."""
+    capability of the GPU whose rules count; 0: a CPU; `is_invariant`: as of `Ops`.
+
+    Raises:
+        ConfigurationError: with `is_invariant`, a layer that has no such kernel.
+    """
+    if is_invariant:
+        check_invariant_layers(model, major)
     names = {
         id(module.weight): name.rpartition(".")[2].removeprefix("linear_")
         for name, module in model.named_modules()
