@@ -7,10 +7,14 @@ the queries to a tensor, and key and value directly to the paged cache.
 
 All arithmetic between load and store is float32, with one rounding at the end. With 16-bit dtypes
 the modules also round between operations (norm, cos and sin, each product). So results differ by
-about a unit in the last place; in float32 they agree.
+about a unit in the last place; in float32 they agree. What keeps the promise "invariant" rounds
+where the modules do (Megatron-Core's without `apply_rope_fusion`), so that an engine's log probs
+are near those of training.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +24,7 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.linear.activations import round_to, rounded_product
 from megatron_async.ops.op import op, promising
 
 
@@ -100,8 +105,6 @@ def _rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-@rope_append.gpu
-@promising("invariant")
 def rope_append_gpu(
     mixed_qkv: Tensor,
     cos: Tensor,
@@ -114,7 +117,9 @@ def rope_append_gpu(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     has_gate: bool = False,
+    rounds: bool = False,
 ) -> Tensor:
+    """`rounds`: as Megatron's modules do, between operations too."""
     kv_heads, dim = key_cache.shape[-2:]
     tokens, width = mixed_qkv.shape
     group = (width // (kv_heads * dim) - 2) // (2 if has_gate else 1)
@@ -148,10 +153,15 @@ def rope_append_gpu(
             heads=heads,
             half=half,
             has_norm=q_weight is not None,
+            rounds=rounds,
             num_warps=min(max(heads * half // 256, 1), 8),
             **launch_options(mixed_qkv),
         )
     return query
+
+
+rope_append.gpu(rope_append_gpu)
+rope_append.gpu(promising("invariant")(partial(rope_append_gpu, rounds=True)))
 
 
 @rope_append.cpu
@@ -250,6 +260,7 @@ def _rope_append_kernel(
     heads: tl.constexpr,
     half: tl.constexpr,
     has_norm: tl.constexpr,
+    rounds: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     wait_for_previous(overlap)
@@ -290,8 +301,16 @@ def _rope_append_kernel(
         first = first * factor * tl.where(head < group, q_first, k_first)
         second = second * factor * tl.where(head < group, q_second, k_second)
     dtype = query.dtype.element_ty
-    rotated_first = (first * cosine - second * sine).to(dtype)
-    rotated_second = (second * cosine + first * sine).to(dtype)
+    if rounds:
+        first, second = round_to(first, dtype), round_to(second, dtype)
+        cosine, sine = round_to(cosine, dtype), round_to(sine, dtype)
+        rotated_first = rounded_product(first, cosine, dtype)
+        rotated_first = (rotated_first - rounded_product(second, sine, dtype)).to(dtype)
+        rotated_second = rounded_product(second, cosine, dtype)
+        rotated_second = (rotated_second + rounded_product(first, sine, dtype)).to(dtype)
+    else:
+        rotated_first = (first * cosine - second * sine).to(dtype)
+        rotated_second = (second * cosine + first * sine).to(dtype)
     if rotated != dim:
         rotated_first = tl.where(turns, rotated_first, first.to(dtype))
         rotated_second = tl.where(turns, rotated_second, second.to(dtype))

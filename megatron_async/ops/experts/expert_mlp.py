@@ -4,9 +4,16 @@ Pairs of a token and one of its experts are sorted by expert into tiles of equal
 device (`ops/experts/expert_sort.py`). Both products process these tiles. A further kernel adds the
 outputs of a token's experts in a fixed order, so that results are the same in every run. Grids
 depend only on the number of tokens: programs of unused tiles end at once. The host reads nothing.
+
+In the fast mode each product is rounded once, behind what follows it, and weights multiply the
+experts' outputs. What keeps the promise "invariant" rounds where Megatron's training does: the
+first product; the activation times the weight (`weighted_swiglu`); the second product. Outputs are
+then added in the order of the experts' numbers.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +25,7 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan_experts
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
-from megatron_async.ops.linear.activations import squared_relu, swiglu
+from megatron_async.ops.linear.activations import round_to, squared_relu, swiglu
 from megatron_async.ops.op import op, promising
 
 COMBINE_BLOCK = 1024
@@ -70,8 +77,6 @@ def expert_mlp(
     return outputs.view(tokens, topk, x.size(1)).sum(1).to(x.dtype)
 
 
-@expert_mlp.gpu
-@promising("invariant")
 def expert_mlp_gpu(
     x: Tensor,
     routing: Routing,
@@ -79,14 +84,26 @@ def expert_mlp_gpu(
     fc2: Tensor,
     first_expert: int,
     num_experts: int,
+    as_trained: bool = False,
 ) -> Tensor:
+    """`as_trained`: rounded, weighted and added up where Megatron's training does."""
     gated = fc1.size(1) != fc2.size(2)
     plan = plan_experts(routing.experts.numel(), num_experts, x.element_size(), gated)
-    return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan)
+    return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan, as_trained)
+
+
+expert_mlp.gpu(expert_mlp_gpu)
+expert_mlp.gpu(promising("invariant")(partial(expert_mlp_gpu, as_trained=True)))
 
 
 def expert_mlp_by_plan(
-    x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor, first_expert: int, plan: ExpertPlan
+    x: Tensor,
+    routing: Routing,
+    fc1: Tensor,
+    fc2: Tensor,
+    first_expert: int,
+    plan: ExpertPlan,
+    as_trained: bool = False,
 ) -> Tensor:
     """`expert_mlp` by a given plan, whose tiles have one height."""
     _check(x, routing, fc1, fc2)
@@ -101,9 +118,9 @@ def expert_mlp_by_plan(
     pairs = tokens * topk
     sort = sort_pairs(routing, first_expert, local, plan.up.block_m)
     activated = torch.empty((pairs, ffn), dtype=x.dtype, device=x.device)
-    _product(x, fc1, activated, routing, sort, topk, plan.up, gated, not gated)
+    _product(x, fc1, activated, routing, sort, topk, plan.up, gated, not gated, as_trained)
     outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    _product(activated, fc2, outputs, routing, sort, 1, plan.down, False, False)
+    _product(activated, fc2, outputs, routing, sort, 1, plan.down, False, False, as_trained)
     combine_kernel[(tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
         outputs,
         routing.experts,
@@ -113,7 +130,9 @@ def expert_mlp_by_plan(
         local=local,
         hidden=hidden,
         topk=topk,
+        block_topk=triton.next_power_of_2(topk),
         block=COMBINE_BLOCK,
+        by_number=as_trained,
         num_warps=4,
         **launch_options(x),
     )
@@ -130,6 +149,7 @@ def _product(
     plan: ProductPlan,
     gated: bool,
     squared: bool,
+    as_trained: bool,
 ) -> None:
     """One grouped product: SwiGLU follows if `gated`, squared ReLU if `squared`, else the pairs'
     weights."""
@@ -155,6 +175,7 @@ def _product(
         block_k=plan.block_k,
         gated=gated,
         squared=squared,
+        as_trained=as_trained,
         halves=plan.trimmed,
         by_rows=plan.by_rows,
         num_warps=plan.warps,
@@ -203,6 +224,7 @@ def _product_tile(
     block_k: tl.constexpr = sizes[4]
     gated: tl.constexpr = sizes[5]
     squared: tl.constexpr = sizes[6]
+    as_trained: tl.constexpr = sizes[7]
     pair = tl.load(tile_pairs + tl.arange(0, block_m))
     column = first_column + tl.arange(0, block_n)
     real = pair < pairs
@@ -224,12 +246,15 @@ def _product_tile(
         if gated:
             u = tl.load(cells + n * k + at, mask=cell_mask, other=0.0)
             up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
+    if as_trained:
+        sums = round_to(sums, out.dtype.element_ty)
+        up_sums = round_to(up_sums, out.dtype.element_ty)
     if gated:
         sums = sums * tl.sigmoid(sums) * up_sums
     elif squared:
         sums = tl.maximum(sums, 0.0)
         sums = sums * sums
-    else:
+    if (gated or squared) == as_trained:
         place = (pair // topk) * pair_weights_stride + pair % topk
         share = tl.load(pair_weights + place, mask=real, other=0.0)
         sums = sums * share[:, None]
@@ -279,13 +304,15 @@ def grouped_product_kernel(
     block_k: tl.constexpr,
     gated: tl.constexpr,
     squared: tl.constexpr,
+    as_trained: tl.constexpr,
     halves: tl.constexpr,
     by_rows: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """One tile of pairs times `block_n` rows of its expert's weight, `last_n` at their end.
 
-    What follows is SwiGLU if `gated`, squared ReLU if `squared`, else the pairs' weights. Row of
+    What follows is SwiGLU if `gated`, squared ReLU if `squared`, else the pairs' weights; if
+    `as_trained` the product is rounded, and the weights follow the activation instead. Row of
     pair p is p // pairs_per_row. Neighbouring programs have one weight tile and all pair tiles, so
     that a weight is read from memory once, or, if `by_rows`, one pair tile and all weight tiles. If
     `halves`, a tile whose second half holds no pair is computed as its first half.
@@ -303,7 +330,7 @@ def grouped_product_kernel(
         own = weight + tl.load(tile_experts + tile).to(tl.int64) * (height * k)
         tile_pairs = sorted_pairs + tile * block_m
         tensors = (x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, pairs)
-        sizes: tl.constexpr = (n, k, topk, pairs_per_row, block_k, gated, squared)
+        sizes: tl.constexpr = (n, k, topk, pairs_per_row, block_k, gated, squared, as_trained)
         if halves:
             if tl.load(tile_pairs + block_m // 2) >= pairs:
                 _product_columns(tensors, nth, sizes, block_m // 2, block_n, last_n)
@@ -323,18 +350,34 @@ def combine_kernel(
     local: tl.constexpr,
     hidden: tl.constexpr,
     topk: tl.constexpr,
+    block_topk: tl.constexpr,
     block: tl.constexpr,
+    by_number: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """One token: the sum of its pairs with experts here, in order."""
+    """One token: the sum of its pairs with experts here, in order; if `by_number`, in the order of
+    the experts' numbers."""
     wait_for_previous(overlap)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < hidden
     total = tl.zeros((block,), tl.float32)
+    if by_number:
+        rank = tl.arange(0, block_topk)
+        numbers = tl.load(experts + token * experts_stride + rank, mask=rank < topk, other=-1)
+        numbers -= first_expert
+        exists = (rank < topk) & (numbers >= 0) & (numbers < local)
+        # An expert's number and its place among the token's: no two are equal.
+        keys = tl.where(exists, numbers * block_topk + rank, local * block_topk)
+        last = -1
     for nth in range(topk):
-        expert = tl.load(experts + token * experts_stride + nth) - first_expert
-        here = (expert >= 0) & (expert < local)
-        start = outputs + (token * topk + nth) * hidden
+        if by_number:
+            last = tl.min(tl.where(keys > last, keys, local * block_topk), 0)
+            here = last < local * block_topk
+            start = outputs + (token * topk + last % block_topk) * hidden
+        else:
+            expert = tl.load(experts + token * experts_stride + nth) - first_expert
+            here = (expert >= 0) & (expert < local)
+            start = outputs + (token * topk + nth) * hidden
         total += tl.load(start + column, mask=inside & here, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

@@ -2,10 +2,13 @@
 
 One number a token says how much of the shared expert counts: the sigmoid of a product of the
 token's hidden state (Qwen2-MoE and Qwen3-Next; Megatron-Core's `moe_shared_expert_gate`). One
-program a token: product, sigmoid and addition, in float32, rounded once.
+program a token: product, sigmoid and addition, in float32, rounded once; or each rounded, as
+Megatron's modules do, where the promise "invariant" is to be kept.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
@@ -13,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.linear.activations import round_to, rounded_product
 from megatron_async.ops.op import op, promising
 
 MAX_HIDDEN = 16384
@@ -42,9 +46,10 @@ def add_shared_expert(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -
     return (sums.to(wide) + gate * shared.to(wide)).to(sums.dtype)
 
 
-@add_shared_expert.gpu
-@promising("invariant")
-def add_shared_expert_gpu(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def add_shared_expert_gpu(
+    sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor, rounds: bool = False
+) -> Tensor:
+    """`rounds`: as Megatron's modules do, between operations too."""
     tokens, hidden = sums.shape
     _check(sums, shared, x, weight)
     if hidden > MAX_HIDDEN:
@@ -63,10 +68,15 @@ def add_shared_expert_gpu(sums: Tensor, shared: Tensor, x: Tensor, weight: Tenso
             out,
             hidden=hidden,
             block=block,
+            rounds=rounds,
             num_warps=min(max(block // 512, 1), 16),
             **launch_options(sums),
         )
     return out
+
+
+add_shared_expert.gpu(add_shared_expert_gpu)
+add_shared_expert.gpu(promising("invariant")(partial(add_shared_expert_gpu, rounds=True)))
 
 
 def _check(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -90,6 +100,7 @@ def _add_shared_expert_kernel(
     out: tl.tensor,
     hidden: tl.constexpr,
     block: tl.constexpr,
+    rounds: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     column = tl.arange(0, block)
@@ -98,7 +109,15 @@ def _add_shared_expert_kernel(
     wait_for_previous(overlap)
     place = tl.program_id(0).to(tl.int64) * hidden + column
     row = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    gate = 1.0 / (1.0 + tl.exp(-tl.sum(row * scale)))
+    logit = tl.sum(row * scale)
+    if rounds:
+        logit = round_to(logit, out.dtype.element_ty)
+    gate = 1.0 / (1.0 + tl.exp(-logit))
     value = tl.load(sums + place, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(shared + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, value + gate * other, mask=inside)
+    if rounds:
+        gate = round_to(gate, out.dtype.element_ty)
+        other = rounded_product(other, gate, out.dtype.element_ty)
+        tl.store(out + place, value + other, mask=inside)
+    else:
+        tl.store(out + place, value + gate * other, mask=inside)

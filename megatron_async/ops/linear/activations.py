@@ -1,8 +1,9 @@
 """Activations of an MLP's first projection, each in one kernel: SwiGLU (Shazeer 2020) and, without
 a gate, squared ReLU (So et al. 2021, Primer).
 
-Computed in float32 and rounded once. Megatron's unfused SwiGLU rounds twice in a 16-bit dtype (silu
-to the dtype, then the product), so the two may differ by one unit in the last place.
+Computed in float32 and rounded once, as Megatron's fused kernels do (`bias_activation_fusion`).
+Unfused SwiGLU rounds twice in a 16-bit dtype (silu to the dtype, then the product), so the two may
+differ by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -102,6 +103,20 @@ def _launched(kernel: Any, x: Tensor, ffn: int) -> Tensor:
             x, out, x.stride(0), ffn=ffn, block=BLOCK, num_warps=WARPS, **launch_options(x)
         )
     return out
+
+
+@triton.jit
+def round_to(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """A float32 value as `dtype` holds it."""
+    return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def rounded_product(a: tl.tensor, b: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """`a * b`, float32, as `dtype` holds it. Of `*` the compiler would make a product in `dtype`
+    (exact, as both are rounded), and of that and a sum behind it one operation with one rounding.
+    """
+    return round_to(tl.fma(a, b, 0.0), dtype)
 
 
 @triton.jit
