@@ -44,6 +44,8 @@ class Ops:
             torch all else.
         promises: what all ops must keep; names of `op.PROMISES`. An op of which no implementation
             for the device keeps them says so when it is called.
+        place: whose implementations are bound; None: the device's. Triton's interpreter runs those
+            of "gpu" on a CPU.
 
     Attributes:
         major: compute capability of the GPU, whose rules choose products; 0: a CPU.
@@ -53,14 +55,16 @@ class Ops:
         ConfigurationError: an op has no implementation for the device, or a promise is unknown.
     """
 
-    def __init__(self, device: torch.device, promises: frozenset[str] = frozenset()) -> None:
-        place: Place = "torch"
-        if device.type == "cuda":
-            place = "gpu"
-        elif device.type == "cpu" and compiles():
-            place = "cpu"
-
-        self.major = torch.cuda.get_device_capability(device)[0] if place == "gpu" else 0
+    def __init__(
+        self,
+        device: torch.device,
+        promises: frozenset[str] = frozenset(),
+        place: Place | None = None,
+    ) -> None:
+        if place is None:
+            place = _place_of(device)
+        is_gpu = device.type == "cuda"
+        self.major = torch.cuda.get_device_capability(device)[0] if is_gpu else 0
 
         self.is_invariant = "invariant" in promises
 
@@ -102,6 +106,12 @@ class Ops:
         self.lay_out_draft = bound(lay_out_draft)
         self.keep_hidden = bound(keep_hidden)
         self.gather_hidden = bound(gather_hidden)
+
+
+def _place_of(device: torch.device) -> Place:
+    if device.type == "cuda":
+        return "gpu"
+    return "cpu" if device.type == "cpu" and compiles() else "torch"
 
 
 def _refusal[**P, R](op: Op[P, R], place: Place, promises: frozenset[str]) -> Callable[P, R]:
