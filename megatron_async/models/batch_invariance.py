@@ -9,13 +9,13 @@ import torch
 
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import DELTA, KINDS
+from megatron_async.models.architecture import KINDS
 from megatron_async.models.partition import is_recurrent
 
 MAJOR = 9
 """Compute capability on which the mode was tried; others' matrix units may add in another order."""
 DTYPES = (torch.bfloat16, torch.float16)
-LAYERS_REFUSED = (DELTA,)
+LAYERS_REFUSED: tuple[str, ...] = ()
 """Kinds of layers that have no kernels for it yet."""
 MOST_RANKS = 2
 """Two summands have one sum in either order; more have an order, which here follows their bytes."""
