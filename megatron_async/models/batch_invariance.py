@@ -9,14 +9,11 @@ import torch
 
 from megatron_async.config import InferenceConfig
 from megatron_async.errors import ConfigurationError
-from megatron_async.models.architecture import KINDS
 from megatron_async.models.partition import is_recurrent
 
 MAJOR = 9
 """Compute capability on which the mode was tried; others' matrix units may add in another order."""
 DTYPES = (torch.bfloat16, torch.float16)
-LAYERS_REFUSED: tuple[str, ...] = ()
-"""Kinds of layers that have no kernels for it yet."""
 MOST_RANKS = 2
 """Two summands have one sum in either order; more have an order, which here follows their bytes."""
 
@@ -50,10 +47,6 @@ def _unserved(model: Any, config: InferenceConfig, device: torch.device) -> Iter
         yield f"attention_backend={config.attention_backend!r}: use 'triton'"
     if config.quantization not in (None, "auto"):
         yield f"quantization={config.quantization!r}"
-    # Of all pipeline stages, which then refuse alike.
-    pattern = getattr(model, "hybrid_layer_pattern", None) or ""
-    for kind in (kind for kind in LAYERS_REFUSED if kind in pattern):
-        yield f"{KINDS[kind]} layers, which have no kernels for it"
     if is_recurrent(model) and config.mamba_ssm_states_dtype != "float32":
         yield f"mamba_ssm_states_dtype={config.mamba_ssm_states_dtype!r}: use 'float32'"
     for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):

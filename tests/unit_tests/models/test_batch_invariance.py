@@ -22,6 +22,7 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.ops.attention.backends.base import INVARIANT_PART
 from megatron_async.ops.attention.decode_attention import decode_tile
 from megatron_async.serving.model_card import ModelCard, decode_card
+from megatron_async.step.step_graphs import mixed_question
 
 GPU, META = torch.device("cuda", 0), torch.device("meta")
 MODEL = {
@@ -212,3 +213,16 @@ def test_the_mode_is_told(capsys):
     for mode in (True, False):
         made = decode_card(ModelCard(**card, batch_invariant_mode=mode).encode())
         assert made.batch_invariant_mode is mode
+
+
+def test_the_times_of_a_fast_engine_do_not_choose_graphs_of_the_mode():
+    def shape_asked(**settings):
+        context = SimpleNamespace(
+            graph_shapes=SimpleNamespace(mixed_sizes=[64]),
+            model_config=SimpleNamespace(params_dtype=torch.bfloat16),
+            gpu_view=SimpleNamespace(prefill_backends=["triton"]),
+            config=InferenceConfig(attention_backend="triton", **settings),
+        )
+        return mixed_question(context, nn.Module(), 8).shape
+
+    assert shape_asked() != shape_asked(batch_invariant_mode=True)
