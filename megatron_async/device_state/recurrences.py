@@ -72,10 +72,6 @@ class Recurrence[Sizes: RecurrentSizes]:
         """The op of prefill chunks."""
         raise NotImplementedError
 
-    def flush(self, ops: Ops) -> Callable[..., None]:
-        """The op that moves inputs from the rings into the states."""
-        return ops.flush
-
 
 class MambaRecurrence(Recurrence[MambaSizes]):
     """Mamba-2 (Dao and Gu 2024). Its rings hold x and B, decays and step sizes."""

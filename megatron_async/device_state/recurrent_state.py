@@ -154,8 +154,8 @@ class RecurrentState(PerSlotState):
             self.base, index, step.positions, dims.width, self._prefill, self.rule
         )
         self._decode_rows = DecodeRows(index, step.positions, after, dims.width)
-        for kind, pools in zip(self._pools, self._by_kind):
-            kind.flush(ops)(pools, index, before, after, self.rule, saves)
+        for pools in self._by_kind:
+            ops.flush(pools, index, before, after, self.rule, saves)
 
     def run(self, view: StateStep, layer: int, projected: Tensor, params: Any) -> Tensor:
         """Convolution and recurrence of one layer.

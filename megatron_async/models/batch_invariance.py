@@ -46,7 +46,7 @@ def _unserved(model: Any, config: InferenceConfig, device: torch.device) -> Iter
     if config.attention_backend not in (None, "triton"):
         yield f"attention_backend={config.attention_backend!r}: use 'triton'"
     if config.quantization not in (None, "auto"):
-        yield f"quantization={config.quantization!r}"
+        yield f"quantization={config.quantization!r}: use the model's own weights"
     if is_recurrent(model) and config.mamba_ssm_states_dtype != "float32":
         yield f"mamba_ssm_states_dtype={config.mamba_ssm_states_dtype!r}: use 'float32'"
     for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):

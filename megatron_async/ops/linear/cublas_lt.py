@@ -179,20 +179,22 @@ class CublasLt:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, algorithm: bytes
     ) -> bool:
         """Launch `out = x @ weight.T + bias` on the current stream; False: the algorithm does not
-        take the rows."""
+        take the rows, or cuBLASLt fails, and a line was logged."""
         bias_at = 0 if bias is None else bias.data_ptr()
         rows, (outputs, k) = x.size(0), weight.shape
         key = outputs, k, rows, x.stride(0), x.dtype, bias is not None, algorithm
         if (prepared := self._prepared(*key)) is None:
             return False
         a, b, d, chosen = prepared
-        self._do(
-            "cublasLtMatmul", self._handle, self._operation(bias_at),
+        status = self._library.cublasLtMatmul(
+            self._handle, self._operation(bias_at),
             ctypes.byref(self._one), weight.data_ptr(), a, x.data_ptr(), b,
             ctypes.byref(self._zero), out.data_ptr(), d, out.data_ptr(), d,
             chosen, None, 0, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
-        return True
+        if status:
+            logger.warning("cublasLtMatmul returned status %d: our own kernel multiplies.", status)
+        return not status
 
     def _prepare(
         self, outputs: int, k: int, rows: int, stride: int, dtype: torch.dtype, has_bias: bool,
@@ -205,7 +207,10 @@ class CublasLt:
         status = self._library.cublasLtMatmulAlgoCheck(
             self._handle, operation, a, b, d, d, chosen, ctypes.byref(answer)
         )
-        return None if status or answer.workspace else (a, b, d, chosen)
+        if status or answer.workspace:
+            logger.info("cuBLASLt takes no %d rows by %d x %d: our kernel does.", rows, outputs, k)
+            return None
+        return a, b, d, chosen
 
     def _layouts(
         self, outputs: int, k: int, rows: int, stride: int, dtype: torch.dtype
@@ -311,9 +316,18 @@ def _algorithms_of(shape: Shape) -> dict[int, bytes]:
     capture: those of one that is captured before are `tile_kernel`'s."""
     if (known := _KNOWN.get(shape)) is None:
         if torch.cuda.is_current_stream_capturing():
+            _tell_of_capture(shape)
             return NO_ALGORITHMS
         known = _KNOWN[shape] = find_algorithms(shape)
     return known
+
+
+@lru_cache
+def _tell_of_capture(shape: Shape) -> None:
+    logger.warning(
+        "%s is captured before a product of it ran: our own, slower kernel stays in that graph.",
+        shape,
+    )
 
 
 def find_algorithms(shape: Shape) -> dict[int, bytes]:
@@ -352,7 +366,7 @@ class Proof:
         def random(*size: int) -> Tensor:
             return torch.randn(size, generator=generator, dtype=dtype, device=place)
 
-        self._x, self._weight = random(PROOF_ROWS, k), random(outputs, k) * k**-0.5
+        self._x, self._weight = random(PROOF_ROWS, k), random(outputs, k).mul_(k**-0.5)
         self._bias = random(outputs) if has_bias else None
         problem = Problem(PROOF_ROWS, outputs, k, dtype, False, False, False, True, True)
         plan = tile_plan(problem)
@@ -362,8 +376,5 @@ class Proof:
     def holds(self, algorithm: bytes) -> bool:
         """Whether an algorithm has the bits of our order."""
         out = torch.empty_like(self._expected)
-        try:
-            is_run = self._lt.multiply(self._x, self._weight, self._bias, out, algorithm)
-        except CublasLtError:
-            return False
+        is_run = self._lt.multiply(self._x, self._weight, self._bias, out, algorithm)
         return is_run and torch.equal(out, self._expected)
