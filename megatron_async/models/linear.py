@@ -103,6 +103,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
             stream.rows,
             self.weight,
             major=self.ops.major,
+            ranks=self.collectives.size if self.sequence_parallel else 1,
             norm=stream.weight is not None and stream.is_whole and not self.sequence_parallel,
             rotate=rotate if rotate and self.may_rotate else 0,
             activation=activation,

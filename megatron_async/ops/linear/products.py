@@ -166,11 +166,14 @@ def _first(weight: WeightShape, problem: Problem) -> tuple[ProductKernel, Any]:
     return CUBLAS, None
 
 
-def choose_for(x: Tensor, weight: Tensor, major: int | None = None, **wants: Any) -> Choice:
+def choose_for(
+    x: Tensor, weight: Tensor, major: int | None = None, ranks: int = 1, **wants: Any
+) -> Choice:
     """`choose` for the rows of x, or of what x is made of, and a weight `[outputs, k]`.
 
     Args:
         major: compute capability of the GPU; 0: a CPU. None: of the device of x.
+        ranks: the product takes the rows of so many ranks, of which x has one rank's.
         wants: fields of `Wants`, but for the rows.
     """
     if major is None:
@@ -180,7 +183,7 @@ def choose_for(x: Tensor, weight: Tensor, major: int | None = None, **wants: Any
     aligned = may_be_copied(x) and may_be_copied(weight)
     outputs, k = weight.shape
     shape = WeightShape(outputs, k, weight.dtype, major, aligned)
-    return choose(shape, Wants(x.size(-2), **wants))
+    return choose(shape, Wants(x.size(-2) * ranks, **wants))
 
 
 @lru_cache

@@ -1,6 +1,7 @@
 """Packed weights: the same products, and no copy where it does not fit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_async.models.linear import (
     pack_weights,
 )
 from megatron_async.ops.all_ops import Ops
+from megatron_async.ops.linear.stream import Stream
 
 TINY = DUMMY_SHAPES["tiny"]
 needs_mkldnn = pytest.mark.skipif(
@@ -96,3 +98,20 @@ def test_linear_without_a_packed_weight():
     x, weight, bias = torch.randn(4, 5), torch.randn(3, 5), torch.randn(3)
     ops = Ops(torch.device("cpu"))
     assert torch.equal(linear(ops, x, weight, bias, None), F.linear(x, weight, bias))
+
+
+def test_a_product_of_gathered_rows_is_chosen_for_all_of_them(monkeypatch):
+    """With sequence parallelism the stream has a share of the rows, and the product takes all."""
+    model = make(torch.bfloat16)
+    layer = next(each for each in linears(model) if isinstance(each, InferenceColumnParallelLinear))
+    stand_in = SimpleNamespace(major=9, is_invariant=False)
+    monkeypatch.setattr(InferenceColumnParallelLinear, "ops", stand_in, raising=False)
+    ranks = SimpleNamespace(size=2)
+    monkeypatch.setattr(InferenceColumnParallelLinear, "collectives", ranks, raising=False)
+    rows = []
+    for layer.sequence_parallel in (False, True):
+        choice = layer.choose(Stream(torch.zeros(1, TINY.hidden_size, dtype=torch.bfloat16)))
+        rows.append((choice.met.rows, choice.kernel.name))
+    assert rows[0] == (1, "one row")
+    assert rows[1][0] == 2
+    assert rows[1][1] != "one row"
