@@ -281,5 +281,5 @@ def _is_invariant(module: Any, weight: Tensor, rows: int, major: int) -> bool:
 def _refused(name: str, problem: str, remedy: str) -> ConfigurationError:
     return ConfigurationError(
         f"batch_invariant_mode=True is not served with the layer {name!r}: {problem} ({remedy}). "
-        "Leave the mode out for this model."
+        "Leave the mode out for this model, and train it with Megatron-Core's own forward."
     )

@@ -34,7 +34,7 @@ from megatron_async.models.architecture import ATTENTION, EXPERTS, MLP
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.batch_invariance import check_batch_invariance
 from megatron_async.models.decoder_layer import LAYER_KINDS
-from megatron_async.models.fitness import check_model
+from megatron_async.models.fitness import check_invariant_layers, check_model
 from megatron_async.models.layer_ops import bind_ops
 from megatron_async.models.norm import fold_norms, normalised
 from megatron_async.models.step_routing import StepRouting
@@ -274,6 +274,8 @@ class _Engine:
         self._weights.bind()
         self._ops, self._causal_mask = ops_of(device), ref(next(model.parameters()))
         bind_ops(self._model, self._ops)
+        if self._ops.is_invariant:
+            check_invariant_layers(self._model, self._ops.major)
         self._view = TrainingView(self._model, config, self._ops, device)
         for module in self._model.modules():
             if isinstance(module, PagedSelfAttention):

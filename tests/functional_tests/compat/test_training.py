@@ -18,6 +18,7 @@ from megatron_async import SamplingParams
 from megatron_async.compat.models.training import token_log_probs, use_engine_forward
 from megatron_async.devices import CudaDevice
 from megatron_async.errors import ConfigurationError
+from megatron_async.lab import absent_gpu
 from megatron_async.models.parallel_state import ensure_process_groups
 from tests.support.compat_hybrids import MAMBA, hybrid_model, hybrids_on_a_cpu
 from tests.support.compat_models import (
@@ -27,6 +28,7 @@ from tests.support.compat_models import (
     gpt_model,
     megatron_on_a_cpu,
 )
+from tests.support.ranks import run_ranks
 
 DRY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
@@ -190,6 +192,33 @@ def test_refused_calls() -> None:
         token_log_probs(torch.zeros(2, 3, 8), torch.full((2, 3), -100))
     with pytest.raises(ValueError, match="one token for each row"):
         token_log_probs(torch.zeros(2, 3, 8), torch.zeros(2, 4).long())
+
+
+def refused_layers(ffns: list[int]) -> list[str]:
+    """What is refused of bfloat16 models with these inner sizes, on a Hopper GPU that is not there.
+    It changes torch: for a process of its own."""
+    kind = {"position_embedding_type": "rope", "pg_collection": ensure_process_groups()}
+    absent_gpu._take_the_place_of_a_gpu([9, 0], 132, {})
+    found = []
+    with absent_gpu._AbsentMemory():
+        for ffn in ffns:
+            config = config_of(**DRY, ffn_hidden_size=ffn, bf16=True, params_dtype=torch.bfloat16)
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+            model = GPTModel(config, spec, VOCABULARY, 64, **kind).bfloat16().to(absent_gpu.GPU)
+            try:
+                use_engine_forward(model)
+                found.append("")
+            except ConfigurationError as error:
+                found.append(str(error))
+    return found
+
+
+def test_layers_without_a_kernel_that_keeps_the_promise_are_refused_at_once() -> None:
+    """Break it: leave `check_invariant_layers` to the engine."""
+    [[served, refused]] = run_ranks(1, refused_layers, [48, 52])
+    assert not served
+    assert "the layer 'decoder.layers.1.mlp.linear_fc2'" in refused
+    assert "train it with Megatron-Core's own forward" in refused
 
 
 EIGHT_BILLION = {
