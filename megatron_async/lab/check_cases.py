@@ -23,11 +23,15 @@ PAUSE_EVERY = 4
 """Steps between two pauses."""
 MOST_GROUPS = 8
 """Most batches of a case: where needles are many, small batches serve only the first of them."""
+MOST_ALONE = 64
+"""Most needles that are served alone; more of them are compared with the first batch they are in."""
 HAPPENED = {
     "paused": "pauses", "suspended": "times", "warm": "found", "evicted": "times",
-    "drafts": "taken",
+    "drafts": "taken", "idle": "idle steps",
 }  # fmt: skip
 """By case: what shows that it took place."""
+COUNTED = {"drafts": "accepted_tokens", "idle": "dummy_steps"}
+"""By case: what the engine counts of it."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,18 @@ def variants(
     needles: int,
     longest: int,
     methods: Sequence[str],
+    shares_experts: bool,
     cases: Sequence[str],
 ) -> list[Variant]:
     """The ways that an engine allows, those with the same drafts one after the other.
 
     Args:
         options: of the engine.
-        needles: how many.
+        needles: how many. Where they are more than `MOST_ALONE`, the largest batch is served first
+            in any case.
         longest: tokens of the longest.
         methods: of drafting, which the model has.
+        shares_experts: whether replicas step together.
         cases: names; those of other cases are left out.
     """
     most, few = options["max_requests"], min(options["max_requests"], 2 * needles)
@@ -100,7 +107,13 @@ def variants(
     ]
     if InferenceConfig(**options).enable_prefix_caching:
         found.insert(len(sizes), Variant("warm", "warm", few))
-    return [variant for variant in found if variant.case in cases]
+    if shares_experts:
+        found.insert(len(sizes), Variant("idle", "others idle", few))
+    found = [variant for variant in found if variant.case in cases]
+    if needles > MOST_ALONE:
+        first = Variant("batch", f"batch {max([1, *sizes])}", max([1, *sizes]))
+        found = [first, *(variant for variant in found if variant != first)]
+    return found
 
 
 class NeedleServer:
@@ -131,25 +144,26 @@ class NeedleServer:
         self._count = 0
 
     def serve(self, variant: Variant, only: int | None = None) -> tuple[list[Answer], str]:
-        """The answers of all needles that `MOST_GROUPS` batches have, or those of the group with
-        `only` (on a rank that is not primary none); and what shows that the case took place, in
-        words."""
+        """The answers of all needles that `MOST_GROUPS` batches have (alone: `MOST_ALONE`), or
+        those of the group with `only` (on a rank that is not primary none); and what shows that the
+        case took place, in words."""
         engine, self._count = self.llm.engine, 0
         context = engine.context
         context.config.max_tokens = variant.budget or self._budget
         context.scheduler.prefill_limit = context.config.max_tokens
         given = self._lookahead if variant.lookahead is None else variant.lookahead
         engine.loop.lookahead = given
-        before = engine.stats().get("accepted_tokens", 0)
+        counter = COUNTED.get(variant.case, "")
+        before = engine.stats().get(counter, 0)
         company = 1 if variant.case == "evicted" else variant.batch - variant.batch // 2
         size = max(variant.batch - company, 1)
         answers = []
-        end = len(self.needles) if variant == ALONE else MOST_GROUPS * size
-        for first in range(0, min(end, len(self.needles)), size):
+        end = MOST_ALONE if variant == ALONE else MOST_GROUPS * size
+        for first in range(0, len(self.needles), size):
             group = range(first, min(first + size, len(self.needles)))
-            if only is None or only in group:
+            if first < end if only is None else only in group:
                 answers += self._serve_group(variant, group)
-        self._count += int(engine.stats().get("accepted_tokens", 0) - before)
+        self._count += int(engine.stats().get(counter, 0) - before)
         name = HAPPENED.get(variant.case, "")
         return answers, name and (f"{self._count} {name}" if self._count else "untested")
 
@@ -164,7 +178,9 @@ class NeedleServer:
         prompts, params = [self.needles[n] for n in group], [mine] * len(group)
         longest, vocabulary = max(map(len, prompts)), self.llm.engine.controller.vocab_size
         for number in range(variant.batch - len(group)):
-            length, count = draws.integers(1, longest + 1), int(draws.integers(1, 2 * self.tokens))
+            # Lengths of all magnitudes: most company is short, and costs little.
+            length = int(np.exp(draws.uniform(0, np.log(longest + 1))))
+            count = int(draws.integers(1, 2 * self.tokens))
             prompts.append(draws.integers(vocabulary, size=length).tolist())
             params.append(SamplingParams(
                 temperature=1.0, seed=number, num_tokens_to_generate=count, termination_id=-1,
@@ -175,7 +191,7 @@ class NeedleServer:
             self.llm.engine.group.release()
         else:  # all ranks forget before any of them goes on
             self.llm.engine.follow()
-        times, blocks = 1, self.llm.engine.context.blocks
+        turns, blocks = 1, self.llm.engine.context.blocks
         held = blocks.allocate(0)
         if variant.case == "evicted":
             # Those that come last are evicted first: the company, which is first, makes it.
@@ -184,11 +200,15 @@ class NeedleServer:
         if variant.case == "warm":  # halves of the prompts are found first, then all of them
             halves = [self.needles[n][: len(self.needles[n]) // 2] or [0] for n in group]
             self._generate(halves, [greedy_params(1)] * len(halves), "")
-            times = 2
+            turns = 2
+        if variant.case == "idle":
+            turns = self.llm.data_parallel_size
         answers = []
-        for _ in range(times):
+        for turn in range(turns):
+            is_idle = variant.case == "idle" and turn != self.llm.data_parallel_rank
+            served = [] if is_idle else order
             found = self._generate(
-                [prompts[n] for n in order], [params[n] for n in order], variant.case
+                [prompts[n] for n in served], [params[n] for n in served], variant.case
             )
             answers += [
                 self._answer(group[place], request, variant.case)

@@ -21,11 +21,12 @@ from megatron_async.cli.options import (
     parallel_sizes,
 )
 from megatron_async.cli.parser import add_model, take_model
-from megatron_async.cli.ranks import end_together, has_other_ranks, is_first_rank
+from megatron_async.cli.ranks import end_together, is_first_rank
 from megatron_async.cli.terminal import importing_engine
 
 CASES = {
     "batch": "2, 4, ... rows (at most --max-requests), the others random requests",
+    "idle": "replicas that share experts in turn, while the others have nothing to serve",
     "order": "the rows of a batch in another order",
     "chunks": "prompts in chunks, by small budgets of a step",
     "warm": "beginnings found in the prefix cache, with states of recurrent layers",
@@ -38,7 +39,7 @@ CASES = {
 WHAT: Rows = (
     ("-p --prompt", list, "TEXT", None,
      "a needle; may be repeated (default: random token ids of several lengths)"),
-    ("--needles", int, "N", 3, "random needles"),
+    ("--needles", int, "N", 3, "random needles; the first 64 are served alone"),
     ("--tokens", int, "N", None, "that each needle generates (default: 16 on a CPU, else 128)"),
     ("--cases", [str], "NAME", list(CASES), "ways to serve them, see below"),
     ("--seed", int, "N", 0, "of the needles and their company"),
@@ -92,15 +93,15 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     with importing_engine():
         from megatron_async.lab.benchmark_record import write_record
-        from megatron_async.lab.check_outcomes import HEAD, PROMISES, explained, line
+        from megatron_async.lab.check_outcomes import PROMISES, explained, line
         from megatron_async.lab.check_run import serve_cases
 
     replicas, mode = serve_cases(arguments, model, sizes, options)
     found = [case for replica in replicas for case in replica]
     failed = any(case["failed"] for case in found)
     if is_first_rank():
-        if has_other_ranks():
-            print("\n".join([HEAD, *(line(case, len(replicas) > 1) for case in found)]))
+        for case in found[len(replicas[0]) :]:  # the first one's are there
+            print(line(case, True))
         places, tokens, differ = (
             sum(case[key] for case in found) for key in ("log_probs", "tokens", "differ")
         )

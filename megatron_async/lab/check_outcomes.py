@@ -1,8 +1,8 @@
-"""What a case of `megatron-async check` has shown, beside the needles served alone."""
+"""What a case of `megatron-async check` has shown, beside the needles' first answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,10 @@ class Judge:
     num_blocks: int
 
     def compare(
-        self, alone: Sequence[Answer], found: Sequence[Answer]
+        self, firsts: Mapping[int, Answer], found: Iterable[Answer]
     ) -> tuple[dict[str, Any], Difference | None]:
-        """Compare answers with those of the same needles alone.
+        """Compare answers with the first ones of the same needles, alone or by number: those that
+        have none are passed over.
 
         Returns:
             tokens and log probs that were compared, log probs that differ in their bits, their
@@ -85,7 +86,8 @@ class Judge:
         """
         pairs, seen, tokens = list[tuple[float, float]](), list[Difference](), 0
         for other in found:
-            mine = alone[other.needle]
+            if (mine := firsts.get(other.needle)) is None:
+                continue
             new = list(self.differences(mine, other))
             seen += new
             same = next((each.position for each in new if each.parted), len(mine.tokens))
@@ -122,7 +124,7 @@ class Judge:
             if mine == other:
                 continue
             at, in_prompt = number - len(prompts), number < len(prompts)
-            text = f"log probs {mine:.9g} alone, {other:.9g} here"
+            text = f"log probs {mine:.9g} at first, {other:.9g} here"
             if not in_prompt:
                 best, second = (value for _, value in alone.likeliest[at][:2])
                 text += f"; the best two logits are {best - second:.2g} apart"
@@ -135,7 +137,7 @@ class Judge:
     def _parted(self, alone: Answer, found: Answer, at: int, allowed: float) -> Difference:
         counts = len(alone.tokens), len(found.tokens)
         if at >= min(counts):
-            text = "{} tokens alone, {} here".format(*counts)
+            text = "{} tokens at first, {} here".format(*counts)
             return Difference(alone.needle, at, False, text, True, True)
         one, other, best = alone.tokens[at], found.tokens[at], dict(alone.likeliest[at])
         # A token that is not among the likeliest is further away than all of them.
@@ -143,7 +145,7 @@ class Judge:
         top, second = list(best.values())[:2]
         parted = Divergence(alone.needle, at, one, other, (top, second), gap, allowed)
         text = (
-            f"{one} alone, {other} here; log probs {alone.log_probs[at]:.9g} and "
+            f"{one} at first, {other} here; log probs {alone.log_probs[at]:.9g} and "
             f"{found.log_probs[at]:.9g}; the best two logits are {top - second:.2g} apart, these "
             f"two {gap:.2g}, and rounding explains {allowed:.2g}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class _Work:
 def serve_cases(
     arguments: argparse.Namespace, model: str, sizes: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[list[list[dict[str, Any]]], str]:
-    """Serve all cases, with a bar; one process alone prints each row of the table as it comes.
+    """Serve all cases, with a bar; the first replica's rows of the table are printed as they come.
     Every rank of a job calls it.
 
     Args:
@@ -79,10 +80,12 @@ def serve_cases(
             del llm
             gc.collect()  # its memory is for the next one
     assert cases.judge is not None, "the first engine has it"
-    firsts = [[Answer(**each) for each in replica["alone"]] for replica in replicas]
+    firsts = [
+        {each["needle"]: Answer(**each) for each in replica["firsts"]} for replica in replicas
+    ]
     for number in range(1, len(firsts)):
-        compared, _ = cases.judge.compare(firsts[0], firsts[number])
-        told = {"case": "replicas", "label": "alone, on 0", "replica": number}
+        compared, _ = cases.judge.compare(firsts[0], firsts[number].values())
+        told = {"case": "replicas", "label": "as on 0", "replica": number}
         replicas[number]["cases"].append({**told, **compared, "happened": "", "layer": ""})
     return [replica["cases"] for replica in replicas], cases.judge.mode
 
@@ -92,39 +95,41 @@ class _Cases:
 
     def __init__(self, work: _Work, seed: int, bar: Any) -> None:
         self._work, self._seed, self._bar = work, seed, bar
-        self._alone, self._cases = list[Answer](), list[dict[str, Any]]()
+        self._firsts, self._cases = dict[int, Answer](), list[dict[str, Any]]()
         self.judge: Judge | None = None
 
     def serve(self, llm: LLM, method: str | None) -> list[dict[str, Any]]:
         """All cases with one way to draft, and what the replicas have so far."""
-        work, bar, is_one = self._work, self._bar, not has_other_ranks()
+        work, bar = self._work, self._bar
         own = work.options["lookahead"]
         server = NeedleServer(llm, work.needles, work.tokens, self._seed, own, self._on_step)
         if self.judge is None:
             self.judge = _judge(llm)
             bar.set_description("alone")
-            self._alone += server.serve(ALONE)[0]
-            if is_one:
+            self._firsts = {each.needle: each for each in server.serve(ALONE)[0]}
+            if is_first_rank():
                 bar.write(HEAD, file=sys.stdout)
             bar.update()
         for variant in [each for each in work.plan if each.method == method]:
             bar.set_description(variant.label)
-            self._cases.append(self._case(server, variant, self.judge, is_one))
-            if is_one:
-                bar.write(line(self._cases[-1]), file=sys.stdout)
+            self._cases.append(self._case(server, variant, self.judge))
+            if is_first_rank():
+                row = line(self._cases[-1], llm.data_parallel_size > 1)
+                bar.write(row, file=sys.stdout)
             bar.update()
-        found = {"alone": [asdict(each) for each in self._alone], "cases": self._cases}
+        found = {"firsts": [*map(asdict, self._firsts.values())], "cases": self._cases}
         return gather_replicas(llm, found)
 
-    def _case(
-        self, server: NeedleServer, variant: Variant, judge: Judge, may_probe: bool
-    ) -> dict[str, Any]:
+    def _case(self, server: NeedleServer, variant: Variant, judge: Judge) -> dict[str, Any]:
+        begin = time.monotonic()
         found, happened = server.serve(variant)
-        compared, failure = judge.compare(self._alone, found)
+        compared, failure = judge.compare(self._firsts, found)
+        self._firsts = {each.needle: each for each in reversed(found)} | self._firsts
         case = {"case": variant.case, "label": variant.label, **compared, "happened": happened}
         case |= {"layer": "", "replica": server.llm.data_parallel_rank}
+        case["seconds"] = time.monotonic() - begin
         has_probed = sum(bool(each["layer"]) for each in self._cases)
-        if failure is not None and may_probe and has_probed < PROBED:
+        if failure is not None and not has_other_ranks() and has_probed < PROBED:
             case["layer"] = _layer(server, variant, failure, judge)
         return case
 
@@ -158,7 +163,8 @@ def _work(arguments: argparse.Namespace, model: str, given: Mapping[str, Any]) -
     options.setdefault("max_tokens", max(2048, MOST_WIDTH * options["max_requests"]))
     has_mtp = shape.mtp_num_depths or shipped_draft_layer(model)
     methods = ["ngram", *(["mtp"] if has_mtp else [])]
-    plan = variants(options, len(needles), longest, methods, arguments.cases)
+    shares = arguments.expert_model_parallel_size > 1
+    plan = variants(options, len(needles), longest, methods, shares, arguments.cases)
     return _Work(needles, tokens, options, plan)
 
 

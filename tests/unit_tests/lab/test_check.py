@@ -56,7 +56,7 @@ def test_models_pass(
     output = capsys.readouterr().out
     assert output.endswith("OK\n")
     found = json.loads(file.read_text())["figures"]
-    assert {case["case"] for case in found} == CASES.keys()
+    assert {case["case"] for case in found} == CASES.keys() - {"idle"}
     assert [case["failed"] for case in found] == [0] * len(found)
     # 10 tokens of two needles, each twice where prompts are found.
     assert {case["label"]: case["tokens"] for case in found if case["tokens"] != 20} == {"warm": 40}
@@ -146,7 +146,7 @@ def answer(tokens: list[int], log_probs: list[float], second: float = -3.0) -> A
 def test_near_ties_are_explained() -> None:
     alone = answer([1, 2, 3], [-1.0, -2.0, -2.999])
     judge = Judge("fast", torch.bfloat16, 2)
-    compared, failure = judge.compare([alone], [answer([1, 2, 9], [-1.0, -2.5, -3.0])])
+    compared, failure = judge.compare({0: alone}, [answer([1, 2, 9], [-1.0, -2.5, -3.0])])
     assert failure is None
     assert (compared["parted"], compared["near_ties"], compared["differ"]) == (1, 1, 1)
     assert (compared["tokens"], compared["log_probs"], compared["largest"]) == (3, 2, 0.5)
@@ -155,12 +155,12 @@ def test_near_ties_are_explained() -> None:
         in (compared["first"])
     )
     for other in answer([1, 9], [-1.0, -3.0]), answer([1, 8], [-1.0, -2.0]), answer([1], [-1.0]):
-        compared, failure = judge.compare([alone], [other])
+        compared, failure = judge.compare({0: alone}, [other])
         assert failure is not None
         assert (failure.position, compared["failed"], compared["near_ties"]) == (1, 1, 0)
     for far, fails in (-2.00001, True), (-2.0000005, False), (float("nan"), True):
         found = answer([1, 2, 3], [-1.0, far, -2.999])
-        compared, failure = Judge("float32", torch.float32, 2).compare([alone], [found])
+        compared, failure = Judge("float32", torch.float32, 2).compare({0: alone}, [found])
         assert (failure is not None, compared["differ"]) == (fails, 1)
 
 
