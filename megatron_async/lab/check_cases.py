@@ -24,7 +24,7 @@ PAUSE_EVERY = 4
 MOST_GROUPS = 8
 """Most batches of a case: where needles are many, small batches serve only the first of them."""
 MOST_ALONE = 64
-"""Most needles that are served alone; more of them are compared with the first batch they are in."""
+"""Most needles that are served alone; others are compared with the first batch that has them."""
 HAPPENED = {
     "paused": "pauses", "suspended": "times", "warm": "found", "evicted": "times",
     "drafts": "taken", "idle": "idle steps",
@@ -206,7 +206,7 @@ class NeedleServer:
         answers = []
         for turn in range(turns):
             is_idle = variant.case == "idle" and turn != self.llm.data_parallel_rank
-            served = [] if is_idle else order
+            served = order[: 0 if is_idle else None]
             found = self._generate(
                 [prompts[n] for n in served], [params[n] for n in served], variant.case
             )

@@ -32,6 +32,8 @@ ON_GPU = {"max_requests": 256, "block_size_tokens": 64}, 1200, 128
 """By device: settings, the longest random needle and tokens to generate, where nothing is said."""
 LEAST_RECURRENT = 160
 """The longest needle where layers are recurrent: states are kept at multiples of 128 tokens."""
+FEW = 4
+"""Needles whose lengths have all magnitudes."""
 SNAPSHOTS = 16
 """Rows for recurrent states of prompts' beginnings."""
 MOST_WIDTH = 4
@@ -152,10 +154,14 @@ def _work(arguments: argparse.Namespace, model: str, given: Mapping[str, Any]) -
     context = min(bound for bound in bounds if bound is not None)
     longest = max(min(longest, context - 2 * tokens), 1)
     draws = np.random.default_rng(arguments.seed)
-    # A few lengths of all magnitudes, then all lengths in turn.
-    needles = [_ids(prompt, source.tokenizer) for prompt in arguments.prompt] or [
-        draws.integers(shape.vocab_size, size=max(int(longest * 0.4**n), n % longest + 1)).tolist()
+    # A few lengths of all magnitudes, then lengths all over the range.
+    stride = max(longest // arguments.needles, 1)
+    sizes = (
+        max(int(longest * 0.4**n), 1) if n < FEW else n * stride % longest + 1
         for n in range(arguments.needles)
+    )
+    needles = [_ids(prompt, source.tokenizer) for prompt in arguments.prompt] or [
+        draws.integers(shape.vocab_size, size=size).tolist() for size in sizes
     ]
     longest = max(map(len, needles))
     options = {**defaults, "lookahead": 1, "paused_buffer_size_gb": NO_GB, **given}
