@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 device=args.device,
                 dtype=args.dtype,
                 mamba_ssm_states_dtype=args.mamba_ssm_states_dtype,
+                batch_invariant_mode=args.batch_invariant_mode,
                 max_requests=4,
                 max_tokens=max_tokens,
                 max_sequence_length=longest,
