@@ -15,7 +15,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections import defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,10 +28,13 @@ from megatron_async.checkpoints.weight import EXTRA_STATE, gpt_name
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.pipeline import OUTPUT
+from megatron_async.updates.writes import giving_way
 
 HUGGINGFACE, MEGATRON, GPT = "huggingface", "megatron", "megatron_gpt"
 KINDS = (HUGGINGFACE, MEGATRON, GPT)
 NAMES = ("auto", *KINDS)
+WHOLE = ""
+"""Stands for all parts of a weight."""
 _HINTS = {
     "lora_": "merge adapters into the weights before they are sent.",
     "base_layer": "merge adapters into the weights before they are sent.",
@@ -40,7 +42,12 @@ _HINTS = {
     "delta": "send whole weights, not their differences.",
 }
 """Parts of unknown names, and the remedy."""
-_EXPERTS = re.compile(r"\.experts\.(linear_fc[12])\.weight$")
+_ONE_EXPERT = re.compile(
+    r"(?P<experts>.*(?<!\.experts)\.experts\.)(?:"
+    r"local_experts\.(?P<number>0|[1-9][0-9]{0,8})\.(?P<matrix>linear_fc[12])\.weight|"
+    r"(?P<its_matrix>linear_fc[12])\.weight(?P<its_number>0|[1-9][0-9]{0,8}))"
+)
+"""One expert's part of a weight of all experts, in Megatron's modules."""
 
 
 class Piece(NamedTuple):
@@ -57,8 +64,63 @@ class Piece(NamedTuple):
         return tuple(part.stop - part.start for part in self.region)
 
 
+class Known(NamedTuple):
+    """A tensor that may come, by its name in one kind of names."""
+
+    entry: str
+    """The name; of one expert's part the name of the weight of all experts."""
+    shape: Shape
+    """Shape of the whole tensor."""
+    stored: list[str]
+    """Keys of the weights that it is part of (`Weight.stored`)."""
+    held: list[Weight]
+    """Weights of this rank that it is part of."""
+    expert: int | None = None
+    """Number of the one expert."""
+
+    def one(self, expert: int) -> Known:
+        """The part of one expert in a tensor of all."""
+        return self._replace(shape=self.shape[1:], expert=expert)
+
+
+class Parts(NamedTuple):
+    """What a tensor brings to a weight."""
+
+    part: int | str
+    """Which of the weight's parts it is, the same for all names of it."""
+    pieces: list[Piece]
+
+
+class Pieces:
+    """What each tensor of a table brings to one weight, as views of a tensor like the weight's
+    parameter: the pieces of a whole one, or this rank's shard, which `is_alone`.
+
+    Args:
+        named: by the names of the table.
+        experts: that are here.
+    """
+
+    def __init__(self, named: dict[str, Parts], experts: range) -> None:
+        self._named, self._experts = named, experts
+
+    def of(self, known: Known) -> Parts:
+        """What one tensor brings: nothing where its expert is not here."""
+        found = self._named.get(known.entry, _NOTHING)
+        if known.expert is None:
+            return found
+        if known.expert not in self._experts:
+            return _NOTHING
+        row = known.expert - self._experts.start
+        each = [Piece(p.region[1:], p.place[row], p.is_alone) for p in found.pieces]
+        return Parts(known.expert, each)
+
+
+_NOTHING = Parts(WHOLE, [])
+
+
 class NameTable:
-    """All names of one kind that a model's tensors may have.
+    """All names of one kind that a model's tensors may have. Names of single experts' parts of
+    Megatron's weights, tens of thousands, are not in it: they are read.
 
     Args:
         kind: of the names.
@@ -66,78 +128,82 @@ class NameTable:
         shard: what this rank holds.
 
     Attributes:
-        shapes: of the whole tensor, by name.
-        stored: keys of the weights that a tensor is part of, by name (`Weight.stored`).
-        held: those of which this rank has a part, by name.
+        entries: by name.
         most_elements: of the largest tensor.
     """
 
     def __init__(self, kind: str, architecture: ModelArchitecture, shard: Shard) -> None:
         self.kind = kind
-        self.shapes: dict[str, Shape] = {}
-        self.stored: dict[str, list[str]] = defaultdict(list)
-        self.held: dict[str, list[Weight]] = defaultdict(list)
+        self.entries: dict[str, Known] = {}
         self._prefixes: dict[str, list[str]] = {}
         a, all_of_it = architecture, Shard(with_mtp=bool(architecture.mtp_pattern))
         for modules in (False, True) if kind == HUGGINGFACE else (False,):
-            known = set(self.shapes)
-            for weight in weights(a, all_of_it, modules, modules):
+            before = set(self.entries)
+            for weight in giving_way(weights(a, all_of_it, modules, modules)):
                 self._prefixes.setdefault(weight.stored, self._megatron_names(weight))
                 for name, shape in self._shapes_of(weight).items():
-                    if name not in known:
-                        self.shapes[name] = shape
-                        self.stored[name].append(weight.stored)
-            for weight in weights(a, shard, modules, modules):
-                for name in self._shapes_of(weight).keys() - known:
-                    self.held[name].append(weight)
-        self._same_as: dict[str, str] = {}
+                    if name not in before:
+                        known = self.entries.setdefault(name, Known(name, shape, [], []))
+                        known.stored.append(weight.stored)
+            for weight in giving_way(weights(a, shard, modules, modules)):
+                for name in self._shapes_of(weight):
+                    if name not in before:
+                        self.entries[name].held.append(weight)
         if a.tie_word_embeddings:
-            ends = [(OUTPUT, next(iter(self.shapes)))]
+            ends = [(OUTPUT, next(iter(self.entries)))]
             if kind == HUGGINGFACE:
                 both = [names_of(a.model_type, modules, gated=False) for modules in (False, True)]
                 ends = [(names.output, names.embedding) for names in both]
             for output, embedding in ends:
-                self.shapes[output] = self.shapes[embedding]
-                self.stored[output] = self.stored[embedding]
-                self.held[output] = self.held[embedding]
-                self._same_as[embedding] = output
-        self.most_elements = max(map(math.prod, self.shapes.values()))
+                self.entries[output] = self.entries[embedding]
+        self.most_elements = max(math.prod(known.shape) for known in self.entries.values())
 
-    def pieces(self, weight: Weight, tensor: Tensor) -> dict[str, list[Piece]]:
-        """What each tensor brings to a weight, as views of a tensor like the weight's parameter:
-        the pieces of a whole one, or this rank's shard, which `is_alone`."""
-        of = self._parts if self.kind == HUGGINGFACE else self._wholes
-        found = of(weight, tensor)
-        for embedding, output in self._same_as.items():
-            if embedding in found:
-                found[output] = found[embedding]
+    def find(self, name: str) -> Known | None:
+        """The tensor of that name; None: there is none."""
+        found = self.entries.get(name)
+        if found is None and self.kind != HUGGINGFACE and (one := _ONE_EXPERT.fullmatch(name)):
+            entry = f"{one['experts']}{one['matrix'] or one['its_matrix']}.weight"
+            number = int(one["number"] or one["its_number"])
+            whole = self.entries.get(entry)
+            if whole is not None and number < whole.shape[0]:
+                found = whole.one(number)
         return found
 
-    def _parts(self, weight: Weight, tensor: Tensor) -> dict[str, list[Piece]]:
-        found: dict[str, list[Piece]] = defaultdict(list)
+    def names(self, weight: Weight) -> dict[str, Known]:
+        """Tensors that make up a weight, by their names; one name of each expert."""
+        found = {name: self.entries[name] for name in self._shapes_of(weight)}
+        if self.kind != HUGGINGFACE and weight.experts:
+            (name, whole), *_ = found.items()
+            found |= {f"{name}{number}": whole.one(number) for number in range(weight.experts)}
+        return found
+
+    def pieces(self, weight: Weight, tensor: Tensor) -> Pieces:
+        """What the tensors bring to a weight."""
+        of = self._parts if self.kind == HUGGINGFACE else self._wholes
+        return Pieces(of(weight, tensor), weight.shard.experts_of(weight.experts))
+
+    def _parts(self, weight: Weight, tensor: Tensor) -> dict[str, Parts]:
+        found = {name: Parts(number, []) for number, name in enumerate(weight.held_parts)}
         for name, region, place in weight.pieces(tensor):
-            found[name].append(Piece(region, place))
-        for pieces in found.values():
+            found[name].pieces.append(Piece(region, place))
+        for _, pieces in found.values():
             if len(pieces) == 1:  # of several strips no tensor is a rank's shard
                 pieces.append(pieces[0]._replace(is_alone=True))
         return found
 
-    def _wholes(self, weight: Weight, tensor: Tensor) -> dict[str, list[Piece]]:
-        found: dict[str, list[Piece]] = defaultdict(list)
+    def _wholes(self, weight: Weight, tensor: Tensor) -> dict[str, Parts]:
         first = weight.shard.experts_of(weight.experts).start
-        whole = [(origin, place, False) for origin, place in weight.whole_pieces(tensor)]
-        shard = ([first] + [0] * (tensor.dim() - 1), tensor, True)
-        for prefix in self._prefixes[weight.stored]:
-            for origin, place, is_alone in (*whole, shard):
-                region = _region(origin, place)
-                found[prefix].append(Piece(region, place, is_alone))
-                for number, expert in enumerate(place if weight.experts else ()):
-                    for name in _expert_names(prefix, first + number):
-                        found[name].append(Piece(region[1:], expert, is_alone))
-            if weight.is_stored_in_strips:
-                for suffix, origin, place in weight.stored_pieces(tensor):
-                    piece = Piece(_region(origin, place), place)
-                    found[prefix + suffix] = [piece, piece._replace(is_alone=True)]
+        whole = [Piece(_region(*each), each[1]) for each in weight.whole_pieces(tensor)]
+        shard = Piece(_region([first] + [0] * (tensor.dim() - 1), tensor), tensor, True)
+        found = dict.fromkeys(self._prefixes[weight.stored], Parts(WHOLE, [*whole, shard]))
+        if weight.is_stored_in_strips:
+            for suffix, origin, place in weight.stored_pieces(tensor):
+                piece = Piece(_region(origin, place), place)
+                pieces = [piece, piece._replace(is_alone=True)]
+                found |= {
+                    prefix + suffix: Parts(suffix, pieces)
+                    for prefix in self._prefixes[weight.stored]
+                }
         return found
 
     def _megatron_names(self, weight: Weight) -> list[str]:
@@ -151,8 +217,6 @@ class NameTable:
         found: dict[str, Shape] = {}
         for prefix in self._prefixes[weight.stored]:
             found[prefix] = weight.whole_shape
-            for expert in range(weight.experts):
-                found |= dict.fromkeys(_expert_names(prefix, expert), weight.whole_shape[1:])
             if weight.is_stored_in_strips:
                 found |= {prefix + end: shape for end, shape in weight.stored_suffixes.items()}
         return found
@@ -160,14 +224,6 @@ class NameTable:
 
 def _region(origin: list[int], place: Tensor) -> Region:
     return tuple(slice(first, first + n) for first, n in zip(origin, place.shape, strict=True))
-
-
-def _expert_names(prefix: str, expert: int) -> list[str]:
-    """Names of one expert's part of a weight of all experts, in Megatron's modules."""
-    if not _EXPERTS.search(prefix) or ".experts.experts." in prefix:
-        return []
-    one = _EXPERTS.sub(rf".experts.local_experts.{expert}.\1.weight", prefix)
-    return [one, f"{prefix}{expert}"]
 
 
 _table = lru_cache(maxsize=2 * len(KINDS))(NameTable)
@@ -187,6 +243,7 @@ class Names:
         self._architecture, self._shard = architecture, shard
         every = KINDS if architecture.layers_per_block == 2 else KINDS[:2]
         self._kinds = every if kind == "auto" else (kind,)
+        self._drafts = "mtp.", mtp_names_of(architecture.model_type).beginning
         self._tables: dict[str, NameTable] = {}
 
     def table(self, kind: str = "") -> NameTable:
@@ -196,30 +253,35 @@ class Names:
             self._tables[kind] = _table(kind, self._architecture, self._shard)
         return self._tables[kind]
 
-    def find(self, sent: str) -> tuple[NameTable, str] | None:
-        """The table that has the tensor, and its name there; None for what a model without its
+    def find(self, sent: str) -> tuple[NameTable, Known] | None:
+        """The table that has the tensor, and what it is there; None for what a model without its
         tower, or without its MTP, has no place for.
 
         Raises:
             UpdateError: there is no such tensor, or nobody can tell which it is.
         """
+        kinds = self._kinds
+        if len(kinds) == 1 and isinstance(sent, str) and not sent.startswith(self._drafts):
+            table = self.table()
+            if (known := table.entries.get(sent)) is not None:  # most are
+                return table, known
         name = self._plain(sent)
         if name is None:
             return None
-        kinds = self._kinds
-        if not name.startswith("mtp.") and name in self.table().shapes:
+        if not name.startswith("mtp.") and name in self.table().entries:
             kinds = kinds[:1]  # and Megatron's tables need not be made
-        found = [table for table in map(self.table, kinds) if name in table.shapes]
+        tables = [(table, table.find(name)) for table in map(self.table, kinds)]
+        found = [(table, known) for table, known in tables if known is not None]
         if not found:
             raise UpdateError(self._unknown(sent, name))
-        if len({tuple(table.stored[name]) for table in found}) > 1:
+        if len({tuple(known.stored) for _, known in found}) > 1:
             raise UpdateError(
                 f"tensor {sent!r}: names='auto' cannot tell whether layers are counted as in "
                 f"Megatron's HybridModel or GPTModel: say names={MEGATRON!r} or names={GPT!r}."
             )
         if len(found) == 1:
-            self._kinds = (found[0].kind,)
-        return found[0], name
+            self._kinds = (found[0][0].kind,)
+        return found[0]
 
     def _plain(self, sent: str) -> str | None:
         """A name without what wrappers and towers add."""
@@ -229,12 +291,12 @@ class Names:
         while name.startswith("module."):
             name = name.removeprefix("module.")
         found, _ = language_model_tensors([name], a.model_type)
-        is_draft = name.startswith(("mtp.", mtp_names_of(a.model_type).beginning))
+        is_draft = name.startswith(self._drafts)
         is_other = name.endswith((FREQUENCIES, EXTRA_STATE)) or not found
         return None if is_other or (is_draft and not self._shard.with_mtp) else next(iter(found))
 
     def _unknown(self, sent: str, name: str) -> str:
-        known = [each for kind in self._kinds for each in self.table(kind).shapes]
+        known = [each for kind in self._kinds for each in self.table(kind).entries]
         near = difflib.get_close_matches(name[:200], known, n=1)
         hint = next((hint for part, hint in _HINTS.items() if part in name), None)
         hint = hint or (f"did you mean {near[0]!r}?" if near else "send the model's own weights.")

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_async.checkpoints import huggingface
 from megatron_async.errors import UpdateError
+from megatron_async.updates.writes import giving_way
 
 DTYPES = {
     name: dtype
@@ -196,7 +197,7 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> list[tuple
                 f"{memory!r:.200} is no memory as torch shares it: send the 8 fields of "
                 "UntypedStorage._share_cuda_."
             )
-    for name, dtype_name, shape, stride, number, offset in _chosen(handles, device):
+    for name, dtype_name, shape, stride, number, offset in giving_way(_chosen(handles, device)):
         dtype, size = _dtype(name, dtype_name), _size(name, shape)
         _size(name, (*stride, offset))
         if number not in opened:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,26 +27,49 @@ from megatron_async.devices import Device, Event, makes_ordinary_tensors
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.pipeline import EMBEDDING
-from megatron_async.updates.incoming import HUGGINGFACE, NAMES, Names, NameTable, Piece
+from megatron_async.updates.incoming import (
+    HUGGINGFACE,
+    NAMES,
+    WHOLE,
+    Known,
+    Names,
+    NameTable,
+    Parts,
+    Pieces,
+)
 from megatron_async.updates.round_plan import STAGINGS, make_plan
-from megatron_async.updates.writes import Copies, Write, check_twins, checked
+from megatron_async.updates.writes import Copies, Write, check_twins, checked, giving_way
 
 SELECTORS = ("all", "target", "draft")
 _OTHER_FACTS = ("model_type", "max_position_embeddings", "eos_token_ids", "bos_token_id")
 """Fields of an architecture on which no weight and no logit depends."""
 
 
-_Marked = tuple[Piece, Tensor]
-"""A piece of a tensor, and the marks of its place."""
+@dataclass
+class _Held:
+    """A weight of this rank in a round, and what of it was written.
 
-
-class _Held(NamedTuple):
-    """A weight of this rank in a round."""
+    Each kind of names divides a weight in one way, or not at all. So parts that came once, and no
+    more elements than there are, cover no place twice.
+    """
 
     weight: Weight
     parameter: Tensor
-    marks: Tensor
-    """Bool, like the parameter but for two columns: what was written."""
+    elements: int
+    """Without rows of padding."""
+    written: int = 0
+    """Elements that came."""
+    parts: set[int | str] = field(default_factory=lambda: {WHOLE})
+    """Parts that came (`Parts.part`), and the whole, of which `written` tells."""
+
+    def mark(self, part: int | str, elements: int) -> bool:
+        """Note what is written; returns whether it was for the first time."""
+        if not elements:
+            return True
+        is_new = part == WHOLE or part not in self.parts
+        self.parts.add(part)
+        self.written += min(elements, self.elements)
+        return is_new and self.written <= self.elements
 
 
 class WeightRound:
@@ -125,16 +148,16 @@ class WeightRound:
                 "selector='draft', but the engine has no layers of multi-token prediction: start "
                 "it with speculative_method='mtp', or leave the selector out."
             )
-        everything = list(weights(architecture, shard))
+        everything = list(giving_way(weights(architecture, shard)))
         named = model_parameters(parameters, everything)
         self._held = {
-            weight.name: _Held(weight, named[weight.name], _marks(weight))
+            weight.name: _Held(weight, named[weight.name], _elements(weight))
             for weight in everything
             if self._is_selected(weight.stored)
         }
         sizes = [held.parameter.nbytes for held in self._held.values()]
         self._spare: dict[str, Tensor] = {}
-        self._pieces: dict[int, dict[str, list[_Marked]]] = {}
+        self._pieces: dict[int, Pieces] = {}
         self._later: list[Write] = []
         self._embedding: dict[str, list[Write]] = {}
         self._twins: list[tuple[Write, Write]] = []
@@ -163,7 +186,7 @@ class WeightRound:
                 served, numbers that are not finite. The round can only be dropped then.
         """
         self._begin()
-        for pair in tensors:
+        for pair in giving_way(tensors):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise UpdateError(
                     f"{pair!r:.80} is no pair of a name and a tensor: give pairs, as items() does."
@@ -215,9 +238,8 @@ class WeightRound:
         except CheckpointError as error:
             raise UpdateError(str(error)) from error
         for held in self._held.values():
-            if held.marks.any():
+            if not held.mark(WHOLE, held.elements):
                 self._doubled.append(held.weight.stored)
-            held.marks.fill_(True)
             written = self._target(held.weight.name)
             self._check_finite(held.weight.stored, written, written)
         self._end()
@@ -277,10 +299,11 @@ class WeightRound:
     def drop(self) -> None:
         """Give spare tensors back; see `Stage`. With staging "none" a model stays torn."""
         self._state, self._copies = "over", None
-        self._spare, self._pieces = {}, {}
-        self._embedding, self._twins, self._ready = {}, [], []
-        while self._later:  # one by one: to close a GPU's shared memory takes a while, and the
-            self._later.pop()  # engine's thread may have the interpreter between
+        self._spare, self._embedding, self._twins, self._ready = {}, {}, [], []
+        for _ in giving_way(range(len(self._pieces))):
+            self._pieces.popitem()
+        for _ in giving_way(range(len(self._later))):
+            self._later.pop()  # to close a GPU's shared memory takes a while
 
     def _begin(self) -> None:
         """Before a call that may fail: none comes after one that has."""
@@ -331,22 +354,22 @@ class WeightRound:
     # A tensor comes.
 
     def _fit(
-        self, sent: str, table: NameTable, name: str, shape: Shape
-    ) -> list[tuple[Weight, list[_Marked]]]:
+        self, sent: str, table: NameTable, known: Known, shape: Shape
+    ) -> list[tuple[Weight, Parts]]:
         """The weights of this rank that a tensor is part of, and its pieces."""
-        whole, fitting = table.shapes[name], []
+        whole, fitting = known.shape, []
         shards = set[Shape]()
-        for weight in table.held[name]:
+        for weight in known.held:
             if weight.name not in self._held:
                 raise UpdateError(
                     f"tensor {sent!r} is not part of a round with selector={self._selector!r}: "
                     "leave it out, or begin the round with selector='all'."
                 )
-            known = self._pieces_of(table, weight).get(name, [])  # of no expert here
-            shards |= {piece.shape for piece, _ in known if piece.is_alone} - {whole}
+            part, every = self._pieces_of(table, weight).of(known)
+            shards |= {piece.shape for piece in every if piece.is_alone} - {whole}
             if shape == whole or shape in shards:
-                pieces = [each for each in known if each[0].is_alone == (shape != whole)]
-                fitting.append((weight, pieces))
+                pieces = [each for each in every if each.is_alone == (shape != whole)]
+                fitting.append((weight, Parts(part, pieces)))
         if shape != whole and shape not in shards:
             also = "".join(f", or {list(each)} (this rank's shard)" for each in shards)
             raise UpdateError(
@@ -362,15 +385,15 @@ class WeightRound:
         tensor = checked(sent, tensor)
         self._check_place(sent, tensor)
         fitting = self._fit(sent, *found, tuple(tensor.shape))
-        for weight, pieces in fitting:
+        for weight, (part, pieces) in fitting:
             if self.plan.staging != "direct":
                 self._check_finite(sent, tensor, self._held[weight.name].parameter)
             is_scaled = found[0].kind == HUGGINGFACE and (weight.scale, weight.offset) != (1, 0)
             writes = [
                 Write(sent, place, tensor if is_alone else tensor[region], weight, is_scaled)
-                for (region, place, is_alone), _ in pieces
+                for region, place, is_alone in pieces
             ]
-            self._write(sent, weight, writes, [marks for _, marks in pieces])
+            self._write(sent, weight, part, writes)
 
     def _check_place(self, sent: str, tensor: Tensor) -> None:
         """Raise if the engine's thread would have to make the copy itself, and no step could run
@@ -383,7 +406,7 @@ class WeightRound:
                 f"tensors on {place} or pinned ones, or use staging='device' or 'host'."
             )
 
-    def _write(self, sent: str, weight: Weight, writes: list[Write], marked: list[Tensor]) -> None:
+    def _write(self, sent: str, weight: Weight, part: int | str, writes: list[Write]) -> None:
         is_direct = self.plan.staging == "direct"
         if self._architecture.tie_word_embeddings and weight.stored == EMBEDDING:
             first = self._embedding.setdefault(weight.name, writes)
@@ -393,10 +416,9 @@ class WeightRound:
                 for pair in () if is_direct else twins:
                     check_twins(*pair)
                 return
-        for marks in marked:
-            if marks.any():
-                self._doubled.append(sent)
-            marks.fill_(True)
+        held = self._held[weight.name]
+        if not held.mark(part, sum(write.place.numel() for write in writes)):
+            self._doubled.append(sent)
         if is_direct:
             self._later += writes
             return
@@ -405,32 +427,26 @@ class WeightRound:
             write.run()
             writes[number] = write._replace(values=write.place)  # the sender's may change
 
-    def _pieces_of(self, table: NameTable, weight: Weight) -> dict[str, list[_Marked]]:
-        """Pieces by name, each with its marks."""
+    def _pieces_of(self, table: NameTable, weight: Weight) -> Pieces:
         if id(weight) not in self._pieces:
-            target, marks = self._target(weight.name), self._held[weight.name].marks
-            found, marked = table.pieces(weight, target), table.pieces(weight, marks)
-            self._pieces[id(weight)] = {
-                name: [(each, mark.place) for each, mark in zip(found[name], marks, strict=True)]
-                for name, marks in marked.items()
-            }
+            self._pieces[id(weight)] = table.pieces(weight, self._target(weight.name))
         return self._pieces[id(weight)]
 
     def _missing(self) -> list[str]:
         """Names of what was not written, in the kind that came."""
         table, missing = self._names.table(), list[str]()
         for held in self._held.values():
-            if held.marks.all():
+            if held.written >= held.elements:
                 continue
-            pieces = self._pieces_of(table, held.weight)
-            parts = [
-                name
-                for name, each in pieces.items()
-                if not all(marks.all() for piece, marks in each if not piece.is_alone)
-            ]
+            names = table.names(held.weight)
+            pieces, parts = self._pieces_of(table, held.weight), dict[int | str, str]()
+            for name, known in names.items():
+                part, every = pieces.of(known)
+                if part not in held.parts and any(piece.place.numel() for piece in every):
+                    parts.setdefault(part, name)
             # Of Megatron's names the first is of the whole weight, the others of parts.
-            is_whole = table.kind != HUGGINGFACE and not held.marks.any()
-            missing += parts[:1] if is_whole else parts
+            is_whole = table.kind != HUGGINGFACE and not held.written
+            missing += list(names)[:1] if is_whole or not parts else parts.values()
         return missing
 
     def _check_finite(self, name: str, tensor: Tensor, like: Tensor) -> None:
@@ -441,9 +457,12 @@ class WeightRound:
             )
 
 
-def _marks(weight: Weight) -> Tensor:
-    shape = weight.shape
-    return torch.zeros(shape if len(shape) == 1 else (*shape[:-1], 2), dtype=torch.bool)
+def _elements(weight: Weight) -> int:
+    """Count of a rank's elements, but for rows of padding."""
+    if weight.experts or weight.strips or weight.partition_dim != 0:
+        return math.prod(weight.shape)
+    regions = map(weight.held, weight.parts)
+    return sum(math.prod(part.stop - part.start for part in region) for region in regions)
 
 
 def _is_draft(name: str) -> bool:

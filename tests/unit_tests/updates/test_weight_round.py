@@ -3,6 +3,7 @@ is not whole or not the model's is refused, and the old weights stay."""
 
 import os
 import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_async.checkpoints.convert import convert
 from megatron_async.checkpoints.mapping import Shard, weights
@@ -20,7 +22,7 @@ from megatron_async.devices import CpuDevice
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
-from megatron_async.models.pipeline import OUTPUT, Stage
+from megatron_async.models.pipeline import Stage
 from megatron_async.updates.incoming import GPT, HUGGINGFACE, MEGATRON, NameTable
 from megatron_async.updates.weight_round import WeightRound
 from megatron_async.updates.writes import Copies, checked
@@ -66,19 +68,34 @@ def sent(a: ModelArchitecture, kind: str, whole: Tensors, modules: bool = False)
             found |= weight.split(whole[weight.name])
             continue
         pieces = table.pieces(weight, whole[weight.name])
-        names = [name for name in pieces if name != OUTPUT or not a.tie_word_embeddings]
-        ways = [[n] for n in names if table.shapes[n] == weight.whole_shape]
-        ways += [
-            [n for n in names if ".local_experts." in n],
-            [n for n in names if n[-1].isdigit()],
-        ]
+        names = table.names(weight)
+        ways = [[n] for n in names if names[n].shape == weight.whole_shape]
+        numbered = [n for n in names if n[-1].isdigit()]
+        ways += [numbered, [local_expert(n) for n in numbered]]
         ways += [[n for n in names if n.startswith(weight.stored + ".")]]
         for name in chance.choice([way for way in ways if way]):
-            found[name] = torch.zeros(table.shapes[name])
-            for region, place, is_alone in pieces[name]:
+            known = table.find(name)
+            assert known is not None, name
+            found[name] = torch.zeros(known.shape)
+            for region, place, is_alone in pieces.of(known).pieces:
                 if not is_alone:
                     found[name][region] = place
     return found
+
+
+def local_expert(name: str) -> str:
+    """Another name of one expert's part, by which modules of single experts know it."""
+    return re.sub(r"(linear_fc[12]\.weight)(\d+)$", r"local_experts.\2.\1", name)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations, views too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -278,6 +295,55 @@ def test_what_came_not_at_all_or_twice(kind: str, begin, device) -> None:
         sum(int((each == 7).sum()) for each in old.values())
         == sum(each.numel() for each in old.values()) - left[0][1].numel()
     ), "the others keep their numbers"
+
+
+EXPERTS = "decoder.layers.1.mlp.experts.linear_fc1.weight"
+LOCAL = "decoder.layers.1.mlp.experts.local_experts.{}.linear_fc1.weight"
+
+
+def test_single_experts_not_at_all_or_twice(begin, device) -> None:
+    a, shard = FAMILIES["tiny-moe"], Shard(1, 2, 1, 2)
+    whole, mine = parameters(a, Shard()), parameters(a, shard)
+    here = a.num_moe_experts // 2
+    rest = {name: tensor for name, tensor in mine.items() if name != EXPERTS}
+    ours = {f"{EXPERTS}{here + row}": tensor for row, tensor in enumerate(mine[EXPERTS])}
+    all_of_them = {LOCAL.format(n): tensor for n, tensor in enumerate(whole[EXPERTS])}
+    for experts in (ours, all_of_them):
+        old, new = begin(a, shard, names=MEGATRON)
+        bring(new, (rest | experts).items())
+        commit(new, device)
+        assert_equal(old, mine)
+    lost, last = dict(all_of_them), f"{EXPERTS}{a.num_moe_experts - 1}"
+    del lost[LOCAL.format(here)]
+    for sent_twice in (
+        lost | {last: whole[EXPERTS][-1]},  # by both of its names
+        lost | {last: ours[last]},  # and as this rank's shard
+        {last: ours[last], EXPERTS: mine[EXPERTS]},
+    ):
+        _, new = begin(a, shard, names=MEGATRON)
+        new.load((rest | sent_twice).items())
+        with pytest.raises(UpdateError, match=r"'decoder.layers.1.mlp.exp.* was written twice"):
+            new.finish()
+    _, new = begin(a, shard, names=MEGATRON)
+    new.load((rest | lost).items())
+    with pytest.raises(UpdateError, match=f"'{EXPERTS}{here}' .one of 1. was not sent"):
+        new.finish()
+    for unknown in (f"{EXPERTS}{2 * here}", f"{EXPERTS}0{here}", LOCAL.format(-1)):
+        with pytest.raises(UpdateError, match="is not part of this model"):
+            begin(a, shard, names=MEGATRON)[1].load([(unknown, whole[EXPERTS][0])])
+
+
+def test_a_tensor_of_all_experts_takes_no_work_for_each(begin, device) -> None:
+    works = []
+    for experts in (4, 16):
+        a = replace(FAMILIES["tiny-moe"], num_moe_experts=experts)
+        tensors = parameters(a, Shard(1, 2))
+        _, new = begin(a, Shard(1, 2), names=MEGATRON, staging="direct")
+        with Operations() as operations:
+            bring(new, tensors.items())
+        works.append(operations.count)
+        commit(new, device)
+    assert works[0] == works[1]
 
 
 def test_without_staging_a_model_is_torn_until_a_whole_round(begin, device) -> None:
