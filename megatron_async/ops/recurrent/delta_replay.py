@@ -23,11 +23,11 @@ from megatron_async.ops.dependent_launch import launch_options, wait_for_previou
 from megatron_async.ops.recurrent.delta_pools import DeltaParams, DeltaShape
 from megatron_async.ops.recurrent.delta_tile import (
     advanced,
-    decays_of,
     factors_of,
     outputs_of,
     pseudo_values_of,
 )
+from megatron_async.ops.recurrent.kernel_parts import decays_of
 from megatron_async.ops.recurrent.prefill_parts import (
     BORDERS,
     MANY_PROGRAMS,

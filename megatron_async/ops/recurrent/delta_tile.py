@@ -15,16 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_async.ops.recurrent.kernel_parts import add_products, rounded
-
-UNIT = tl.constexpr(2.0**24)
-"""Whole numbers in one natural logarithm of a decay."""
-
-
-@triton.jit
-def decays_of(g: tl.tensor) -> tl.tensor:
-    """Logarithms of what is left of the state at the tile's border, after each of its tokens."""
-    return tl.cumsum((g * UNIT).to(tl.int64), 0).to(tl.float32) * (1.0 / UNIT)
+from megatron_async.ops.recurrent.kernel_parts import add_products, decays_of, rounded
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_async.ops.dependent_launch import await_previous, launch_options
 from megatron_async.ops.op import op, promising
 from megatron_async.ops.recurrent.delta_tile import moved
-from megatron_async.ops.recurrent.kernel_parts import add_products
+from megatron_async.ops.recurrent.kernel_parts import add_products, decays_of
 from megatron_async.ops.recurrent.mamba_tile import advanced
 from megatron_async.ops.recurrent.recurrent_pools import (
     DELTA_TILE,
@@ -284,7 +284,7 @@ def _flush_row(
                 s = moved(tl.trans(s), right, values, beta, gain, entries)
                 s = tl.trans(s)
             elif sizes.tile:
-                x, total = tl.trans(left), tl.cumsum(decay, 0)
+                x, total = tl.trans(left), decays_of(decay)
                 s = advanced(tl.trans(s), x, right, gain, total, entries, sizes.is_exact)
                 s = tl.trans(s)
             else:

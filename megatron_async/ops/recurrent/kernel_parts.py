@@ -16,6 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+UNIT = tl.constexpr(2.0**32)
+"""Whole numbers in one natural logarithm of a decay."""
+
 
 @triton.jit
 def silu(x: tl.tensor) -> tl.tensor:
@@ -43,6 +46,22 @@ def rounded(left: tl.tensor, right: tl.tensor) -> tl.tensor:
     """A product, rounded before anything is added to it, in every kernel: a compiler may join a
     multiplication and an addition, but nothing to this."""
     return tl.fma(left, right, 0.0)
+
+
+@triton.jit
+def held(x: tl.tensor, overlap: tl.constexpr) -> tl.tensor:
+    """`x`, of 16 bits. What another layout of it needs changes threads here, once, and not where
+    what makes `x` was loaded, which Triton 3.6 prefers: each load would be waited for by itself."""
+    if overlap:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+    return x
+
+
+@triton.jit
+def decays_of(g: tl.tensor) -> tl.tensor:
+    """Logarithms of what is left of the state at a tile's border after each of its tokens, of what
+    each leaves; tokens are the first dimension. Whole numbers add up alike in any order."""
+    return rounded(tl.cumsum((g * UNIT).to(tl.int64), 0).to(tl.float32), 1.0 / UNIT)
 
 
 @triton.jit

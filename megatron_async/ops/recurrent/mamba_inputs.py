@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, let_next_start, wait_for_previous
-from megatron_async.ops.recurrent.kernel_parts import history, silu, softplus, taps
+from megatron_async.ops.recurrent.kernel_parts import decays_of, held, history, silu, softplus, taps
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
-from megatron_async.ops.recurrent.mamba_tile import scores_of
+from megatron_async.ops.recurrent.mamba_tile import scores_of, weights_of
 from megatron_async.ops.recurrent.recurrent_pools import (
     TILE,
     DecodeRows,
@@ -27,7 +27,6 @@ from megatron_async.ops.recurrent.recurrent_pools import (
     RowStrides,
 )
 
-TOKENS = tl.constexpr(TILE)
 CHANNELS = 256
 """Channels of x that a program takes."""
 HEADS = 8
@@ -46,7 +45,7 @@ class DecodeInputs(NamedTuple):
     """`[tokens, groups d_state]`, dtype of the activations: C after the convolution."""
     weights: Tensor
     """float32 `[tokens, heads, window]`: of the ring's inputs from the base on. With a rule that
-    replays `[tokens, groups, 64]`: C by B of the tile of the row's last token; no others are."""
+    replays `[tokens, heads, 64]` of the tile of the row's last token, dtype of the activations."""
     decays: Tensor
     """float32 `[tokens, heads]`: what is left of the state at the query token."""
     gates: Tensor
@@ -74,19 +73,16 @@ def take_inputs(
     `is_gated` makes gates too, of rows of one query token: here a thread makes one or two of them,
     and the second kernel would make each in 32 threads.
     """
-    rows, width, weighs = step.row_index.numel(), step.width, not rule.replays
-    window = window_of(rule, width) if weighs else 1
+    rows, width, replays = step.row_index.numel(), step.width, rule.replays
+    window = TILE if replays else window_of(rule, width)
     tokens, device = rows * width, zxbcdt.device
     c = torch.empty((tokens, shape.bc_dim), dtype=zxbcdt.dtype, device=device)
-    heads_tile = triton.next_power_of_2(shape.group_heads)
-    if rule.replays:
-        scores = torch.empty((tokens, shape.groups, TILE), dtype=torch.float32, device=device)
-        inputs = DecodeInputs(c, scores, scores, scores)
-    else:
-        weights = torch.empty((tokens, shape.heads, window), dtype=torch.float32, device=device)
-        decays = torch.empty((tokens, shape.heads), dtype=torch.float32, device=device)
-        gates = decays.new_empty((tokens, shape.d_inner)) if is_gated else decays
-        inputs, heads_tile = DecodeInputs(c, weights, decays, gates), min(heads_tile, HEADS)
+    dtype = zxbcdt.dtype if replays else torch.float32
+    weights = torch.empty((tokens, shape.heads, window), dtype=dtype, device=device)
+    decays = torch.empty((tokens, shape.heads), dtype=torch.float32, device=device)
+    gates = decays.new_empty((tokens, shape.d_inner)) if is_gated else decays
+    inputs = DecodeInputs(c, weights, decays, gates)
+    heads_tile = min(triton.next_power_of_2(shape.group_heads), HEADS)
     parts = shape.groups * triton.cdiv(shape.group_heads, heads_tile)
     _inputs_kernel[(parts + triton.cdiv(shape.d_inner, CHANNELS), rows)](
         zxbcdt,
@@ -104,8 +100,8 @@ def take_inputs(
         window=window,
         tile=CHANNELS,
         is_gated=is_gated,
-        weighs=weighs,
-        num_warps=2 if weighs and rows >= MANY_ROWS and width == 1 else 4,
+        replays=replays,
+        num_warps=2 if not replays and rows >= MANY_ROWS and width == 1 else 4,
         **launch_options(zxbcdt),
     )
     return inputs
@@ -130,7 +126,7 @@ def _take_group(
     ring: tl.constexpr,
     conv_ring: tl.constexpr,
     window: tl.constexpr,
-    weighs: tl.constexpr,
+    replays: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """B, C and dt of a group: convolution and rings, and the weights of a block of its heads."""
@@ -163,16 +159,33 @@ def _take_group(
     kept = pools.conv + pool_row * strides.conv
     b_input_0, b_input_1, b_input_2 = history(kept + b_channel, first, always, conv_dim, conv_ring)
     c_input_0, c_input_1, c_input_2 = history(kept + c_channel, first, always, conv_dim, conv_ring)
-    # Inputs since the base: those of earlier steps from the rings, this step's below.
+    # Inputs since the base, or those of a tile: those of earlier steps from the rings, this step's
+    # below.
     place_in = tl.arange(0, window)
-    at = base + place_in
+    if replays:
+        last = first
+        for query in tl.static_range(1, width):
+            position = first + query
+            brought = tl.load(positions + row * width + query).to(tl.int32) == position
+            last = tl.where((first > 0) & brought, position, last)
+        at = last // window * window + place_in
+    else:
+        at = base + place_in
     is_old = at < first
     entry = at % ring
     xb_row = pools.ring_xb + pool_row * strides.ring_xb
     gates_row = pools.ring_gates + pool_row * strides.ring_gates
     b_place = xb_row + entry[:, None] * xb_dim + b_channel[None, :]
-    if weighs:
-        b_all = tl.load(b_place, mask=is_old[:, None], other=0.0).to(tl.float32)
+    b_all = tl.load(b_place, mask=is_old[:, None], other=0.0)
+    if replays:
+        gate_place = gates_row + entry[:, None] * (2 * heads) + head[None, :]
+        has_gate = is_old[:, None] & has_head[None, :]
+        decay = tl.load(gate_place, mask=has_gate, other=0.0)
+        share = tl.load(gate_place + heads, mask=has_gate, other=0.0)
+        number = tl.arange(0, 16)  # the least rows of a product
+        c_all = tl.zeros((16, d_state), b_all.dtype)
+    else:
+        b_all = b_all.to(tl.float32)
         gate_place = gates_row + entry[None, :] * (2 * heads) + head[:, None]
         has_gate = is_old[None, :] & has_head[:, None]
         decay = tl.load(gate_place, mask=has_gate, other=0.0)
@@ -182,17 +195,6 @@ def _take_group(
         left = tl.sum(decay, 1)
         share *= tl.exp(left[:, None] - tl.cumsum(decay, 1))
         left = tl.exp(left)
-    else:
-        last = first
-        for query in tl.static_range(1, width):
-            position = first + query
-            brought = tl.load(positions + row * width + query).to(tl.int32) == position
-            last = tl.where((first > 0) & brought, position, last)
-        in_tile = last // TOKENS * TOKENS + tl.arange(0, TOKENS)
-        b_place = xb_row + (in_tile % ring)[:, None] * xb_dim + b_channel[None, :]
-        b_tile = tl.load(b_place, mask=(in_tile < first)[:, None], other=0.0)
-        number = tl.arange(0, 16)  # the least rows of a product
-        c_tile = tl.zeros((16, d_state), b_tile.dtype)
     wait_for_previous(overlap)
     # All loads before the first store: none may be moved ahead of a store that it could alias, and
     # each query token would wait for memory anew.
@@ -233,8 +235,14 @@ def _take_group(
         place = outputs.c + token * bc_dim + group * d_state + column
         tl.store(place, c, mask=always & (block == 0))
 
-        if weighs:
-            own = (at == position) & brought
+        own = (at == position) & brought
+        if replays:
+            b, c = held(b, overlap), held(c, overlap)
+            b_all = tl.where(own[:, None], b[None, :], b_all)
+            c_all = tl.where((number == query)[:, None], c[None, :], c_all)
+            decay = tl.where(own[:, None], g[None, :], decay)
+            share = tl.where(own[:, None], dt[None, :], share)
+        else:
             b_all = tl.where(own[:, None], b.to(tl.float32)[None, :], b_all)
             kept_share = tl.exp(g)
             share = tl.where(own[None, :], dt[:, None], share * kept_share[:, None])
@@ -245,14 +253,19 @@ def _take_group(
             place = outputs.weights + target[:, None] * window + place_in[None, :]
             tl.store(place, weight, mask=has_head[:, None])
             tl.store(outputs.decays + target, left, mask=has_head)
-        else:
-            own = (in_tile == position) & brought
-            b_tile = tl.where(own[:, None], b[None, :], b_tile)
-            c_tile = tl.where((number == query)[:, None], c[None, :], c_tile)
-    if not weighs:
-        place = outputs.weights + ((row * width + number) * shape.groups + group)[:, None] * TOKENS
-        place = place + tl.arange(0, TOKENS)[None, :]
-        tl.store(place, scores_of(c_tile, b_tile), mask=(number < width)[:, None])
+    if replays:
+        scores, decay = scores_of(b_all, c_all), decays_of(decay)
+        for query in tl.static_range(width):
+            # One entry and zeros, twice: exact in any order.
+            score = tl.sum(tl.where((number == query)[None, :], scores, 0.0), 1)
+            own, seen = at == first + query, at <= first + query
+            here = tl.sum(tl.where(own[:, None], decay, 0.0), 0)
+            weight = weights_of(score[:, None], share, decay, here[None, :], seen[:, None])
+            target = (row * width + query) * heads + head
+            place = outputs.weights + target[None, :] * window + place_in[:, None]
+            weight = weight.to(outputs.weights.dtype.element_ty)
+            tl.store(place, weight, mask=has_head[None, :])
+            tl.store(outputs.decays + target, tl.exp(here), mask=has_head)
 
 
 @triton.jit
@@ -329,7 +342,7 @@ def _inputs_kernel(
     window: tl.constexpr,
     tile: tl.constexpr,
     is_gated: tl.constexpr,
-    weighs: tl.constexpr,
+    replays: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """The parts of groups, then those of x's channels. `outputs`: `DecodeInputs`."""
@@ -354,7 +367,7 @@ def _inputs_kernel(
             ring,
             conv_ring,
             window,
-            weighs,
+            replays,
             overlap,
         )
     else:

@@ -26,10 +26,15 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import wait_for_previous
 from megatron_async.ops.op import promising
-from megatron_async.ops.recurrent.kernel_parts import add_products
+from megatron_async.ops.recurrent.kernel_parts import add_products, decays_of, rounded
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape, shape_of
 from megatron_async.ops.recurrent.mamba_reference import mamba_prefill
-from megatron_async.ops.recurrent.mamba_tile import advanced, decays_of, outputs_of, scores_of
+from megatron_async.ops.recurrent.mamba_tile import (
+    advanced,
+    outputs_of,
+    scores_of,
+    weights_of,
+)
 from megatron_async.ops.recurrent.prefill_parts import (
     BORDERS,
     MANY_PROGRAMS,
@@ -239,9 +244,10 @@ def _scan_kernel(
             dt = tl.load(place, mask=exists, other=0.0)
             if replays:
                 seen = offset[:, None] >= offset[None, :]
-                decay = decays_of(dt, rate)
-                score = scores_of(c, b)
-                y = outputs_of(score, c, x, dt, s, decay, decay, seen, x, through)
+                decay = decays_of(rounded(dt, rate))
+                here = decay[:, None]
+                weight = weights_of(scores_of(c, b), dt[None, :], decay[None, :], here, seen)
+                y = outputs_of(weight, c, x, s, tl.exp(decay), x, through)
                 in_tile = asks[:, None] & inside[None, :]
             else:
                 decay = tl.cumsum(dt * rate, 0)

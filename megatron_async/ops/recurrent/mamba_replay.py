@@ -1,12 +1,12 @@
 """The second kernel of Mamba-2 decode with a rule that replays: a query token's output as the scan
 of a prompt gives it, to the bit.
 
-The first kernel (`mamba_inputs.py`) puts the step's inputs into the rings, and multiplies C by B,
-which the heads of a group share. Here a program takes some lanes of one head of a row: the state at
-its base, which is a border of the scan's tiles, and the ring's tokens since. It computes the query
-tokens' rows of the scan's tile (`mamba_tile.py`), and stores nothing else. Where the row's tokens
-stand in later tiles than the base (tokens may still be taken back, or drafts cross a border) it
-first brings the state there, in registers.
+The first kernel (`mamba_inputs.py`) puts the step's inputs into the rings, and makes what all lanes
+of a head share: the weights of the open tile's x. Here a program takes some lanes of one head of a
+row: the state at its base, which is a border of the scan's tiles, and the ring's x since. It
+multiplies the query tokens' rows of the scan's tile (`mamba_tile.py`), and stores nothing else.
+Where the row's tokens stand in later tiles than the base (tokens may still be taken back, or drafts
+cross a border) it first brings the state there, in registers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
+from megatron_async.ops.recurrent.kernel_parts import decays_of, held, rounded
 from megatron_async.ops.recurrent.mamba_inputs import take_inputs
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
-from megatron_async.ops.recurrent.mamba_tile import advanced, decays_of, outputs_of, scores_of
+from megatron_async.ops.recurrent.mamba_tile import advanced, outputs_of, scores_of, weights_of
 from megatron_async.ops.recurrent.recurrent_pools import (
     TILE,
     DecodeRows,
@@ -88,27 +89,6 @@ def _entries(
     return x, tl.load(place, mask=exists, other=0.0)
 
 
-@triton.jit
-def _outputs(
-    at: tl.tensor,
-    position: tl.tensor,
-    score: tl.tensor,
-    c: tl.tensor,
-    x: tl.tensor,
-    dt: tl.tensor,
-    s: tl.tensor,
-    decay: tl.tensor,
-    own: tl.tensor,
-    through: tl.tensor,
-) -> tl.tensor:
-    """Outputs of the query tokens that stand in this tile; what others get is of no use."""
-    is_own = at[:, None] == position[None, :]
-    # One entry and zeros: exact in any order.
-    here = tl.sum(tl.where(is_own, decay[None, :], 0.0), 1)
-    seen = at[:, None] >= position[None, :]
-    return outputs_of(score, c, x, dt, s, decay, here, seen, own, through)
-
-
 @triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "bases", "out"])
 def _replay_kernel(
     inputs: tl.tuple,
@@ -144,13 +124,20 @@ def _replay_kernel(
     rate = -tl.exp(tl.load(parameters.a_log + head).to(tl.float32))
     through = tl.load(parameters.d + head).to(tl.float32)
     # No kernel of this step's layers writes what is read before the wait: rows, positions and bases
-    # are there before the first layer, and states since the flush.
+    # are there before the first layer, states since the flush, and x of earlier steps' tokens.
     pool_row = tl.load(row_index + row).to(tl.int64)
     first = tl.load(positions + row * width).to(tl.int32)
     base = tl.load(bases + row)
     place = pools.state + pool_row * strides.state + head * (head_dim * d_state)
     place = place + lane[:, None] * d_state + column[None, :]
     s = tl.load(place, mask=inside[:, None] & (first > 0), other=0.0, cache_modifier=".cg")
+    xb = pools.ring_xb + pool_row * strides.ring_xb
+    channel = head * head_dim + lane
+    begin = base
+    position = begin + tl.arange(0, tile)
+    if not crosses:
+        place = xb + (position % ring)[:, None] * shape.ring_dim + channel[None, :]
+        x = tl.load(place, mask=(position < first)[:, None] & inside[None, :], other=0.0)
     wait_for_previous(overlap)
 
     # Query tokens that count: the first ones.
@@ -158,39 +145,46 @@ def _replay_kernel(
     for number in tl.static_range(1, width):
         follows = tl.load(positions + row * width + number).to(tl.int32) == first + number
         count += ((first > 0) & follows).to(tl.int32)
-    end = first + count
-    token = row * width + query
+    token, is_query = row * width + query, query < width
     place = inputs.c + token[:, None] * bc_dim + group * d_state + column[None, :]
-    c = tl.load(place, mask=(query < width)[:, None], other=0.0)
-    xb = pools.ring_xb + pool_row * strides.ring_xb
-    kept = (xb, pools.ring_gates + pool_row * strides.ring_gates)
+    c = tl.load(place, mask=is_query[:, None], other=0.0)
+    made = token * shape.heads + head
+    place = inputs.weights + made[:, None] * tile + tl.arange(0, tile)[None, :]
+    weight = tl.load(place, mask=is_query[:, None], other=0.0)
+    left = tl.load(inputs.decays + made, mask=is_query, other=0.0)
+    end = first + count
     at, counts = first + query, query < count
-    place = xb + (at % ring)[:, None] * shape.ring_dim + (head * head_dim + lane)[None, :]
-    own = tl.load(place, mask=counts[:, None] & inside[None, :], other=0.0)
-    target = out + token[:, None] * out_stride + (head * head_dim + lane)[None, :]
-    begin = base
+    target = out + token[:, None] * out_stride + channel[None, :]
     if not crosses:
-        s = tl.trans(s.to(c.dtype))  # as outputs take it: half as much changes threads
+        own = tl.load(xb + (first % ring) * shape.ring_dim + channel, mask=inside, other=0.0)
+        own = own[None, :]
+        x = tl.where((position == first)[:, None], own, x)
+        s = tl.trans(held(s.to(c.dtype), overlap))
     else:
+        kept = (xb, pools.ring_gates + pool_row * strides.ring_gates)
+        place = xb + (at % ring)[:, None] * shape.ring_dim + channel[None, :]
+        own = tl.load(place, mask=counts[:, None] & inside[None, :], other=0.0)
         s = tl.trans(s)
         for _ in range(tl.maximum((end - 1) // tile - base // tile, 0)):
             position = begin + tl.arange(0, tile)
             x, dt = _entries(kept, position, end, head, lane, shape, ring)
             source = xb + (position % ring)[:, None] * shape.ring_dim
             b = tl.load(source + (shape.d_inner + group * d_state + column)[None, :])
-            decay = decays_of(dt, rate)
-            y = _outputs(at, position, scores_of(c, b), c, x, dt, s, decay, own, through)
+            decay = decays_of(rounded(dt, rate))
+            # One entry and zeros: exact in any order.
+            is_own = at[:, None] == position[None, :]
+            here = tl.sum(tl.where(is_own, decay[None, :], 0.0), 1)
+            seen = at[:, None] >= position[None, :]
+            score = scores_of(c, b)
+            passed = weights_of(score, dt[None, :], decay[None, :], here[:, None], seen)
+            y = outputs_of(passed, c, x, s, tl.exp(here), own, through)
             stored = counts & (at >= begin) & (at < begin + tile)
             tl.store(target, y.to(out.dtype.element_ty), mask=stored[:, None] & inside[None, :])
             s = advanced(s, x, b, dt, decay, tile, False)
             begin += tile
-    position = begin + tl.arange(0, tile)
-    x, dt = _entries(kept, position, end, head, lane, shape, ring)
-    place = inputs.weights + (token * shape.groups + group)[:, None] * tile
-    place = place + tl.arange(0, tile)[None, :]
-    score = tl.load(place, mask=(query < width)[:, None], other=0.0)
-    y = _outputs(at, position, score, c, x, dt, s, decays_of(dt, rate), own, through)
+        x, dt = _entries(kept, begin + tl.arange(0, tile), end, head, lane, shape, ring)
+    y = outputs_of(weight, c, x, s, left, own, through)
     # Tokens that do not count give 0.
     y = tl.where(counts[:, None], y, 0.0)
-    stored = (query < width) & ((at >= begin) | (query >= count))
+    stored = is_query & ((at >= begin) | (query >= count))
     tl.store(target, y.to(out.dtype.element_ty), mask=stored[:, None] & inside[None, :])

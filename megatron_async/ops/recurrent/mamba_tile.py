@@ -2,10 +2,10 @@
 (`replaying_rule`): a scan of chunks, a decode step's replay of the open tile, a flush.
 
 A product of the matrix units adds 16 inputs at a time, in order, whatever the instruction and the
-tile (docs/records/one_order.md). No sum over threads but `tl.cumsum` of one vector rounds: its
-layout is the same wherever it is called. What a multiplication gives is rounded before it is added
-to something, or is added by `tl.fma`: else one kernel's compilation might fuse what another's does
-not. Tokens that do not exist have zeros, and change no bits of those before them.
+tile (docs/records/one_order.md). Decays add up as whole numbers, so in any order; no other sum over
+threads rounds. What a multiplication gives is rounded before it is added to something, or is added
+by `tl.fma`: else one kernel's compilation might fuse what another's does not. Tokens that do not
+exist have zeros, and change no bits of those before them.
 """
 
 from __future__ import annotations
@@ -17,37 +17,34 @@ from megatron_async.ops.recurrent.kernel_parts import add_products, rounded
 
 
 @triton.jit
-def decays_of(dt: tl.tensor, rate: tl.tensor) -> tl.tensor:
-    """Logarithms of what each token of a tile leaves of the state at the tile's border."""
-    return tl.cumsum(rounded(dt, rate), 0)
-
-
-@triton.jit
 def scores_of(c: tl.tensor, b: tl.tensor) -> tl.tensor:
     """C of queries by B of a tile's tokens, float32."""
     return tl.dot(c, tl.trans(b), input_precision="ieee")
 
 
 @triton.jit
+def weights_of(
+    score: tl.tensor, dt: tl.tensor, decay: tl.tensor, here: tl.tensor, seen: tl.tensor
+) -> tl.tensor:
+    """What a query token's output takes of the x of a tile's tokens that it has `seen`, with its
+    `scores_of` and its entry of `decay` in `here`; of any shape."""
+    return score * tl.exp(tl.where(seen, here - decay, -float("inf"))) * dt
+
+
+@triton.jit
 def outputs_of(
-    score: tl.tensor,
+    weight: tl.tensor,
     c: tl.tensor,
     x: tl.tensor,
-    dt: tl.tensor,
     s: tl.tensor,
-    decay: tl.tensor,
-    here: tl.tensor,
-    seen: tl.tensor,
+    left: tl.tensor,
     own: tl.tensor,
     through: tl.tensor,
 ) -> tl.tensor:
-    """Outputs `[queries, lanes]` of tokens that see, each, those of the tile for which `seen`; with
-    their `scores_of`, their C, their entries of `decay` in `here`, and their x in `own`. `s`:
-    `[d_state, lanes]`."""
-    share_of = tl.where(seen, here[:, None] - decay[None, :], -float("inf"))
-    weight = score * tl.exp(share_of) * dt[None, :]
+    """Outputs `[queries, lanes]` of tokens with such `weights_of` a tile's x, such C, their x in
+    `own`, and what is `left` at them of the state `s`, `[d_state, lanes]`."""
     y = tl.dot(c, s.to(c.dtype), input_precision="ieee")
-    y = tl.fma(y, tl.exp(here)[:, None], rounded(own.to(tl.float32), through))
+    y = tl.fma(y, left[:, None], rounded(own.to(tl.float32), through))
     return tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
 
 

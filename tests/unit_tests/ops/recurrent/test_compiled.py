@@ -93,11 +93,17 @@ def products(compiled):
     return in_loops, in_branches
 
 
-def keeps_registers(compiled, folder):
+def resources(compiled, folder):
+    """Registers of a thread, and bytes of its stack."""
     (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
     command = [TOOLS / "cuobjdump", "-res-usage", folder / "kernel.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return "STACK:0" in said
+    [found] = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+    return tuple(map(int, found))
+
+
+def keeps_registers(compiled, folder):
+    return resources(compiled, folder)[1] == 0
 
 
 PREFILL = {
@@ -329,18 +335,16 @@ def loose_products(ptx):
     return [pair for pair in sums if products & set(pair)]
 
 
-def orders_of_scans(compiled):
-    """How the threads of each running sum of a tile divide it; warps beyond two do the same."""
+def running_sums(compiled):
+    """Types of what a tile's running sums add up."""
     text = compiled.asm["ttgir"]
-    layouts = dict(re.findall(r"(#\w+) = #ttg\.(.*)", text))
-    scans = re.findall(r"\}\) : \(tensor<64xf32, (#\w+)>\) -> tensor<64xf32", text)
-    return [re.sub(r"warpsPerCTA = \[\d+\]", "", layouts[name]) for name in scans]
+    return re.findall(r'"tt\.scan".*?\}\) : \(tensor<[\dx]+x(\w+),', text, re.DOTALL)
 
 
 @pytest.mark.parametrize("shape", [NANO, GRANITE])
 def test_a_tile_rounds_alike_in_all_kernels(shape, monkeypatch):
-    """With a rule that replays. Only the products of the matrix units and sums of zeros have other
-    orders; no compiler fuses but where `tl.fma` says so."""
+    """With a rule that replays. Only the products of the matrix units, sums of zeros and of whole
+    numbers have other orders; no compiler fuses but where `tl.fma` says so."""
     layer, rule, found = MambaLayer(**shape, dtype=torch.bfloat16), replaying_rule(2), []
     scan, *others = record(
         monkeypatch, PREFILL["mamba"][1], *OTHERS, (prefill_parts, "_entries_kernel")
@@ -358,7 +362,7 @@ def test_a_tile_rounds_alike_in_all_kernels(shape, monkeypatch):
     tiles = [*scan.launches, *replays.launches, *flushes(monkeypatch, layer, False, rule=rule)]
     for launch in tiles:
         compiled = launch.compiled()
-        found += orders_of_scans(compiled)
+        found += running_sums(compiled)
         ptx = compiled.asm["ptx"]
         assert not loose_products(ptx)
         addends = re.findall(r"fma\.rn\.f32.*, (\S+);", ptx)
@@ -366,12 +370,33 @@ def test_a_tile_rounds_alike_in_all_kernels(shape, monkeypatch):
         outputs = rows * lanes // (32 * launch.options["num_warps"])
         outputs *= 2 if launch.options.get("crosses") else 1
         assert len([each for each in addends if each != "0f00000000"]) == outputs
-    # Two scans, a replay in the base's tile, one that may cross tiles (two sums), and a flush.
-    assert len(found) == 6
-    assert len(set(found)) == 1
     for recorder in (inputs, *others):
         for launch in recorder.launches:
-            assert not loose_products(launch.compiled().asm["ptx"])
+            compiled = launch.compiled()
+            found += running_sums(compiled)
+            assert not loose_products(compiled.asm["ptx"])
+    # Two scans, a replay that may cross tiles, a flush, and two first kernels.
+    assert found == ["i64"] * 6
+
+
+@pytest.mark.parametrize("shape", [NANO, GRANITE])
+def test_a_replay_asks_for_all_at_once(shape, monkeypatch, tmp_path):
+    """Before the wait no thread waits for another one, or each load would be waited for by itself;
+    and four programs of either kernel fit on a processor."""
+    kernels = (mamba_inputs, "_inputs_kernel"), (mamba_replay, "_replay_kernel")
+    recorders, rule = record(monkeypatch, *kernels), replaying_rule(0)
+    layer = MambaLayer(**shape, dtype=torch.bfloat16)
+    rows, pools = rows_of(3), pools_of(layer, rule)
+    mamba_decode.mamba_decode_gpu(layer.inputs(3), layer.params, pools, rows, rule)
+    for recorder in recorders:
+        compiled = recorder.launches[0].compiled()
+        before = compiled.asm["ptx"].split("griddepcontrol.wait")[0]
+        assert "bar.sync" not in before
+        assert 4 * compiled.metadata.shared < 227 * 1024
+        registers, stack = resources(compiled, tmp_path)
+        assert (registers <= 128, stack) == (True, 0)
+    loads = re.findall(r"ld\.global\.cg\.v4\.b32", before)
+    assert 16 * len(loads) == 4 * min(shape["head_dim"], 64) * shape["d_state"] // 128, "state"
 
 
 def test_state_table(monkeypatch):
