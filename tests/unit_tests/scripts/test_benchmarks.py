@@ -75,6 +75,28 @@ def test_start(tmp_path, monkeypatch):
     assert (row["caches"], row["compiled_here"], row["same_choices"]) == ("cold", 0, True)
 
 
+def test_the_gap_to_training(tmp_path):
+    """In float32 on a CPU all rounding is small. Break it: give generation's tokens in another
+    order."""
+    record = run_script(
+        "benchmark_training_gap", tmp_path, "--shapes", "tiny-moe", "--layers", 1, "--tokens", 32,
+        "--answer", 16, "--dtype", "float32", "--by-layer",
+    )  # fmt: skip
+    of_layers = [row for row in record["figures"] if "layer" in row]
+    rows = [row for row in record["figures"] if "layer" not in row]
+    assert [(row["engine"], row["training"]) for row in rows if row["sampling"] == "sampled"] == [
+        ("fast", "local"), ("against itself", "local"), ("fast", "flash"),
+        ("against itself", "flash"), ("fast", "engine"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["tokens"] == 32
+        assert row["entropy"] == pytest.approx(2, abs=0.1)
+        assert 0 <= row["mean"] <= row["largest"] < 1e-4
+        assert row["likeliest"] == 1 or row["sampling"] == "sampled"
+    assert [row["training"] for row in of_layers] == ["local", "flash"]
+    assert all(row["distance"] < 1e-5 for row in of_layers)
+
+
 def test_decode(tmp_path):
     record = run_script(
         "benchmark_engine",
