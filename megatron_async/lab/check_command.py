@@ -96,7 +96,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         from megatron_async.lab.check_outcomes import PROMISES, explained, line
         from megatron_async.lab.check_run import serve_cases
 
-    replicas, mode = serve_cases(arguments, model, sizes, options)
+    replicas, mode, digest = serve_cases(arguments, model, sizes, options)
     found = [case for replica in replicas for case in replica]
     failed = any(case["failed"] for case in found)
     if is_first_rank():
@@ -106,11 +106,13 @@ def run_check(arguments: argparse.Namespace) -> int:
             sum(case[key] for case in found) for key in ("log_probs", "tokens", "differ")
         )
         print(f"{places:,} log probs and {tokens:,} tokens compared; {differ:,} log probs differ")
+        print(f"digest of the first answers: {digest}")
         told = [case for case in found if case["failed"] or case["parted"]]
         told = told or [case for case in found if case["differ"]][:1]
         print("\n".join([*map(explained, told), PROMISES[mode], "FAIL" if failed else "OK"]))
         if arguments.json is not None:
-            settings = {k: v for k, v in vars(arguments).items() if k != "run"} | {"mode": mode}
+            settings = {k: v for k, v in vars(arguments).items() if k != "run"}
+            settings |= {"mode": mode, "digest": digest}
             write_record(arguments.json, "check", settings, found)
     end_together()
     return 1 if failed else 0

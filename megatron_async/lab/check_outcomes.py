@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_async.lab.check_cases import Answer
@@ -151,6 +154,15 @@ class Judge:
         )
         fails = self.mode == "bits" or not parted.is_near_tie
         return Difference(alone.needle, at, False, text, fails, True, parted.is_near_tie)
+
+
+def digest(answers: Iterable[Answer]) -> str:
+    """A hash of tokens and log probs, hexadecimal: equal where all answers have the same bits."""
+    found = sha256()
+    for each in sorted(answers, key=attrgetter("needle")):
+        found.update(np.array([each.needle, *each.tokens], np.int64).tobytes())
+        found.update(np.array([*(each.prompt or ()), *each.log_probs], np.float32).tobytes())
+    return found.hexdigest()[:32]
 
 
 def line(case: Mapping[str, Any], with_replica: bool = False) -> str:

@@ -21,7 +21,7 @@ from megatron_async.cli.ranks import gather_replicas, has_other_ranks, is_first_
 from megatron_async.cli.terminal import raise_interrupts
 from megatron_async.devices import resolve_device_name
 from megatron_async.lab.check_cases import ALONE, Answer, NeedleServer, Variant, variants
-from megatron_async.lab.check_outcomes import HEAD, Difference, Judge, line
+from megatron_async.lab.check_outcomes import HEAD, Difference, Judge, digest, line
 from megatron_async.lab.check_probe import LayerProbe
 from megatron_async.llm import LLM
 
@@ -54,7 +54,7 @@ class _Work:
 
 def serve_cases(
     arguments: argparse.Namespace, model: str, sizes: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[list[list[dict[str, Any]]], str]:
+) -> tuple[list[list[dict[str, Any]]], str, str]:
     """Serve all cases, with a bar; the first replica's rows of the table are printed as they come.
     Every rank of a job calls it.
 
@@ -65,7 +65,8 @@ def serve_cases(
         given: settings of the engine.
 
     Returns:
-        the cases of each replica (see `Judge.compare`), and the engine's mode.
+        the cases of each replica (see `Judge.compare`), the engine's mode, and the digest of the
+        first replica's answers.
     """
     work = _work(arguments, model, given)
     making = {
@@ -87,9 +88,10 @@ def serve_cases(
     ]
     for number in range(1, len(firsts)):
         compared, _ = cases.judge.compare(firsts[0], firsts[number].values())
-        told = {"case": "replicas", "label": "as on 0", "replica": number}
-        replicas[number]["cases"].append({**told, **compared, "happened": "", "layer": ""})
-    return [replica["cases"] for replica in replicas], cases.judge.mode
+        case = {"case": "replicas", "label": "as on 0", "replica": number}
+        replicas[number]["cases"].append({**case, **compared, "happened": "", "layer": ""})
+    told = digest(firsts[0].values())
+    return [replica["cases"] for replica in replicas], cases.judge.mode, told
 
 
 class _Cases:

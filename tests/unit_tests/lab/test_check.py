@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from megatron_async import LLM
 from megatron_async.cli.main import main
-from megatron_async.lab import check_run
+from megatron_async.lab import check_cases, check_run
 from megatron_async.lab.check_cases import Answer
 from megatron_async.lab.check_command import CASES
 from megatron_async.lab.check_outcomes import Judge
@@ -109,21 +110,48 @@ def test_another_prefix_is_found(
     assert row(output, "another order")[-1] == "0"
 
 
+EVICT = Scheduler._evict
+
+
+def evict_and_forget(scheduler: Scheduler, slot: int) -> None:
+    """A planted fault."""
+    request = scheduler._slots.request_at(slot)
+    EVICT(scheduler, slot)
+    del request.generated_tokens[:1]
+
+
 def test_an_eviction_that_loses_a_token_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evict = Scheduler._evict
-
-    def evict_and_forget(scheduler: Scheduler, slot: int) -> None:
-        request = scheduler._slots.request_at(slot)
-        evict(scheduler, slot)
-        del request.generated_tokens[:1]
-
     monkeypatch.setattr(Scheduler, "_evict", evict_and_forget)
     assert check("tiny", "--cases", "evicted", "paused") == 1
     output = capsys.readouterr().out
     assert "FAIL, evicted: needle " in output
     assert row(output, "paused")[-3] == "0"
+
+
+def test_many_needles_are_compared_with_their_first_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(check_cases, "MOST_ALONE", 2)
+    monkeypatch.setattr(Scheduler, "_evict", evict_and_forget)
+    digests = []
+    for number, cases in enumerate([["evicted"], ["lookahead"], ["lookahead", "--seed", "1"]]):
+        file = tmp_path / f"{number}.json"
+        failed = check("tiny", "--needles", "6", "--json", str(file), "--cases", *cases)
+        output = capsys.readouterr().out
+        assert row(output, "batch 2")[0] == "20", "two were alone, ten tokens each"
+        if number == 0:
+            assert failed
+            assert int(row(output, "evicted")[0]) > 20
+            assert int(row(output, "evicted")[-3]) > 2, "some that were never alone"
+        else:
+            assert not failed
+            assert row(output, "lookahead 2")[0] == "60"
+        digests.append(json.loads(file.read_text())["settings"]["digest"])
+        assert f"digest of the first answers: {digests[-1]}\n" in output
+    # The same needles have the same bits in any process, after whatever other cases.
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_mode_of_bits_allows_no_difference(
@@ -176,6 +204,31 @@ def test_ranks_agree() -> None:
     output = "".join(text for _, text in told)
     assert output.count("OK\n") == 1
     assert int(row(output, "evicted")[-2]) > 0
+
+
+def _check_of_experts() -> tuple[int, str]:
+    if os.environ["RANK"] == "1":
+        Scheduler._evict = evict_and_forget  # type: ignore[method-assign]
+    sizes = ["--expert-model-parallel-size", "2", "--no-progress"]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        return check("tiny-moe", *sizes, "--cases", "idle", "evicted"), output.getvalue()
+
+
+def test_a_fault_of_one_replica_is_found() -> None:
+    told = run_ranks(2, _check_of_experts)
+    assert [status for status, _ in told] == [1, 1]
+    output = told[0][1]
+    assert "FAIL, evicted on replica 1: needle " in output
+    failed = {}
+    for line in output.splitlines()[1:6]:
+        label, cells = line[:16].rstrip(), line[16:].split()
+        failed[label] = cells[6] != "0"
+        if label.endswith("idle"):
+            assert int(cells[7]) > 0
+    assert {label for label in failed if failed[label]} == {"1: evicted"}
+    assert failed.keys() == {
+        "0: others idle", "0: evicted", "1: others idle", "1: evicted", "1: as on 0",
+    }  # fmt: skip
 
 
 def test_a_pool_too_small_is_said_in_options(capsys: pytest.CaptureFixture[str]) -> None:
