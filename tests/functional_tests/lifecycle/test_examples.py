@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.ranks import run_ranks
 
@@ -52,6 +53,24 @@ def test_a_loop_learns_while_its_rollouts_go_on(monkeypatch, capsys):
     assert "versions 0, 1," in out  # rollouts that had begun before an update
     assert max(before for _, before, _ in found) > 1e-4
     assert max(after for *_, after in found) < 1e-9
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is served")
+def test_a_loop_of_one_arithmetic_wants_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rl_loop.py", "--engine-forward"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / "rl_loop.py"))["main"]()
+    assert "a CPU's loops round by the number of rows" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_loop_of_one_arithmetic_has_no_gap(monkeypatch, capsys):
+    options = ["--engine-forward", "--updates", "6", "--batch-size", "24"]
+    monkeypatch.setattr(sys, "argv", ["rl_loop.py", *options])
+    runpy.run_path(str(EXAMPLES / "rl_loop.py"))["main"]()
+    found = lines_of(capsys.readouterr().out)
+    assert [after for *_, after in found] == [0] * 6
+    assert found[-1][0] > found[0][0] + 0.1
 
 
 def loop_of_two() -> str:
