@@ -143,7 +143,7 @@ class OneArithmetic(Trainer):
         """An engine of the same parameters."""
         settings = InferenceConfig(
             device=self.device, batch_invariant_mode=True, max_sequence_length=128,
-            max_requests=2 * running,
+            max_requests=2 * running, buffer_size_gb=1.0,  # the rest is the trainer's
         )  # fmt: skip
         context = DynamicInferenceContext(self.model.config, settings)
         wrapper = GPTInferenceWrapper(self.model, context)
