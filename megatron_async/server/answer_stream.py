@@ -34,6 +34,8 @@ AT_ONCE = 16
 LONG_S = 0.02
 """After a pass of few streams that took longer, as where each event has all so far, none is written
 until the pass was a `SHARE` of the time."""
+CHOICES_S = 0.01
+"""Processor time of a turn that the choices of one stream may take; others are written later."""
 LOOK_EVERY_S = 1.0
 """Seconds between two checks of streams without new tokens."""
 
@@ -102,8 +104,7 @@ class AnswerStream:
         self.written_at = asyncio.get_running_loop().time()
         if self._unended:
             self._hub.add(self)
-        else:
-            self.done.set_result(None)
+        self._go_on()
 
     def give_up(self) -> None:
         """Nobody reads any more, or the process ends: abort what is not ended."""
@@ -135,9 +136,7 @@ class AnswerStream:
         if data:
             connection.write_chunk(data)
             self.written_at = now
-        if not self._unended:
-            self._hub.discard(self)
-            self.done.set_result(None)
+        self._go_on()
         return True
 
     def look(self, now: float) -> None:
@@ -151,11 +150,25 @@ class AnswerStream:
             connection.write_chunk(PING)
             self.written_at = now
 
+    def _go_on(self) -> None:
+        """After a write."""
+        if self._waiting:
+            self._hub.goes_on(self)
+        elif not self._unended:
+            self._hub.discard(self)
+            self.done.set_result(None)
+
     def _news(self) -> bytes:
-        """The events of what has come."""
-        waiting, self._waiting = self._waiting, {}
+        """The events of what has come, of as many choices as a turn has time for."""
+        end, events = time.thread_time() + CHOICES_S if len(self._waiting) > 1 else 0.0, b""
+        while self._waiting:
+            feed = next(iter(self._waiting))
+            del self._waiting[feed]
+            events += self._events_of(feed)
+            if self._waiting and time.thread_time() > end:
+                return events
         self.is_urgent = False
-        return b"".join(map(self._events_of, waiting))
+        return events
 
     def _events_of(self, feed: ChoiceFeed) -> bytes:
         formatter = self._formatters[self._number_of[feed]]
@@ -208,6 +221,11 @@ class StreamHub:
     def due(self, stream: AnswerStream) -> None:
         """Something came for a stream."""
         self._due[stream] = None
+
+    def goes_on(self, stream: AnswerStream) -> None:
+        """A stream has more than it could write in its turn."""
+        self._due[stream] = None
+        self._write_later(EVERY_S)
 
     def begins(self, stream: AnswerStream) -> None:
         """A stream's first news are there: its answer begins before other streams are written."""

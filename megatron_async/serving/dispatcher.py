@@ -283,7 +283,9 @@ class Dispatcher(RequestBooks):
         for ended in message.ends:
             if (request := replica.requests.get(ended.number)) is not None:
                 replica.completed += ended.failure is None
-                if request.is_aborted and (why := self.verbs.why_refused()):
+                # One that ended by itself before the replica knew has its whole answer.
+                is_cut = request.is_aborted and ended.failure is not None
+                if is_cut and (why := self.verbs.why_refused()):
                     failure = ("RequestAborted", f"aborted: {why}.")
                     ended = msgspec.structs.replace(ended, failure=failure)
                 self._part_of(parts, request).ends.append(as_told(request, ended))

@@ -174,6 +174,7 @@ class GenerateRoutes:
             choice.push(*feed.take())
             if feed.end is not None:
                 choice.end(feed.end)
+            await asyncio.sleep(0)  # other answers are written between two choices
         await reply(exchange.send, answer.body())
 
     async def _stream(

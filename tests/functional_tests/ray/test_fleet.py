@@ -27,6 +27,7 @@ from megatron_async.serving.messages import Ended
 from megatron_async.serving.records import CoordinatorConfig
 from tests.support.harness import greedy, make_engine, make_model
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import free_port
 from tests.support.serving_processes import ENGINE, KeepingReader
 from tests.support.trained_weights import train
 
@@ -331,13 +332,6 @@ def test_a_client_that_goes_ends_its_request() -> None:
             assert fleet.there["r0"].status()["engine"]["aborted_requests"] == 1  # type: ignore
 
     asyncio.run(run())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_an_ingress_has_a_port_of_its_own_from_begin_to_end() -> None:

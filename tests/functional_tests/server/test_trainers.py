@@ -248,7 +248,7 @@ def test_slimes_colocated_step_has_the_engines_memory(
 
 
 def test_an_aborted_request_gives_its_tokens_so_far(slime: Trainer) -> None:
-    long = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
+    long = {"temperature": 0.0, "max_new_tokens": 3500, "ignore_eos": True}
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(slime.generate, sampling_params=long, rid="roll-out")
         eventually(lambda: is_busy(slime), "the request to run")
@@ -256,7 +256,7 @@ def test_an_aborted_request_gives_its_tokens_so_far(slime: Trainer) -> None:
         told = answer.result()
     assert told["meta_info"]["finish_reason"]["type"] == "abort"
     assert told["meta_info"]["id"] == "roll-out"
-    assert len(told["output_ids"]) < 400
+    assert len(told["output_ids"]) < 3500
 
 
 def test_an_answer_ends_before_its_weights_are_too_old(slime: Trainer, service: Served) -> None:
@@ -368,14 +368,14 @@ def test_vllms_paths_before_the_same_replicas(
                     "world_size": 2, "backend": "gloo"}  # fmt: skip
             return vllm.done("/init_weight_transfer_engine", {"init_info": info})
 
-        long = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True}
+        long = {"prompt": [1, 2, 3], "max_tokens": 3500, "ignore_eos": True}
         with ThreadPoolExecutor() as threads:
             answer = threads.submit(vllm.call, "/v1/completions", long)
             eventually(lambda: is_busy(vllm), "the request to run")
             vllm.done("/pause")  # mode abort
             status, told = answer.result()
         assert (status, told["choices"][0]["finish_reason"]) == (200, "abort")
-        assert told["usage"]["completion_tokens"] < 400
+        assert told["usage"]["completion_tokens"] < 3500
         assert vllm.call("/v1/completions", long)[0] == 503
         vllm.done("/resume")
 

@@ -128,6 +128,18 @@ def test_who_is_aborted_because_the_service_ends_is_told_so() -> None:
     assert "the service ends" in text
 
 
+def test_an_answer_that_ends_before_it_is_aborted_is_whole() -> None:
+    """Also where the service takes no further requests: the abort was on its way."""
+    service = Service("a")
+    service.ask(0)
+    value(service, "drain")
+    value(service, "abort", all=True)
+    service.take("client")
+    service.end("a", 0)
+    (ended,) = service.ends("client")
+    assert (ended.finish_reason, ended.failure) == ("length", None)
+
+
 def test_a_client_that_goes_while_the_service_ends_is_no_failure(caplog):
     for draining in (False, True):
         service = Service("a")

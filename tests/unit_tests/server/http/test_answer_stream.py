@@ -72,6 +72,25 @@ def test_the_first_token_is_in_the_write_that_begins_the_answer():
     played(play)
 
 
+def test_choices_that_take_long_are_written_in_several_turns(monkeypatch):
+    """Break it: `_news` that goes on; or `_go_on` that asks for no other turn."""
+    monkeypatch.setattr("megatron_async.server.answer_stream.CHOICES_S", -1.0)
+
+    async def play():
+        one = Played(3)
+        one.open()
+        for feed in one.feeds:
+            feed.tokens(TOKEN, None)
+        one.hub.flush()
+        for feed in one.feeds:
+            feed.ended(Ended(0, "length"))
+        assert (one.heads, one.connection.chunks) == ([b"first t"], [])
+        await asyncio.wait_for(one.stream.done, PATIENCE_S)
+        assert one.connection.chunks == [b"tend", b"tend", b"end"]
+
+    played(play)
+
+
 def test_what_comes_before_the_form_of_the_answer_is_there_waits_for_it():
     """Break it: `open` without its last lines."""
 
