@@ -27,7 +27,7 @@ from megatron_async.ops.recurrent.delta_tile import (
     outputs_of,
     pseudo_values_of,
 )
-from megatron_async.ops.recurrent.kernel_parts import decays_of
+from megatron_async.ops.recurrent.kernel_parts import decays_of, held
 from megatron_async.ops.recurrent.prefill_parts import (
     BORDERS,
     MANY_PROGRAMS,
@@ -196,6 +196,11 @@ def _keys(
     token = (start - first + position).to(tl.int64)
     entry = position % ring
     is_old, exists = position < first, position < end
+    stride = tl.where(is_old, shape.value_heads, tokens * shape.value_heads).to(tl.int64)
+    place = gates + head.to(tl.int64) * tokens + token
+    place = tl.where(is_old, kept_gates + entry * (2 * shape.value_heads) + head, place)
+    beta = tl.load(place, mask=exists, other=0.0)
+    g = tl.load(place + stride, mask=exists, other=0.0)
     strip = head // shape.group * shape.key_dim + tl.arange(0, shape.key_dim)[None, :]
     source = convolved + token[:, None] * shape.conv_dim
     q = tl.load(source + strip, mask=(exists & (position >= first))[:, None], other=0.0)
@@ -205,11 +210,7 @@ def _keys(
         mask=exists[:, None],
         other=0.0,
     )
-    stride = tl.where(is_old, shape.value_heads, tokens * shape.value_heads).to(tl.int64)
-    place = gates + head.to(tl.int64) * tokens + token
-    place = tl.where(is_old, kept_gates + entry * (2 * shape.value_heads) + head, place)
-    beta = tl.load(place, mask=exists, other=0.0)
-    return q, k, beta, tl.load(place + stride, mask=exists, other=0.0)
+    return q, k, beta, g
 
 
 @triton.jit
@@ -257,9 +258,9 @@ def _answer(
     at = tl.arange(0, tile)
     place = factors + (at[:, None] * tile + at[None, :])
     t, p = tl.load(place), tl.load(place + tile * tile)
-    decay, held = decays_of(g), s.to(k.dtype)
-    u = pseudo_values_of(k, v, t, decay, held)
-    o = outputs_of(q, u, p, decay, held)
+    decay, narrow = decays_of(g), s.to(k.dtype)
+    u = pseudo_values_of(k, v, t, decay, narrow)
+    o = outputs_of(q, u, p, decay, narrow)
     asks = (position >= first) & (position < end)
     token = (start - first + position).to(tl.int64)
     target = out + token[:, None] * out_stride + channel[None, :]
@@ -308,14 +309,17 @@ def _factors_kernel(
     """A tile of a value head: of a chunk, or the one of so many of a decode row (`_factors`)."""
     number, head = tl.program_id(0), tl.program_id(1)
     place = factors + (number * shape.value_heads + head).to(tl.int64) * (2 * tile * tile)
-    wait_for_previous(overlap)
     if width:
+        # What is read here stands before the step's first layer.
         chunk = number // tiles
         first, end = _queries(first_positions, chunk, width)
         begin = tl.load(starts + chunk) + number % tiles * tile
         start = chunk * width
         exists = begin < end
+        read_row = tl.load(read_rows + chunk).to(tl.int64)
+        wait_for_previous(overlap)
     else:
+        wait_for_previous(overlap)
         # The chunk whose tile this is, by how many tiles the chunks up to each have.
         each = tl.arange(0, chunks_tile)
         begins = tl.load(first_positions + each, mask=each < chunks, other=0)
@@ -330,9 +334,9 @@ def _factors_kernel(
         end = first + tl.load(starts + chunk + 1, mask=exists, other=0) - start
         number -= scan_chunks_before(starts, first_positions, chunk, tile, chunks_tile)
         begin = (first // tile + number) * tile
+        read_row = tl.load(read_rows + chunk, mask=exists, other=0).to(tl.int64)
     if exists:
         position = begin + tl.arange(0, tile)
-        read_row = tl.load(read_rows + chunk).to(tl.int64)
         batch = (convolved, gates, tokens, start, first)
         xb = pools.ring_xb + read_row * strides.ring_xb
         row = (xb, pools.ring_gates + read_row * strides.ring_gates)
@@ -480,6 +484,27 @@ def _replay_kernel(
     xb = pools.ring_xb + pool_row * strides.ring_xb
     kept_gates = pools.ring_gates + pool_row * strides.ring_gates
     kept_row = (xb, kept_gates)
+    # What the step's tokens leave, every program its share. All loads before the first store: none
+    # may be moved ahead of a store that it could alias.
+    heads, local = tl.arange(0, 2), tl.arange(0, kept.share_tile)
+    share = tl.program_id(0) * kept.share + local
+    shared = (local < kept.share) & (share < kept.channels)
+    key = head // shape.group * key_dim + column
+    has_key = (column >= 0) & (part == 0) & (head % shape.group == 0)
+    has_gates = (heads >= 0) & (part == 0)
+    left: tl.tuple = ()
+    for number in tl.static_range(width):
+        token = (start + number).to(tl.int64)
+        source = convolved + token * shape.conv_dim + shape.key_inner
+        gate = gates + (heads * shape.value_heads + head).to(tl.int64) * tokens + token
+        left += (
+            (
+                tl.load(source + key, mask=has_key, other=0.0),
+                tl.load(gate, mask=has_gates, other=0.0),
+                tl.load(source + shape.key_inner + channel, mask=inside, other=0.0),
+                tl.load(inputs + token * input_stride + share, mask=shared, other=0.0),
+            ),
+        )
     begin = base
     given = (batch, kept_row, end, head, channel, inside)
     place = factors + (row * row_tiles * shape.value_heads + head).to(tl.int64) * (2 * tile * tile)
@@ -489,32 +514,20 @@ def _replay_kernel(
             s = advanced(s, k, u, decay, tile)
             begin += tile
             place += shape.value_heads * (2 * tile * tile)
+    else:
+        s = held(s.to(convolved.dtype.element_ty), overlap)
     _answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile)
 
-    # Every program's share of what the step's tokens leave; those that do not count give 0.
-    heads = tl.arange(0, 2)
-    local = tl.arange(0, kept.share_tile)
-    share = tl.program_id(0) * kept.share + local
-    shared = (local < kept.share) & (share < kept.channels)
     for number in tl.static_range(width):
-        counts = number < count
-        token = (start + number).to(tl.int64)
-        entry = (first + number) % ring
-        source = convolved + token * shape.conv_dim + shape.key_inner
-        slot = xb + entry * shape.ring_dim
-        if part == 0 and head % shape.group == 0:
-            key = head // shape.group * key_dim + column
-            tl.store(slot + key, tl.load(source + key), mask=(column >= 0) & counts)
-        if part == 0:
-            gate = tl.load(gates + (heads * shape.value_heads + head).to(tl.int64) * tokens + token)
-            slot_gates = kept_gates + entry * (2 * shape.value_heads) + head
-            tl.store(slot_gates + heads * shape.value_heads, gate, mask=(heads >= 0) & counts)
-        strip = shape.key_inner + channel
-        kept_values = tl.load(source + strip, mask=inside, other=0.0)
-        tl.store(slot + strip, kept_values, mask=inside & counts)
-        raw = tl.load(inputs + token * input_stride + share, mask=shared, other=0.0)
+        counts, entry = number < count, (first + number) % ring
+        kept_key, gate, value, raw = left[number]
+        slot, slot_gates = xb + entry * shape.ring_dim, kept_gates + entry * (2 * shape.value_heads)
+        tl.store(slot + key, kept_key, mask=has_key & counts)
+        tl.store(slot_gates + heads * shape.value_heads + head, gate, mask=has_gates & counts)
+        tl.store(slot + shape.key_inner + channel, value, mask=inside & counts)
         slot_conv = pools.conv + pool_row * strides.conv
         slot_conv += (first + number) % kept.ring * kept.channels
         tl.store(slot_conv + share, raw, mask=shared & counts)
         zeros = tl.zeros((lanes,), out.dtype.element_ty)
-        tl.store(out + token * out_stride + channel, zeros, mask=inside & (number >= count))
+        target = out + (start + number).to(tl.int64) * out_stride + channel
+        tl.store(target, zeros, mask=inside & (number >= count))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 from megatron_async.ops.recurrent.delta_pools import NORM_EPS
-from megatron_async.ops.recurrent.kernel_parts import rounded, silu, softplus
+from megatron_async.ops.recurrent.kernel_parts import held, rounded, silu, softplus
 from megatron_async.ops.recurrent.recurrent_pools import (
     GRID,
     FlushRule,
@@ -322,7 +322,8 @@ def _conv_kernel(
     conv_dim: tl.constexpr = sizes.channels
     tile: tl.constexpr = sizes.tile
     is_mamba: tl.constexpr = sizes.key_heads == 0
-    wait_for_previous(overlap)
+    if not sizes.width:
+        wait_for_previous(overlap)
     part = tl.program_id(0)
     token = tl.program_id(1) * token_tile + tl.arange(0, token_tile)
     row = token.to(tl.int64)
@@ -349,19 +350,32 @@ def _conv_kernel(
         if is_mamba:
             bias = tl.load(parameters.conv_bias + channel, mask=inside, other=0.0).to(tl.float32)
             value += bias[None, :]
+        if sizes.width:
+            # Decode rows ask before the wait for all that is there.
+            weights: tl.tuple = ()
+            olds: tl.tuple = ()
+            for tap in tl.static_range(4):
+                weight = tl.load(parameters.conv_weight + channel * 4 + tap, mask=inside, other=0.0)
+                weights += (held(weight, overlap),)
+                seen = (kept, exists, local, position, channel, inside, 3 - tap)
+                olds += (_kept_inputs(*seen, conv_dim, conv_ring),)
+            wait_for_previous(overlap)
         for tap in tl.static_range(4):
             back = 3 - tap
-            weight = tl.load(parameters.conv_weight + channel * 4 + tap, mask=inside, other=0.0)
+            if sizes.width:
+                weight = weights[tap]
+            else:
+                weight = tl.load(parameters.conv_weight + channel * 4 + tap, mask=inside, other=0.0)
             in_batch = exists & (local >= back)
             place = source - back * input_stride + channel[None, :]
             raw = tl.load(place, mask=in_batch[:, None] & inside[None, :], other=0.0)
             raw = raw.to(tl.float32)
             if back > 0:
-                # From steps before; nothing is before position 0.
-                is_kept = exists & (local < back) & (position >= back)
-                entry = tl.maximum(position - back, 0) % conv_ring
-                place = (kept + entry * conv_dim)[:, None] + channel[None, :]
-                old = tl.load(place, mask=is_kept[:, None] & inside[None, :], other=0.0)
+                if sizes.width:
+                    old = olds[tap]
+                else:
+                    seen = (kept, exists, local, position, channel, inside, back)
+                    old = _kept_inputs(*seen, conv_dim, conv_ring)
                 raw += old.to(tl.float32)
             value = tl.fma(raw, weight.to(tl.float32)[None, :], value)
         # The convolution's output has the dtype of the activations.
@@ -379,6 +393,8 @@ def _conv_kernel(
         zeros = tl.zeros((token_tile, tile), out.dtype.element_ty)
         tl.store(place, zeros, mask=padding[:, None] & (channel < sizes.outputs)[None, :])
     else:
+        if sizes.width:
+            wait_for_previous(overlap)
         head = tl.arange(0, heads_tile)
         is_head = head < sizes.heads
         loaded = (token < tokens)[:, None] & is_head[None, :]
@@ -394,6 +410,25 @@ def _conv_kernel(
             g = rate[None, :] * softplus(alpha + shift[None, :])
             tl.store(target, tl.sigmoid(first), mask=loaded)
             tl.store(target + tokens.to(tl.int64) * sizes.heads, g, mask=loaded)
+
+
+@triton.jit
+def _kept_inputs(
+    kept: tl.tensor,
+    exists: tl.tensor,
+    local: tl.tensor,
+    position: tl.tensor,
+    channel: tl.tensor,
+    inside: tl.tensor,
+    back: tl.constexpr,
+    conv_dim: tl.constexpr,
+    conv_ring: tl.constexpr,
+) -> tl.tensor:
+    """Inputs so many tokens back, if from steps before; nothing is before position 0."""
+    is_kept = exists & (local < back) & (position >= back)
+    entry = tl.maximum(position - back, 0) % conv_ring
+    place = (kept + entry * conv_dim)[:, None] + channel[None, :]
+    return tl.load(place, mask=is_kept[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
