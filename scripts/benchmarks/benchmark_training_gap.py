@@ -70,6 +70,8 @@ LINE = (
     "{largest:.2e}, K3 {k3:.2e}; same bits {same_bits:.4f}, likeliest {likeliest:.4f}"
 )
 LAYER = "layer {layer} of {training}: {differing:.4f} of elements differ, distance {distance:.2e}"
+ADDED = ("linear_proj.weight", "linear_fc2.weight")
+"""Ends of names of weights whose products are added to the residual stream."""
 SHORTEST = 16
 """Tokens of the first prompt; each further one is 25 longer."""
 
@@ -173,8 +175,8 @@ def training_model(args: argparse.Namespace, shape_name: str) -> Any:
         if parameter.dim() == 1:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        # Queries and keys large enough that positions matter.
-        gain = 2.0 if "qkv" in name else 1.5
+        # As Megatron's initial values: what is added to the stream shrinks with the layers.
+        gain = 1.5 * (args.layers**-0.5 if name.endswith(ADDED) else 1.0)
         scale = 1.0 if "embedding" in name else gain * parameter.size(-1) ** -0.5
         parameter.data.normal_(0.0, scale)
     return model
