@@ -24,7 +24,7 @@ def use_small_grid(change: Callable[[Any, str, Any], None] = setattr) -> None:
     borders as long ones then. For plain torch; kernels have their own."""
     for module in MODULES:
         change(module, "GRID", GRID)
-    change(FlushRule.__new__, "__defaults__", (GRID, 0, False))
+    change(FlushRule.__new__, "__defaults__", (GRID, 0, False, False))
 
 
 LIMITS = (10**6, 10**6, 5, 1, 10**6, 9)

@@ -115,7 +115,7 @@ def shape_of(
     shape = DeltaShape(key_heads, key_dim, value_heads, value_dim)
     check_dims(op, key_dim, value_dim)
     gates = REPLAYED_GATES if rule.replays else GATES
-    if rule.replays and (rule.period != DELTA_TILE or qkvzba.stride(0) % ALIGNED):
+    if rule.replays and (not rule.is_delta or qkvzba.stride(0) % ALIGNED):
         raise ValueError(
             f"{op}: {rule} must have tiles of {DELTA_TILE}, and strides of input rows be multiples "
             f"of {ALIGNED}; found {qkvzba.stride(0)}."

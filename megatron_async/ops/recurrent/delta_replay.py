@@ -1,14 +1,13 @@
 """Gated DeltaNet with a rule that replays: a token's bits are those of its sequence alone.
 
-Prompts and decode steps have the same convolution, and compute a tile of 16 tokens with the same
-functions (`delta_tile.py`), whole, from the state at its border. The ring has the open tile's keys,
-values, beta and g: pseudo values need the state, and are computed again.
+Prompts (`delta_prefill.py`) and decode steps have the same convolution, and compute a tile of 16
+tokens with the same functions (`delta_tile.py`), whole, from the state at its border. The ring has
+the open tile's keys, values, beta and g: pseudo values need the state, and are computed again.
 
-A kernel makes T and P of all tiles in parallel. Of a prompt, a scan walks through a chunk, and
-`keep_entries` fills the ring when no program reads it any more. Of a decode step, a program takes
-some lanes of one value head of a row, stores the query tokens' outputs, and puts their inputs into
-the ring, whose entries for them no program reads. Where query tokens stand in later tiles than the
-base (tokens may still be taken back, or drafts cross a border) the state is first brought there, in
+A kernel makes T and P of all tiles in parallel. Then a program of a decode step takes some lanes of
+one value head of a row, stores the query tokens' outputs, and puts their inputs into the ring,
+whose entries for them no program reads. Where query tokens stand in later tiles than the base
+(tokens may still be taken back, or drafts cross a border) the state is first brought there, in
 registers.
 """
 
@@ -29,20 +28,10 @@ from megatron_async.ops.recurrent.delta_tile import (
 )
 from megatron_async.ops.recurrent.kernel_parts import decays_of, held
 from megatron_async.ops.recurrent.prefill_parts import (
-    BORDERS,
-    MANY_PROGRAMS,
-    SCAN,
     ConvolutionSizes,
     KeptInputs,
-    Tile,
     convolve_chunks,
-    keep_entries,
-    keep_inputs,
-    keep_snapshot,
-    launch_scan,
     scan_chunks_before,
-    scan_cut,
-    scan_turns,
 )
 from megatron_async.ops.recurrent.recurrent_pools import (
     DELTA_TILE,
@@ -65,32 +54,6 @@ def sizes_of_inputs(shape: DeltaShape, width: int = 0) -> ConvolutionSizes:
     )  # fmt: skip
 
 
-def scan_whole_tiles(
-    qkvzba: Tensor,
-    qkv: Tensor,
-    gates: Tensor,
-    params: DeltaParams,
-    pools: RecurrentPools,
-    rows: PrefillRows,
-    base_after: Tensor,
-    rule: FlushRule,
-    out: Tensor,
-    chunk_dest: Tensor | None,
-    shape: DeltaShape,
-) -> None:
-    """`delta_prefill` behind its convolution, with `qkv` and `gates` of it; the arguments are
-    checked there."""
-    tokens, chunks, tile = qkv.size(0), rows.write_rows.numel(), DELTA_TILE
-    # A chunk of n tokens reaches into (n - 2) / tile + 2 tiles at the most, and into n.
-    tiles = min(tokens, tokens // tile + 2 * chunks)
-    factors = _factors(qkv, gates, pools, rows, rows.starts, tiles, shape, 0)
-    is_wide = shape.value_dim > 16 and chunks * _programs(shape, 32) >= MANY_PROGRAMS
-    scanned = Tile(tile, 32 if is_wide and shape.key_dim <= 128 else 16, WARPS, 2)
-    given = (qkvzba, qkv, gates, factors, pools, rows, base_after, out, chunk_dest, 0)
-    launch_scan(_scan_kernel, _programs(shape, scanned.lanes), *given, scanned, shape=shape)
-    keep_entries(qkv, gates, params, pools, rows, base_after, rule, shape.key_inner)
-
-
 def replay(
     qkvzba: Tensor,
     params: DeltaParams,
@@ -108,7 +71,9 @@ def replay(
     qkv, gates = convolve_chunks(qkvzba[:tokens], params, pools, as_chunks, out, sizes)
     lanes = max(min(STATE // shape.key_dim, triton.next_power_of_2(shape.value_dim)), 16)
     tiles = triton.cdiv(rule.window(width), DELTA_TILE)
-    factors = _factors(qkv, gates, pools, as_chunks, step.bases, tiles * rows, shape, width)
+    factors = whole_tile_factors(
+        qkv, gates, pools, as_chunks, step.bases, tiles * rows, shape, width
+    )
     programs = _programs(shape, lanes)
     share = triton.cdiv(shape.conv_dim, programs)
     _replay_kernel[(programs, rows)](
@@ -138,7 +103,7 @@ def replay(
     )
 
 
-def _factors(
+def whole_tile_factors(
     qkv: Tensor,
     gates: Tensor,
     pools: RecurrentPools,
@@ -235,7 +200,7 @@ def _values(
 
 
 @triton.jit
-def _answer(
+def answer(
     batch: tl.tuple,
     row: tl.tuple,
     end: tl.tensor,
@@ -306,7 +271,7 @@ def _factors_kernel(
     tiles: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """A tile of a value head: of a chunk, or the one of so many of a decode row (`_factors`)."""
+    """A tile of a value head: of a chunk, or the one of so many of a decode row."""
     number, head = tl.program_id(0), tl.program_id(1)
     place = factors + (number * shape.value_heads + head).to(tl.int64) * (2 * tile * tile)
     if width:
@@ -346,86 +311,6 @@ def _factors_kernel(
         target = place + at[:, None] * tile + at[None, :]
         tl.store(target, t)
         tl.store(target + tile * tile, p)
-
-
-@triton.jit(**SCAN)
-def _scan_kernel(
-    inputs: tl.tensor,
-    input_stride: tl.tensor,
-    convolved: tl.tensor,
-    gates: tl.tensor,
-    factors: tl.tensor,
-    tokens: tl.tensor,
-    pools: tl.tuple,
-    strides: tl.tuple,
-    starts: tl.tensor,
-    first_positions: tl.tensor,
-    read_rows: tl.tensor,
-    write_rows: tl.tensor,
-    base_after: tl.tensor,
-    chunk_dest: tl.tensor,
-    out: tl.tensor,
-    out_stride: tl.tensor,
-    shape: tl.constexpr,
-    ring: tl.constexpr,
-    kept: tl.constexpr,
-    tile: tl.constexpr,
-    lanes: tl.constexpr,
-    chunks_tile: tl.constexpr,
-    has_dest: tl.constexpr,
-    is_exact: tl.constexpr,
-    overlap: tl.constexpr,
-) -> None:
-    """A chunk of one value head's lanes, from the border before it on."""
-    key_dim: tl.constexpr = shape.key_dim
-    value_dim: tl.constexpr = shape.value_dim
-    tiles: tl.constexpr = (value_dim + lanes - 1) // lanes
-    head, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    row = tl.program_id(1)
-    wait_for_previous(overlap)
-    start = tl.load(starts + row)
-    length = tl.load(starts + row + 1) - start
-    if length > 0:
-        first, base = tl.load(first_positions + row), tl.load(base_after + row)
-        end = first + length
-        stands = first // tile * tile
-        read_row = tl.load(read_rows + row).to(tl.int64)
-        write_row = tl.load(write_rows + row).to(tl.int64)
-        lane = part * lanes + tl.arange(0, lanes)
-        inside, channel = lane < value_dim, head * value_dim + lane
-        column, at = tl.arange(0, key_dim), tl.arange(0, tile)
-        cell = head * (value_dim * key_dim) + lane[:, None] * key_dim + column[None, :]
-        in_state = inside[:, None] & (column >= 0)[None, :]
-        # Nothing of the row is read where a request begins: its former owner's numbers lie there.
-        loaded = in_state & (stands > 0)
-        s = tl.load(pools.state + read_row * strides.state + cell, mask=loaded, other=0.0)
-        target = pools.state + write_row * strides.state + cell
-        if base == stands:
-            # No token of the chunk is in the state yet.
-            tl.store(target, s, mask=in_state)
-        s = tl.trans(s)
-        dest = chunk_dest
-        if has_dest:
-            number = scan_chunks_before(starts, first_positions, row, BORDERS, chunks_tile)
-            dest = chunk_dest + number - first // BORDERS
-        chunk = (inputs, input_stride, pools, strides, start, first)
-        batch = (convolved, gates, tokens, start, first)
-        xb = pools.ring_xb + read_row * strides.ring_xb
-        kept_row = (xb, pools.ring_gates + read_row * strides.ring_gates)
-        number = scan_chunks_before(starts, first_positions, row, tile, chunks_tile)
-        for turn in range(scan_turns(stands, end, base, tile)):
-            begin, _lower, upper = scan_cut(turn, stands, end, base, tile)
-            position = begin + at
-            place = (number + turn) * shape.value_heads + head
-            place = factors + place.to(tl.int64) * (2 * tile * tile)
-            given = (batch, kept_row, end, head, channel, inside, position, s, place)
-            k, u, decay = _answer(*given, out, out_stride, shape, ring, tile)
-            s = advanced(s, k, u, decay, tile)
-            if upper == base:
-                tl.store(target, tl.trans(s), mask=in_state)
-            if has_dest:
-                keep_snapshot(s, dest, cell, in_state, *chunk, upper, read_row, kept)
-        keep_inputs(*chunk, end, read_row, write_row, kept)
 
 
 # Before its wait this kernel reads rows, positions and bases, which stand before the step's first
@@ -510,13 +395,13 @@ def _replay_kernel(
     place = factors + (row * row_tiles * shape.value_heads + head).to(tl.int64) * (2 * tile * tile)
     if row_tiles > 1:
         for _ in range(tl.maximum((end - 1) // tile - base // tile, 0)):
-            k, u, decay = _answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile)
+            k, u, decay = answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile)
             s = advanced(s, k, u, decay, tile)
             begin += tile
             place += shape.value_heads * (2 * tile * tile)
     else:
         s = held(s.to(convolved.dtype.element_ty), overlap)
-    _answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile)
+    answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile)
 
     for number in tl.static_range(width):
         counts, entry = number < count, (first + number) % ring

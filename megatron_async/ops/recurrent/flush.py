@@ -26,7 +26,6 @@ from megatron_async.ops.recurrent.delta_tile import moved
 from megatron_async.ops.recurrent.kernel_parts import add_products, decays_of
 from megatron_async.ops.recurrent.mamba_tile import advanced
 from megatron_async.ops.recurrent.recurrent_pools import (
-    DELTA_TILE,
     MAX_WIDTH,
     FlushRule,
     RecurrentPools,
@@ -141,7 +140,7 @@ def flush_gpu(
         has_saves=saves is not None,
         is_exact=pools.ring_xb.dtype == torch.float32,
         tile=rule.period if rule.replays else 0,
-        is_delta=rule.replays and rule.period == DELTA_TILE,
+        is_delta=rule.is_delta,
     )
     _flush_kernel[(layers * parts, triton.cdiv(rows, block))](
         pools,

@@ -42,6 +42,8 @@ class FlushRule(NamedTuple):
     """Tokens that may still be taken back, in tokens before a step's first query token."""
     replays: bool = False
     """Whether a token's bits are those of its sequence alone (`replaying_rule`)."""
+    is_delta: bool = False
+    """Whether, besides, layers are Gated DeltaNet's, whose rings have values then."""
 
     def ring_length(self, width: int) -> int:
         """The fewest entries of `ring_xb` and `ring_gates`, for rows of up to `width` query tokens.
@@ -78,7 +80,7 @@ def replaying_rule(lag: int, tile: int = TILE) -> FlushRule:
     it. The ring holds the tile's tokens from its border on. A chunk's read row stands at the
     border before the chunk. GPUs alone serve this rule, with inputs of 16 bits.
     """
-    return FlushRule(tile, lag, replays=True)
+    return FlushRule(tile, lag, replays=True, is_delta=tile == DELTA_TILE)
 
 
 class RecurrentPools(NamedTuple):

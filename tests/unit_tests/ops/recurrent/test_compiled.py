@@ -234,10 +234,8 @@ def test_a_replay_of_gated_deltanet(width, monkeypatch, tmp_path):
     registers."""
     layer, rule = DeltaLayer(**QWEN, dtype=torch.bfloat16), replaying_rule(0, DeltaLayer.tile)
     layer.gates = layer.replayed_gates
-    names = "_replay_kernel", "_scan_kernel"
-    conv, replay, scan = record(
-        monkeypatch, (prefill_parts, "_conv_kernel"), *((delta_replay, name) for name in names)
-    )
+    kernels = (delta_replay, "_replay_kernel"), PREFILL["delta"][1]
+    conv, replay, scan = record(monkeypatch, (prefill_parts, "_conv_kernel"), *kernels)
     record(monkeypatch, (delta_replay, "_factors_kernel"), (prefill_parts, "_entries_kernel"))
     pools, inputs, base = pools_of(layer, rule, width), layer.inputs(64), torch.zeros(1).int()
     op, given = delta_decode.delta_decode_gpu, (layer.params, pools)
