@@ -14,8 +14,6 @@ from megatron_async.models.partition import is_recurrent
 MAJOR = 9
 """Compute capability on which the mode was tried; others' matrix units may add in another order."""
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_RANKS = 2
-"""Two summands have one sum in either order; more have an order, which here follows their bytes."""
 
 
 def check_batch_invariance(model: Any, config: InferenceConfig, device: torch.device) -> None:
@@ -49,6 +47,10 @@ def _unserved(model: Any, config: InferenceConfig, device: torch.device) -> Iter
         yield f"quantization={config.quantization!r}: use the model's own weights"
     if is_recurrent(model) and config.mamba_ssm_states_dtype != "float32":
         yield f"mamba_ssm_states_dtype={config.mamba_ssm_states_dtype!r}: use 'float32'"
-    for name in ("tensor_model_parallel_size", "expert_model_parallel_size"):
-        if (ranks := getattr(model, name)) > MOST_RANKS:
-            yield f"{name}={ranks}: use at most {MOST_RANKS}"
+    ranks = model.tensor_model_parallel_size
+    if ranks > 2 and getattr(model, "sequence_parallel", False):
+        # Two summands have one sum in either order; NCCL's order of more follows their bytes.
+        yield f"sequence_parallel=True over {ranks} ranks: leave it out"
+    is_mamba = "M" in (getattr(model, "hybrid_layer_pattern", None) or "")
+    if ranks > 1 and is_mamba and model.mamba_num_groups == 1:
+        yield f"mamba_num_groups=1, whose norm {ranks} ranks share: use one tensor-parallel rank"

@@ -208,7 +208,7 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
             add = collectives.all_reduce_add_rms_norm
             return Stream(product, stream.total, parts_of_ranks=add)
         else:
-            whole = collectives.all_reduce(product, x.dtype)
+            whole = collectives.all_reduce(product, x.dtype, self.ops.is_invariant)
         return Stream(whole.squeeze(-2), stream.total)
 
 

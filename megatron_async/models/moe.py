@@ -160,7 +160,8 @@ class MoELayer(MegatronModule):
         if may_split and collectives.size > 1 and collectives.adds_with_norm(summand):
             add = collectives.all_reduce_add_rms_norm
             return Stream(summand, residual, parts_of_ranks=add)
-        return Stream(collectives.all_reduce(summand).squeeze(1), residual)
+        whole = collectives.all_reduce(summand, in_order=self.ops.is_invariant)
+        return Stream(whole.squeeze(1), residual)
 
     @property
     def _is_scattered(self) -> bool:
@@ -221,10 +222,10 @@ class MoELayer(MegatronModule):
             view.routing.note(routing)
         gathered, routing = self.dispatcher.dispatch(x, routing, dispatched)
         sums = self.experts(gathered, routing)
-        alone = ranks == 1 and self.shared_experts is None
-        if may_split and alone and self.dispatcher.combines_with_norm(sums):
+        alone, in_order = ranks == 1 and self.shared_experts is None, self.ops.is_invariant
+        if may_split and alone and self.dispatcher.combines_with_norm(sums, in_order):
             return Stream(sums, parts_of_ranks=self.dispatcher.combine_add_rms_norm)
-        output = self.dispatcher.combine(sums, x.size(0))
+        output = self.dispatcher.combine(sums, x.size(0), in_order)
         return output if self.shared_experts is None else self._add_shared(output, x)
 
     def _add_shared(self, output: Tensor, x: Tensor) -> Tensor:

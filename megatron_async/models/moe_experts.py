@@ -26,6 +26,7 @@ from megatron_async.models.layer_ops import LayerOps
 from megatron_async.ops.experts.expert_exchange import (
     SymmetricExchange,
     combine_add_rms_norm,
+    combine_in_slices,
     combine_sums,
     exchange_of,
     gather_tokens,
@@ -156,12 +157,17 @@ class TokenDispatcher:
         all_x, experts, weights = _fields(received, x, routing)
         return all_x, Routing(experts, weights)
 
-    def combine(self, sums: Tensor, own_tokens: int) -> Tensor:
+    def combine(self, sums: Tensor, own_tokens: int, in_order: bool = False) -> Tensor:
         """Sums over all ranks' experts of this rank's own tokens, without padding, of `[ranks *
-        tokens, hidden]` of this rank's experts, contiguous."""
+        tokens, hidden]` of this rank's experts, contiguous. `in_order`: each token is added in one
+        order, whatever the tokens (`ExpertExchange.check_order`)."""
         if self._size == 1:
             return sums
         symmetric = self._combines(sums)
+        if symmetric is None and in_order and self._size > 2:
+            self._exchange.calls["combine in slices"] += 1
+            meeting = self._exchange.symmetric[sums.size(1), self._topk, sums.dtype].combines
+            return combine_in_slices(sums, own_tokens, meeting)
         if symmetric is not None:
             self._exchange.calls["combine"] += 1
             return combine_sums(sums, own_tokens, symmetric.combines)
@@ -170,9 +176,10 @@ class TokenDispatcher:
         dist.reduce_scatter_tensor(own, sums, group=self._group)
         return own[:own_tokens]
 
-    def combines_with_norm(self, sums: Tensor) -> bool:
+    def combines_with_norm(self, sums: Tensor, in_order: bool = False) -> bool:
         """Whether `combine_add_rms_norm` takes sums like `combine`'s; the same on all ranks."""
-        return self._combines(sums) is not None
+        # Over more ranks its norm has other warps than the norm's own kernel.
+        return self._combines(sums) is not None and not (in_order and self._size > 2)
 
     def combine_add_rms_norm(
         self, sums: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -118,6 +118,10 @@ class GPTInferenceWrapper(NamesOfMegatron):
             # A draft model's pass has a token more of each chunk.
             most += settings.most_mixed_prefill_rows if settings.draft_places else 0
             self.exchange.prepare(most, hidden, config.moe_router_topk, dtype, device)
+        if ops.is_invariant and device.type == "cuda":
+            self.collectives.check_order()
+            if config.num_moe_experts:
+                self.exchange.check_order()
 
     def set_input_tensor(self, hidden_states: Tensor) -> None:
         """Give the next `forward` what the pipeline stage before computed, `[tokens, 1, hidden]`;

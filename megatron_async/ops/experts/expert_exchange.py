@@ -203,6 +203,17 @@ def combine_sums(sums: Tensor, own_tokens: int, meeting: Meeting) -> Tensor:
     return out
 
 
+def combine_in_slices(sums: Tensor, own_tokens: int, meeting: Meeting) -> Tensor:
+    """`combine_sums` of any number of tokens, as many at a time as there are places."""
+    ranks, most = len(meeting.pointers), meeting.places
+    slices = sums.unflatten(0, (ranks, -1)).split(most, 1)
+    counts = (min(max(own_tokens - n * most, 0), part.size(1)) for n, part in enumerate(slices))
+    return torch.cat([
+        combine_sums(part.flatten(0, 1).contiguous(), count, meeting)
+        for part, count in zip(slices, counts, strict=True)
+    ])  # fmt: skip
+
+
 def combine_add_rms_norm(
     sums: Tensor, residual: Tensor, weight: Tensor, eps: float, meeting: Meeting
 ) -> tuple[Tensor, Tensor]:
@@ -394,6 +405,18 @@ class ExpertExchange:
         )
         if made is not None:
             self.symmetric[hidden, topk, dtype] = made
+
+    def check_order(self) -> None:
+        """Refuse what no kernel adds up in one order, after `prepare`.
+
+        Raises:
+            ConfigurationError: of more than two summands, which have one sum in any order.
+        """
+        if (ranks := self._group.size()) > 2 and not self.symmetric:
+            raise ConfigurationError(
+                f"batch_invariant_mode=True is not served with experts on {ranks} ranks here: "
+                f"{self.fallback}. Use at most 2, or leave the mode out."
+            )
 
     def find(
         self, tokens: int, hidden: int, topk: int, dtype: torch.dtype

@@ -9,7 +9,9 @@ docs/records/several_gpus.md). Two kernels, by size:
   is a place of a `Meeting`, writes this rank's summand, meets the other ranks, and reads all. They
   are added in the order of ranks, in float32, so every rank gets the same bits.
 - **two shot** (torch's `symm_mem.two_shot_all_reduce_`): every rank adds up its share of the
-  elements and writes it to all. Each element is added on one rank, so all have the same bits.
+  elements and writes it to all. Each element is added on one rank, so all have the same bits. It
+  begins with its own summand: the order follows the place in the tensor.
+- **one shot in slices** (`SymmetricAllReduce.in_order`): any number of rows in the order of ranks.
 
 No multicast: it is not available everywhere, and leaves the order of additions to the switch.
 """
@@ -86,6 +88,15 @@ class SymmetricAllReduce:
         """Whether `all_reduce` takes a product `[tokens, 1, hidden]` or its partial sums."""
         return product.size(-3) <= self.two_shot_rows
 
+    def in_order(self, product: Tensor) -> Tensor:
+        """The sum over the ranks of a product as for `all_reduce`, of any number of tokens, each
+        added in the order of ranks, as `add_rms_norm` does; `[tokens, 1, hidden]`."""
+        whole = add_partial_sums(product, self._dtype).flatten(0, 1)
+        total, most = torch.empty_like(whole), self.one_shot_rows
+        for rows, place in zip(whole.split(most), total.split(most), strict=True):
+            all_reduce_in_order(rows, place, self._one_shot)
+        return total[:, None]
+
     def all_reduce(self, product: Tensor) -> Tensor:
         """The sum over the ranks, `[tokens, 1, hidden]`, in the workspace: valid until the next."""
         shape = product.shape[-3:]
@@ -93,6 +104,17 @@ class SymmetricAllReduce:
         add_partial_sums(product, self._dtype, place.view(shape))
         torch.ops.symm_mem.two_shot_all_reduce_(place, "sum", self._group_name)
         return place.view(shape)
+
+
+def all_reduce_in_order(x: Tensor, total: Tensor, meeting: Meeting) -> None:
+    """Sum over the ranks as in `all_reduce_add_rms_norm`, in the same order, and nothing behind it.
+
+    Args:
+        x: this rank's summand, `[tokens, hidden]`, contiguous, on a GPU.
+        total: where to put the sum, of the same form.
+        meeting: its data are rows of the same dtype; it has as many places as there are tokens.
+    """
+    _launch(x, None, total, 0.0, meeting)
 
 
 def all_reduce_add_rms_norm(
@@ -114,7 +136,6 @@ def all_reduce_add_rms_norm(
     Raises:
         ValueError: shapes or strides do not fit, or there are more tokens than rows.
     """
-    parts = x.size(0) if x.dim() == 3 else 1
     tokens, hidden = residual.shape
     if x.shape[-2:] != residual.shape or weight.shape != (hidden,) or hidden > MAX_HIDDEN:
         raise ValueError(
@@ -129,6 +150,20 @@ def all_reduce_add_rms_norm(
         )
     normed = torch.empty((tokens, hidden), dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(normed)
+    _launch(x, (residual, weight, normed), total, eps, meeting)
+    return normed, total
+
+
+def _launch(
+    x: Tensor,
+    norm: tuple[Tensor, Tensor, Tensor] | None,
+    total: Tensor,
+    eps: float,
+    meeting: Meeting,
+) -> None:
+    """`norm` are residual, weight and where to put the norm."""
+    residual, weight, normed = norm or (total, total, total)
+    tokens, hidden = total.shape
     if tokens:
         block = triton.next_power_of_2(hidden)
         _all_reduce_add_rms_norm_kernel[(tokens,)](
@@ -144,11 +179,11 @@ def all_reduce_add_rms_norm(
             **meeting.constants,
             hidden=hidden,
             block=block,
-            parts=parts,
+            parts=x.size(0) if x.dim() == 3 else 1,
+            has_norm=norm is not None,
             num_warps=min(max(block // 512, 1), 16),
             **launch_options(residual),
         )
-    return normed, total
 
 
 @triton.jit
@@ -170,13 +205,15 @@ def _all_reduce_add_rms_norm_kernel(
     hidden: tl.constexpr,
     block: tl.constexpr,
     parts: tl.constexpr,
+    has_norm: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = total.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < hidden
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if has_norm:
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(overlap)
     summand = tl.load(x + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, parts):
@@ -192,10 +229,13 @@ def _all_reduce_add_rms_norm_kernel(
         its = tl.multiple_of(tl.load(pointers + peer).to(tl.pointer_type(dtype)), 16)
         found = tl.load(its + start + column, mask=inside, other=0.0, cache_modifier=".cg")
         value += found.to(tl.float32)
-    value = value.to(dtype).to(tl.float32)
-    before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
-    rounded = (before.to(tl.float32) + value).to(dtype)
-    tl.store(total + row * hidden + column, rounded, mask=inside)
-    value = rounded.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(value * value) / hidden + eps)
-    tl.store(normed + row * hidden + column, value * factor * scale, mask=inside)
+    if has_norm:
+        value = value.to(dtype).to(tl.float32)
+        before = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        rounded = (before.to(tl.float32) + value).to(dtype)
+        tl.store(total + row * hidden + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+        tl.store(normed + row * hidden + column, value * factor * scale, mask=inside)
+    else:
+        tl.store(total + row * hidden + column, value, mask=inside)

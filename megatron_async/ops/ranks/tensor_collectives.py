@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.ops.linear.partial_sums import add_partial_sums
 from megatron_async.ops.ranks.symmetric_all_reduce import SymmetricAllReduce
 from megatron_async.ops.ranks.symmetric_choice import LEAST_ROWS
@@ -91,13 +92,29 @@ class TensorCollectives:
             return f"all-reduce over {self.size} ranks: NCCL ({self.fallback})"
         return None
 
-    def all_reduce(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def check_order(self) -> None:
+        """Refuse what `all_reduce` has no fixed order for, after `prepare`.
+
+        Raises:
+            ConfigurationError: of more than two summands, which have one sum in any order.
+        """
+        if self.size > 2 and not any(kind.one_shot_rows for kind in self.symmetric.values()):
+            raise ConfigurationError(
+                f"batch_invariant_mode=True is not served over {self.size} tensor-parallel ranks "
+                f"here: {self.fallback or 'the model is too wide'}. Use at most 2, or leave the "
+                "mode out."
+            )
+
+    def all_reduce(
+        self, x: Tensor, dtype: torch.dtype | None = None, in_order: bool = False
+    ) -> Tensor:
         """Sum over the ranks.
 
         Args:
             x: this rank's summand, contiguous, `[tokens, 1, hidden]`, or partial sums of it,
                 `[splits, tokens, 1, hidden]`; it may be overwritten.
             dtype: of the sum; None: as `x`.
+            in_order: each token is added in one order, whatever the tokens; see `check_order`.
 
         Returns:
             the sum, `[tokens, 1, hidden]`. It may lie in a workspace, and is valid until the next
@@ -107,6 +124,9 @@ class TensorCollectives:
         if self.size == 1:
             return add_partial_sums(x, dtype)
         symmetric = self.symmetric.get((x.size(-1), dtype))
+        if in_order and self.size > 2:
+            self.calls["one shot in slices"] += 1
+            return self.symmetric[x.size(-1), dtype].in_order(x)
         if symmetric is not None and symmetric.takes(x):
             self.calls["two shot"] += 1
             return symmetric.all_reduce(x)

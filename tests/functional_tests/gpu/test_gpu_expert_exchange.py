@@ -11,7 +11,12 @@ from torch import Tensor
 from megatron_async.devices import make_device
 from megatron_async.models.moe_experts import TokenDispatcher
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups, world_size
-from megatron_async.ops.experts.expert_exchange import LIMIT_VARIABLE, ExpertExchange, exchange_of
+from megatron_async.ops.experts.expert_exchange import (
+    LIMIT_VARIABLE,
+    ExpertExchange,
+    combine_in_slices,
+    exchange_of,
+)
 from megatron_async.ops.experts.expert_routing import NO_EXPERT, Routing
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from tests.support.cards import on_cards
@@ -61,6 +66,11 @@ def exchanged(
             sums = torch.randn(len(real), HIDDEN, generator=generator).to(dtype).cuda()
             total = dispatcher.combine(sums, own)
             assert total.shape == (own, HIDDEN)
+            for made in dispatcher._exchange.symmetric.values():
+                sliced = combine_in_slices(sums, own, made.combines)
+                if tokens <= made.combines.places:
+                    assert torch.equal(sliced, total)
+                torch.testing.assert_close(sliced, total, **tolerance)
             found.append((gathered[real], routing.experts, routing.weights[real], total))
             if dispatcher.combines_with_norm(sums):
                 residual = torch.randn(own, HIDDEN, generator=generator).to(dtype).cuda()

@@ -90,6 +90,9 @@ def sums(dtype_name: str) -> list[list[float]]:
             found = collectives.keep(collectives.all_reduce(mine.clone(), dtype))
             torch.testing.assert_close(found, expected, **tolerance)
             bits.append(found.float().flatten().tolist())
+            ordered = symmetric.in_order(mine.clone())
+            torch.testing.assert_close(ordered, expected, **tolerance)
+            bits.append(ordered.float().flatten().tolist())
             if not collectives.adds_with_norm(mine, dtype):
                 assert rows > symmetric.one_shot_rows
                 continue
@@ -103,6 +106,9 @@ def sums(dtype_name: str) -> list[list[float]]:
                 normed, total = collectives.all_reduce_add_rms_norm(mine, residual, weight, EPS)
                 torch.testing.assert_close(total, reference[1], **tolerance)
                 torch.testing.assert_close(normed, reference[0], **tolerance)
+            nothing = torch.zeros_like(residual)
+            _, total = collectives.all_reduce_add_rms_norm(mine, nothing, weight, EPS)
+            assert torch.equal(total, ordered[:, 0] + nothing), "one order, however many rows"
             bits.append(normed.float().flatten().tolist())
     return bits
 

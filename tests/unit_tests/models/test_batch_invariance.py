@@ -27,7 +27,7 @@ from megatron_async.step.step_graphs import mixed_question
 GPU, META = torch.device("cuda", 0), torch.device("meta")
 MODEL = {
     "params_dtype": torch.bfloat16, "tensor_model_parallel_size": 1,
-    "expert_model_parallel_size": 1, "hybrid_layer_pattern": "*-M-",
+    "hybrid_layer_pattern": "*-M-", "mamba_num_groups": 8,
 }  # fmt: skip
 
 
@@ -48,8 +48,10 @@ def check(monkeypatch, capability=(9, 0), device=GPU, model=(), **settings):
           for name in ("warpgroup", "flash_attn_3", "flash_attn_4", "torch")),
         ({"quantization": "int8"}, "quantization='int8'"),
         ({"mamba_ssm_states_dtype": "bfloat16"}, "mamba_ssm_states_dtype='bfloat16': use 'float"),
-        ({"model": {"tensor_model_parallel_size": 4}}, "tensor_model_parallel_size=4: use at most"),
-        ({"model": {"expert_model_parallel_size": 3}}, "expert_model_parallel_size=3: use at most"),
+        ({"model": {"tensor_model_parallel_size": 4, "sequence_parallel": True}},
+         "sequence_parallel=True over 4 ranks: leave it out"),
+        ({"model": {"tensor_model_parallel_size": 2, "mamba_num_groups": 1}},
+         "mamba_num_groups=1, whose norm 2 ranks share"),
     ],
 )  # fmt: skip
 def test_what_the_mode_is_not_served_with(case, told, monkeypatch):
@@ -61,7 +63,8 @@ def test_what_the_mode_is_not_served_with(case, told, monkeypatch):
 def test_what_it_is_served_with(monkeypatch):
     check(monkeypatch)
     check(monkeypatch, attention_backend="triton", quantization="auto")
-    check(monkeypatch, model={"params_dtype": torch.float16, "tensor_model_parallel_size": 2})
+    check(monkeypatch, model={"params_dtype": torch.float16, "tensor_model_parallel_size": 4})
+    check(monkeypatch, model={"mamba_num_groups": 1})
     check(monkeypatch, model={"hybrid_layer_pattern": "*-"}, mamba_ssm_states_dtype="bfloat16")
     check(monkeypatch, device=META, capability=None)  # a simulation computes nothing
 

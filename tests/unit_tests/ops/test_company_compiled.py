@@ -6,17 +6,18 @@ import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_async import InferenceConfig
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
+from megatron_async.ops.experts import expert_exchange as exchanged
 from megatron_async.ops.experts import expert_routing
 from megatron_async.ops.experts.expert_routing import BLOCK_TOKENS
 from megatron_async.ops.linear import rms_norm
 from megatron_async.ops.ranks import symmetric_all_reduce as reduced
+from megatron_async.ops.ranks.symmetric_memory import Meeting
 from tests.support.compiled_kernels import record
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
@@ -135,23 +136,29 @@ def test_what_a_step_may_change_in_compiled_kernels(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("hidden", [2688, 4096])
-def test_a_sum_over_two_ranks_is_normed_as_any_row(hidden, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "ranks"), [(reduced, 2), (reduced, 4), (exchanged, 2)], ids=["2", "4", "experts"]
+)
+def test_a_sum_over_ranks_is_normed_as_any_row(module, ranks, hidden, monkeypatch):
     """Few rows are summed and normed by one kernel, others by two: from the residual's sum on, the
     instructions on floats are those of the norm alone.
 
     Break it: give the one kernel half the warps.
     """
-    kernels = (rms_norm, "_add_rms_norm_kernel"), (reduced, "_all_reduce_add_rms_norm_kernel")
+    name = "_all_reduce_add_rms_norm_kernel" if module is reduced else "_combine_kernel"
+    kernels = (rms_norm, "_add_rms_norm_kernel"), (module, name)
     recorders = record(monkeypatch, *kernels)
     for module, _ in kernels:
         monkeypatch.setattr(module, "launch_options", lambda _: {"overlap": True})
     weight = torch.zeros(hidden, dtype=torch.bfloat16)
     x = torch.zeros(4, hidden, dtype=torch.bfloat16)
     flags = torch.zeros(8, dtype=torch.int32)
-    constants = {"rank": 0, "ranks": 2, "lanes": 32, "places": 8, "first": 64}
-    meeting = SimpleNamespace(places=8, pointers=flags.long(), turns=flags, constants=constants)
+    meeting = Meeting(torch.zeros(ranks, dtype=torch.int64), flags, 0, 64)
     rms_norm.add_rms_norm_gpu(x, x, weight, 1e-6)
-    reduced.all_reduce_add_rms_norm(x, x, weight, 1e-6, meeting)
+    if module is reduced:
+        reduced.all_reduce_add_rms_norm(x, x, weight, 1e-6, meeting)
+    else:
+        exchanged.combine_add_rms_norm(torch.cat([x, x]), x, weight, 1e-6, meeting)
     norm, both = (
         re.findall(
             r"^\s+(?!ld)(\w\S*f32\S*|shfl\S*)\s", one.launches[0].compiled().asm["ptx"], re.M

@@ -6,6 +6,7 @@ import torch
 from megatron_async.ops.experts.expert_exchange import (
     WORD,
     combine_add_rms_norm,
+    combine_in_slices,
     combine_sums,
     gather_tokens,
     packed_row_bytes,
@@ -54,12 +55,12 @@ def check_gathered(rows, call, ranks):
         assert torch.equal(weights[:own], routing.weights)
 
 
-def meeting_of(rank, memory):
+def meeting_of(rank, memory, places=PLACES):
     pointers = torch.tensor([part.data_ptr() for part in memory])
-    return Meeting(pointers, torch.zeros(PLACES).int(), rank, PLACES * len(memory))
+    return Meeting(pointers, torch.zeros(places).int(), rank, places * len(memory))
 
 
-def run_rank(rank, ranks, gathers, combines):
+def run_rank(rank, ranks, gathers, combines, slices):
     """Not in turn, as layers do it: each would keep the other's ranks from running ahead."""
     torch.set_num_threads(1)
     meeting = meeting_of(rank, gathers)
@@ -68,7 +69,7 @@ def run_rank(rank, ranks, gathers, combines):
     ]
     for call, rows in enumerate(found):
         check_gathered(rows, call, ranks)
-    meeting = meeting_of(rank, combines)
+    meeting, few = meeting_of(rank, combines), meeting_of(rank, slices, 2)
     weight = torch.linspace(0.5, 2, HIDDEN)
     for call in range(len(CALLS)):
         own = own_tokens(rank, call)
@@ -85,17 +86,18 @@ def run_rank(rank, ranks, gathers, combines):
         else:
             total = combine_sums(mine, own, meeting)
             assert torch.equal(total, expected)
+            assert torch.equal(combine_in_slices(mine, own, few), expected)
 
 
 @pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_expert_exchange.py
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_exchanges(ranks):
     flags = PLACES * ranks
-    gathers, combines = (
+    memories = (
         [torch.zeros(flags + 2 * PLACES * row).share_memory_() for _ in range(ranks)]
-        for row in (WORDS, ranks * HIDDEN)
+        for row in (WORDS, ranks * HIDDEN, ranks * HIDDEN)
     )
-    run_stopped_ranks(ranks, run_rank, ranks, gathers, combines)
+    run_stopped_ranks(ranks, run_rank, ranks, *memories)
 
 
 def test_refuses_what_does_not_fit():

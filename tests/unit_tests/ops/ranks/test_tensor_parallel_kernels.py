@@ -1,20 +1,27 @@
 """Kernels of tensor-parallel steps: lookup in a share of the vocabulary, sums of partial sums, and
 the all-reduce that adds the residual stream and takes the norm."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_async.errors import ConfigurationError
 from megatron_async.ops.linear.partial_sums import add_partial_sums, launch_sum
 from megatron_async.ops.linear.rms_norm import add_rms_norm
-from megatron_async.ops.ranks.symmetric_all_reduce import all_reduce_add_rms_norm
+from megatron_async.ops.ranks.symmetric_all_reduce import (
+    SymmetricAllReduce,
+    all_reduce_add_rms_norm,
+)
 from megatron_async.ops.ranks.symmetric_memory import Meeting
+from megatron_async.ops.ranks.tensor_collectives import TensorCollectives
 from megatron_async.ops.ranks.vocab_embedding import vocab_embedding, vocab_embedding_gpu
 from tests.unit_tests.ops.stopped_ranks import run_stopped_ranks
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-RANKS, ROWS, HIDDEN, EPS = 2, 3, 40, 1e-5
+ROWS, HIDDEN, EPS = 3, 40, 1e-5
 CALLS = (1, 3, 2, 3) * 12
 """Tokens of successive calls: rows take their turns at different times."""
 
@@ -61,28 +68,52 @@ def inputs(tokens):
 
 
 def run_rank(rank, memory, results):
-    pointers = torch.tensor([part.data_ptr() for part in memory])
-    meeting = Meeting(pointers, torch.zeros(ROWS, dtype=torch.int32), rank, ROWS * RANKS)
+    ranks, pointers = len(memory), torch.tensor([part.data_ptr() for part in memory])
+    meeting = Meeting(pointers, torch.zeros(ROWS, dtype=torch.int32), rank, ROWS * ranks)
+    # What `in_order` reads; the rest needs a process group.
+    reducer = object.__new__(SymmetricAllReduce)
+    reducer._dtype, reducer.one_shot_rows, reducer._one_shot = torch.float32, 2, meeting
     for call, tokens in enumerate(CALLS):
         residual, weight = inputs(tokens)
         x = summand(rank, call, tokens)
         x = x if call % 2 else x.sum(0)
+        if call % 3 == 0:  # in slices of two rows, in the order of ranks
+            expected = summand(0, call, tokens).sum(0)
+            for peer in range(1, ranks):
+                expected = expected + summand(peer, call, tokens).sum(0)
+            assert torch.equal(reducer.in_order(x.unsqueeze(-2))[:, 0], expected)
         normed, total = all_reduce_add_rms_norm(x, residual, weight, EPS, meeting)
         results[rank][call, 0, :tokens], results[rank][call, 1, :tokens] = normed, total
 
 
 @pytest.mark.usefixtures("interpreter")  # GPUs are tested in test_gpu_ranks.py
-def test_all_reduce_with_residual_and_norm():
-    elements = ROWS * RANKS + 2 * ROWS * HIDDEN
-    memory = [torch.zeros(elements).share_memory_() for _ in range(RANKS)]
-    results = torch.zeros(RANKS, len(CALLS), 2, ROWS, HIDDEN).share_memory_()
-    run_stopped_ranks(RANKS, run_rank, memory, results)
-    assert torch.equal(results[0], results[1])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_reduce_with_residual_and_norm(ranks):
+    """Break it: add a rank's own summand first, or leave a row of a slice out."""
+    elements = ROWS * ranks + 2 * ROWS * HIDDEN
+    memory = [torch.zeros(elements).share_memory_() for _ in range(ranks)]
+    results = torch.zeros(ranks, len(CALLS), 2, ROWS, HIDDEN).share_memory_()
+    run_stopped_ranks(ranks, run_rank, memory, results)
+    assert all(torch.equal(results[0], each) for each in results[1:])
     for call, tokens in enumerate(CALLS):
         residual, weight = inputs(tokens)
-        total = sum(summand(rank, call, tokens).sum(0) for rank in range(RANKS))
+        total = sum(summand(rank, call, tokens).sum(0) for rank in range(ranks))
         expected = torch.stack(add_rms_norm.reference(total, residual, weight, EPS))
         torch.testing.assert_close(results[0][call, :, :tokens], expected)
+
+
+def test_more_than_two_summands_have_an_order():
+    """Break it: ask `takes` first."""
+    collectives = TensorCollectives(SimpleNamespace(size=lambda: 3, rank=lambda: 0))
+    collectives.fallback = "the ranks are on several hosts"
+    with pytest.raises(ConfigurationError, match=r"over 3 .* ranks here: the ranks are on several"):
+        collectives.check_order()
+    x = torch.zeros(700, 1, 8)
+    collectives.symmetric[8, x.dtype] = SimpleNamespace(
+        one_shot_rows=4, takes=lambda _: True, in_order=lambda _: "in order"
+    )
+    collectives.check_order()
+    assert collectives.all_reduce(x, in_order=True) == "in order"
 
 
 def test_all_reduce_refuses_what_does_not_fit(device):
