@@ -37,6 +37,7 @@ from megatron_async.serving.weight_sources import (
 from megatron_async.updates.checksum import combined, weights_checksum
 from megatron_async.updates.transports import (
     DTYPES,
+    TrainersGroup,
     open_group,
     open_handles,
     receive,
@@ -47,6 +48,8 @@ from megatron_async.updates.weight_round import WeightRound
 if TYPE_CHECKING:
     from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 
+LOOK_EVERY_S = 0.05
+"""Seconds between two looks for a group that has not met."""
 GROUP_LIMIT_S = 300.0
 """Seconds within which a trainer's group must meet, and send what it has announced."""
 MOST_BEHIND = 4
@@ -72,10 +75,11 @@ class ReplicaWeights:
         self._pieces = _Pieces()
         self._over = Event()
         """Set when the round is dropped: its thread may wait for the trainer."""
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[str, Future[TrainersGroup]] = {}
+        """Groups of trainers, also those that are not complete yet."""
         self._behind: deque[Future[None]] = deque()
         self._checks = 0
-        self._jobs: SimpleQueue[Job] | None = None
+        self._jobs: SimpleQueue[Job | None] | None = None
         self._weights = Weights()
 
     @property
@@ -87,6 +91,9 @@ class ReplicaWeights:
         """Do on a follower what the leader's news say; returns the work that the leader waits
         for."""
         if what != NEWS:
+            return None
+        if value[0] == "weights_group":
+            self._meet(value[1])  # the leader does not wait: a load does
             return None
         work = self._submit(self._try, *value)
         self._behind.append(work)
@@ -132,6 +139,9 @@ class ReplicaWeights:
             self._engine.loop.drain()
         if what != "weights_begin":  # which may be refused here
             self._engine.group.tell(NEWS, [what, fields])
+        if what == "weights_group":
+            await self._met(self._meet(fields), fields)
+            return {}
         answer = await asyncio.wrap_future(self._submit(self._work, what, fields))
         if _is_waited_for(what, fields):
             await self._engine.group.until_told()
@@ -140,6 +150,19 @@ class ReplicaWeights:
         elif what == "weights_finish":
             await asyncio.wrap_future(updating.staged(self._number))
         return answer
+
+    async def _met(self, group: Future[Any], fields: Mapping[str, Any]) -> None:
+        """Wait for a group. Torch has no limit once a trainer's store has taken the connection."""
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(group), GROUP_LIMIT_S)
+        except TimeoutError:
+            name, address = fields["name"], fields.get("address")
+            if self._groups.get(name) is group:
+                self._groups.pop(name).add_done_callback(_leave)
+            raise UpdateError(
+                f"process group {name!r} at {address}: cannot be joined (the trainer was silent "
+                f"for {GROUP_LIMIT_S:g} s)."
+            ) from None
 
     async def _commit(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         weights = msgspec.convert(fields["weights"], Weights)
@@ -164,18 +187,34 @@ class ReplicaWeights:
         if arguments[:1] == ("weights_drop",):
             self._over.set()
         if self._jobs is None:
-            self._jobs = SimpleQueue()
-            Thread(target=self._run, args=(self._jobs,), name="weights", daemon=True).start()
+            self._jobs = self._thread()
         future = Future[Any]()
         self._jobs.put((future, work, arguments))
         return future
 
-    def _run(self, jobs: SimpleQueue[Job]) -> None:
+    def _meet(self, fields: Mapping[str, Any]) -> Future[Any]:
+        """Join a trainer's group, or leave it, in a thread of its own: a trainer that stays silent
+        holds nothing else up."""
+        name, jobs = str(fields.get("name")), self._thread()
+        old, future = self._groups.pop(name, None), Future[Any]()
+        jobs.put((future, _join, (fields, self._rank, old)))
+        jobs.put(None)
+        if not fields.get("destroy"):
+            self._groups[name] = future
+        return future
+
+    def _thread(self) -> SimpleQueue[Job | None]:
+        """The queue of a new thread; None ends it."""
+        jobs = SimpleQueue[Job | None]()
+        Thread(target=self._run, args=(jobs,), name="weights", daemon=True).start()
+        return jobs
+
+    def _run(self, jobs: SimpleQueue[Job | None]) -> None:
         device = self._engine.context.device.torch_device
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        while True:
-            future, work, arguments = jobs.get()
+        while (job := jobs.get()) is not None:
+            future, work, arguments = job
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work(*arguments))
@@ -206,8 +245,6 @@ class ReplicaWeights:
                 return self._drop()
             case "weights_check":
                 return self._check()
-            case "weights_group":
-                self._meet(read_fields(fields, Group))
             case _:
                 raise ValueError(f"a replica has no command {what!r}")
         return {}
@@ -242,12 +279,21 @@ class ReplicaWeights:
             if (read := self._engine.context.device.caller_event()) is not None:
                 read.wait()  # behind the answer the sender changes them
         elif (sent := load.group) is not None:
-            if sent.name not in self._groups:
-                raise UpdateError(f"no process group {sent.name!r} was joined (weights_group).")
+            group = self._group(sent.name)
             round.check(zip(sent.names, sent.shapes, strict=True))
             names = sent.names, sent.dtypes, sent.shapes
-            group = self._groups[sent.name]
             round.load(receive(group, *names, device, self._over, sent.packed))
+
+    def _group(self, name: str) -> TrainersGroup:
+        """The group of that name, once it has met."""
+        joined, why = self._groups.get(name), ""
+        while joined is not None and not joined.done():
+            if self._over.wait(LOOK_EVERY_S):
+                raise UpdateError(f"process group {name!r} has not met: the round was dropped.")
+        if joined is None or (error := joined.exception()) is not None:
+            why = "" if joined is None else f" ({error})"
+            raise UpdateError(f"no process group {name!r} was joined (weights_group){why}.")
+        return joined.result()
 
     def _settle(self) -> None:
         """A round is committed: its sender may change its tensors when all ranks have done this."""
@@ -279,21 +325,6 @@ class ReplicaWeights:
         told = combined([json.loads(each) for each in theirs.values()])
         return {"checksum": told, "stale_copies": self._wrapper.derived.stale()}
 
-    def _meet(self, group: Group) -> None:
-        if (old := self._groups.pop(group.name, None)) is not None:
-            old.close()
-        if group.destroy:
-            return
-        host, _, port = group.address.rpartition(":")
-        host = host.strip("[]")
-        number = int(port) if port.isdecimal() else 0
-        allowed = os.environ.get(TRAINERS_VARIABLE, "").split(",")
-        check_trainer(host, number, allowed)
-        rank = group.rank_offset + self._rank
-        self._groups[group.name] = open_group(
-            group.name, group.backend, host, number, rank, group.world_size, GROUP_LIMIT_S
-        )
-
     @property
     def _wrapper(self) -> Any:
         return self._engine.controller.inference_wrapped_model
@@ -313,6 +344,30 @@ def _is_waited_for(what: str, fields: Mapping[str, Any]) -> bool:
     """Whether a sender's own tensors are read, so that it may change them when all ranks have done
     this."""
     return what == "weights_commit" or fields.get("handles") is not None
+
+
+def _join(
+    fields: Mapping[str, Any], rank: int, old: Future[TrainersGroup] | None
+) -> TrainersGroup | None:
+    """Join a trainer's group in place of an `old` one, or only leave that. One that has not met is
+    left when it meets or fails."""
+    if old is not None:
+        old.add_done_callback(_leave)
+    group = read_fields(fields, Group)
+    if group.destroy:
+        return None
+    host, _, port = group.address.rpartition(":")
+    host = host.strip("[]")
+    number = int(port) if port.isdecimal() else 0
+    check_trainer(host, number, os.environ.get(TRAINERS_VARIABLE, "").split(","))
+    rank += group.rank_offset
+    size = group.world_size
+    return open_group(group.name, group.backend, host, number, rank, size, GROUP_LIMIT_S)
+
+
+def _leave(group: Future[TrainersGroup]) -> None:
+    if not group.cancelled() and group.exception() is None:
+        group.result().close()
 
 
 class _Pieces:

@@ -83,7 +83,7 @@ class SglangPaths(Family):
             raise Refusal("give rid, or abort_all.", param="rid")
         await self.ask("abort", **({"all": True} if abort_all else {"label": rid}))
 
-    @path("POST /init_weights_update_group")
+    @path("POST /init_weights_update_group", in_turn=False)
     async def _init_group(
         self,
         master_address: Text,
@@ -98,7 +98,7 @@ class SglangPaths(Family):
         )
         return _done("The group is there.")
 
-    @path("POST /destroy_weights_update_group")
+    @path("POST /destroy_weights_update_group", in_turn=False)
     async def _end_group(self, group_name: Text = GROUP) -> dict[str, Any]:
         await self.ask("weights_group", name=group_name, destroy=True)
         return _done("The group is left.")

@@ -90,7 +90,7 @@ class VllmPaths(Family):
         done = [await self.ask("abort", **each) for each in named or [{"all": True}]]
         return {"status": "aborted", "aborted": sum(each["aborted"] for each in done)}
 
-    @path("POST /init_weight_transfer_engine")
+    @path("POST /init_weight_transfer_engine", in_turn=False)
     async def _init(self, init_info: InitInfo) -> dict[str, Any]:
         info, host = init_info, init_info.master_address
         refuse(packed=info.packed)

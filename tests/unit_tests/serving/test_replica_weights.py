@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,6 +107,44 @@ def test_folders_and_groups_are_the_administrators(
     begin(rank)
     sent = {"name": "g", "names": [NAME], "dtypes": ["F32"], "shapes": [[64]]}
     assert "weights_group" in refused(rank, "load", round="k", group=sent)
+
+
+def test_a_trainer_that_stays_silent_at_its_group_holds_nothing_up(
+    rank: ReplicaWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call and what would come by the group are told the group's name; bytes and another
+    try go on."""
+    monkeypatch.setenv(TRAINERS_VARIABLE, "127.0.0.1")
+    sent = {"name": "g", "names": [NAME], "dtypes": ["F32"], "shapes": [[64]]}
+
+    async def play(port: int) -> None:
+        address = {"rank_offset": 1, "world_size": 2, "backend": "gloo"}
+        address["address"] = f"127.0.0.1:{port}"
+        joining = asyncio.create_task(rank.do("weights_group", {"name": "g", **address}))
+        await asyncio.sleep(0)
+        for what, fields in (
+            ("begin", {"number": next(NUMBERS), "round": "k", "partial": True}),
+            ("load", {"round": "k", "tensors": [piece(256)]}),
+        ):
+            assert (await rank.do(f"weights_{what}", fields))[1] is None
+        by_group = asyncio.create_task(rank.do("weights_load", {"round": "k", "group": sent}))
+        await asyncio.sleep(0)
+        assert (await rank.do("weights_drop", {}))[1] is None
+        _, failure = await by_group
+        assert failure is not None
+        assert "'g' has not met" in failure[1]
+        assert not joining.done()
+        monkeypatch.setattr(replica_weights, "GROUP_LIMIT_S", 0.1)
+        for _ in range(2):
+            _, failure = await rank.do("weights_group", {"name": "g", **address})
+            assert failure is not None
+            assert f"process group 'g' at 127.0.0.1:{port}: cannot be joined" in failure[1]
+        assert (await rank.do("weights_group", {"name": "g", "destroy": True}))[1] is None
+        silent.close()
+        joining.cancel()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asyncio.run(play(silent.getsockname()[1]))
 
 
 def test_verbs_without_a_round_are_refused(rank: ReplicaWeights) -> None:
