@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_async.cli.ranks import has_other_ranks
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.lab.divergence import tolerance
 from megatron_async.models.decoder_layer import LAYER_KINDS
@@ -33,7 +34,7 @@ class LayerProbe:
     one that differed. Hidden states are copied to the host: the steps wait.
 
     Args:
-        engine: idle, of one rank.
+        engine: idle; of ranks that share layers or experts each has a probe.
         prompt: token ids.
         end: positions from here on are not kept.
     """
@@ -119,7 +120,8 @@ class LayerProbe:
         return spans
 
     def _run_layer(self, run: Any, block: Any, stream: Stream, view: Any, may_split: bool) -> Any:
-        after: Stream = run(block, stream, view, may_split)
+        # Among ranks a sum that the next norm ends is not there yet.
+        after: Stream = run(block, stream, view, may_split and not has_other_ranks())
         number = self._numbers.get(id(block))
         if number is not None and self._now:
             whole = after.value.float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from megatron_async.checkpoints.registry import shipped_draft_layer
 from megatron_async.cli.prompts import token_ids
 from megatron_async.cli.ranks import gather_replicas, has_other_ranks, is_first_rank
 from megatron_async.cli.terminal import raise_interrupts
+from megatron_async.communication.bootstrap import join_job
 from megatron_async.devices import resolve_device_name
 from megatron_async.lab.check_cases import ALONE, Answer, NeedleServer, Variant, variants
 from megatron_async.lab.check_outcomes import HEAD, Difference, Judge, digest, line
@@ -76,6 +78,9 @@ def serve_cases(
     shown = None if is_first_rank() and not arguments.no_progress else True
     with tqdm(total=len(work.plan) + 1, unit="case", disable=shown, leave=False) as bar:
         cases = _Cases(work, arguments.seed, bar)
+        # Layers of other stages, and rows of other ranks, are not seen here.
+        is_whole = arguments.pipeline_model_parallel_size == 1 and not arguments.sequence_parallel
+        cases.probes = PROBED if is_whole else 0
         for method in dict.fromkeys([None, *(each.method for each in work.plan)]):
             with LLM(model, speculative_method=method, **making) as llm:
                 raise_interrupts()
@@ -95,12 +100,14 @@ def serve_cases(
 
 
 class _Cases:
-    """The cases so far, of one replica; a judge from the first engine on."""
+    """The cases so far, of one replica; a judge from the first engine on; and differences whose
+    layers may still be looked for, as many on all ranks."""
 
     def __init__(self, work: _Work, seed: int, bar: Any) -> None:
         self._work, self._seed, self._bar = work, seed, bar
         self._firsts, self._cases = dict[int, Answer](), list[dict[str, Any]]()
         self.judge: Judge | None = None
+        self.probes = 0
 
     def serve(self, llm: LLM, method: str | None) -> list[dict[str, Any]]:
         """All cases with one way to draft, and what the replicas have so far."""
@@ -130,11 +137,14 @@ class _Cases:
         compared, failure = judge.compare(self._firsts, found)
         self._firsts = {each.needle: each for each in reversed(found)} | self._firsts
         case = {"case": variant.case, "label": variant.label, **compared, "happened": happened}
-        case |= {"layer": "", "replica": server.llm.data_parallel_rank}
-        case["seconds"] = time.monotonic() - begin
-        has_probed = sum(bool(each["layer"]) for each in self._cases)
-        if failure is not None and not has_other_ranks() and has_probed < PROBED:
-            case["layer"] = _layer(server, variant, failure, judge)
+        replica = server.llm.data_parallel_rank
+        case |= {"layer": "", "replica": replica, "seconds": time.monotonic() - begin}
+        first = _first_of_all(failure, replica) if self.probes else None
+        if first is not None:
+            self.probes -= 1
+            layer = _layer(server, variant, first[1], judge)
+            if first[0] == replica:
+                case["layer"] = layer
         return case
 
     def _on_step(self, report: Mapping[str, Any]) -> None:
@@ -193,9 +203,22 @@ def _judge(llm: LLM) -> Judge:
     return Judge(mode, dtype, len(model.decoder.layer_type_list))
 
 
+def _first_of_all(failure: Difference | None, replica: int) -> tuple[int, Difference] | None:
+    """The difference of the first replica that has one, and its number; the same on all ranks."""
+    if not has_other_ranks():
+        return None if failure is None else (replica, failure)
+    mine = json.dumps([replica, asdict(failure)]) if failure is not None else ""
+    told = join_job().exchange("a difference", mine)
+    for _, text in sorted(told.items()):
+        if text:
+            number, fields = json.loads(text)
+            return number, Difference(**fields)
+    return None
+
+
 def _layer(server: NeedleServer, variant: Variant, failure: Difference, judge: Judge) -> str:
     """Where hidden states of a needle part, in words: it is served alone and by the variant once
-    more, and the layers are watched."""
+    more, and the layers are watched, on all ranks together."""
     prompt, probes = server.needles[failure.needle], []
     end = failure.position + (0 if failure.in_prompt else len(prompt))
     for way in (ALONE, variant):

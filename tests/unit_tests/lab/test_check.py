@@ -72,17 +72,8 @@ def test_models_pass(
 def test_a_layer_that_looks_at_the_batch_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kind = LAYER_KINDS["-"]
-    blocks: dict[int, None] = {}
-
-    def run(block: Any, stream: Any, view: Any, may_split: bool) -> Any:
-        after = kind.run(block, stream, view, may_split)
-        blocks[id(block)] = None
-        if view.dims.rows > 1 and list(blocks).index(id(block)) == 1:
-            after.value += 1e-3
-        return after
-
-    monkeypatch.setitem(LAYER_KINDS, "-", replace(kind, run=run))
+    monkeypatch.setitem(LAYER_KINDS, "-", LAYER_KINDS["-"])
+    plant_in_company("-", 1)
     assert check("tiny", "--cases", "batch", "lookahead", "--max-requests", "2") == 1
     output = capsys.readouterr().out
     # Layers 1 and 3 are MLPs; the second one is wrong.
@@ -206,9 +197,23 @@ def test_ranks_agree() -> None:
     assert int(row(output, "evicted")[-2]) > 0
 
 
+def plant_in_company(kind: str, number: int) -> None:
+    """A layer of a kind, by its number among these, heeds the rows of a step."""
+    layer, blocks = LAYER_KINDS[kind], dict[int, None]()
+
+    def run(block: Any, stream: Any, view: Any, may_split: bool) -> Any:
+        after = layer.run(block, stream, view, may_split)
+        blocks[id(block)] = None
+        if view.dims.rows > 1 and list(blocks).index(id(block)) == number:
+            after.value += 1e-3
+        return after
+
+    LAYER_KINDS[kind] = replace(layer, run=run)
+
+
 def _check_of_experts() -> tuple[int, str]:
     if os.environ["RANK"] == "1":
-        Scheduler._evict = evict_and_forget  # type: ignore[method-assign]
+        plant_in_company("*", 1)
     sizes = ["--expert-model-parallel-size", "2", "--no-progress"]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         return check("tiny-moe", *sizes, "--cases", "idle", "evicted"), output.getvalue()
@@ -218,14 +223,16 @@ def test_a_fault_of_one_replica_is_found() -> None:
     told = run_ranks(2, _check_of_experts)
     assert [status for status, _ in told] == [1, 1]
     output = told[0][1]
-    assert "FAIL, evicted on replica 1: needle " in output
+    for case in "others idle", "evicted":
+        assert f"FAIL, {case} on replica 1: needle " in output
+    assert output.count("first in layer 2 (attention) of 4, position 0: hidden states") == 2
     failed = {}
     for line in output.splitlines()[1:6]:
         label, cells = line[:16].rstrip(), line[16:].split()
         failed[label] = cells[6] != "0"
         if label.endswith("idle"):
             assert int(cells[7]) > 0
-    assert {label for label in failed if failed[label]} == {"1: evicted"}
+    assert {label for label in failed if failed[label]} == {"1: others idle", "1: evicted"}
     assert failed.keys() == {
         "0: others idle", "0: evicted", "1: others idle", "1: evicted", "1: as on 0",
     }  # fmt: skip
