@@ -120,6 +120,19 @@ def rounded_product(a: tl.tensor, b: tl.tensor, dtype: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
+def gated_by(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """SwiGLU of float32 values: one function for all kernels that must round alike."""
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def squared_relu_of(value: tl.tensor) -> tl.tensor:
+    """Squared ReLU of float32 values."""
+    value = tl.maximum(value, 0.0)
+    return value * value
+
+
+@triton.jit
 def _swiglu_kernel(
     x: tl.tensor,
     out: tl.tensor,
@@ -135,7 +148,7 @@ def _swiglu_kernel(
     start = x + row * x_stride + column
     gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + ffn, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * ffn + column, gate * tl.sigmoid(gate) * up, mask=inside)
+    tl.store(out + row * ffn + column, gated_by(gate, up), mask=inside)
 
 
 @triton.jit
@@ -152,5 +165,4 @@ def _squared_relu_kernel(
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < ffn
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    value = tl.maximum(value, 0.0)
-    tl.store(out + row * ffn + column, value * value, mask=inside)
+    tl.store(out + row * ffn + column, squared_relu_of(value), mask=inside)

@@ -107,7 +107,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
     that it does not serve is dropped, to become a kernel of its own, in this order:
 
     0. with `invariant`: all that changes a rounding, or that some of the kernels do not serve; that
-       leaves the bias;
+       leaves the bias, and the activation where the kernel can round before it;
     1. with a bias: the activation, partial sums, and the sum with the residual stream;
     2. with an activation, or heads that are rotated: partial sums;
     3. of float16 (it would overflow before it is divided) and of several groups: squares;
@@ -120,7 +120,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
     and on GPUs that were not measured.
     """
     if wants.invariant:
-        wants = Wants(wants.rows, bias=wants.bias, invariant=True)
+        wants = Wants(wants.rows, activation=wants.activation, bias=wants.bias, invariant=True)
     if wants.bias:
         wants = wants._replace(activation="", split=False, residual=False)
     if wants.activation or wants.rotate:
@@ -142,6 +142,9 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         wants.invariant,
     )
     kernel, plan = _first(weight, problem)
+    if wants.invariant and wants.activation and not getattr(plan, "rounds", False):
+        # It would be computed from the sums.
+        return choose(weight, wants._replace(activation=""))
     served = kernel.served(problem, wants, plan)
     met = wants._replace(
         norm=wants.norm and "norm" in served,

@@ -1,18 +1,22 @@
-"""Product of few rows, chosen for 9 to 128, whose weights arrive without a pause.
+"""Product of few rows, chosen for 9 to 128, and for 1 to 64 in one order, whose weights arrive
+without a pause.
 
-As many programs as run at once take tiles in turn from one list. A tile may be as high as any sum
-of powers of two: 112 outputs of 14,336, or 48 of 6,144, are one tile for each of 128 programs.
-(`tile_kernel`'s 224 tiles of 64 leave 40 of 132 processors idle at the end.) The copy engine brings
-chunks of weights and rows to a ring in shared memory. The ring's first weights are asked for before
-the wait. As soon as a chunk's products are done, its place is asked for again; where a tile has no
-more chunks, for the first ones of the next tile, so memory stays busy while a result is stored.
+Each program has one tile, and about as many programs as there are processors run at once. A tile
+may be as high as any sum of powers of two: 112 outputs of 14,336, or 48 of 6,144, are one tile for
+each of 128 programs. (`tile_kernel`'s 224 tiles of 64 leave 40 of 132 processors idle at the end.)
+The copy engine brings chunks of weights and rows to a ring in shared memory. The ring's first
+weights are asked for before the wait. As soon as a chunk's products are done, its place is asked
+for again.
 
 Gate and up of a tile's outputs lie behind each other in shared memory and are multiplied as one
-weight: the matrix units read the rows once for both. More rows than a block have tiles for each
-block, which follow each other in the list and so find the weights in the second cache.
+weight: the matrix units read the rows once for both.
 
-Products that are split along their inputs give partial sums, as `tile_kernel` does. Each is one
-tile's. Nothing is added up across programs, so results are the same in every run.
+Products that are split along their inputs give partial sums, as `tile_kernel` does. Nothing is
+added up across programs, so results are the same in every run. Where a row's bits may not depend on
+the number of rows, all of K is one chain of products of the matrix units, 16 inputs deep each, so
+what counts behind the wait is how soon each of them follows the one before: few chunks, and one
+product for all outputs of a tile. Then an activation takes the rounded product, as `swiglu` and
+`squared_relu` do behind other kernels.
 
 Written in Gluon, the form of Triton in which a program states the place of each element.
 """
@@ -40,6 +44,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megatron_async.ops.dependent_launch import launch_options
+from megatron_async.ops.linear.activations import gated_by, round_to, squared_relu_of
 from megatron_async.ops.linear.product_kernel import (
     IN_ORDER,
     PROCESSORS,
@@ -60,7 +65,7 @@ ONE_WARPGROUP = 64
 FEW_ROWS = 16
 """Fewest rows that are brought."""
 STREAMED_FROM = 9
-"""Fewest rows of such a product; with one order for all rows it is ahead of the others at 1 too."""
+"""Fewest rows of such a product, but in one order."""
 STREAMED_INPUTS = 4096
 """Fewest inputs: shorter products were not measured."""
 STRIP = 64
@@ -81,6 +86,18 @@ LONG_INPUTS, LONG_OUTPUTS, LONG_SPLITS = 8192, 128, 4
 LEAST_OUTPUTS, MOST_OUTPUTS, MOST_GATED_OUTPUTS = 40, 64, 112
 """Outputs of a tile that is not split. Higher ones would leave less than three chunks of ring, and
 lower ones read the rows too often."""
+LEAST_ROWS = 8
+"""Fewest rows that are brought in one order: lines that the matrix units' pattern repeats after."""
+CHAIN_INPUTS = 512
+"""Fewest inputs in one order: shorter products were not measured."""
+ONE_PIECE, LEAST_PIECE = 64, 16
+"""Outputs up to which a tile in one order has the next power of two of them, and the fewest."""
+MOST_PRODUCTS = 6
+"""Most strips of a chunk in one order, all pieces counted."""
+MOST_LINES = 256
+"""Lines of weights of a tile in one order: a thread holds half as many sums."""
+MOST_RUNNING = gl.constexpr(7)
+"""Products that a warpgroup can leave running while it waits for those before."""
 STRIPS_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 """`IN_SHARED_MEMORY` of several strips, one behind the other."""
 HALVES_OF_STRIPS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -91,8 +108,8 @@ MOST_PIECES = 3
 
 @dataclass(frozen=True)
 class StreamedPlan:
-    """Layout of `streamed_kernel`: a tile is `sum(pieces)` outputs of a block of rows over one of
-    `splits` shares of the inputs, and `programs` programs take tiles in turn."""
+    """Layout of `streamed_kernel`: each program takes a tile of `sum(pieces)` outputs of all rows
+    and one of `splits` shares of the inputs."""
 
     pieces: tuple[int, ...]
     """Outputs of each part of a tile that is multiplied at once: powers of two from 8 on, at most
@@ -102,9 +119,10 @@ class StreamedPlan:
     """Strips of 64 inputs that a chunk has: what is brought, and waited for, at a time."""
     ring: int
     """Chunks that are in shared memory, or asked for, at a time; at least 2."""
-    programs: int
     block_m: int
-    """Rows that are brought: 16, 32, 64 or 128; of more rows each block has tiles of its own."""
+    """Rows that are brought: 8, 16, 32, 64 or 128."""
+    rounds: bool = False
+    """Whether an activation takes the rounded product instead of the sums."""
 
 
 def streamed_plan(problem: Problem) -> StreamedPlan | None:
@@ -117,7 +135,9 @@ def streamed_plan(problem: Problem) -> StreamedPlan | None:
     rows, outputs, k, dtype, gated, may_split, *_ = problem
     if not problem.aligned or dtype.itemsize != 2:
         return None
-    if not (1 if problem.invariant else STREAMED_FROM) <= rows <= STREAMED_ROWS:
+    if problem.invariant:
+        return _in_one_order(problem)
+    if not STREAMED_FROM <= rows <= STREAMED_ROWS:
         return None
     if k < STREAMED_INPUTS or k % (STRIPS * STRIP):
         return None
@@ -134,8 +154,34 @@ def streamed_plan(problem: Problem) -> StreamedPlan | None:
         return None
     if is_wide and not gated:
         return None
-    pieces = tuple(1 << bit for bit in range(7, 2, -1) if height >> bit & 1)
-    return _tiles(pieces, 1, outputs, gated, block_m)
+    return _tiles(_pieces(height), 1, outputs, gated, block_m)
+
+
+def _in_one_order(problem: Problem) -> StreamedPlan | None:
+    """The layout of a product of few rows that is never split."""
+    rows, outputs, k, dtype, gated, *_ = problem
+    if rows > ONE_WARPGROUP or k < CHAIN_INPUTS or k % STRIP:
+        return None
+    height = -(-outputs // (8 * PROCESSORS)) * 8
+    if height <= ONE_PIECE:
+        height = max(LEAST_PIECE, triton.next_power_of_2(height))
+    pieces = _pieces(height)
+    lines = height * (2 if gated else 1)
+    if len(pieces) > MOST_PIECES or lines > MOST_LINES:
+        return None
+    block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
+    line_bytes = STRIP * dtype.itemsize
+    room = MORE_SHARED_MEMORY - max(ONE_WARPGROUP - block_m, 0) * line_bytes
+    most = min(k // (2 * STRIP), room // (3 * (block_m + lines) * line_bytes))
+    strips = next(s for s in (4, 2, 1) if s <= most and s * len(pieces) <= MOST_PRODUCTS)
+    ring = room // (strips * (block_m + lines) * line_bytes)
+    return StreamedPlan(pieces, 1, strips, min(ring, -(-k // (strips * STRIP))), block_m, True)
+
+
+def _pieces(height: int) -> tuple[int, ...]:
+    """Powers of two whose sum is a height."""
+    bits = range(height.bit_length() - 1, -1, -1)
+    return tuple(1 << bit for bit in bits if height >> bit & 1)
 
 
 def _tiles(
@@ -143,13 +189,12 @@ def _tiles(
 ) -> StreamedPlan | None:
     """None: its programs would not be about as many as run at once."""
     height = sum(pieces)
-    programs = -(-outputs // height) * splits
-    if not LEAST_PROGRAMS <= programs <= PROCESSORS:
+    if not LEAST_PROGRAMS <= -(-outputs // height) * splits <= PROCESSORS:
         return None
     strips = STRIPS if block_m <= ONE_WARPGROUP else 1
     chunk_bytes = (block_m + height * (2 if gated else 1)) * strips * STRIP * 2
     room = SHARED_MEMORY if block_m <= ONE_WARPGROUP else MORE_SHARED_MEMORY
-    return StreamedPlan(pieces, splits, strips, room // chunk_bytes, programs, block_m)
+    return StreamedPlan(pieces, splits, strips, room // chunk_bytes, block_m)
 
 
 def streamed_product(
@@ -159,8 +204,11 @@ def streamed_product(
     if it splits."""
     given = Operands(x, weight, bias, activation)
     n, (rows, k) = given.outputs, x.shape
-    if x.itemsize != 2:
-        raise ValueError(f"streamed_product: x is {x.dtype}; the plan is for 16-bit numbers.")
+    if x.itemsize != 2 or rows > plan.block_m:
+        raise ValueError(
+            f"streamed_product: x is {x.dtype} of {rows} rows; the plan is for 16-bit numbers and "
+            f"at most {plan.block_m} rows."
+        )
     check_copied("streamed_product", x, weight)
     if k % STRIP:
         raise ValueError(f"streamed_product: {k} inputs are not whole strips of {STRIP} each.")
@@ -172,24 +220,19 @@ def streamed_product(
             f"chunks; found {plan.pieces} and {plan.ring}."
         )
     out = new_sums(x, n, plan.splits)
-    blocks = triton.cdiv(rows, plan.block_m)
-    items = triton.cdiv(n, sum(plan.pieces)) * plan.splits * blocks
-    programs = min(plan.programs, items)
+    chunks = chunks_per_share(k, plan)
     pieces = plan.pieces + plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))
-    streamed_kernel[(programs,)](
+    streamed_kernel[(triton.cdiv(n, sum(plan.pieces)), plan.splits)](
         rows_of(x, plan),
         *(weights_of(weight, piece, activation == "swiglu", plan) for piece in pieces),
         given.bias,
         out,
         rows,
         n,
-        items,
-        blocks,
-        programs,
-        chunks=chunks_per_share(k, plan),
-        splits=plan.splits,
+        chunks=chunks,
         pieces=plan.pieces,
-        ring=plan.ring,
+        ring=min(plan.ring, chunks),
+        rounds=plan.rounds,
         **given.constants,
         num_warps=_warps(plan.block_m),
         **launch_options(x),
@@ -272,16 +315,7 @@ def _ask_weights(
         _ask(descriptors[i], buffers[i], arrived, slot, source, wanted)
 
 
-@gluon.jit
-def _following(
-    item: gl.tensor, part: gl.tensor, programs: gl.tensor, chunks: gl.constexpr
-) -> tuple[gl.tensor, gl.tensor]:
-    """The chunk behind chunk `part` of tile `item` in a program's list."""
-    is_last = part + 1 == chunks
-    return gl.where(is_last, item + programs, item), gl.where(is_last, 0, part + 1)
-
-
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows"])
 def streamed_kernel(
     x_strips: tma.tensor_descriptor,
     weights_0: tma.tensor_descriptor,
@@ -291,21 +325,18 @@ def streamed_kernel(
     out: gl.tensor,
     rows: gl.tensor,
     n: gl.tensor,
-    items: gl.tensor,
-    blocks: gl.tensor,
-    programs: gl.tensor,
     chunks: gl.constexpr,
-    splits: gl.constexpr,
     pieces: gl.constexpr,
     ring: gl.constexpr,
+    rounds: gl.constexpr,
     gated: gl.constexpr,
     squared: gl.constexpr,
     has_bias: gl.constexpr,
     overlap: gl.constexpr,
 ) -> None:
-    """Tiles `program_id`, `program_id + programs` and so on of `items`: item `(i * splits + s) *
-    blocks + b` is block b of the rows by share s, of `chunks` chunks, of the i-th outputs' inputs.
-    """
+    """All rows, at most a block, times `sum(pieces)` weight rows, or twice as many if `gated`, over
+    one share of the inputs: `chunks` chunks, of which `ring` are in shared memory, or asked for, at
+    a time. An activation takes the rounded product if it `rounds`."""
     if overlap:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_strips.dtype
@@ -315,6 +346,7 @@ def streamed_kernel(
     halves: gl.constexpr = 2 if gated else 1
     height: gl.constexpr = _start(pieces, len(pieces))
     products: gl.constexpr = len(pieces)
+    running_groups: gl.constexpr = min(products * strips, MOST_RUNNING)
     chunk_bytes: gl.constexpr = (block_m + height * halves) * strips * 128
     descriptors = (weights_0, weights_1, weights_2)
     # A warpgroup reads 64 rows. Rows of the strips behind give sums that nobody stores.
@@ -330,94 +362,76 @@ def streamed_kernel(
     arrived = gl.allocate_shared_memory(gl.int64, [ring, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(ring):
         mbarrier.init(arrived.index(i), count=1)
-    item = gl.program_id(0)
-    turns = (items - item + programs - 1) // programs
-    total = turns * chunks
-    # The chunk that is asked for next: `ask_part` of tile `ask_item`.
-    ask_item = item
-    ask_part = item * 0
+    first = gl.program_id(0) * height
+    part = gl.program_id(1)
+    begin = part * (chunks * strips)
     for i in gl.static_range(ring):
-        mbarrier.expect(arrived.index(i), chunk_bytes, pred=i < total)
-        share = ask_item // blocks
-        strip = (share % splits * chunks + ask_part) * strips
-        first = share // splits * height
-        _ask_weights(descriptors, buffers, arrived, i, first, strip, i < total, pieces)
-        ask_item, ask_part = _following(ask_item, ask_part, programs, chunks)
+        mbarrier.expect(arrived.index(i), chunk_bytes)
+        strip = begin + i * strips
+        _ask_weights(descriptors, buffers, arrived, i, first, strip, True, pieces)
     if overlap:
         gdc_wait()
-    ask_item = item
-    ask_part = item * 0
     for i in gl.static_range(ring):
-        strip = (ask_item // blocks % splits * chunks + ask_part) * strips
-        _ask(x_strips, x, arrived, i, [strip, ask_item % blocks * block_m, 0], i < total)
-        ask_item, ask_part = _following(ask_item, ask_part, programs, chunks)
-    slot = item * 0
-    phase = item * 0
-    free = item * 0  # the place of the chunk before
-    number = item * 0
-    for _ in range(turns):
-        sums = ()
-        for i in gl.static_range(products):
-            zeros = gl.full(
-                [lines, halves * pieces[i]], 0.0, gl.float32, _layout(warps, halves * pieces[i])
-            )
-            sums = sums + (zeros,)
-        for _part in range(chunks):
-            mbarrier.wait(arrived.index(slot), phase)
-            for each in gl.static_range(strips):
-                place = slot * strips + each
-                values = x.index(place)._reinterpret(dtype, [lines, 64], IN_SHARED_MEMORY)
-                running = ()
-                for i in gl.static_range(products):
-                    weight = buffers[i].index(place).permute((1, 0))
-                    running = running + (warpgroup_mma(values, weight, sums[i], is_async=True),)
-                sums = running
-            # The products of the chunk before are done: its place is free.
-            if products == 1:
-                sums = (warpgroup_mma_wait(products * strips, deps=sums),)
-            else:
-                sums = warpgroup_mma_wait(products * strips, deps=sums)
-            wanted = (number > 0) & (number - 1 + ring < total)
-            share = ask_item // blocks
-            strip = (share % splits * chunks + ask_part) * strips
-            first = share // splits * height
+        _ask(x_strips, x, arrived, i, [begin + i * strips, 0, 0], True)
+    sums = ()
+    for i in gl.static_range(products):
+        zeros = gl.full(
+            [lines, halves * pieces[i]], 0.0, gl.float32, _layout(warps, halves * pieces[i])
+        )
+        sums = sums + (zeros,)
+    slot = first * 0
+    phase = first * 0
+    free = first * 0  # the place of the chunk before
+    for number in range(chunks):
+        mbarrier.wait(arrived.index(slot), phase)
+        for each in gl.static_range(strips):
+            place = slot * strips + each
+            values = x.index(place)._reinterpret(dtype, [lines, 64], IN_SHARED_MEMORY)
+            running = ()
+            for i in gl.static_range(products):
+                weight = buffers[i].index(place).permute((1, 0))
+                running = running + (warpgroup_mma(values, weight, sums[i], is_async=True),)
+            sums = running
+        # The products of the chunk before are done: its place is free.
+        if products == 1:
+            sums = (warpgroup_mma_wait(running_groups, deps=sums),)
+        else:
+            sums = warpgroup_mma_wait(running_groups, deps=sums)
+        if ring < chunks:
+            strip = begin + (number - 1 + ring) * strips
+            wanted = (number > 0) & (number - 1 + ring < chunks)
             mbarrier.expect(arrived.index(free), chunk_bytes, pred=wanted)
             _ask_weights(descriptors, buffers, arrived, free, first, strip, wanted, pieces)
-            _ask(x_strips, x, arrived, free, [strip, ask_item % blocks * block_m, 0], wanted)
-            after_item, after_part = _following(ask_item, ask_part, programs, chunks)
-            ask_item = gl.where(number > 0, after_item, ask_item)
-            ask_part = gl.where(number > 0, after_part, ask_part)
-            number += 1
+            _ask(x_strips, x, arrived, free, [strip, 0, 0], wanted)
             free = slot
-            slot = gl.where(slot + 1 == ring, 0, slot + 1)
-            phase = gl.where(slot == 0, 1 - phase, phase)
-        if products == 1:
-            sums = (warpgroup_mma_wait(0, deps=sums),)
-        else:
-            sums = warpgroup_mma_wait(0, deps=sums)
-        share = item // blocks
-        outputs = share // splits * height
-        first_row = item % blocks * block_m
-        line = share % splits * rows
-        for piece in gl.static_range(products):
-            row = gl.arange(0, lines, layout=_side(warps, pieces[piece], 1))[:, None]
-            place = gl.arange(0, pieces[piece], layout=_side(warps, pieces[piece], 0))[None, :]
-            place += outputs + _start(pieces, piece)
-            y = sums[piece]
+        slot = gl.where(slot + 1 == ring, 0, slot + 1)
+        phase = gl.where(slot == 0, 1 - phase, phase)
+    if products == 1:
+        sums = (warpgroup_mma_wait(0, deps=sums),)
+    else:
+        sums = warpgroup_mma_wait(0, deps=sums)
+    for piece in gl.static_range(products):
+        row = gl.arange(0, lines, layout=_side(warps, pieces[piece], 1))[:, None]
+        place = gl.arange(0, pieces[piece], layout=_side(warps, pieces[piece], 0))[None, :]
+        place += first + _start(pieces, piece)
+        y = sums[piece]
+        if gated:
+            y, up = split_pairs(y, lines, pieces[piece], _layout(warps, pieces[piece]))
+        if has_bias:
+            y = y + gl.load(bias + place, mask=place < n, other=0.0).to(gl.float32)
+        if rounds and (gated or squared):
+            y = round_to(y, dtype)
             if gated:
-                y, up = split_pairs(y, lines, pieces[piece], _layout(warps, pieces[piece]))
-            if has_bias:
-                y = y + gl.load(bias + place, mask=place < n, other=0.0).to(gl.float32)
-            if gated:
-                y = y / (1.0 + gl.exp(-y)) * up
-            elif squared:
-                y = gl.maximum(y, 0.0)
-                y = y * y
-            exists = (row < block_m) & (first_row + row < rows) & (place < n)
-            target = out + (line + first_row + row) * n + place
-            # An output of the next tile, if there is one, is that tile's own.
-            gl.store(target, y.to(out.dtype.element_ty), mask=exists)
-        item += programs
+                y = gated_by(y, round_to(up, dtype))
+            else:
+                y = squared_relu_of(y)
+        elif gated:
+            y = y / (1.0 + gl.exp(-y)) * up
+        elif squared:
+            y = gl.maximum(y, 0.0)
+            y = y * y
+        exists = (row < block_m) & (row < rows) & (place < n)
+        gl.store(out + (part * rows + row) * n + place, y.to(out.dtype.element_ty), mask=exists)
 
 
 STREAMED = ProductKernel(

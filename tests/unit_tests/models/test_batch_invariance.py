@@ -153,7 +153,7 @@ for facts, shape, settings in json.loads(sys.argv[1]):
         print(json.dumps([source.fn.__name__, values]))
 """
 ADD_UP = {
-    "tile_kernel", "warpgroup_kernel", "streamed_kernel", "grouped_product_kernel",
+    "streamed_kernel", "tile_kernel", "warpgroup_kernel", "grouped_product_kernel",
     "combine_kernel", "_logits_kernel", "_choose_kernel", "_add_rms_norm_kernel",
     "_gated_rms_norm_kernel", "_rope_append_kernel", "_swiglu_kernel", "_squared_relu_kernel",
     "_parts_kernel", "_prefill_kernel", "_conv_kernel", "_inputs_kernel", "_scan_kernel",
@@ -188,11 +188,11 @@ def test_an_engine_of_the_mode_has_no_kernel_of_another_order():
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     names = {name for name, _ in found}
     assert names - ADD_UP - PLACE == set()
-    assert {"_replay_kernel", "_prefill_kernel", "_parts_kernel", "tile_kernel"} <= names
+    assert {"_replay_kernel", "_prefill_kernel", "_parts_kernel", "streamed_kernel"} <= names
     for name, values in found:
         if name in ("_parts_kernel", "_prefill_kernel"):
             assert values["part"] == INVARIANT_PART
-        if name in ("tile_kernel", "streamed_kernel"):
+        if name == "tile_kernel":
             assert values["splits"] == 1
         assert values.get("replays", True), name
     shares = {values["share"] for name, values in found if name == "_logits_kernel"}

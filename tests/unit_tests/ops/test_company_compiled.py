@@ -91,7 +91,9 @@ SAME_CODE = {
 """When a kernel waits, and how many rows it walks over: the instructions on floats are equal."""
 TILES = {
     "grouped_product_kernel": {"block_m", "block_n", "last_n", "block_k", "by_rows", "halves"},
-    "streamed_kernel": {"rows", "x_strips", "ring", "block_m"},
+    "streamed_kernel": {
+        "x_strips", "weights_0", "weights_1", "weights_2", "chunks", "pieces", "ring",
+    },
     "tile_kernel": {
         "rows", "block_m", "block_n", "block_k", "swap", "in_blocks", "ahead", "num_warps",
     },

@@ -245,6 +245,7 @@ class Program:
         """Replacements of a kernel's globals."""
         gl = SimpleNamespace(
             program_id=self.number.__getitem__, static_range=range, full=_full, where=_where,
+            sigmoid=torch.sigmoid,
             arange=lambda start, end, layout: torch.arange(start, end), load=_load, store=_store,
             exp=torch.exp, exp2=torch.exp2, float32=torch.float32, int32=torch.int32,
             maximum=_pair(torch.maximum), minimum=_pair(torch.minimum), max=torch.amax,

@@ -65,7 +65,7 @@ def test_plans_are_possible(rows, outputs, k, dtype):
             assert k % (64 * plan.strips) == 0
             height = sum(plan.pieces)
             assert plan.splits == 1 or may_split
-            assert plan.programs == -(-outputs // height) * plan.splits <= PROCESSORS
+            assert -(-outputs // height) * plan.splits <= PROCESSORS
             lines = plan.block_m + height * (1 + gated)
             assert plan.ring * (lines * 64 * plan.strips * itemsize + 8) <= 227 * 1024
             # Registers of a thread: its sums, of all pieces at once.
@@ -203,6 +203,9 @@ def test_choices_that_do_not_depend_on_rows(outputs, k):
             assert choice.met == Wants(rows, bias=True, invariant=True)
             assert choice.kernel in INVARIANT
             assert choice.plan.splits == 1
+            one = choose(WeightShape(outputs, k, dtype), wants._replace(bias=False))
+            rounds = isinstance(one.plan, StreamedPlan) and one.plan.rounds
+            assert one.met.activation == ("swiglu" if rounds else "")
         assert choose(WeightShape(outputs, k, WHOLE), wants).kernel is CUBLAS
         assert not choose(WeightShape(outputs, k, WHOLE), wants).met.invariant
     assert not choose(WeightShape(outputs, k, BRAIN, major=8), wants).met.invariant

@@ -420,9 +420,9 @@ def test_rows_without_company(n, k, device, matrix_units):
     ("n", "k", "kernels"),
     [
         (6144, 4096, {"streamed", "cuBLASLt"}),
-        (4096, 14336, {"tile", "cuBLASLt"}),
-        (5120, 2048, {"tile", "cuBLASLt"}),
-        (960, 576, {"tile", "warpgroup", "cuBLASLt"}),
+        (4096, 14336, {"streamed", "cuBLASLt"}),
+        (5120, 2048, {"streamed", "cuBLASLt"}),
+        (960, 576, {"streamed", "warpgroup", "cuBLASLt"}),
         (49152, 576, {"tile", "cuBLASLt"}),
     ],
 )

@@ -16,7 +16,7 @@ from tests.unit_tests.ops.linear.test_products import BRAIN, random, weight_of
 
 PLANS = {
     "warpgroup": [WarpgroupPlan(64, 32, 1, 128, 3, 3), WarpgroupPlan(128, 64, 1, 64, 5, 2)],
-    "streamed": [StreamedPlan((32, 16), 1, 2, 3, 132, 64), StreamedPlan((64,), 1, 1, 4, 3, 32)],
+    "streamed": [StreamedPlan((32, 16), 1, 2, 3, 128), StreamedPlan((8,), 1, 4, 2, 128)],
     "tile": [
         TilePlan(16, 32, 128, 1, 4, 2, False, 0),
         TilePlan(16, 64, 64, 1, 4, 2, True, 0),

@@ -9,15 +9,25 @@ import triton
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from megatron_async.ops.linear import streamed
+from megatron_async.ops.linear.activations import (
+    squared_relu,
+    squared_relu_gpu,
+    swiglu,
+    swiglu_gpu,
+)
+from megatron_async.ops.linear.product_kernel import PROCESSORS, Wants
+from megatron_async.ops.linear.products import WeightShape, choose
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
 from megatron_async.ops.linear.streamed import (
     HALVES_OF_STRIPS,
     MOST_PIECES,
+    STREAMED,
     STRIPS_IN_SHARED_MEMORY,
     StreamedPlan,
     chunks_per_share,
     streamed_product,
 )
+from megatron_async.ops.linear.warpgroup import WARPGROUP, WARPGROUP_INPUTS
 from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
 from tests.unit_tests.ops.linear.test_products import (
     BRAIN,
@@ -73,6 +83,13 @@ CHOSEN = {
 }
 """Layouts that the rule chooses, by the fewest and most rows."""
 LLAMA += [layout for layouts in CHOSEN.values() for layout in layouts]
+WEIGHTS = {
+    "llama-3.1-8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+    "qwen3-30b-a3b": [(5120, 2048), (2048, 4096)],
+    "nemotron-3-nano": [(10304, 2688), (2688, 4096), (4608, 2688), (3712, 2688), (2688, 3712)],
+    "qwen3-next": [(12352, 2048), (9216, 2048), (2048, 4096), (1024, 2048), (2048, 512)],
+}
+"""Outputs and inputs of products in one order that the kernel is chosen for."""
 SPLIT_CASES = [(256, 2, 1, 32), (1024, 4, 2, 32), (192, 2, 1, 32), (320, 3, 1, 64)]
 
 
@@ -107,6 +124,24 @@ def test_emulated(rows, n, k, plan, activation, dtype, emulated):
 @pytest.mark.parametrize(("k", "splits", "strips", "block_m"), SPLIT_CASES)
 def test_emulated_partial_sums(k, splits, strips, block_m, emulated):
     check_partial_sums(k, splits, strips, block_m, "cpu")
+
+
+def check_activation(n, k, plan, activation, device, act):
+    """In one order an activation has the bits of its own kernel behind the rounded product."""
+    weight = weight_of(2 * n if activation == "swiglu" else n, k, BRAIN, device)
+    x = random(plan.block_m, k, dtype=BRAIN, device=device)
+    halves = weight.chunk(2 if activation == "swiglu" else 1)
+    expected = act(torch.cat([streamed_product(x, half, None, "", plan) for half in halves], 1))
+    assert torch.equal(streamed_product(x, weight, None, activation, plan), expected)
+
+
+@pytest.mark.parametrize(
+    ("activation", "act"), [("swiglu", swiglu), ("squared_relu", squared_relu)]
+)
+def test_an_activation_of_the_rounded_product(activation, act, emulated):
+    """Break it: compute the activation from the sums."""
+    plan = StreamedPlan((32, 8), 1, 1, 3, 32, True)
+    check_activation(90, 192, plan, activation, "cpu", act.reference)
 
 
 BAD_CALLS = [
@@ -146,8 +181,26 @@ def compiled(k, gated, plan):
     return triton.compile(source, target=HOPPER, options=options)
 
 
+def in_one_order(rows, outputs, k, dtype=BRAIN, aligned=True, **wants):
+    weight = WeightShape(outputs, k, dtype, aligned=aligned)
+    return choose(weight, Wants(rows, invariant=True, **wants))
+
+
+ONE_ORDER = [
+    (n, k, act, in_one_order(rows, n * (2 if act else 1), k, activation=act).plan)
+    for n, k, act, rows in [
+        (2048, 4096, "", 1),
+        (2688, 4096, "", 16),
+        (12352, 2048, "", 1),
+        (14336, 4096, "swiglu", 64),
+        (512, 2048, "swiglu", 1),
+        (4096, 14336, "", 64),
+    ]
+]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
-@pytest.mark.parametrize(("n", "k", "activation", "plan"), LLAMA)
+@pytest.mark.parametrize(("n", "k", "activation", "plan"), LLAMA + ONE_ORDER)
 def test_compiled(n, k, activation, plan, tmp_path):
     kernel = compiled(k, activation == "swiglu", plan)
     copy = r"cp\.async\.bulk\.tensor"
@@ -194,6 +247,22 @@ class TestOnGpu:
         found = streamed_product(x, weight, None, activation, plan)
         whole = found if found.dim() == 2 else found.sum(0)
         assert_close(whole, expected_product(x, weight, activation=activation), BRAIN)
+
+    @pytest.mark.parametrize(
+        ("activation", "act"), [("swiglu", swiglu_gpu), ("squared_relu", squared_relu_gpu)]
+    )
+    def test_an_activation_of_the_rounded_product(self, activation, act):
+        n = 3584 * (2 if activation == "swiglu" else 1)
+        for rows in (8, 16, 64):
+            choice = in_one_order(rows, n, 512, activation=activation)
+            check_activation(3584, 512, choice.plan, activation, "cuda", act)
+
+    @pytest.mark.parametrize("model", WEIGHTS)
+    def test_plans_in_one_order(self, model):
+        for outputs, k in WEIGHTS[model]:
+            for rows in (1, 5, 16, 33, 64):
+                kernel, plan, _ = in_one_order(rows, outputs, k)
+                check_rows_alone(kernel.launch, rows, outputs, k, plan, "", BRAIN, "cuda")
 
     def test_a_chain_in_a_graph(self):
         """Products that start early, each reading what the one before wrote."""
@@ -254,3 +323,35 @@ def test_which_products_are_streamed() -> None:
         assert chosen(64, *other) is None, other
     for other in ((6144, 4096, "", False), (4096, 4096, "", True), (8192, 14336, "", True)):
         assert chosen(128, *other) is None, other
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 64])
+@pytest.mark.parametrize("model", WEIGHTS)
+def test_plans_in_one_order(model, rows):
+    """All programs run at once, and what is brought and summed fits."""
+    for outputs, k in WEIGHTS[model]:
+        for activation in ("", "swiglu"):
+            kernel, plan, met = in_one_order(rows, outputs, k, activation=activation)
+            if k <= WARPGROUP_INPUTS and rows > 16:
+                assert kernel is WARPGROUP
+                continue
+            assert kernel is STREAMED
+            assert met == Wants(rows, activation=activation, invariant=True)
+            assert rows <= plan.block_m
+            assert plan.splits == 1
+            height, halves = sum(plan.pieces), 2 if activation else 1
+            assert -(-outputs // halves // height) <= PROCESSORS
+            assert 1 <= len(plan.pieces) <= MOST_PIECES
+            assert 2 <= plan.ring <= -(-k // (plan.strips * 64))
+            lines = plan.ring * plan.strips * (plan.block_m + height * halves)
+            lines += max(64 - plan.block_m, 0)
+            assert lines * 128 + 8 * plan.ring <= 227 * 1024
+            assert 64 * height * halves // 128 <= 128, "sums that a thread holds"
+
+
+def test_what_is_another_kernels():
+    for other in ((1, 128256, 4096), (65, 4096, 4096), (1, 4096, 448), (1, 4096, 1000)):
+        assert in_one_order(*other).kernel is not STREAMED
+    assert in_one_order(1, 4096, 4096, aligned=False).kernel is not STREAMED
+    assert in_one_order(1, 4096, 4096).kernel is STREAMED
+    assert choose(WeightShape(4096, 4096, BRAIN), Wants(1)).kernel is not STREAMED
