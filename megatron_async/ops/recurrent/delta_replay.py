@@ -44,6 +44,10 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 WARPS = 4
 STATE = 4096
 """Elements of a state that a program of a decode step takes."""
+FEW_ROWS = 1
+"""With so many rows of one tile, each program makes T and P itself, in one warp: a kernel waits
+longer for the one before than it works."""
+FEW_STATE = 2048
 
 
 def sizes_of_inputs(shape: DeltaShape, width: int = 0) -> ConvolutionSizes:
@@ -69,11 +73,14 @@ def replay(
     as_chunks = PrefillRows(step.positions, step.positions, *[step.row_index] * 3)
     sizes = sizes_of_inputs(shape, width)
     qkv, gates = convolve_chunks(qkvzba[:tokens], params, pools, as_chunks, out, sizes)
-    lanes = max(min(STATE // shape.key_dim, triton.next_power_of_2(shape.value_dim)), 16)
     tiles = triton.cdiv(rule.window(width), DELTA_TILE)
-    factors = whole_tile_factors(
-        qkv, gates, pools, as_chunks, step.bases, tiles * rows, shape, width
-    )
+    makes = rows <= FEW_ROWS and tiles == 1
+    most = (FEW_STATE if makes else STATE) // shape.key_dim
+    lanes = max(min(most, triton.next_power_of_2(shape.value_dim)), 16)
+    factors = qkv
+    if not makes:
+        given = (qkv, gates, pools, as_chunks, step.bases)
+        factors = whole_tile_factors(*given, tiles * rows, shape, width)
     programs = _programs(shape, lanes)
     share = triton.cdiv(shape.conv_dim, programs)
     _replay_kernel[(programs, rows)](
@@ -97,7 +104,8 @@ def replay(
         tile=DELTA_TILE,
         lanes=lanes,
         row_tiles=tiles,
-        num_warps=WARPS,
+        makes=makes,
+        num_warps=1 if makes else WARPS,
         num_stages=2,
         **launch_options(qkvzba),
     )
@@ -215,15 +223,20 @@ def answer(
     shape: tl.constexpr,
     ring: tl.constexpr,
     tile: tl.constexpr,
+    makes: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Store the outputs of a tile's query tokens; its keys, pseudo values and decays."""
+    """Store the outputs of a tile's query tokens; its keys, pseudo values and decays. `makes` its T
+    and P too, which are in `factors` else."""
     _convolved, _gates, _tokens, start, first = batch
-    q, k, _beta, g = _keys(batch, row, position, end, head, shape, ring)
+    q, k, beta, g = _keys(batch, row, position, end, head, shape, ring)
     v = _values(batch, row, position, end, channel, inside, shape, ring)
-    at = tl.arange(0, tile)
-    place = factors + (at[:, None] * tile + at[None, :])
-    t, p = tl.load(place), tl.load(place + tile * tile)
     decay, narrow = decays_of(g), s.to(k.dtype)
+    if makes:
+        t, p = factors_of(q, k, beta, decay, tile)
+    else:
+        at = tl.arange(0, tile)
+        place = factors + (at[:, None] * tile + at[None, :])
+        t, p = tl.load(place), tl.load(place + tile * tile)
     u = pseudo_values_of(k, v, t, decay, narrow)
     o = outputs_of(q, u, p, decay, narrow)
     asks = (position >= first) & (position < end)
@@ -340,6 +353,7 @@ def _replay_kernel(
     tile: tl.constexpr,
     lanes: tl.constexpr,
     row_tiles: tl.constexpr,
+    makes: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """Lanes of a value head of a decode row."""
@@ -401,7 +415,7 @@ def _replay_kernel(
             place += shape.value_heads * (2 * tile * tile)
     else:
         s = held(s.to(convolved.dtype.element_ty), overlap)
-    answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile)
+    answer(*given, begin + at, s, place, out, out_stride, shape, ring, tile, makes)
 
     for number in tl.static_range(width):
         counts, entry = number < count, (first + number) % ring
