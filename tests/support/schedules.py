@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_async import DynamicInferenceEngine, SamplingParams
+from megatron_async import DynamicInferenceEngine, DynamicInferenceRequest, SamplingParams
 from megatron_async.devices import Chaos, CpuDevice
 from tests.support.attention_model import VOCABULARY
 from tests.support.harness import TINY, Job, assert_all_is_back, make_engine
@@ -83,11 +83,11 @@ def job_length(job: Job) -> int:
     return len(job.prompt) + job.params.num_tokens_to_generate
 
 
-def run_schedule(
+def play(
     engine: DynamicInferenceEngine, schedule: Schedule, before_step: BeforeStep | None = None
-) -> list[tuple[list[int], bool]]:
-    """Play a schedule on an idle engine: for each job its tokens, and whether it was aborted before
-    its end. `before_step` does what a schedule does not know."""
+) -> list[DynamicInferenceRequest]:
+    """Play a schedule on an idle engine: its requests, each at its end. `before_step` does what a
+    schedule does not know."""
     requests: dict[int, Any] = {}
     last_event = max([*schedule.arrivals, *schedule.aborts])
     step = 0
@@ -106,6 +106,14 @@ def run_schedule(
     ended = [requests[number].result() for number in range(len(schedule.jobs))]
     for request in ended:
         assert request.finish_reason != "error", request.error
+    return ended
+
+
+def run_schedule(
+    engine: DynamicInferenceEngine, schedule: Schedule, before_step: BeforeStep | None = None
+) -> list[tuple[list[int], bool]]:
+    """`play` a schedule: for each job its tokens, and whether it was aborted before its end."""
+    ended = play(engine, schedule, before_step)
     return [(request.generated_tokens, request.finish_reason == "aborted") for request in ended]
 
 

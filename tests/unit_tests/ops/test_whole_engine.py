@@ -1,96 +1,99 @@
-"""A whole engine by the kernels of a GPU in Triton's interpreter: a request's bits are those that
-it has alone.
+"""A whole engine in the bit-stable mode, on a GPU or in Triton's interpreter: a request's bits are
+those that it has alone, and bugs that change the order of a sum are found.
 
-Orders of products and the fast ops are seen. Attention whose parts follow the step is not, by these
-lengths: test_decode_attention.py and test_prefill_attention.py see that."""
+More schedules than CI plays, and others, on a GPU (in the interpreter one takes a second or two):
 
+    export MEGATRON_ASYNC_FUZZ_SCHEDULES=500 MEGATRON_ASYNC_FUZZ_SEED=100
+    pytest tests/unit_tests/ops/test_whole_engine.py -k company
+"""
+
+import os
 from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
-from megatron_async.models.architecture import ModelArchitecture
-from megatron_async.ops.all_ops import Ops
-from megatron_async.ops.attention.backends.base import AttentionShape
-from megatron_async.ops.attention.backends.own_kernel import TritonPrefill
-from megatron_async.ops.attention.backends.selection import PrefillChoice
-from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
-from megatron_async.ops.linear import products
-from megatron_async.planning import dynamic_context
-from tests.support.harness import CPU, greedy, make_engine, make_model
-from tests.unit_tests.ops.attention.decode_batch import processors
+from tests.support.company import Company
+from tests.support.harness import drain, greedy, random_prompts
+from tests.support.planted_order_bugs import ORDER_BUGS, Plant
+from tests.support.staged_weights import StagedWeights
+from tests.unit_tests.ops.bit_stable_engines import (
+    ARCHITECTURES,
+    PART_HERE,
+    VOCABULARY,
+    make_stable_engine,
+    make_weights,
+    use_interpreter,
+)
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="an engine on the CPU")
-
-DENSE = ModelArchitecture("qwen3", 2, 64, 4, 2, 16, 64, 128, qk_layernorm=True)
-EXPERTS = replace(
-    DENSE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32,
-    moe_shared_expert_intermediate_size=32,
-)  # fmt: skip
-PART, BLOCK = 64, 16
-
-
-@pytest.fixture(params=[DENSE, EXPERTS], ids=["dense", "experts"])
-def engine(request, device, matrix_units, monkeypatch):
-    """An engine of a float16 model; its ops and its attention are a GPU's, and keep the promise."""
-    invariant = Ops(CPU, frozenset({"invariant"}), "gpu")
-    invariant.major, product = 9, invariant.product
-
-    def product_of_rows(x, *rest, **named):  # hidden states have an axis that a GPU's caller drops
-        if isinstance(x, torch.Tensor) and x.dim() == 3:
-            return product(x.flatten(0, 1), *rest, **named).unflatten(0, x.shape[:2])
-        return product(x, *rest, **named)
-
-    invariant.product = product_of_rows
-    monkeypatch.setattr(products, "choose_for", partial(products.choose_for, major=9))
-    make_view = dynamic_context.make_gpu_view
-
-    def make_view_of_a_gpu(model, config, *rest):
-        view = make_view(model, config, *rest)
-        view.ops = invariant
-        heads = model.num_attention_heads, model.num_query_groups, model.kv_channels
-        blocks = -(-config.max_sequence_length // BLOCK)
-        shape = AttentionShape(*heads, BLOCK, blocks, torch.float16, CPU, PART)
-        with processors(2):
-            prefill = PrefillChoice.of_one(TritonPrefill(shape))
-            view._attention = GpuPagedAttention(
-                shape, config.max_requests, prefill, config.decode_width
-            )
-        return view
-
-    monkeypatch.setattr(dynamic_context, "make_gpu_view", make_view_of_a_gpu)
-    model = make_model(request.param).half()
-    model.config.params_dtype = torch.float16
-    return make_engine(
-        model, block_size_tokens=BLOCK, max_sequence_length=320, num_kv_blocks=96, max_requests=4,
-        max_tokens=800, enable_prefix_caching=True,
-    )  # fmt: skip
+pytestmark = pytest.mark.usefixtures("matrix_units")
+SEEDS = {"qwen": [2, 7, 18], "nemotron": [0, 2, 8, 9], "next": [0, 2]}
+"""Schedules that have, all together, what `EVENTS` names, in the interpreter."""
+SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "12"))
+FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))
+JOBS = 4
+EVENTS = ("evictions", "prefix_cache_hits", "accepted_tokens", "overlapped_steps", "suspended")
 
 
-def bits(engine, prompts, budget=800):
-    """Tokens and log probs of each prompt."""
-    engine.context.scheduler.prefill_limit = engine.context.config.max_tokens = budget
-    engine.reset_prefix_cache()
-    return answers(engine, prompts)
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        use_interpreter(monkeypatch)
 
 
-def answers(engine, prompts, **changes):
-    requests = engine.generate(prompts, greedy(3, return_log_probs=True, **changes))
-    return [(r.generated_tokens, r.generated_log_probs, r.prompt_log_probs) for r in requests]
+def company(kind: str) -> Company:
+    drafts = ("", "ngram", "fickle", *(["mtp"] if kind == "qwen" else []))
+    make = partial(make_stable_engine, ARCHITECTURES[kind])
+    return Company(make, PART_HERE, VOCABULARY, drafts)
 
 
-def test_a_request_has_its_bits_in_any_company(engine):
-    """In a batch, in another order, by chunks, behind a prefix that is found, and without steps in
-    flight."""
-    draws = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(128, (n,), generator=draws).tolist() for n in (300, 5, 150, 1)]
-    alone = [bits(engine, [prompt])[0] for prompt in prompts]
-    assert bits(engine, prompts) == alone
-    assert bits(engine, prompts[::-1]) == alone[::-1]
-    assert bits(engine, prompts, budget=101) == alone
-    found = answers(engine, prompts, skip_prompt_log_probs=True)
-    assert [each[:2] for each in found] == [each[:2] for each in alone]
-    engine.loop.lookahead = 0
-    assert bits(engine, prompts) == alone
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_request_has_its_bits_in_any_company(device: str, kind: str) -> None:
+    """In batches, by chunks, behind a prefix that is found, with drafts, padded, evicted."""
+    some, seeds = company(kind), SEEDS[kind]
+    if not INTERPRETED or "MEGATRON_ASYNC_FUZZ_SCHEDULES" in os.environ:
+        seeds = [*range(FIRST_SEED, FIRST_SEED + SCHEDULES)]
+    found = [line for seed in seeds for line in some.differences(seed, JOBS)]
+    assert not found
+    # The schedules are worth their name.
+    wanted = [*EVENTS, *(f"drafts: {kind}" for kind in some.drafts if kind)]
+    assert not [event for event in wanted if not some.counts[event]], some.counts
+
+
+def test_new_weights_and_a_score(device: str) -> None:
+    """What is generated behind an update has the bits of a score by the new weights, and what came
+    before it those of a score by the old ones."""
+    architecture = replace(ARCHITECTURES["nemotron"], pattern="M*", num_layers=2)
+    make = partial(make_stable_engine, architecture)
+    engine, new = make(make_weights(architecture)), make_weights(architecture, seed=1)
+    params = greedy(5, return_log_probs=True, skip_prompt_log_probs=True)
+    prompts = random_prompts(3, (PART_HERE + 9, 5), VOCABULARY)
+    futures = [engine.add_request(n, prompt, params) for n, prompt in enumerate(prompts)]
+    for _ in range(3):
+        engine.step_modern()
+    engine.updating.stage(1, StagedWeights(engine, new))
+    engine.updating.commit(1, "new", "recompute")
+    drain(engine)
+    answers = [future.result() for future in futures]
+    known = [[*answer.prompt_tokens, *answer.generated_tokens] for answer in answers]
+    by_old, by_new = (each.score(known) for each in (make(make_weights(architecture)), engine))
+    for answer, old, new in zip(answers, by_old, by_new, strict=True):
+        (_, _, border), (version, _, _) = answer.weight_versions
+        assert version == "new"
+        log_probs, count = answer.generated_log_probs, len(answer.generated_tokens)
+        assert log_probs[:border] == old.prompt_log_probs[-count:][:border]
+        assert log_probs[border:] == new.prompt_log_probs[-count:][border:]
+
+
+@pytest.mark.parametrize("plant", ORDER_BUGS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(
+    interpreter: None, monkeypatch: pytest.MonkeyPatch, plant: Plant
+) -> None:
+    """Other bits in company than alone, by the same engine with the bug."""
+    plant(monkeypatch)
+    layers, seed = ORDER_BUGS[plant]
+    kind = ARCHITECTURES["nemotron" if "M" in layers else "qwen"]
+    few = {"num_layers": len(layers), "mtp_pattern": "", "mtp_num_depths": 0}
+    make = partial(make_stable_engine, replace(kind, pattern=layers, **few))
+    assert Company(make, PART_HERE, VOCABULARY, drafts=("",)).differences(seed, jobs=2)
