@@ -66,8 +66,11 @@ FEW_ROWS = 16
 """Fewest rows that are brought."""
 STREAMED_FROM = 9
 """Fewest rows of such a product, but in one order."""
-STREAMED_INPUTS = 4096
-"""Fewest inputs: shorter products were not measured."""
+STREAMED_INPUTS, WIDE_INPUTS = 4096, 2048
+"""Fewest inputs, and those of tiles of more than `TILE_OUTPUTS`; less was not measured."""
+TILE_OUTPUTS, HIGH_FROM = 64, 17
+"""Outputs of most tiles of `tile_kernel`, and fewest rows of products by higher tiles: at 16 rows
+in_proj of Nemotron-3-Nano behind a norm gains nothing."""
 STRIP = 64
 """Inputs of a line in shared memory: 128 bytes, what the matrix units' pattern of lines repeats."""
 STRIPS = 2
@@ -83,7 +86,7 @@ SPLIT_OUTPUTS = 64
 """Outputs of a tile whose inputs are split in two."""
 LONG_INPUTS, LONG_OUTPUTS, LONG_SPLITS = 8192, 128, 4
 """Fewest inputs of a long row, and outputs and shares of its tiles, beyond 64 rows."""
-LEAST_OUTPUTS, MOST_OUTPUTS, MOST_GATED_OUTPUTS = 40, 64, 112
+LEAST_OUTPUTS, MOST_OUTPUTS = 40, 112
 """Outputs of a tile that is not split. Higher ones would leave less than three chunks of ring, and
 lower ones read the rows too often."""
 LEAST_ROWS = 8
@@ -130,7 +133,8 @@ def streamed_plan(problem: Problem) -> StreamedPlan | None:
 
     Measured: steps of Llama-3.1-8B's shape at 16, 32 and 64 rows and of Nemotron-H-8B's at 16 and
     64, 0.6 to 4 % shorter (docs/records/products.md, 2026-11-25); layers of the former at 96 and
-    128 rows, 5 to 7 % (2026-11-27). Other lengths were not measured.
+    128 rows, 5 to 7 % (2026-11-27); products of 9,216 to 12,352 outputs of 2,048 and 2,688 inputs
+    at 64 rows, 19 to 29 % (docs/records/one_order.md). Other lengths were not measured.
     """
     rows, outputs, k, dtype, gated, may_split, *_ = problem
     if not problem.aligned or dtype.itemsize != 2:
@@ -139,20 +143,21 @@ def streamed_plan(problem: Problem) -> StreamedPlan | None:
         return _in_one_order(problem)
     if not STREAMED_FROM <= rows <= STREAMED_ROWS:
         return None
-    if k < STREAMED_INPUTS or k % (STRIPS * STRIP):
+    if k < WIDE_INPUTS or k % (STRIPS * STRIP):
         return None
     block_m = max(FEW_ROWS, triton.next_power_of_2(rows))
     is_wide = rows > ONE_WARPGROUP
     if may_split:
-        if not is_wide:
+        if not is_wide and k >= STREAMED_INPUTS:
             return _tiles((SPLIT_OUTPUTS,), 2, outputs, gated, block_m)
         if k >= LONG_INPUTS:
             return _tiles((LONG_OUTPUTS,), LONG_SPLITS, outputs, gated, block_m)
         return None
     height = -(-outputs // (8 * PROCESSORS)) * 8
-    if not LEAST_OUTPUTS <= height <= (MOST_GATED_OUTPUTS if gated else MOST_OUTPUTS):
+    if not LEAST_OUTPUTS <= height <= MOST_OUTPUTS or (is_wide and not gated):
         return None
-    if is_wide and not gated:
+    is_high = height > TILE_OUTPUTS and not gated
+    if rows < HIGH_FROM if is_high else k < STREAMED_INPUTS:
         return None
     return _tiles(_pieces(height), 1, outputs, gated, block_m)
 

@@ -312,6 +312,14 @@ def test_which_products_are_streamed() -> None:
             for rows in (1, 8, 129):
                 assert chosen(rows, outputs, k, activation, outputs == 4096) is None
     assert chosen(64, 12288, 4096, "swiglu", False).pieces == (64, 32)
+    for outputs, k, pieces in (
+        (12352, 2048, (64, 32)),
+        (9216, 2048, (64, 8)),
+        (10304, 2688, (64, 16)),
+    ):
+        assert chosen(64, outputs, k, "", False).pieces == chosen(17, outputs, k, "", False).pieces
+        assert chosen(64, outputs, k, "", False).pieces == pieces
+        assert chosen(16, outputs, k, "", False) is None
     for other in (
         (2048, 8192, "", True),
         (128256, 4096, "", False),
