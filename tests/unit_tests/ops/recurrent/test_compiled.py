@@ -239,13 +239,15 @@ def test_a_replay_of_gated_deltanet(width, monkeypatch, tmp_path):
     record(monkeypatch, (delta_replay, "_factors_kernel"), (prefill_parts, "_entries_kernel"))
     pools, inputs, base = pools_of(layer, rule, width), layer.inputs(64), torch.zeros(1).int()
     op, given = delta_decode.delta_decode_gpu, (layer.params, pools)
-    op(inputs[: 16 * width], *given, rows_of(16, width), rule)
+    for rows in (16, 1):
+        op(inputs[: rows * width], *given, rows_of(rows, width), rule)
     delta_prefill.delta_prefill_gpu(inputs, *given, chunks_of(1), base, rule)
-    by_rows, by_chunks = (sums(launch.compiled()) for launch in conv.launches)
-    assert by_rows == by_chunks
+    by_rows, by_row, by_chunks = (sums(launch.compiled()) for launch in conv.launches)
+    assert by_rows == by_row == by_chunks
     assert len(by_rows) == 1
-    for recorder in (replay, scan):
-        compiled = recorder.launches[0].compiled()
+    assert [launch.options["makes"] for launch in replay.launches] == [False, width == 1]
+    for launch in (*replay.launches, *scan.launches):
+        compiled = launch.compiled()
         assert products(compiled)[1] == 0
         assert "st.global" not in compiled.asm["ptx"].split("griddepcontrol.wait")[0]
         assert keeps_registers(compiled, tmp_path)
