@@ -34,6 +34,8 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 
 CHANNELS = 256
 """Channels of x that a program takes."""
+REPLAYED_CHANNELS = 1024
+"""With a rule that replays: programs of groups leave room for few others."""
 HEADS = 8
 """Heads of a group that a program takes: each makes B and C again, the first one keeps them."""
 MANY_ROWS = 32
@@ -93,7 +95,8 @@ def take_inputs(
     inputs = DecodeInputs(c, weights, decays, gates)
     heads_tile = min(triton.next_power_of_2(shape.group_heads), HEADS)
     parts = shape.groups * triton.cdiv(shape.group_heads, heads_tile)
-    _inputs_kernel[(parts + triton.cdiv(shape.d_inner, CHANNELS), rows)](
+    channels = REPLAYED_CHANNELS if replays else CHANNELS
+    _inputs_kernel[(parts + triton.cdiv(shape.d_inner, channels), rows)](
         zxbcdt,
         zxbcdt.stride(0),
         params,
@@ -107,7 +110,7 @@ def take_inputs(
         ring=pools.ring_xb.size(1),
         conv_ring=pools.conv.size(1),
         window=window,
-        tile=CHANNELS,
+        tile=channels,
         is_gated=is_gated,
         replays=replays,
         ahead=AHEAD if replays else 0,
