@@ -18,7 +18,7 @@ from megatron_async.cli.main import main
 from megatron_async.lab import check_cases, check_run
 from megatron_async.lab.check_cases import Answer
 from megatron_async.lab.check_command import CASES
-from megatron_async.lab.check_outcomes import Judge
+from megatron_async.lab.check_outcomes import Judge, digest
 from megatron_async.models.decoder_layer import LAYER_KINDS
 from megatron_async.planning.prefix_cache import PrefixCache
 from megatron_async.planning.scheduler import Scheduler
@@ -127,12 +127,12 @@ def test_many_needles_are_compared_with_their_first_batch(
     monkeypatch.setattr(check_cases, "MOST_ALONE", 2)
     monkeypatch.setattr(Scheduler, "_evict", evict_and_forget)
     digests = []
-    for number, cases in enumerate([["evicted"], ["lookahead"], ["lookahead", "--seed", "1"]]):
-        file = tmp_path / f"{number}.json"
-        failed = check("tiny", "--needles", "6", "--json", str(file), "--cases", *cases)
+    for case in "evicted", "lookahead":
+        file = tmp_path / f"{case}.json"
+        failed = check("tiny", "--needles", "6", "--json", str(file), "--cases", case)
         output = capsys.readouterr().out
         assert row(output, "batch 2")[0] == "20", "two were alone, ten tokens each"
-        if number == 0:
+        if case == "evicted":
             assert failed
             assert int(row(output, "evicted")[0]) > 20
             assert int(row(output, "evicted")[-3]) > 2, "some that were never alone"
@@ -142,7 +142,8 @@ def test_many_needles_are_compared_with_their_first_batch(
         digests.append(json.loads(file.read_text())["settings"]["digest"])
         assert f"digest of the first answers: {digests[-1]}\n" in output
     # The same needles have the same bits in any process, after whatever other cases.
-    assert digests[0] == digests[1] != digests[2]
+    assert digests[0] == digests[1]
+    assert digest([answer([1], [-1.0])]) != digest([answer([1], [-1.0000001])])
 
 
 def test_a_mode_of_bits_allows_no_difference(

@@ -22,7 +22,7 @@ from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROWS, HIDDEN, EPS = 3, 40, 1e-5
-CALLS = (1, 3, 2, 3) * 12
+CALLS = (1, 3, 2, 3) * 5
 """Tokens of successive calls: rows take their turns at different times."""
 
 
