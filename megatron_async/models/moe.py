@@ -20,7 +20,7 @@ from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.mlp import SharedExpertMLP
 from megatron_async.models.moe_experts import Experts, TokenDispatcher
 from megatron_async.models.norm import normalise
-from megatron_async.ops.experts.expert_plan import FEW_TOKENS, FewTokenPlan
+from megatron_async.ops.experts.expert_plan import FEW_TOKENS, ChainPlan, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import Routing, force_routing
 from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
 from megatron_async.ops.linear.product_kernel import NORM_WIDTH
@@ -167,11 +167,10 @@ class MoELayer(MegatronModule):
     def _is_scattered(self) -> bool:
         return collectives_of(self.tp_group).size > 1 and bool(self.config.sequence_parallel)
 
-    def _planned(self, rows: Tensor) -> tuple[ExpertLayer, FewTokenPlan] | None:
+    def _planned(self, rows: Tensor) -> tuple[ExpertLayer, FewTokenPlan | ChainPlan] | None:
         """Weights and plan for the op of a few tokens, of `[..., tokens, hidden]`; None: it is not
-        for these, or experts are elsewhere, or have biases, or a token's bits must be as among
-        others."""
-        if rows.size(-2) > FEW_TOKENS or not self.dispatcher.is_alone or self.ops.is_invariant:
+        for these, or experts are elsewhere, or have biases."""
+        if rows.size(-2) > FEW_TOKENS or not self.dispatcher.is_alone:
             return None
         router, shared = self.router, self.shared_experts
         fc1 = fc2 = gate = None
@@ -193,13 +192,13 @@ class MoELayer(MegatronModule):
             shared_fc2=fc2,
             shared_gate=gate,
         )
-        plan = find_plan(rows, layer, self.ops.major)
+        plan = find_plan(rows, layer, self.ops.major, self.ops.is_invariant)
         return None if plan is None else (layer, plan)
 
     def _few_tokens(
         self,
         x: Tensor | Stream,
-        planned: tuple[ExpertLayer, FewTokenPlan],
+        planned: tuple[ExpertLayer, FewTokenPlan | ChainPlan],
         view: StepView | None,
         added: Tensor | None,
     ) -> Tensor:

@@ -208,6 +208,19 @@ def _check(x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor) -> None:
 
 
 @triton.jit
+def activated_sums(
+    sums: tl.tensor, up_sums: tl.tensor, gated: tl.constexpr, squared: tl.constexpr
+) -> tl.tensor:
+    """SwiGLU of float32 sums and those of the up rows if `gated`, squared ReLU if `squared`."""
+    if gated:
+        sums = sums * tl.sigmoid(sums) * up_sums
+    elif squared:
+        sums = tl.maximum(sums, 0.0)
+        sums = sums * sums
+    return sums
+
+
+@triton.jit
 def _product_tile(
     tensors: tl.tuple,
     first_column: tl.tensor,
@@ -249,11 +262,7 @@ def _product_tile(
     if as_trained:
         sums = round_to(sums, out.dtype.element_ty)
         up_sums = round_to(up_sums, out.dtype.element_ty)
-    if gated:
-        sums = sums * tl.sigmoid(sums) * up_sums
-    elif squared:
-        sums = tl.maximum(sums, 0.0)
-        sums = sums * sums
+    sums = activated_sums(sums, up_sums, gated, squared)
     if (gated or squared) == as_trained:
         place = (pair // topk) * pair_weights_stride + pair % topk
         share = tl.load(pair_weights + place, mask=real, other=0.0)

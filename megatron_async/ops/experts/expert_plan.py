@@ -148,6 +148,12 @@ class LayerShape:
     itemsize: int
 
     @property
+    def longer(self) -> int:
+        """How many times as long the shared expert's rows of the second product are, at most: a
+        power of two."""
+        return triton.next_power_of_2(max(triton.cdiv(self.shared_ffn, self.ffn), 1))
+
+    @property
     def units(self) -> int:
         """Inputs of an output of the second product, in parts of `ffn` elements: one for each
         expert of a token, the others for the shared expert."""
@@ -179,6 +185,46 @@ def plan_few_tokens(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> F
         down_warps=8,
         down_depth=_even(max(down_tiles, 1), DOWN_TILES),
     )
+
+
+@dataclass(frozen=True)
+class ChainTiles:
+    """Tiles of a product of a few tokens whose inputs are added in one order: outputs of a program,
+    inputs at a time, warps, and how many times `inputs` are under way."""
+
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """Both products of an expert layer for a few tokens that keep the promise "invariant"."""
+
+    up: ChainTiles
+    down: ChainTiles
+
+
+MOST_SLOTS = 16
+"""Most experts of a token: a tile of the second product has them all."""
+MOST_LONGER = 4
+"""Largest `LayerShape.longer`: more of the shared expert at a time would fill the shared memory."""
+
+
+@lru_cache(maxsize=4096)
+def plan_few_chains(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> ChainPlan | None:
+    """As `plan_few_tokens`, of the kernels that keep the promise "invariant"; any layout gives the
+    same bits."""
+    inner = shape.hidden, shape.ffn, shape.shared_ffn
+    if not 0 < tokens <= most or any(size * shape.itemsize % 16 for size in inner):
+        return None
+    if shape.hidden > MOST_HIDDEN or shape.experts > MOST_EXPERTS or shape.itemsize != 2:
+        return None
+    if shape.topk > MOST_SLOTS or shape.longer > MOST_LONGER:
+        return None
+    outputs = 16 if shape.topk <= 8 else 8
+    return ChainPlan(ChainTiles(16, 128, 1, 5), ChainTiles(outputs, 64, 4, 4))
 
 
 def _even(tiles: int, most: int) -> int:

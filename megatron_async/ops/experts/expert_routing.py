@@ -200,9 +200,7 @@ def _route(
     if not tokens:
         return out
     tiles = triton.cdiv(tokens, BLOCK_TOKENS)
-    steps = triton.cdiv(hidden, BLOCK_K)
-    splits = max(1, min(MAX_SPLITS, steps, most))
-    share = triton.cdiv(steps, splits) * BLOCK_K
+    share = share_of_inputs(hidden, most)
     splits, shares = triton.cdiv(hidden, share), 1
     if joins:
         splits, shares = 1, splits
@@ -247,6 +245,12 @@ def _route(
         **launch_options(x),
     )
     return out
+
+
+def share_of_inputs(hidden: int, most: int = MAX_SPLITS) -> int:
+    """Inputs of each of at most `most` parts of logits, a multiple of `BLOCK_K`."""
+    steps = triton.cdiv(hidden, BLOCK_K)
+    return triton.cdiv(steps, max(1, min(MAX_SPLITS, steps, most))) * BLOCK_K
 
 
 def _check(x: Tensor, weight: Tensor, topk: int, sigmoid: bool, bias: Tensor | None) -> None:
@@ -330,6 +334,64 @@ def _logits_kernel(
     tl.store(target, sums, mask=is_token & (expert < experts)[None, :])
 
 
+@triton.jit
+def sum_of_parts(
+    logits: tl.tensor,
+    token: tl.tensor,
+    tokens: tl.tensor,
+    expert: tl.tensor,
+    splits: tl.constexpr,
+    experts: tl.constexpr,
+    block: tl.constexpr,
+) -> tl.tensor:
+    """One token's logits `[block]`, minus infinity of experts that are not there."""
+    inside = expert < experts
+    scores = tl.zeros((block,), tl.float32)
+    for part in range(splits):
+        start = logits + (part * tokens + token).to(tl.int64) * experts
+        scores += tl.load(start + expert, mask=inside, other=0.0)
+    return tl.where(inside, scores, float("-inf"))
+
+
+@triton.jit
+def powers_and_scores(
+    raw: tl.tensor,
+    favour: tl.tensor,
+    inside: tl.tensor,
+    sigmoid: tl.constexpr,
+    has_bias: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """What weights of experts are in proportion to, and by what experts are chosen."""
+    scores = raw
+    if sigmoid:
+        powers_of = tl.sigmoid(raw)
+        # -inf of experts that are not there stays below any score with its bias.
+        scores = tl.where(inside, powers_of, raw)
+        if has_bias:
+            scores += favour
+    else:
+        powers_of = tl.exp(raw - tl.max(raw, 0))
+    return powers_of, scores
+
+
+@triton.jit
+def total_of(
+    powers: tl.tensor,
+    every: tl.tensor,
+    topk: tl.constexpr,
+    pre_softmax: tl.constexpr,
+    sigmoid: tl.constexpr,
+) -> tl.tensor:
+    """What the powers of a token's experts, best first and zeros behind them, are divided by;
+    `every`: the sum over all experts."""
+    total = tl.sum(powers, 0)
+    if sigmoid:
+        total = total + IN_KERNEL_LEAST_SUM if topk > 1 else 1.0
+    elif pre_softmax:
+        total = every
+    return total
+
+
 @triton.jit(do_not_specialize=["tokens", "num_places", "dummy_place"])
 def _choose_kernel(
     logits: tl.tensor,
@@ -359,21 +421,10 @@ def _choose_kernel(
     if has_bias:
         favour = tl.load(bias + expert, mask=inside, other=0.0)
     wait_for_previous(overlap)
-    scores = tl.zeros((block,), tl.float32)
-    for part in range(splits):
-        start = logits + (part * tokens + token).to(tl.int64) * experts
-        scores += tl.load(start + expert, mask=inside, other=0.0)
-    scores = tl.where(inside, scores, float("-inf"))
-    if sigmoid:
-        powers_of = tl.sigmoid(scores)
-        # -inf of experts that are not there stays below any score with its bias.
-        scores = tl.where(inside, powers_of, scores)
-        if has_bias:
-            scores += favour
-        every = 1.0
-    else:
-        powers_of = tl.exp(scores - tl.max(scores, 0))
-        every = tl.sum(powers_of, 0)
+    favour = favour if has_bias else 0.0
+    raw = sum_of_parts(logits, token, tokens, expert, splits, experts, block)
+    powers_of, scores = powers_and_scores(raw, favour, inside, sigmoid, has_bias)
+    every = 1.0 if sigmoid else tl.sum(powers_of, 0)
     rank = tl.arange(0, block_topk)
     chosen = tl.zeros((block_topk,), tl.int32)
     powers = tl.zeros((block_topk,), tl.float32)
@@ -385,11 +436,7 @@ def _choose_kernel(
         power = tl.sum(tl.where(expert == index, powers_of, 0.0), 0)
         powers = tl.where(rank == nth, power, powers)
         scores = tl.where(expert == index, float("-inf"), scores)
-    total = tl.sum(powers, 0)
-    if sigmoid:
-        total = total + IN_KERNEL_LEAST_SUM if topk > 1 else 1.0
-    elif pre_softmax:
-        total = every
+    total = total_of(powers, every, topk, pre_softmax, sigmoid)
     real = token < tokens
     if has_places:
         real = token < num_places

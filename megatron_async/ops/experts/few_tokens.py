@@ -29,8 +29,10 @@ from megatron_async.ops.experts.expert_plan import (
     FEW_TOKENS_MAJOR,
     MOST_FEW_TOKENS,
     UP_REGISTERS,
+    ChainPlan,
     FewTokenPlan,
     LayerShape,
+    plan_few_chains,
     plan_few_tokens,
 )
 from megatron_async.ops.experts.expert_routing import Routing, route
@@ -91,17 +93,23 @@ class ExpertLayer:
         )
 
 
-def find_plan(x: Tensor, layer: ExpertLayer, major: int) -> FewTokenPlan | None:
-    """`plan_few_tokens` for x, `[..., tokens, hidden]`; None also where nothing was measured: on a
-    GPU of another compute capability (`major`), and on a CPU (0)."""
-    return plan_few_tokens(x.size(-2), layer.shape) if major == FEW_TOKENS_MAJOR else None
+def find_plan(
+    x: Tensor, layer: ExpertLayer, major: int, is_invariant: bool = False
+) -> FewTokenPlan | ChainPlan | None:
+    """`plan_few_tokens` for x, `[..., tokens, hidden]`, or `plan_few_chains` if `is_invariant`;
+    None also where nothing was measured: on a GPU of another compute capability (`major`), and on a
+    CPU (0). A softmax over all experts is a sum over threads, which follows the kernel's warps."""
+    if major != FEW_TOKENS_MAJOR or (is_invariant and layer.pre_softmax):
+        return None
+    plan = plan_few_chains if is_invariant else plan_few_tokens
+    return plan(x.size(-2), layer.shape)
 
 
-@op
+@op(gpu="experts.few_token_chains")
 def few_token_experts(
     x: Tensor | Stream,
     layer: ExpertLayer,
-    plan: FewTokenPlan | None,
+    plan: FewTokenPlan | ChainPlan | None,
     places: Tensor | None = None,
     dummy_place: int = 0,
     added: Tensor | None = None,
@@ -127,7 +135,7 @@ def few_token_experts(
     if added is not None:
         out, routing = few_token_experts.reference(x, layer, plan, places, dummy_place)
         return out + added, routing
-    _check(x, layer)
+    check_few_tokens(x, layer)
     if isinstance(x, Stream):
         normed, x.total = add_rms_norm.reference(*x.norm_arguments)
         x = normed
@@ -147,14 +155,14 @@ def few_token_experts(
 def few_token_experts_gpu(
     x: Tensor | Stream,
     layer: ExpertLayer,
-    plan: FewTokenPlan | None,
+    plan: FewTokenPlan | ChainPlan | None,
     places: Tensor | None = None,
     dummy_place: int = 0,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Routing]:
-    assert plan is not None, "the caller asked find_plan"
+    assert isinstance(plan, FewTokenPlan), "the caller asked find_plan"
     rows = x.value if isinstance(x, Stream) else x
-    _check(x, layer, added)
+    check_few_tokens(x, layer, added)
     shape = layer.shape
     tokens, hidden = rows.shape[-2:]
     dtype, device = layer.fc1.dtype, rows.device
@@ -281,7 +289,8 @@ def _norm_and_logits(
     return normed
 
 
-def _check(x: Tensor | Stream, layer: ExpertLayer, added: Tensor | None = None) -> None:
+def check_few_tokens(x: Tensor | Stream, layer: ExpertLayer, added: Tensor | None = None) -> None:
+    """ValueError where arguments of `few_token_experts` do not fit."""
     _check_weights(layer)
     rows = x.value if isinstance(x, Stream) else x
     hidden, dtype = layer.fc2.size(1), layer.fc1.dtype

@@ -109,15 +109,26 @@ def _add_shared_expert_kernel(
     wait_for_previous(overlap)
     place = tl.program_id(0).to(tl.int64) * hidden + column
     row = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    logit = tl.sum(row * scale)
-    if rounds:
-        logit = round_to(logit, out.dtype.element_ty)
-    gate = 1.0 / (1.0 + tl.exp(-logit))
+    gate = gate_of(gate_logit(row, scale), out.dtype.element_ty, rounds)
     value = tl.load(sums + place, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(shared + place, mask=inside, other=0.0).to(tl.float32)
     if rounds:
-        gate = round_to(gate, out.dtype.element_ty)
         other = rounded_product(other, gate, out.dtype.element_ty)
         tl.store(out + place, value + other, mask=inside)
     else:
         tl.store(out + place, value + gate * other, mask=inside)
+
+
+@triton.jit
+def gate_logit(row: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """A token times the gate's weight, both float32 of one layout."""
+    return tl.sum(row * scale)
+
+
+@triton.jit
+def gate_of(logit: tl.tensor, dtype: tl.constexpr, rounds: tl.constexpr) -> tl.tensor:
+    """How much of the shared expert counts; rounded to `dtype`, as the logit is, if `rounds`."""
+    if rounds:
+        logit = round_to(logit, dtype)
+    gate = 1.0 / (1.0 + tl.exp(-logit))
+    return round_to(gate, dtype) if rounds else gate

@@ -107,7 +107,7 @@ def add_rms_norm_gpu(
             has_residual=residual is not None,
             parts=parts,
             early=tokens == 1 or hidden <= EARLY_WIDTH or _is_streamed(tokens, hidden),
-            num_warps=min(max(block // PER_WARP, 1), 16),
+            num_warps=norm_warps(block),
             **launch_options(x),
         )
     return normed, total
@@ -135,9 +135,20 @@ def add_rms_norm_cpu(
     return normed, total
 
 
+def norm_warps(block: int) -> int:
+    """Warps of a program that takes `block` elements; by their layout a row is summed."""
+    return min(max(block // PER_WARP, 1), 16)
+
+
 def _is_streamed(tokens: int, hidden: int) -> bool:
     """Whether products of such rows ask for their first weights before they wait, all at once."""
     return STREAMED_FROM <= tokens <= ONE_WARPGROUP and hidden >= STREAMED_INPUTS
+
+
+@triton.jit
+def norm_factor(value: tl.tensor, hidden: tl.constexpr, eps: tl.tensor) -> tl.tensor:
+    """What a whole row, float32, is multiplied by."""
+    return tl.rsqrt(tl.sum(value * value) / hidden + eps)
 
 
 @triton.jit
@@ -174,5 +185,5 @@ def _add_rms_norm_kernel(
         rounded = (before.to(tl.float32) + value).to(total.dtype.element_ty)
         tl.store(total + row * hidden + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(value * value) / hidden + eps)
+    factor = norm_factor(value, hidden, eps)
     tl.store(normed + row * hidden + column, value * factor * scale, mask=inside)

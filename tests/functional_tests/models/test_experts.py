@@ -168,7 +168,7 @@ def test_same_tokens(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     normed: Counter[bool] = Counter()
     op = few_token_experts.on("torch")
 
-    def planned(x: torch.Tensor, layer: ExpertLayer, major: int) -> FewTokenPlan | None:
+    def planned(x: torch.Tensor, layer: ExpertLayer, *_: object) -> FewTokenPlan | None:
         return plan_few_tokens(x.size(-2), layer.shape)
 
     def watched(x: torch.Tensor | Stream, *rest: Any) -> object:

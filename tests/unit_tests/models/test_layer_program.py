@@ -61,12 +61,18 @@ def test_layers(model, rows, layer, line):
               "qwen3-next-80b"],
 )  # fmt: skip
 def test_a_program_that_does_not_depend_on_the_rows(shape):
-    """With invariant ops: other kernels of one order, but the same roundings at the same places."""
-    known = {kernel.name for kernel in INVARIANT} | {"grouped products"}
+    """With invariant ops: other kernels of one order, but the same roundings at the same places;
+    one op for the experts of few tokens, into which a norm goes, and an addition to the stream."""
+    known = {kernel.name for kernel in INVARIANT} | {"grouped products", "few tokens, 3 kernels"}
     model, found = build_model(DUMMY_SHAPES[shape], torch.bfloat16, torch.device("meta")), set()
     for rows in (1, 2, 16, 17, 64, 65, 256, 2048):
         lines = layer_program(model, BatchDimensions(rows), 9, is_invariant=True)
         assert {name for line in lines for name in re.findall(r"\((.*?)\)", line)} <= known
+        if any("few tokens" in line for line in lines):
+            assert rows == 1
+        if any("routing" in line for line in lines):
+            lines = [re.sub(r"(layer \d+:).* experts.*", r"\1 experts", line) for line in lines]
+            lines = [line.replace("residual + ", "") for line in lines]
         # An activation in its product follows the rounded one, as its own kernel does.
         plain = [re.sub(r" \(.*?\)", "", line).lower() for line in lines]
         found.add(tuple(re.sub(r" \+ (swiglu|squared relu)", r", \1", line) for line in plain))

@@ -173,7 +173,7 @@ def _few_tokens_on_ranks(kind: str) -> float:
     have an op of their own; -1 if it was not taken."""
     worst, calls = 0.0, 0
 
-    def planned(x: Tensor, layer: ExpertLayer, major: int) -> FewTokenPlan | None:
+    def planned(x: Tensor, layer: ExpertLayer, *_: object) -> FewTokenPlan | None:
         nonlocal calls
         calls += 1
         return plan_few_tokens(x.size(-2), layer.shape, FEW)
@@ -230,7 +230,7 @@ def test_a_few_tokens_on_ranks_that_split_experts(kind):
 def test_forced_tokens_go_where_they_have_to(monkeypatch, kind):
     """Also where few tokens would have an op of their own, which chooses for itself."""
     planned = partial(plan_few_tokens, most=FEW)
-    monkeypatch.setattr(moe, "find_plan", lambda x, layer, major: planned(len(x), layer.shape))
+    monkeypatch.setattr(moe, "find_plan", lambda x, layer, *_: planned(len(x), layer.shape))
     monkeypatch.setattr(moe, "FEW_TOKENS", FEW)
     layer, _groups = make_layer(ParallelSizes(), kind)
     x, write_index = tokens_of(3, 4), torch.tensor([0, 20, DUMMY_PLACE, 60])
@@ -261,7 +261,7 @@ def test_forced_tokens_go_where_they_have_to(monkeypatch, kind):
 @torch.no_grad()
 def test_experts_elsewhere_have_no_op_of_few_tokens(monkeypatch):
     planned = partial(plan_few_tokens, most=FEW)
-    monkeypatch.setattr(moe, "find_plan", lambda x, layer, major: planned(len(x), layer.shape))
+    monkeypatch.setattr(moe, "find_plan", lambda x, layer, *_: planned(len(x), layer.shape))
     monkeypatch.setattr(moe, "FEW_TOKENS", FEW)
     layer, _groups = make_layer(ParallelSizes())
 
