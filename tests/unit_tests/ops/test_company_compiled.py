@@ -13,12 +13,15 @@ import torch
 from megatron_async import InferenceConfig
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.experts import expert_exchange as exchanged
-from megatron_async.ops.experts import expert_routing
+from megatron_async.ops.experts import expert_routing, few_token_chains, shared_gate
+from megatron_async.ops.experts.expert_plan import LayerShape, plan_few_chains
 from megatron_async.ops.experts.expert_routing import BLOCK_TOKENS
 from megatron_async.ops.linear import rms_norm
+from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.ranks import symmetric_all_reduce as reduced
 from megatron_async.ops.ranks.symmetric_memory import Meeting
 from tests.support.compiled_kernels import record
+from tests.unit_tests.ops.experts.test_few_tokens import make_layer
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -171,3 +174,38 @@ def test_a_sum_over_ranks_is_normed_as_any_row(module, ranks, hidden, monkeypatc
     assert any("rsqrt" in each for each in norm)
     assert len(norm) > 20
     assert both[-len(norm) :] == norm
+
+
+@pytest.mark.parametrize("hidden", [2048, 2688])
+def test_a_lone_token_of_experts_is_normed_and_gated_as_any_row(hidden, monkeypatch):
+    """The kernel of its logits has the instructions on floats, up to the sums over threads, of the
+    norm's kernel and of the gate's.
+
+    Break it: give it half the warps.
+    """
+    kernels = [(rms_norm, "_add_rms_norm_kernel"), (shared_gate, "_add_shared_expert_kernel")]
+    names = "chain_logits_kernel", "chain_up_kernel", "chain_down_kernel"
+    recorders = record(monkeypatch, *kernels, *((few_token_chains, name) for name in names))
+    layer = make_layer(LayerShape(16, 2, hidden, 64, 64, True, 2), torch.bfloat16, "cpu", True)
+    x = torch.zeros(1, hidden, dtype=torch.bfloat16)
+    rms_norm.add_rms_norm_gpu(x, x, x[0], 1e-6)
+    shared_gate.add_shared_expert_gpu(x, x, x, x, rounds=True)
+    few_token_chains.few_token_chains(
+        Stream(x, x, x[0], 1e-6), layer, plan_few_chains(1, layer.shape)
+    )
+    norm, gate, both = (
+        re.findall(
+            r"^\s+((?!ld|st|cvt|selp|mov)\w\S*f32|shfl\S*|bar\S*)\s",
+            one.launches[0].compiled().asm["ptx"],
+            re.M,
+        )
+        for one in recorders[:3]
+    )
+    norm = norm[norm.index("mul.f32") : norm.index("rsqrt.approx.ftz.f32") + 1]
+    gate = gate[gate.index("mul.f32") : gate.index("sub.f32")]
+    assert gate == norm[: len(gate)]
+    assert len(gate) > 25
+    at = both.index("mul.f32")
+    assert both[at : at + len(norm)] == norm
+    rest = " ".join(both[at + len(norm) :])
+    assert " ".join(gate) in rest

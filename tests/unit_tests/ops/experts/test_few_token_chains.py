@@ -123,6 +123,15 @@ def test_one_expert_a_token(device):
     check(1, layer, plans=(SMALL,), company=2)
 
 
+def test_experts_are_added_in_the_order_of_their_numbers(device):
+    """Two that cancel, and what is left of a small one before them; the best is the last one."""
+    layer = make_layer(sizes(experts=3), HALF, device, rule="sigmoid", has_bias=True)
+    layer.router.zero_()
+    layer.bias.copy_(torch.arange(3))
+    layer.fc1[2], layer.fc2[2], layer.fc2[0] = layer.fc1[1], -layer.fc2[1], layer.fc2[0] / 2**12
+    assert check(2, layer, plans=(SMALL,), company=0)[1].experts.tolist() == [[2, 1, 0]] * 2
+
+
 def test_weights_of_other_experts_are_not_read(device):
     layer = make_layer(sizes(), HALF, device)
     x = make_tokens(1, 200, HALF, device)
