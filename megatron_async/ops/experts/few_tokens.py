@@ -11,7 +11,8 @@ products (`ops/experts/expert_mlp.py`) need ten launches for such a layer; this 
 Nothing is sorted: with so few tokens two rarely share an expert, so each (token, expert) pair is
 computed separately, as weight rows times a vector, on the CUDA cores, where all loads of a thread
 may be in flight. Sums are float32 in a fixed order, and only the activated rows between the
-products are rounded, so results are the same in every run.
+products are rounded, so results are the same in every run. They are not those among many tokens:
+`few_token_chains.py` is for the promise "invariant".
 """
 
 from __future__ import annotations
