@@ -9,6 +9,7 @@ neighbouring programs share pairs, whose bytes are read more often than those of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -210,6 +211,11 @@ MOST_SLOTS = 16
 """Most experts of a token: a tile of the second product has them all."""
 MOST_LONGER = 4
 """Largest `LayerShape.longer`: more of the shared expert at a time would fill the shared memory."""
+UP_CHAINS, UP_CHAINS_GATED = ChainTiles(32, 128, 2, 4), ChainTiles(16, 256, 1, 4)
+"""Measured on an H200 at 1 token among twelve (docs/records/one_order.md)."""
+FULL = 0.9
+"""Share of the processors that have a program of the second product, at the least, in its last
+round; else there are twice as many, each half as wide."""
 
 
 @lru_cache(maxsize=4096)
@@ -223,8 +229,15 @@ def plan_few_chains(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> C
         return None
     if shape.topk > MOST_SLOTS or shape.longer > MOST_LONGER:
         return None
-    outputs = 16 if shape.topk <= 8 else 8
-    return ChainPlan(ChainTiles(16, 128, 1, 5), ChainTiles(outputs, 64, 4, 4))
+    slots = triton.next_power_of_2(shape.topk)
+    if slots <= 8:
+        down = ChainTiles(16, 128, 4, min(24 // slots, 6))
+    else:
+        down = ChainTiles(128 // slots, 64, 4, 4)
+    programs = triton.cdiv(shape.hidden, down.outputs) / PROCESSORS
+    if programs < FULL * math.ceil(programs):
+        down = ChainTiles(down.outputs // 2, 64, 4, 6)
+    return ChainPlan(UP_CHAINS_GATED if shape.gated else UP_CHAINS, down)
 
 
 def _even(tiles: int, most: int) -> int:

@@ -168,6 +168,8 @@ def test_the_rule():
     assert find_plan(x, layer, 8, True) is None
     assert find_plan(x, dataclasses.replace(layer, pre_softmax=True), 9, True) is None
     assert plan_few_chains(FEW_TOKENS + 1, NANO) is None
+    downs = [plan_few_chains(1, shape).down for shape in (NANO, QWEN3, QWEN3_NEXT)]
+    assert downs == [ChainTiles(8, 64, 4, 6), ChainTiles(16, 128, 4, 3), ChainTiles(8, 64, 4, 4)]
     for changes in ({"itemsize": 4}, {"topk": 17}, {"shared_ffn": 8000}, {"ffn": 1858}):
         assert plan_few_chains(1, dataclasses.replace(NANO, **changes)) is None
     with pytest.raises(ValueError, match="a softmax over all"):
