@@ -14,7 +14,7 @@ from megatron_async.device_state import recurrent_state
 from megatron_async.ops.attention import decode_attention, prefill_attention
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
 from megatron_async.ops.attention.join_parts import join_one
-from megatron_async.ops.experts import expert_mlp
+from megatron_async.ops.experts import expert_mlp, few_token_chains
 from megatron_async.ops.linear import products
 from megatron_async.ops.linear.tile import TILE
 from megatron_async.ops.recurrent.recurrent_pools import FlushRule
@@ -126,11 +126,22 @@ def experts_added_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_mlp, "combine_kernel", _SumsAsTheyCame())
 
 
+@triton.jit
+def _not_rounded(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    return value
+
+
+def one_token_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of a lone token's experts are rounded behind what follows them."""
+    monkeypatch.setattr(few_token_chains, "round_to", _not_rounded)
+
+
 ORDER_BUGS: dict[Plant, tuple[str, int]] = {
     keys_split_by_rows: ("*-", 6),
     inputs_split_by_rows: ("*-", 5),
     parts_joined_as_they_came: ("*-", 5),
     tiles_cut_at_chunks: ("M*", 5),
-    experts_added_as_they_came: ("*E", 0),
+    experts_added_as_they_came: ("*E", 1),
+    one_token_rounded_once: ("*E", 6),
 }
 """Each with the layers in which it shows, and a schedule that finds it soon."""
