@@ -220,8 +220,8 @@ round; else there are twice as many, each half as wide."""
 
 @lru_cache(maxsize=4096)
 def plan_few_chains(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> ChainPlan | None:
-    """The layout of the kernels that keep the promise "invariant", as `plan_few_tokens` finds that
-    of the others; any gives the same bits."""
+    """The layout of the kernels that keep the promise "invariant", as `plan_few_tokens` finds the
+    layout of the others; any gives the same bits."""
     inner = shape.hidden, shape.ffn, shape.shared_ffn
     if not 0 < tokens <= most or any(size * shape.itemsize % 16 for size in inner):
         return None
