@@ -141,7 +141,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "mamba_expand": (1,),
     "expand": (1,),
     "hybrid": (),
-    "quantization_config": ({"quant_method": "fp8"}, {}),
+    "quantization_config": ({"quant_method": "hqq"}, {}),
     "per_layer_config": ({"0": {"rms_norm_eps": 0.5}}, {}),
     "is_causal": (False, True),
     "dtype": ("bfloat16", "float32", "int3"),

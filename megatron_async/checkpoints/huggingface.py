@@ -23,6 +23,13 @@ from megatron_async.checkpoints.huggingface_delta import (
 )
 from megatron_async.checkpoints.huggingface_mtp import split_mtp
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
+from megatron_async.checkpoints.quantised import (
+    NOT_SERVED,
+    QuantisedFolder,
+    QuantisedWeight,
+    take_quantised,
+)
+from megatron_async.checkpoints.quantization_config import HF_QUANT_CONFIG, KEYS, read_recipe
 from megatron_async.checkpoints.safetensors_file import StoredTensor
 from megatron_async.checkpoints.source import (
     NamedTensorSource,
@@ -57,12 +64,16 @@ class _StoredTensors(NamedTuple):
     Attributes:
         model, mtp: the language model's tensors, and those of its MTP: the name without
             a vision tower -> that which is stored.
+        quantised: weights of both that are stored in another form.
+        scales: how many scales there are of what is not quantised here.
         frequencies: stored tables of rope, which follow from the configuration.
         left_out: how many others there are, by what they are for.
     """
 
     model: dict[str, str]
     mtp: dict[str, str]
+    quantised: dict[str, QuantisedWeight]
+    scales: Counter[str]
     frequencies: list[str]
     left_out: Counter[str]
 
@@ -75,7 +86,14 @@ class HuggingFaceSource(NamedTensorSource):
     def __init__(self, folder: Path, name: str | None = None) -> None:
         super().__init__(name or str(folder))
         self.folder = folder
-        self.config = language_model_config(read_json(folder / CONFIG), str(folder / CONFIG))
+        where = str(folder / CONFIG)
+        self.config = language_model_config(read_json(folder / CONFIG), where)
+        beside = folder / HF_QUANT_CONFIG
+        self._recipe = read_recipe(
+            self.config, read_json(beside) if beside.is_file() else None, where
+        )
+        for key in KEYS:
+            self.config.pop(key, None)
         self._files = TensorFiles(folder)
 
     @cached_property
@@ -109,11 +127,12 @@ class HuggingFaceSource(NamedTensorSource):
 
     def _is_tied(self, kind: str) -> bool:
         """Whether no output layer is stored that differs from the embedding."""
-        stored = self._stored(kind).model
-        embedding = embedding_name(kind, stored)
+        found = self._stored(kind)
+        stored, embedding = found.model, embedding_name(kind, found.model)
         if OUTPUT not in stored or embedding not in stored:
             return True
-        if self._files.are_equal(stored[OUTPUT], stored[embedding]):
+        is_plain = found.quantised.keys().isdisjoint((OUTPUT, embedding))
+        if is_plain and self._files.are_equal(stored[OUTPUT], stored[embedding]):
             return True
         logger.warning(
             "%s: tie_word_embeddings is true, but %r and %r are both stored and differ: both are "
@@ -154,14 +173,18 @@ class HuggingFaceSource(NamedTensorSource):
         )
 
     def _dtypes(self, tensors: Mapping[str, str]) -> dict[str, torch.dtype]:
-        """Dtypes of tensors as they are stored; quantised ones are refused."""
+        """Dtypes of tensors as they are stored, but for those that `quantised` has; other forms are
+        refused."""
         found = {}
         for name, stored_name in tensors.items():
+            if name in self._tensors.quantised:
+                continue
             stored = self._files.tensor(stored_name).dtype
             if stored not in DTYPES:
                 raise CheckpointError(
                     f"{self._files.file_of[stored_name]}: tensor {name!r} is stored as {stored}, "
-                    f"which is not supported (only {', '.join(DTYPES)})"
+                    f"which is not supported (only {', '.join(DTYPES)}, and others where "
+                    f"quantization_config of {CONFIG} says how they are quantised)"
                 )
             found[name] = DTYPES[stored]
         return found
@@ -177,24 +200,42 @@ class HuggingFaceSource(NamedTensorSource):
         return self._shapes(self._tensors.mtp)
 
     def _shapes(self, tensors: Mapping[str, str]) -> dict[str, Shape]:
-        return {name: self._files.tensor(stored).shape for name, stored in tensors.items()}
+        quantised = self._tensors.quantised
+        return {
+            name: quantised[name].weight.shape
+            if name in quantised
+            else self._files.tensor(stored).shape
+            for name, stored in tensors.items()
+        }
+
+    @cached_property
+    @override
+    def quantised(self) -> QuantisedFolder | None:
+        if self._recipe is None:
+            return None
+        found = self._tensors
+        plain = {*found.model.items(), *found.mtp.items()}
+        sizes = [self._files.tensor(s).num_bytes for n, s in plain if n not in found.quantised]
+        return QuantisedFolder.of(self._recipe, found.quantised, found.scales, sum(sizes))
 
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
-        """Read a region of a tensor, and no byte of the file outside the region's rows."""
-        stored = self._stored_tensor(name)
-        if device.type != "cuda":
-            return stored.read(region).to(device)
-        shape, place = [part.stop - part.start for part in region], stored.place_of(region)
-        found = torch.empty(shape, dtype=stored.torch_dtype, device=device)
-        if place is not None:
-            upload(found, lambda piece, at: stored.file.fill(stored.name, place + at, piece))
-        else:
-            values = stored.read(region).view(-1).view(torch.uint8)
-            upload(found, lambda piece, at: piece.copy_(values[at : at + len(piece)]))
-        return found
+        """Read a region of a tensor, and no byte of the file outside the region's rows; of a
+        quantised weight its values in float32."""
+        if name in self._tensors.quantised:
+            found = torch.empty([part.stop - part.start for part in region], device=device)
+            self.fill(found, name, region)
+            return found
+        return _read(self._stored_tensor(name), region, device)
 
     @override
     def fill(self, place: Tensor, name: str, region: Region) -> None:
+        if name in self._tensors.quantised:
+            self._tensors.quantised[name].fill(
+                place,
+                region,
+                lambda name, part: _read(self._files.tensor(name), part, place.device),
+            )
+            return
         stored = self._stored_tensor(name)
         start = stored.place_of(region)
         if place.device.type == "cpu" and place.is_contiguous() and start is not None:
@@ -208,7 +249,7 @@ class HuggingFaceSource(NamedTensorSource):
 
     @override
     def check_stored(self, with_mtp: bool) -> None:
-        _ = self.dtype  # refuses quantised tensors, which would be copied as if they were numbers
+        _ = self.dtype  # refuses other forms, which would be copied as if they were numbers
         if with_mtp:
             self._dtypes(self._tensors.mtp)
         for what, count in self._tensors.left_out.items():
@@ -218,6 +259,7 @@ class HuggingFaceSource(NamedTensorSource):
                 "%s: multi-token prediction (%d tensors) is read for speculative_method='mtp' "
                 "alone.", self.name, len(self._tensors.mtp),
             )  # fmt: skip
+        self._tell_quantised()
         others = self._files.passed_over()
         if others:
             read = sorted({path.name for path in self._files.file_of.values()})
@@ -226,6 +268,21 @@ class HuggingFaceSource(NamedTensorSource):
                 self.name, _few(read), _few(others),
             )  # fmt: skip
         self._check_frequencies()
+
+    def _tell_quantised(self) -> None:
+        found = self.quantised
+        if found is not None:
+            if not found.formats and not found.not_served:
+                logger.warning(
+                    "%s: quantization_config (%s) describes quantised weights, but no weight is "
+                    "quantised in the files.", self.name, found.method,
+                )  # fmt: skip
+            logger.info(
+                "%s: quantised by %s (%s): its weights become the model's dtype at load.",
+                self.name, found.method, found.words,
+            )  # fmt: skip
+            for what in found.not_served:
+                logger.warning("%s: %s: %s.", self.name, what, NOT_SERVED)
 
     def _check_frequencies(self) -> None:
         """Older files store the table of rope. It follows from the configuration; if it does not,
@@ -260,12 +317,25 @@ class HuggingFaceSource(NamedTensorSource):
         found = self._stored(a.model_type)
         if a.tie_word_embeddings and OUTPUT in found.model:
             # It is the embedding again, by its bytes; or there is no other.
-            head = found.model.pop(OUTPUT)
-            found.model.setdefault(embedding_name(a.model_type, found.model), head)
+            head, embedding = found.model.pop(OUTPUT), embedding_name(a.model_type, found.model)
+            if OUTPUT in found.quantised:
+                found.quantised[embedding] = found.quantised.pop(OUTPUT)
+            found.model.setdefault(embedding, head)
+        if self._recipe is not None and self._recipe.method.startswith("gptq"):
+            self._leave_out_zero_biases(found)
         if found.mtp and not a.mtp_pattern:
             what = f"multi-token prediction that {CONFIG} does not describe"
             found.left_out[what] = len(found.mtp)
         return found
+
+    def _leave_out_zero_biases(self, found: _StoredTensors) -> None:
+        """Tools of GPTQ write a bias for every layer, of zeros where the model has none."""
+        known = {name for weight in weights(self.architecture) for name in weight.parts}
+        for name in [name for name in found.model if name.endswith(".bias")]:
+            is_extra = name not in known and f"{name[:-5]}.weight" in found.quantised
+            if is_extra and not self._files.tensor(found.model[name]).read().any():
+                del found.model[name]
+                found.left_out["biases of zeros"] += 1
 
     def _stored(self, kind: str) -> _StoredTensors:
         """What the folder of a family holds; refused where two stored names mean the same tensor of
@@ -282,7 +352,28 @@ class HuggingFaceSource(NamedTensorSource):
             )
         frequencies = [name for name in model if name.endswith(FREQUENCIES)]
         stored = [model.pop(name) for name in frequencies]
-        return _StoredTensors(model, {name: name for name in mtp}, stored, left_out)
+        mtp_names = {name: name for name in mtp}
+        quantised, scales = dict[str, QuantisedWeight](), Counter[str]()
+        if self._recipe is not None:
+            for those in (model, mtp_names):
+                taken, told = take_quantised(those, self._files.tensor, self._recipe)
+                quantised |= taken
+                scales += told
+        return _StoredTensors(model, mtp_names, quantised, scales, stored, left_out)
+
+
+def _read(stored: StoredTensor, region: Region, device: torch.device) -> Tensor:
+    """A region of a stored tensor on a device, in its dtype."""
+    if device.type != "cuda":
+        return stored.read(region).to(device)
+    shape, place = [part.stop - part.start for part in region], stored.place_of(region)
+    found = torch.empty(shape, dtype=stored.torch_dtype, device=device)
+    if place is not None:
+        upload(found, lambda piece, at: stored.file.fill(stored.name, place + at, piece))
+    else:
+        values = stored.read(region).view(-1).view(torch.uint8)
+        upload(found, lambda piece, at: piece.copy_(values[at : at + len(piece)]))
+    return found
 
 
 def _few(names: list[str]) -> str:

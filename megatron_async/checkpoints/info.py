@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.quantised import NOT_SERVED, QuantisedFolder
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource, parse_dtype
 from megatron_async.devices import make_device, resolve_device_name
@@ -72,6 +73,9 @@ class ModelInfo:
     state_requests: int
     """Requests whose recurrent states fit beside the weights and a KV pool of one block: the
     largest `max_requests`; 0 if none does, and without recurrent layers."""
+
+    quantised: QuantisedFolder | None = None
+    """What is quantised in the files; None: nothing, or the format has its own words."""
 
     @property
     def fits(self) -> bool:
@@ -147,6 +151,7 @@ def model_info(
         mtp_kv_bytes_per_token=architecture.mtp_kv_bytes_per_token(resolved.itemsize),
         has_mtp_weights=source.has_mtp_weights,
         state_requests=requests,
+        quantised=source.quantised,
     )
 
 
@@ -184,6 +189,7 @@ def format_info(info: ModelInfo) -> str:
         "context": f"{a.max_position_embeddings:,} tokens",
         "parameters": f"{info.parameters:,}"
         + (f", of which a token meets {a.num_active_parameters:,}" if a.num_moe_experts else ""),
+        **_quantised_rows(info.quantised),
         f"weights, {info.dtype}": _size(info.weight_bytes),
         "KV cache": f"{_size(info.kv_bytes_per_token)} a token, {_size(info.kv_bytes_per_block)} a "
         f"block of {info.block_size_tokens}",
@@ -198,6 +204,18 @@ def format_info(info: ModelInfo) -> str:
             rows["states that fit"] += ", beside a KV pool of one block"
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _quantised_rows(found: QuantisedFolder | None) -> dict[str, str]:
+    if found is None:
+        return {}
+    words = f"{found.method}: {found.words}"
+    if found.formats:
+        words += f", {found.bits:.3g} bits a weight with its scales"
+    rows = {"quantised": words, "weights, in the files": _size(found.stored_bytes)}
+    if found.not_served:
+        rows["quantised, not served"] = f"{'; '.join(found.not_served)}: {NOT_SERVED}"
+    return rows
 
 
 def _scaling(a: ModelArchitecture) -> list[tuple[str, bool]]:

@@ -22,6 +22,7 @@ from megatron_async.checkpoints.mapping import (
     mtp_weights,
     weights,
 )
+from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.text.tokenizer import Tokenizer
 
@@ -79,6 +80,11 @@ class ModelSource(ABC):
     @abstractmethod
     def has_mtp_weights(self) -> bool:
         """Whether any weight of the architecture's multi-token prediction is stored."""
+
+    @property
+    def quantised(self) -> QuantisedFolder | None:
+        """What is quantised in the files; None: nothing, or the format has its own words."""
+        return None
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """Fill a model, tensor by tensor, converting to its dtype and moving to its device.

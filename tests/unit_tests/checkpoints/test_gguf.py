@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
-from megatron_async.checkpoints.gguf import _BLOCKS, _PLAIN, NAMES, GGUFSource, dequantise
+from megatron_async.checkpoints.gguf import NAMES, GGUFSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
+from megatron_async.ops.linear.gguf_blocks import BLOCKS, PLAIN, dequantise
 from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights, huggingface_state
 
 CPU = torch.device("cpu")
@@ -273,7 +274,7 @@ def random_rows(kind: gguf.GGMLQuantizationType, rows: int, blocks: int) -> np.n
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [*_PLAIN, *_BLOCKS, Q.Q2_K, Q.Q3_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*PLAIN, *BLOCKS, Q.Q2_K, Q.Q3_K], ids=lambda kind: kind.name)
 def test_values_are_those_of_the_gguf_package(kind: gguf.GGMLQuantizationType, device: str):
     rows = random_rows(kind, rows=7, blocks=64)
     with np.errstate(all="ignore"):

@@ -200,7 +200,7 @@ def test_sliding_window_is_recorded_where_it_is_active(
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'.*'silu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.*'hqq'"),
         ({"hidden_size": "absent"}, "hidden_size = None must be a positive integer"),
         ({"num_hidden_layers": -2}, "num_hidden_layers = -2"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads = 3"),
