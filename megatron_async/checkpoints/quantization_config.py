@@ -175,7 +175,7 @@ def _fp8(keys: _Keys) -> Recipe:
 
 _PACKED = (
     "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mixed-precision", "dense",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
 )  # fmt: skip
 _NUMBERS = ((8, "float"), (4, "float"), (4, "int"))
 

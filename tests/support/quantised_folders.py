@@ -230,6 +230,9 @@ FORMATS: dict[str, Format] = {
     "compressed mxfp4": Format(
         _compressed("mxfp4-pack-quantized", **_FP4, strategy="group", group_size=32), mxfp4
     ),
+    "compressed mxfp8": Format(
+        _compressed("mxfp8-quantized", **_FLOAT, strategy="group", group_size=32), mxfp8
+    ),
     "compressed int4": Format(
         _compressed("pack-quantized", **_INT, strategy="group", group_size=32, symmetric=True),
         lambda w: packed(w, 32),

@@ -127,7 +127,7 @@ FORMATS = (
     StoredFormat(
         "MXFP8",
         8,
-        ("modelopt",),
+        ("compressed-tensors", "modelopt"),
         {
             CODES: Part((".weight",), (_E4M3,), (_N, _K)),
             SCALE: Part((".weight_scale",), (_BYTE, _E8M0), (_N, Axis("k", 32))),
