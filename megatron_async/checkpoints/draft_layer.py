@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.mapping import Region, Shape
-from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.safetensors_file import SafetensorsFile
 from megatron_async.checkpoints.source import ModelSource, NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture
@@ -74,11 +73,6 @@ class WithDraftLayer(NamedTensorSource):
     def dtype(self) -> torch.dtype:
         """The model's."""
         return self._base.dtype
-
-    @property
-    def quantised(self) -> QuantisedFolder | None:
-        """The model's."""
-        return self._base.quantised
 
     @property
     def tensor_shapes(self) -> Mapping[str, Shape]:

@@ -24,7 +24,7 @@ from megatron_async.checkpoints.mapping import Region, Shape
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
-from megatron_async.ops.linear.gguf_blocks import dequantise
+from megatron_async.ops.linear.gguf_blocks import dequantise, unpermute
 from megatron_async.text.tokenizer import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -164,7 +164,7 @@ class GGUFSource(NamedTensorSource):
         heads = self._permuted_heads(name)
         if heads is not None:
             dim = self.tensor_shapes[name][0] // heads
-            tensor = _unpermute(tensor, len(tensor) // dim)
+            tensor = unpermute(tensor, len(tensor) // dim)
         return tensor[(slice(None), *columns)]
 
     def fill(self, place: Tensor, name: str, region: Region) -> None:
@@ -325,11 +325,3 @@ def _huggingface_name(name: str) -> str:
 def _shape(tensor: Any) -> Shape:
     """GGUF lists the fastest dimension first."""
     return tuple(int(size) for size in reversed(tensor.shape))
-
-
-def _unpermute(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of each head from neighbouring pairs to two halves: `[heads * dim, in]`, a copy."""
-    rows, columns = tensor.shape
-    return (
-        tensor.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-    )

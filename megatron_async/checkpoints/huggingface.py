@@ -23,12 +23,7 @@ from megatron_async.checkpoints.huggingface_delta import (
 )
 from megatron_async.checkpoints.huggingface_mtp import split_mtp
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
-from megatron_async.checkpoints.quantised import (
-    NOT_SERVED,
-    QuantisedFolder,
-    QuantisedWeight,
-    take_quantised,
-)
+from megatron_async.checkpoints.quantised import QuantisedFolder, QuantisedWeight, take_quantised
 from megatron_async.checkpoints.quantization_config import HF_QUANT_CONFIG, KEYS, read_recipe
 from megatron_async.checkpoints.safetensors_file import StoredTensor
 from megatron_async.checkpoints.source import (
@@ -87,13 +82,10 @@ class HuggingFaceSource(NamedTensorSource):
         super().__init__(name or str(folder))
         self.folder = folder
         where = str(folder / CONFIG)
-        self.config = language_model_config(read_json(folder / CONFIG), where)
+        config = language_model_config(read_json(folder / CONFIG), where)
         beside = folder / HF_QUANT_CONFIG
-        self._recipe = read_recipe(
-            self.config, read_json(beside) if beside.is_file() else None, where
-        )
-        for key in KEYS:
-            self.config.pop(key, None)
+        self._recipe = read_recipe(config, read_json(beside) if beside.is_file() else None, where)
+        self.config = {key: value for key, value in config.items() if key not in KEYS}
         self._files = TensorFiles(folder)
 
     @cached_property
@@ -200,13 +192,9 @@ class HuggingFaceSource(NamedTensorSource):
         return self._shapes(self._tensors.mtp)
 
     def _shapes(self, tensors: Mapping[str, str]) -> dict[str, Shape]:
+        shapes = {name: self._files.tensor(stored).shape for name, stored in tensors.items()}
         quantised = self._tensors.quantised
-        return {
-            name: quantised[name].weight.shape
-            if name in quantised
-            else self._files.tensor(stored).shape
-            for name, stored in tensors.items()
-        }
+        return shapes | {n: quantised[n].weight.shape for n in shapes.keys() & quantised.keys()}
 
     @cached_property
     @override
@@ -219,8 +207,7 @@ class HuggingFaceSource(NamedTensorSource):
         return QuantisedFolder.of(self._recipe, found.quantised, found.scales, sum(sizes))
 
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
-        """Read a region of a tensor, and no byte of the file outside the region's rows; of a
-        quantised weight its values in float32."""
+        """Read a region of a tensor (of a quantised one, float32), and no bytes of other rows."""
         if name in self._tensors.quantised:
             found = torch.empty([part.stop - part.start for part in region], device=device)
             self.fill(found, name, region)
@@ -229,12 +216,9 @@ class HuggingFaceSource(NamedTensorSource):
 
     @override
     def fill(self, place: Tensor, name: str, region: Region) -> None:
-        if name in self._tensors.quantised:
-            self._tensors.quantised[name].fill(
-                place,
-                region,
-                lambda name, part: _read(self._files.tensor(name), part, place.device),
-            )
+        if quantised := self._tensors.quantised.get(name):
+            files, device = self._files, place.device
+            quantised.fill(place, region, lambda n, part: _read(files.tensor(n), part, device))
             return
         stored = self._stored_tensor(name)
         start = stored.place_of(region)
@@ -270,19 +254,12 @@ class HuggingFaceSource(NamedTensorSource):
         self._check_frequencies()
 
     def _tell_quantised(self) -> None:
-        found = self.quantised
-        if found is not None:
-            if not found.formats and not found.not_served:
-                logger.warning(
-                    "%s: quantization_config (%s) describes quantised weights, but no weight is "
-                    "quantised in the files.", self.name, found.method,
-                )  # fmt: skip
-            logger.info(
-                "%s: quantised by %s (%s): its weights become the model's dtype at load.",
-                self.name, found.method, found.words,
-            )  # fmt: skip
+        if (found := self.quantised) is not None:
+            level = logging.INFO if found.formats else logging.WARNING
+            said = found.formats or "no weight is quantised in the files"
+            logger.log(level, "%s: quantised by %s: %s.", self.name, found.method, said)
             for what in found.not_served:
-                logger.warning("%s: %s: %s.", self.name, what, NOT_SERVED)
+                logger.warning("%s: %s.", self.name, what)
 
     def _check_frequencies(self) -> None:
         """Older files store the table of rope. It follows from the configuration; if it does not,

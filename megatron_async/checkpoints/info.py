@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_async.checkpoints.errors import CheckpointError
-from megatron_async.checkpoints.quantised import NOT_SERVED, QuantisedFolder
+from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource, parse_dtype
 from megatron_async.devices import make_device, resolve_device_name
@@ -209,13 +209,13 @@ def format_info(info: ModelInfo) -> str:
 def _quantised_rows(found: QuantisedFolder | None) -> dict[str, str]:
     if found is None:
         return {}
-    words = f"{found.method}: {found.words}"
-    if found.formats:
-        words += f", {found.bits:.3g} bits a weight with its scales"
-    rows = {"quantised": words, "weights, in the files": _size(found.stored_bytes)}
-    if found.not_served:
-        rows["quantised, not served"] = f"{'; '.join(found.not_served)}: {NOT_SERVED}"
-    return rows
+    bits = f"{found.bits:.3g} bits a weight with its scales"
+    rows = {
+        "quantised": found.formats and f"{found.method}: {found.formats}, {bits}",
+        "weights, in the files": _size(found.stored_bytes),
+        "not as in the files": "; ".join(found.not_served),
+    }
+    return {name: row for name, row in rows.items() if row}
 
 
 def _scaling(a: ModelArchitecture) -> list[tuple[str, bool]]:

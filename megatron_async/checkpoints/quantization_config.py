@@ -71,9 +71,8 @@ def read_recipe(
     if name not in METHODS:
         raise keys.error("quant_method", f"is not read (only {', '.join(METHODS)})")
     for key in LISTS:
-        names = keys.get(key)
-        is_list = isinstance(names, list) and all(isinstance(each, str) for each in names)
-        if names is not None and not is_list:
+        names = keys.get(key) or []
+        if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
             raise keys.error(key, "must be a list of names")
     recipe = METHODS[name](keys)
     keys.finish(name)
@@ -128,10 +127,10 @@ class _Keys:
             raise self.error(key, "must be a description")
         return _Keys(value, f"{self._where}.{key:.80}")
 
-    def entries(self, key: str) -> dict[str, _Keys]:
-        """Descriptions by name."""
+    def entries(self, key: str) -> list[_Keys]:
+        """Descriptions inside, whatever their names."""
         inside = self.inner(key)
-        return {name: inside.inner(name) for name in inside._values}
+        return [inside.inner(name) for name in inside._values]
 
     def cache(self) -> str:
         """What is said of keys and values, in words; empty where nothing is."""
@@ -141,8 +140,8 @@ class _Keys:
         return f"{scheme or name or ''!s:.40}"
 
     def error(self, key: str, problem: str) -> CheckpointError:
-        value = self._values.get(key)
-        return CheckpointError(f"{self._where}: {key} = {value!r:.200} {problem}; {REMEDY}")
+        said = f"{key} = {self._values.get(key)!r:.200}"
+        return CheckpointError(f"{self._where}: {said} {problem}; {REMEDY}")
 
     def finish(self, method: str) -> None:
         """Tell of keys that nobody has read."""
@@ -187,7 +186,7 @@ def _compressed(keys: _Keys) -> Recipe:
         if inner.get("format") not in (None, "dense") or inner.get("config_groups"):
             raise keys.error(key, "changes the weights and is not read")
     grains, activations = set[Grain](), ""
-    for group in keys.entries("config_groups").values():
+    for group in keys.entries("config_groups"):
         group.only("format", *_PACKED)
         group.only("output_activations")
         if group.get("weights"):
@@ -220,7 +219,7 @@ _DYNAMIC, _OF_WEIGHTS = ("fp8_per_channel_per_token", "mxfp8"), (None, "fp8_pb_w
 def _modelopt(keys: _Keys) -> Recipe:
     told = keys.only("quant_algo", *_ALGORITHMS, "mixed_precision")
     keys.only("pre_quant_scale", False)
-    layers = keys.entries("quantized_layers").values()
+    layers = keys.entries("quantized_layers")
     algorithms = {layer.only("quant_algo", *_ALGORITHMS) for layer in layers} | {told}
     kind = "dynamic" if told in _DYNAMIC else "static"
     inputs = "" if algorithms <= {*_OF_WEIGHTS} else kind
@@ -228,30 +227,25 @@ def _modelopt(keys: _Keys) -> Recipe:
 
 
 def _awq(keys: _Keys) -> Recipe:
-    _four_bits(keys)
-    keys.only("version", "gemm")
+    for key, only in (("bits", 4), ("w_bit", 4), ("version", "gemm")):
+        keys.only(key, only)
     return Recipe("awq", ((1, keys.size("group_size", "q_group_size")),))
 
 
 def _gptq(keys: _Keys) -> Recipe:
     form = keys.only("checkpoint_format", "gptq", "gptq_v2")
-    keys.only("is_marlin_format", False)
-    keys.only("pack_dtype", "int32")
+    for key, only in (("is_marlin_format", False), ("pack_dtype", "int32")):
+        keys.only(key, only)
     grains: list[Grain] = []
     # Patterns of layers: with other settings, or (those that begin with "-") in 16 bits.
-    for other in (keys, *keys.entries("dynamic").values()):
-        _four_bits(other)
+    for other in (keys, *keys.entries("dynamic")):
+        other.only("bits", 4)
         size = other.size("group_size")
         if other.only("desc_act", False, True) and size:
             raise other.error("desc_act", "(act-order) is not read: quantise it without")
         if size or not grains:
             grains.append((1, size))
     return Recipe("gptq_v2" if form == "gptq_v2" else "gptq", tuple(grains))
-
-
-def _four_bits(keys: _Keys) -> None:
-    for key in ("bits", "w_bit"):
-        keys.only(key, 4)
 
 
 METHODS: dict[str, Callable[[_Keys], Recipe]] = {

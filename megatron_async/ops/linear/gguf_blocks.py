@@ -37,6 +37,14 @@ def dequantise(rows: np.ndarray, kind: Kind, device: torch.device) -> Tensor:
     return torch.from_numpy(found).to(device)
 
 
+def unpermute(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of each head from neighbouring pairs to two halves: `[heads * dim, in]`, a copy."""
+    rows, columns = tensor.shape
+    return (
+        tensor.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    )
+
+
 def _half(blocks: Tensor, start: int) -> Tensor:
     """The float16 at a byte of every block, as float32 `[..., 1]`."""
     return blocks[..., start : start + 2].view(torch.float16).to(torch.float32)

@@ -203,6 +203,36 @@ FORMATS = (
 """Formats that are read. Which one a weight has follows from its tensors, but for the method."""
 
 
+def format_of(
+    tensors: Mapping[str, torch.dtype], method: str
+) -> tuple[StoredFormat, dict[str, str]]:
+    """The format of a layer's tensors, and the ends of their names by what they are to a weight.
+
+    Args:
+        tensors: their dtypes, by the ends of their names.
+        method: of `quantization_config`.
+
+    Raises:
+        ValueError: they are no whole weight in any format of the method.
+    """
+    wanted = []
+    for each in FORMATS:
+        if method in each.methods:
+            roles = {
+                role: end
+                for role, part in each.parts.items()
+                for end in part.ends
+                if tensors.get(end) in part.dtypes
+            }
+            needed = each.parts.keys() - {*each.optional}
+            if roles.keys() >= needed and len(roles) == len(tensors):
+                return each, roles
+            parts = [each.parts[role] for role in each.parts if role in needed]
+            wanted.append(f"{each.name}: " + ", ".join("/".join(part.ends) for part in parts))
+    have = ", ".join(f"{end} ({str(dtype)[6:]})" for end, dtype in sorted(tensors.items()))
+    raise ValueError(f"{have} are no whole weight of {method} ({'; '.join(wanted)})")
+
+
 Read = Callable[[str, Region], Tensor]
 SLICE_VALUES = 1 << 22
 """Values that are decoded at once: 16 MiB of float32, and a few times as much on the way."""
@@ -258,6 +288,8 @@ class StoredWeight:
             axis.name: size * axis.covers for axis, size in zip(part.axes, found, strict=False)
         }
         whole = tuple(sizes[name] for name in "enk" if name in sizes)
+        if shape is not None and len(shape) != len(whole):
+            raise ValueError("a tensor that should tell its shape tells none")
         misfits: list[str] = []
         for grain in (format.takes_grain and grains) or (TENSOR,):
             weight = cls(format, shape or whole, grain, dict(stored))
@@ -270,6 +302,12 @@ class StoredWeight:
             f"{shapes} of it do not fit a weight {list(shape or whole)} ({format.name}, codes "
             f"{list(found)}{known})"
         )
+
+    @property
+    def words(self) -> str:
+        """The format, in words."""
+        scales = f", scales: {grain_words(self.grain)}" if self.format.takes_grain else ""
+        return self.format.name + scales
 
     def cut(self, region: Region) -> dict[str, Region]:
         """The slices of the stored tensors, each in its own dimensions, from which `decode` makes
