@@ -14,7 +14,7 @@ from megatron_async.device_state.recurrent_state import RecurrentState
 from megatron_async.planning.kv_block_allocator import KVBlockAllocator
 from megatron_async.planning.step_plan import IntArray
 
-UNWRITTEN = 1e6
+UNWRITTEN = 6e4
 """Fills a block that is handed out: a finite value, as an earlier owner's, that would change every
 token if it were read."""
 NOBODYS_EXPERT = 255

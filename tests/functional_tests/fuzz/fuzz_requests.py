@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from hypothesis import strategies as st
 
 from megatron_async import (
@@ -23,7 +24,7 @@ from megatron_async import (
 )
 from megatron_async.errors import RequestAborted, RequestError, StepFailed
 from megatron_async.requests.streaming import RequestStream, StreamChunk
-from tests.support.attention_model import VOCABULARY, AttentionModel
+from tests.support.attention_model import VOCABULARY
 from tests.support.harness import drain, make_engine
 from tests.support.late_device import LateDevice
 from tests.support.letter_tokenizers import Pieces
@@ -261,7 +262,7 @@ class TrackedRequest:
                 found, expected = COMPARED[name](request), COMPARED[name](answer)
                 if found is not None and expected is not None:
                     expected = expected[: len(request.generated_tokens)]
-                assert equal(found, expected), (name, found, expected)
+                assert serial.equal(found, expected), (name, found, expected)
             rows, wanted = request.routing_indices, answer.routing_indices
             if rows is not None and wanted is not None:  # the serial one may be cut sooner
                 assert len(rows) < request.num_known
@@ -275,7 +276,7 @@ class TrackedRequest:
             if name == "routing" and request.routing is None:
                 continue
             found, expected = output(request), output(answer)
-            assert equal(found, expected), (name, found, expected)
+            assert serial.equal(found, expected), (name, found, expected)
 
     def check_readers(self) -> None:
         """Check what the readers got, when the event loop has run."""
@@ -307,20 +308,24 @@ def _fits(engine: DynamicInferenceEngine, prompt: int, new_tokens: int) -> bool:
 
 
 class SerialAnswers:
-    """Answers of one engine without lookahead, with room for any request; kept once known."""
+    """Answers of one engine without lookahead, with room for any request and `settings` besides;
+    kept once known."""
 
-    def __init__(self, model: AttentionModel) -> None:
+    equal = staticmethod(equal)
+    """Whether an output is the answer's."""
+
+    def __init__(self, model: torch.nn.Module, **settings: Any) -> None:
+        own: dict[str, Any] = {
+            "lookahead": 0,
+            "max_requests": 1,
+            "max_sequence_length": MAX_SEQUENCE,
+            "num_kv_blocks": 1,
+            "block_size_tokens": MAX_SEQUENCE,
+            "enable_routing_replay": True,
+            "check_integrity": False,
+        }
         self._engine = make_engine(
-            model,
-            tokenizer=Pieces(),
-            device=LateDevice(),
-            lookahead=0,
-            max_requests=1,
-            max_sequence_length=MAX_SEQUENCE,
-            num_kv_blocks=1,
-            block_size_tokens=MAX_SEQUENCE,
-            enable_routing_replay=True,
-            check_integrity=False,
+            model, tokenizer=Pieces(), device=LateDevice(), **{**own, **settings}
         )
         lend_checkers(self._engine)
         self._answers: dict[str, DynamicInferenceRequest] = {}

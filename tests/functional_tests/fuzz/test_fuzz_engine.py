@@ -5,6 +5,8 @@ More schedules than CI plays, and others:
     export MEGATRON_ASYNC_FUZZ_SCHEDULES=50000 MEGATRON_ASYNC_FUZZ_SEED=100
     pytest tests/functional_tests/fuzz -k answers
 
+In the bit-stable mode answers are compared to the bit (tests/unit_tests/ops/test_fuzz_in_mode.py).
+
 Planted bugs (`planted_bugs.py`, `planted_state_bugs.py`) and the
 schedule that found them, each with serial answers of its own:
 

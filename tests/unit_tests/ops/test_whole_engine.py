@@ -28,7 +28,7 @@ from tests.unit_tests.ops.bit_stable_engines import (
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
-SEEDS = {"qwen": [2, 7, 18], "nemotron": [0, 2, 8, 9], "next": [0, 2]}
+SEEDS = {"qwen": [2, 7, 18], "nemotron": [0, 2, 9], "next": [0, 2]}
 """Schedules that have, all together, what `EVENTS` names, in the interpreter."""
 SCHEDULES = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SCHEDULES", "12"))
 FIRST_SEED = int(os.environ.get("MEGATRON_ASYNC_FUZZ_SEED", "0"))
