@@ -101,7 +101,7 @@ class QuantisedFolder:
         not_served = []
         for what, how in ((INPUTS, recipe.activations), (KEYS, recipe.kv_cache)):
             if told[what] or (how and (weights or what == KEYS)):
-                scales = f"{told[what]} scales in the files" if told[what] else "no scales"
+                scales = f"{told[what] or 'no'} scales in the files"
                 not_served.append(f"{what} ({how or 'not described'}, {scales}): {NOT_SERVED}")
         bits = 8 * stored / values if values else 0.0
         return cls(recipe.method, formats, bits, stored + plain_bytes, tuple(not_served))
