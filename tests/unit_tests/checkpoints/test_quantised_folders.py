@@ -130,19 +130,20 @@ MIXED = Format(
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
+        ("qwen3-tied", "compressed channel"),
         ("qwen3-moe", "fp8 blocks bf16"),
         ("qwen3-moe", "modelopt fp8"),
         ("nemotron-3", "modelopt fp8"),
         ("nemotron-3", MIXED),
         ("qwen3.5-moe", "fp8 blocks"),
     ],
-    ids=["experts", "experts by tensor", "hybrid", "hybrid mixed", "gated experts"],
+    ids=["dense", "experts", "experts by tensor", "hybrid", "hybrid mixed", "gated experts"],
 )
 def test_engines_say_what_the_plain_model_says(
     family: str, kind: str | Format, family_folder, hybrid_folder, tmp_path: Path
 ) -> None:
     """Experts one by one, a hybrid's mixers, shared experts; two ranks that share experts."""
-    plain = (family_folder if family == "qwen3-moe" else hybrid_folder)(family)
+    plain = (family_folder if family.startswith("qwen3-") else hybrid_folder)(family)
     folder = quantised_folder(plain, tmp_path / "m", kind)
     params = SamplingParams(
         num_tokens_to_generate=8, temperature=0.0, termination_id=-1, return_log_probs=True
