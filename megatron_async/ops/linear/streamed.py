@@ -93,10 +93,12 @@ LEAST_ROWS = 8
 """Fewest rows that are brought in one order: lines that the matrix units' pattern repeats after."""
 CHAIN_INPUTS = 512
 """Fewest inputs in one order: shorter products were not measured."""
-ONE_PIECE, LEAST_PIECE = 64, 16
-"""Outputs up to which a tile in one order has the next power of two of them, and the fewest."""
-MOST_PRODUCTS = 6
-"""Most strips of a chunk in one order, all pieces counted."""
+ONE_PIECE, LEAST_LINES = 64, 16
+"""Outputs up to which a tile in one order has the next power of two of them, and the fewest lines
+of weights."""
+LONG_CHAIN = 4096
+"""Inputs from which on tiles of at most 8 rows have twice as many lines at the least: fewer
+programs end sooner."""
 MOST_LINES = 256
 """Lines of weights of a tile in one order: a thread holds half as many sums."""
 MOST_RUNNING = gl.constexpr(7)
@@ -167,20 +169,23 @@ def _in_one_order(problem: Problem) -> StreamedPlan | None:
     rows, outputs, k, dtype, gated, *_ = problem
     if rows > ONE_WARPGROUP or k < CHAIN_INPUTS or k % STRIP:
         return None
+    halves = 2 if gated else 1
+    block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
+    is_low = block_m == LEAST_ROWS
     height = -(-outputs // (8 * PROCESSORS)) * 8
     if height <= ONE_PIECE:
-        height = max(LEAST_PIECE, triton.next_power_of_2(height))
+        least = LEAST_LINES * (2 if is_low and k >= LONG_CHAIN else 1)
+        height = max(least // halves, triton.next_power_of_2(height))
     pieces = _pieces(height)
-    lines = height * (2 if gated else 1)
-    if len(pieces) > MOST_PIECES or lines > MOST_LINES:
+    if len(pieces) > MOST_PIECES or height * halves > MOST_LINES:
         return None
-    block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
     line_bytes = STRIP * dtype.itemsize
     room = MORE_SHARED_MEMORY - max(ONE_WARPGROUP - block_m, 0) * line_bytes
-    most = min(k // (2 * STRIP), room // (3 * (block_m + lines) * line_bytes))
-    strips = next(s for s in (4, 2, 1) if s <= most and s * len(pieces) <= MOST_PRODUCTS)
-    ring = room // (strips * (block_m + lines) * line_bytes)
-    return StreamedPlan(pieces, 1, strips, min(ring, -(-k // (strips * STRIP))), block_m, True)
+    rings = {s: room // (s * (block_m + height * halves) * line_bytes) for s in (8, 4, 2, 1)}
+    longest = min(k // (2 * STRIP), 2 if len(pieces) > 1 else 8 if is_low else 4)
+    strips = next(s for s in rings if s <= longest and (s == 1 or rings[s] >= (5 if s > 2 else 3)))
+    ring = min(rings[strips], -(-k // (strips * STRIP)))
+    return StreamedPlan(pieces, 1, strips, ring, block_m, True)
 
 
 def _pieces(height: int) -> tuple[int, ...]:

@@ -254,8 +254,8 @@ class TestOnGpu:
     def test_an_activation_of_the_rounded_product(self, activation, act):
         n = 3584 * (2 if activation == "swiglu" else 1)
         for rows in (8, 16, 64):
-            choice = in_one_order(rows, n, 512, activation=activation)
-            check_activation(3584, 512, choice.plan, activation, "cuda", act)
+            choice = in_one_order(rows, n, 1152, activation=activation)
+            check_activation(3584, 1152, choice.plan, activation, "cuda", act)
 
     @pytest.mark.parametrize("model", WEIGHTS)
     def test_plans_in_one_order(self, model):
