@@ -44,6 +44,7 @@ from megatron_async.updates.transports import (
     tensors_of_bytes,
 )
 from megatron_async.updates.weight_round import WeightRound
+from megatron_async.updates.writes import let_go
 
 if TYPE_CHECKING:
     from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
@@ -278,6 +279,7 @@ class ReplicaWeights:
             round.load(shared)
             if (read := self._engine.context.device.caller_event()) is not None:
                 read.wait()  # behind the answer the sender changes them
+            let_go(shared)
         elif (sent := load.group) is not None:
             group = self._group(sent.name)
             round.check(zip(sent.names, sent.shapes, strict=True))

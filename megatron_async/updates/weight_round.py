@@ -38,7 +38,7 @@ from megatron_async.updates.incoming import (
     Pieces,
 )
 from megatron_async.updates.round_plan import STAGINGS, make_plan
-from megatron_async.updates.writes import Copies, Write, check_twins, checked, giving_way
+from megatron_async.updates.writes import Copies, Write, check_twins, checked, giving_way, let_go
 
 SELECTORS = ("all", "target", "draft")
 _OTHER_FACTS = ("model_type", "max_position_embeddings", "eos_token_ids", "bos_token_id")
@@ -300,10 +300,9 @@ class WeightRound:
         """Give spare tensors back; see `Stage`. With staging "none" a model stays torn."""
         self._state, self._copies = "over", None
         self._spare, self._embedding, self._twins, self._ready = {}, {}, [], []
-        for _ in giving_way(range(len(self._pieces))):
-            self._pieces.popitem()
-        for _ in giving_way(range(len(self._later))):
-            self._later.pop()  # to close a GPU's shared memory takes a while
+        pieces, self._pieces = list(self._pieces.values()), {}
+        let_go(pieces)
+        let_go(self._later)
 
     def _begin(self) -> None:
         """Before a call that may fail: none comes after one that has."""

@@ -172,7 +172,8 @@ def test_who_shares_its_memory_is_answered_when_all_ranks_have_read_it(
     model = llm.engine.controller.inference_wrapped_model.model
     mine = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
     monkeypatch.setattr(llm.engine.loop.group, "until_told", until_told, raising=False)
-    monkeypatch.setattr(replica_weights, "open_handles", lambda handles, device: mine.items())
+    shared = list(mine.items())
+    monkeypatch.setattr(replica_weights, "open_handles", lambda handles, device: shared)
     monkeypatch.setattr(replica_weights, "WeightRound", Noting)
     begin(rank)
     told(rank, "load", round="k", tensors=[piece(256)])
@@ -181,6 +182,7 @@ def test_who_shares_its_memory_is_answered_when_all_ranks_have_read_it(
     begin(rank, names="megatron", staging="direct")
     told(rank, "load", round="k", handles=[{}])
     assert events == ["all ranks"]
+    assert not shared, "let go one by one"
 
     async def do(what: str, **fields: Any) -> Any:
         answer = asyncio.ensure_future(rank.do(what, fields))
