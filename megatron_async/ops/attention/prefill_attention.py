@@ -232,6 +232,50 @@ def _descriptors(
 
 
 @triton.jit
+def _scores(
+    q: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, key_descriptor: tl.tensor,
+    value_descriptor: tl.tensor, table: tl.tensor, position: tl.tensor, first: tl.tensor,
+    length: tl.tensor, kv_head: tl.tensor, masked: tl.constexpr, block_size: tl.constexpr,
+    kv_heads: tl.constexpr, dim: tl.constexpr, dim_tile: tl.constexpr, key_tile: tl.constexpr,
+    first_key: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Scores of the tile of keys from `first` on, and its values."""
+    column = tl.arange(0, dim_tile)
+    inside = column < dim
+    key_position = first + tl.arange(0, key_tile)
+    # What a row's last block holds beyond its length may be anything, so masked tiles are
+    # loaded by pointers, which can leave cells out.
+    if key_descriptor is not None and not masked:
+        first_cell = tl.load(table + first // block_size) * block_size + first % block_size
+        k = key_descriptor.load([first_cell, kv_head * dim])
+        v = value_descriptor.load([first_cell, kv_head * dim])
+    else:
+        if block_size % key_tile == 0:
+            # The tile lies in one block.
+            block = tl.load(table + first // block_size).to(tl.int64)
+            cell = block * block_size + first % block_size + tl.arange(0, key_tile)
+        else:
+            exists = key_position < length
+            block = tl.load(table + key_position // block_size, mask=exists, other=0)
+            cell = block.to(tl.int64) * block_size + key_position % block_size
+        place = (cell * kv_heads + kv_head) * dim
+        if masked or dim != dim_tile:
+            loaded = (key_position < length)[:, None] & inside[None, :]
+            k = tl.load(key_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
+            v = tl.load(value_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
+        else:
+            k = tl.load(key_cache + place[:, None] + column[None, :])
+            v = tl.load(value_cache + place[:, None] + column[None, :])
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if masked:
+        sees = position[:, None] >= key_position[None, :]
+        if first_key > 0:
+            sees = sees & (key_position[None, :] >= tl.minimum(position, first_key)[:, None])
+        score = tl.where(sees, score, -float("inf"))
+    return score, v
+
+
+@triton.jit
 def _attend_tiles(
     q: tl.tensor,
     key_cache: tl.tensor,
@@ -257,39 +301,11 @@ def _attend_tiles(
     first_key: tl.constexpr,
     in_parts: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    column = tl.arange(0, dim_tile)
-    inside = column < dim
     for first in tl.range(begin, end, key_tile):
-        key_position = first + tl.arange(0, key_tile)
-        # What a row's last block holds beyond its length may be anything, so masked tiles are
-        # loaded by pointers, which can leave cells out.
-        if key_descriptor is not None and not masked:
-            first_cell = tl.load(table + first // block_size) * block_size + first % block_size
-            k = key_descriptor.load([first_cell, kv_head * dim])
-            v = value_descriptor.load([first_cell, kv_head * dim])
-        else:
-            if block_size % key_tile == 0:
-                # The tile lies in one block.
-                block = tl.load(table + first // block_size).to(tl.int64)
-                cell = block * block_size + first % block_size + tl.arange(0, key_tile)
-            else:
-                exists = key_position < length
-                block = tl.load(table + key_position // block_size, mask=exists, other=0)
-                cell = block.to(tl.int64) * block_size + key_position % block_size
-            place = (cell * kv_heads + kv_head) * dim
-            if masked or dim != dim_tile:
-                loaded = (key_position < length)[:, None] & inside[None, :]
-                k = tl.load(key_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
-                v = tl.load(value_cache + place[:, None] + column[None, :], mask=loaded, other=0.0)
-            else:
-                k = tl.load(key_cache + place[:, None] + column[None, :])
-                v = tl.load(value_cache + place[:, None] + column[None, :])
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if masked:
-            sees = position[:, None] >= key_position[None, :]
-            if first_key > 0:
-                sees = sees & (key_position[None, :] >= tl.minimum(position, first_key)[:, None])
-            score = tl.where(sees, score, -float("inf"))
+        score, v = _scores(
+            q, key_cache, value_cache, key_descriptor, value_descriptor, table, position, first,
+            length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile, first_key,
+        )  # fmt: skip
         if in_parts:
             maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
         else:
@@ -302,6 +318,34 @@ def _attend_tiles(
             gathered = tl.dot(weight.to(v.dtype), v, gathered, input_precision="ieee")
             maximum = new_maximum
     return gathered, maximum, total
+
+
+@triton.jit
+def _attend_parts(
+    q: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, key_descriptor: tl.tensor,
+    value_descriptor: tl.tensor, table: tl.tensor, position: tl.tensor, gathered: tl.tensor,
+    maximum: tl.tensor, total: tl.tensor, joined: tl.tensor, joined_maximum: tl.tensor,
+    joined_total: tl.tensor, begin: tl.tensor, end: tl.tensor, length: tl.tensor,
+    kv_head: tl.tensor, scale: tl.tensor, masked: tl.constexpr, block_size: tl.constexpr,
+    kv_heads: tl.constexpr, dim: tl.constexpr, dim_tile: tl.constexpr, key_tile: tl.constexpr,
+    part: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The tiles of all parts, whose copies go on over a part's border. A part is joined where the
+    next one begins: at its own end Triton 3.6 would not wait in the branch for its last product."""
+    for first in tl.range(begin, end, key_tile):
+        score, v = _scores(
+            q, key_cache, value_cache, key_descriptor, value_descriptor, table, position, first,
+            length, kv_head, masked, block_size, kv_heads, dim, dim_tile, key_tile, 0,
+        )  # fmt: skip
+        if first % part == 0:
+            joined_maximum, joined_total, joined = join_one(
+                joined_maximum, joined_total, joined, maximum, total, gathered, scale
+            )
+            # What was gathered is multiplied by 0 with this maximum.
+            maximum = tl.full(maximum.shape, -float("inf"), tl.float32)
+            total = tl.zeros(total.shape, tl.float32)
+        maximum, total, gathered = add_tile(score, v, maximum, total, gathered, scale)
+    return gathered, maximum, total, joined, joined_maximum, joined_total
 
 
 @triton.jit
@@ -392,30 +436,30 @@ def _prefill_kernel(
             masked = seen
         if part > 0:
             joined_maximum = tl.full((query_tile,), -float("inf"), tl.float32)
-            joined_total, joined, first_part = total, gathered, 0
+            joined_total, joined = total, gathered
+            maximum = joined_maximum
             if divides:
-                first_part = begin
                 units_of_tile, first_slot = tl.load(unit + 8), tl.load(unit + 9)
                 first_slot += kv_head * slots
                 query_in_tile = tl.arange(0, query_tile)
                 place_in_slot = query_in_tile[:, None] * dim + column[None, :]
-            for first in range(first_part, end, part):
-                part_end = tl.minimum(first + part, end)
-                masked = tl.minimum(tl.maximum(seen, first), part_end)
-                maximum = tl.full((query_tile,), -float("inf"), tl.float32)
-                total = tl.zeros((query_tile,), tl.float32)
-                gathered = tl.zeros((query_tile, dim_tile), tl.float32)
-                gathered, maximum, total = _attend_tiles(
-                    q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-                    gathered, maximum, total, first, masked, length, kv_head, scale, False,
-                    block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
-                )  # fmt: skip
-                gathered, maximum, total = _attend_tiles(
-                    q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
-                    gathered, maximum, total, masked, part_end, length, kv_head, scale, True,
-                    block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
-                )  # fmt: skip
-                if divides:
+                for first in range(begin, end, part):
+                    part_end = tl.minimum(first + part, end)
+                    masked = tl.minimum(tl.maximum(seen, first), part_end)
+                    maximum = tl.full((query_tile,), -float("inf"), tl.float32)
+                    total = tl.zeros((query_tile,), tl.float32)
+                    gathered = tl.zeros((query_tile, dim_tile), tl.float32)
+                    gathered, maximum, total = _attend_tiles(
+                        q, key_cache, value_cache, key_descriptor, value_descriptor, table,
+                        position, gathered, maximum, total, first, masked, length, kv_head,
+                        scale, False, block_size, kv_heads, dim, dim_tile, key_tile, first_key,
+                        True,
+                    )  # fmt: skip
+                    gathered, maximum, total = _attend_tiles(
+                        q, key_cache, value_cache, key_descriptor, value_descriptor, table,
+                        position, gathered, maximum, total, masked, part_end, length, kv_head,
+                        scale, True, block_size, kv_heads, dim, dim_tile, key_tile, first_key, True,
+                    )  # fmt: skip
                     # Joined from memory, one after another, by the tile's last program.
                     is_stored = units_of_tile > 1
                     at = (first_slot + first // part).to(tl.int64) * query_tile
@@ -423,6 +467,22 @@ def _prefill_kernel(
                     tl.store(part_total + at + query_in_tile, total, mask=is_stored)
                     in_slot = part_output + at * dim + place_in_slot
                     tl.store(in_slot, gathered, mask=inside & is_stored)
+                    joined_maximum, joined_total, joined = join_one(
+                        joined_maximum, joined_total, joined, maximum, total, gathered, scale
+                    )
+            else:
+                gathered, maximum, total, joined, joined_maximum, joined_total = _attend_parts(
+                    q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                    gathered, maximum, total, joined, joined_maximum, joined_total,
+                    0, seen, length, kv_head, scale, False,
+                    block_size, kv_heads, dim, dim_tile, key_tile, part,
+                )  # fmt: skip
+                gathered, maximum, total, joined, joined_maximum, joined_total = _attend_parts(
+                    q, key_cache, value_cache, key_descriptor, value_descriptor, table, position,
+                    gathered, maximum, total, joined, joined_maximum, joined_total,
+                    seen, end, length, kv_head, scale, True,
+                    block_size, kv_heads, dim, dim_tile, key_tile, part,
+                )  # fmt: skip
                 joined_maximum, joined_total, joined = join_one(
                     joined_maximum, joined_total, joined, maximum, total, gathered, scale
                 )
