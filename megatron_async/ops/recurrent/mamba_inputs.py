@@ -15,12 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.ops.dependent_launch import (
-    launch_options,
-    let_next_start,
-    prefetch_rows,
-    wait_for_previous,
-)
+from megatron_async.ops.dependent_launch import launch_options, let_next_start, wait_for_previous
 from megatron_async.ops.recurrent.kernel_parts import decays_of, held, history, silu, softplus, taps
 from megatron_async.ops.recurrent.mamba_pools import MambaParams, MambaShape
 from megatron_async.ops.recurrent.mamba_tile import scores_of, weights_of
@@ -34,8 +29,6 @@ from megatron_async.ops.recurrent.recurrent_pools import (
 
 CHANNELS = 256
 """Channels of x that a program takes."""
-REPLAYED_CHANNELS = 1024
-"""With a rule that replays: programs of groups leave room for few others."""
 HEADS = 8
 """Heads of a group that a program takes: each makes B and C again, the first one keeps them."""
 MANY_ROWS = 32
@@ -43,10 +36,6 @@ MANY_ROWS = 32
 many then, and each takes as many instructions (Granite-4.0-H-350M's step at 64 rows 1.211 -> 1.204
 ms). Rows of four tokens are slower so: 76.8 instead of 73.4 us for 64 rows of Nemotron-3-Nano's
 layer (an H200, 2026-11-26)."""
-
-AHEAD = 16
-"""Rows whose states are brought to the L2 cache here, with a rule that replays: the memory has
-little else to do meanwhile."""
 
 
 class DecodeInputs(NamedTuple):
@@ -95,8 +84,7 @@ def take_inputs(
     inputs = DecodeInputs(c, weights, decays, gates)
     heads_tile = min(triton.next_power_of_2(shape.group_heads), HEADS)
     parts = shape.groups * triton.cdiv(shape.group_heads, heads_tile)
-    channels = REPLAYED_CHANNELS if replays else CHANNELS
-    _inputs_kernel[(parts + triton.cdiv(shape.d_inner, channels), rows)](
+    _inputs_kernel[(parts + triton.cdiv(shape.d_inner, CHANNELS), rows)](
         zxbcdt,
         zxbcdt.stride(0),
         params,
@@ -110,10 +98,9 @@ def take_inputs(
         ring=pools.ring_xb.size(1),
         conv_ring=pools.conv.size(1),
         window=window,
-        tile=channels,
+        tile=CHANNELS,
         is_gated=is_gated,
         replays=replays,
-        ahead=AHEAD if replays else 0,
         num_warps=2 if not replays and rows >= MANY_ROWS and width == 1 else 4,
         **launch_options(zxbcdt),
     )
@@ -297,10 +284,9 @@ def _convolve_into_ring(
     ring: tl.constexpr,
     conv_ring: tl.constexpr,
     tile: tl.constexpr,
-    ahead: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
-    """Channels of x: convolution and ring; their states are asked for in the first rows."""
+    """Channels of x: convolution and ring."""
     d_inner: tl.constexpr = shape.d_inner
     conv_dim: tl.constexpr = shape.conv_dim
     channel = part * tile + tl.arange(0, tile)
@@ -309,11 +295,6 @@ def _convolve_into_ring(
     bias = tl.load(parameters.conv_bias + channel, mask=inside, other=0.0).to(tl.float32)
     pool_row = tl.load(row_index + row).to(tl.int64)
     first = tl.load(positions + row * width).to(tl.int32)
-    if ahead:
-        # A thread asks for eight lanes, float32.
-        asked = tl.where(row < ahead, tl.minimum(d_inner - part * tile, tile) // 8, 0)
-        state = pools.state + pool_row * strides.state + part * (tile * shape.d_state)
-        prefetch_rows(state, asked, 32 * shape.d_state, 32 * shape.d_state, overlap)
     kept = pools.conv + pool_row * strides.conv + channel
     xb_row = pools.ring_xb + pool_row * strides.ring_xb
     input_0, input_1, input_2 = history(kept, first, inside, conv_dim, conv_ring)
@@ -362,7 +343,6 @@ def _inputs_kernel(
     tile: tl.constexpr,
     is_gated: tl.constexpr,
     replays: tl.constexpr,
-    ahead: tl.constexpr,
     overlap: tl.constexpr,
 ) -> None:
     """The parts of groups, then those of x's channels. `outputs`: `DecodeInputs`."""
@@ -392,7 +372,7 @@ def _inputs_kernel(
         )
     else:
         own = part - group_parts
-        _convolve_into_ring(own, row, *layer, shape, width, ring, conv_ring, tile, ahead, overlap)
+        _convolve_into_ring(own, row, *layer, shape, width, ring, conv_ring, tile, overlap)
         if is_gated:
             channel = own * tile + tl.arange(0, tile)
             inside = channel < d_inner
