@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -123,8 +124,10 @@ class OneArithmetic(Trainer):
             attention_dropout=0.0, use_cpu_initialization=True, bf16=True,
             params_dtype=torch.bfloat16, persist_layer_norm=False,
             gradient_accumulation_fusion=False, bias_dropout_fusion=False,
+            masked_softmax_fusion=False, attention_softmax_in_fp32=True,
         )  # fmt: skip
         torch.manual_seed(0)
+        model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
         self.model = GPTModel(
             config, get_gpt_layer_local_spec(normalization="RMSNorm"), VOCABULARY, 128,
             pg_collection=ensure_process_groups(), position_embedding_type="rope",

@@ -1,7 +1,7 @@
 """How far the log probs of training are from those of generation: same weights, same tokens.
 
 Megatron-Core's own `GPTModel` of some layers of a shape, with random weights, trains; the engine
-serves the same parameters. The engine generates --tokens tokens, greedy and then sampled, behind
+serves the same parameters. The engine generates --tokens tokens, greedy and as many sampled, behind
 prompts of different lengths, all at once; the model's training forward gives log probs of the same
 tokens. All log probs are by one log softmax. Each line has the mean and the largest difference, K3
 (the mean of exp(d) - d - 1, where d is training less generation), how many are equal to the bit,
@@ -13,7 +13,7 @@ token is --entropy nats. Engines: "fast", and "stable" (`batch_invariant_mode`, 
 Training:
   local        layers of the local spec as they are; attention rounds its scores (on a GPU)
   flash        the same, but for PyTorch's flash attention, as TransformerEngine would run one
-  ordered      "flash" with Megatron's batch-invariant products and deterministic sums of experts
+  deterministic   the same, and PyTorch adds outputs of experts in one order (--deterministic-mode)
   transformer_engine   its spec, where it is installed
   engine       `use_engine_forward`; the differences are 0 beside a stable engine
 "against itself" compares training with training: batches of one row, and of four.
@@ -59,12 +59,14 @@ from megatron_async.compat.models.training import token_log_probs, use_engine_fo
 from megatron_async.devices import make_device
 from megatron_async.lab.benchmark_record import write_record
 from megatron_async.lab.divergence import LogProbDistance
+from megatron_async.llm import compile_ahead
 from megatron_async.models.architecture import ATTENTION, EXPERTS, MLP
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.model_config import transformer_config
 from megatron_async.models.parallel_state import ensure_process_groups
+from megatron_async.ops.compile_kernels import KernelStart, describe_gpu
 
-STOCK = ("local", "flash", "ordered", "transformer_engine")
+STOCK = ("local", "flash", "deterministic", "transformer_engine")
 LINE = (
     "{engine:15} {training:19} {sampling:8} {tokens:6} tokens: mean {mean:.2e}, largest "
     "{largest:.2e}, K3 {k3:.2e}; same bits {same_bits:.4f}, likeliest {likeliest:.4f}"
@@ -73,7 +75,7 @@ LAYER = "layer {layer} of {training}: {differing:.4f} of elements differ, distan
 ADDED = ("linear_proj.weight", "linear_fc2.weight")
 """Ends of names of weights whose products are added to the residual stream."""
 SHORTEST = 16
-"""Tokens of the first prompt; each further one is 25 longer."""
+"""Tokens of the first prompt."""
 
 
 @dataclass
@@ -107,14 +109,12 @@ def training_as(model: Any, name: str) -> Iterator[None]:
     """Inside, the model's forward is the one of this name."""
     attentions = [layer.self_attention for layer in model.decoder.layers]
     cores = [attention.core_attention for attention in attentions]
-    is_ordered = name == "ordered"
-    if name in ("flash", "ordered"):
+    if name in ("flash", "deterministic"):
         for attention in attentions:
             attention.core_attention = FlashAttention(attention.core_attention.softmax_scale)
-    torch.use_deterministic_algorithms(is_ordered, warn_only=True)
+    torch.use_deterministic_algorithms(name == "deterministic", warn_only=True)
     try:
-        with batch_invariant_products() if is_ordered else nullcontext():
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
         for attention, core in zip(attentions, cores, strict=True):
@@ -132,13 +132,6 @@ def megatron_on_a_cpu() -> Iterator[None]:
         torch.compiler.set_stance("force_eager"),
     ):
         yield
-
-
-def batch_invariant_products() -> Any:
-    """Megatron's own kernels of one order, in the place of torch's products."""
-    from megatron.core.transformer.custom_layers import batch_invariant_kernels
-
-    return batch_invariant_kernels.set_batch_invariant_mode(True)
 
 
 def training_model(args: argparse.Namespace, shape_name: str) -> Any:
@@ -208,34 +201,59 @@ def set_entropy(model: Any, ids: Tensor, wanted: float) -> tuple[float, float]:
     return float(norm[0]), entropy(float(norm[0]))
 
 
+def prompt_lengths(args: argparse.Namespace) -> list[int]:
+    """From 16 tokens to --longest-prompt."""
+    step = (args.longest_prompt - SHORTEST) // max(1, args.rows - 1)
+    return [SHORTEST + step * number for number in range(args.rows)]
+
+
+def settings(args: argparse.Namespace, stable: bool) -> dict[str, Any]:
+    """Of an engine with room for all rollouts."""
+    return {
+        "lookahead": 1,
+        "block_size_tokens": 64,
+        "num_kv_blocks": 2 * args.rows * -(-args.length // 64) + 1,
+        "max_sequence_length": args.length,
+        "max_requests": 2 * args.rows,
+        "max_tokens": 512,
+        "choices": "shipped",
+        "batch_invariant_mode": stable,
+    }
+
+
+def compile_kernels(args: argparse.Namespace, shape: str) -> list[KernelStart]:
+    """Begin to compile the kernels of both engines, on all cores."""
+    gpu = describe_gpu(torch.device(args.device))
+    graphs = {"num_cuda_graphs": 1}  # whose sizes are compiled for
+    return [
+        compile_ahead(f"dummy:{shape}", gpu, args.dtype, **settings(args, stable) | graphs)
+        for stable in (False, True)
+    ]
+
+
 def generate(model: Any, args: argparse.Namespace, stable: bool) -> dict[str, Rollouts]:
     """Rollouts of a new engine on the model's parameters, greedy and sampled."""
-    config = InferenceConfig(
-        device=args.device, lookahead=1, max_sequence_length=args.length, max_requests=args.rows,
-        max_tokens=512, num_kv_blocks=args.rows * -(-args.length // 64) + 1, block_size_tokens=64,
-        choices="shipped", num_cuda_graphs=0, batch_invariant_mode=stable,
-    )  # fmt: skip
+    config = InferenceConfig(device=args.device, num_cuda_graphs=0, **settings(args, stable))
     context = DynamicInferenceContext(model.config, config, make_device(args.device))
     controller = TextGenerationController(GPTInferenceWrapper(model, context))
     engine = DynamicInferenceEngine(controller, context)
     choose = torch.Generator().manual_seed(1)
-    lengths = [SHORTEST + 25 * number for number in range(args.rows)]
+    lengths = prompt_lengths(args)
     vocabulary = model.vocab_size
     prompts = [torch.randint(vocabulary, (n,), generator=choose).tolist() for n in lengths]
-    found = {}
-    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-        params = [
-            SamplingParams(
-                num_tokens_to_generate=args.answer, termination_id=-1, temperature=temperature,
-                seed=number, return_log_probs=True, skip_prompt_log_probs=True,
-            )
-            for number in range(args.rows)
-        ]  # fmt: skip
-        made = engine.generate(prompts, params)
-        sequences = [
-            [*one, *each.generated_tokens] for one, each in zip(prompts, made, strict=True)
-        ]
-        log_probs = [value for each in made for value in each.generated_log_probs or ()]
+    params = [
+        SamplingParams(
+            num_tokens_to_generate=args.answer, termination_id=-1, temperature=temperature,
+            seed=number, return_log_probs=True, skip_prompt_log_probs=True,
+        )
+        for temperature in (0.0, 1.0)
+        for number in range(args.rows)
+    ]  # fmt: skip
+    made, found = engine.generate(prompts * 2, params), {}
+    for name, some in (("greedy", made[: args.rows]), ("sampled", made[args.rows :])):
+        pairs = zip(prompts, some, strict=True)
+        sequences = [[*prompt, *each.generated_tokens] for prompt, each in pairs]
+        log_probs = [value for each in some for value in each.generated_log_probs or ()]
         found[name] = Rollouts(sequences, lengths, log_probs)
     engine.close()
     return found
@@ -301,6 +319,7 @@ def compare_layers(
 @torch.no_grad()
 def measure(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     """All lines of a shape."""
+    kernels = compile_kernels(args, shape) if args.device != "cpu" else []
     model = training_model(args, shape)
     ids = torch.randint(model.vocab_size, (1, min(256, args.length)), device=args.device)
     with training_as(model, args.training[0]):
@@ -309,6 +328,8 @@ def measure(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     line: Any = partial(dict, shape=shape, entropy=entropy)
     noted: dict[str, list[tuple[Tensor, Tensor]]] = {}
     engines = ["fast"] + ["stable"] * (args.device != "cpu")
+    for start in kernels:
+        start.join()
     for engine in engines:
         made = generate(model, args, engine == "stable")
         for training in args.training:
@@ -349,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=4, help="of each shape (default 4)")
     parser.add_argument("--tokens", type=int, default=10_000, help="to be generated, twice")
     parser.add_argument("--answer", type=int, default=250, help="tokens of a rollout")
+    parser.add_argument("--longest-prompt", type=int, default=1000, help="tokens (default 1000)")
     parser.add_argument("--entropy", type=float, default=2.0, help="nats a token (default 2)")
     parser.add_argument("--training", nargs="+", choices=STOCK, default=["local", "flash"])
     parser.add_argument("--by-layer", action="store_true")
@@ -360,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if is_te and (len(args.training) > 1 or find_spec("transformer_engine") is None):
         parser.error("transformer_engine must be installed, and the only --training")
     args.rows = max(1, args.tokens // args.answer)
-    args.length = SHORTEST + 25 * (args.rows - 1) + args.answer
+    args.length = prompt_lengths(args)[-1] + args.answer
     figures = []
     with megatron_on_a_cpu() if args.device == "cpu" else nullcontext():
         for shape in args.shapes:

@@ -80,7 +80,7 @@ def test_the_gap_to_training(tmp_path):
     order."""
     record = run_script(
         "benchmark_training_gap", tmp_path, "--shapes", "tiny-moe", "--layers", 1, "--tokens", 32,
-        "--answer", 16, "--dtype", "float32", "--by-layer",
+        "--answer", 16, "--longest-prompt", 41, "--dtype", "float32", "--by-layer",
     )  # fmt: skip
     of_layers = [row for row in record["figures"] if "layer" in row]
     rows = [row for row in record["figures"] if "layer" not in row]
