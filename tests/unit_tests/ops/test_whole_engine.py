@@ -52,13 +52,14 @@ def company(kind: str) -> Company:
 def test_a_request_has_its_bits_in_any_company(device: str, kind: str) -> None:
     """In batches, by chunks, behind a prefix that is found, with drafts, padded, evicted."""
     some, seeds = company(kind), SEEDS[kind]
-    if not INTERPRETED or "MEGATRON_ASYNC_FUZZ_SCHEDULES" in os.environ:
+    is_asked = "MEGATRON_ASYNC_FUZZ_SCHEDULES" in os.environ
+    if is_asked or not INTERPRETED:
         seeds = [*range(FIRST_SEED, FIRST_SEED + SCHEDULES)]
     found = [line for seed in seeds for line in some.differences(seed, JOBS)]
     assert not found
     # The schedules are worth their name.
     wanted = [*EVENTS, *(f"drafts: {kind}" for kind in some.drafts if kind)]
-    assert not [event for event in wanted if not some.counts[event]], some.counts
+    assert is_asked or not [event for event in wanted if not some.counts[event]], some.counts
 
 
 def test_new_weights_and_a_score(device: str) -> None:
