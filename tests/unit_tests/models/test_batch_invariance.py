@@ -159,6 +159,7 @@ ADD_UP = {
     "_parts_kernel", "_prefill_kernel", "_conv_kernel", "_inputs_kernel", "_scan_kernel",
     "_replay_kernel", "_flush_kernel", "_process", "_bounds", "_choose", "_factors_kernel",
     "_gated_head_norm_kernel", "_add_shared_expert_kernel", "_output_gate_kernel",
+    "chain_logits_kernel", "chain_up_kernel", "chain_down_kernel",
 }  # fmt: skip
 """Kernels that add or round numbers, each of which keeps the promise."""
 PLACE = {
