@@ -221,14 +221,13 @@ def settings(args: argparse.Namespace, stable: bool) -> dict[str, Any]:
     }
 
 
-def compile_kernels(args: argparse.Namespace, shape: str) -> list[KernelStart]:
-    """Begin to compile the kernels of both engines, on all cores."""
+def compile_kernels(args: argparse.Namespace, shape: str, stable: bool) -> KernelStart | None:
+    """Begin to compile an engine's kernels, on all cores."""
+    if args.device == "cpu":
+        return None
     gpu = describe_gpu(torch.device(args.device))
     graphs = {"num_cuda_graphs": 1}  # whose sizes are compiled for
-    return [
-        compile_ahead(f"dummy:{shape}", gpu, args.dtype, **settings(args, stable) | graphs)
-        for stable in (False, True)
-    ]
+    return compile_ahead(f"dummy:{shape}", gpu, args.dtype, **settings(args, stable) | graphs)
 
 
 def generate(model: Any, args: argparse.Namespace, stable: bool) -> dict[str, Rollouts]:
@@ -319,7 +318,7 @@ def compare_layers(
 @torch.no_grad()
 def measure(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     """All lines of a shape."""
-    kernels = compile_kernels(args, shape) if args.device != "cpu" else []
+    kernels = compile_kernels(args, shape, stable=False)
     model = training_model(args, shape)
     ids = torch.randint(model.vocab_size, (1, min(256, args.length)), device=args.device)
     with training_as(model, args.training[0]):
@@ -328,9 +327,11 @@ def measure(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
     line: Any = partial(dict, shape=shape, entropy=entropy)
     noted: dict[str, list[tuple[Tensor, Tensor]]] = {}
     engines = ["fast"] + ["stable"] * (args.device != "cpu")
-    for start in kernels:
-        start.join()
     for engine in engines:
+        if kernels is not None:
+            kernels.join()
+        if engine == "fast":
+            kernels = compile_kernels(args, shape, stable=True)  # while the fast engine runs
         made = generate(model, args, engine == "stable")
         for training in args.training:
             with training_as(model, training):
