@@ -111,6 +111,9 @@ def test_a_token_has_its_bits_however_it_comes(whole):
     start = max(tokens - 10, 1) if INTERPRETED else 1
     walk = Walk(layer, sequence).prefill(start, is_last=True, in_company=True)
     walk.decode(tokens, in_company=True).check(*expected)
+    # A step of one row has kernels of its own.
+    walk = Walk(layer, sequence).prefill(tokens - 10, is_last=True)
+    walk.decode(tokens).check(*expected)
     # Four query tokens, of which three are kept; the state two borders behind where it stands.
     walk = Walk(layer, sequence, lag=tile + 1).prefill(tile - 6).prefill(tile - 4, is_last=True)
     walk.decode(tokens, width=4, right=3).check(*expected)
