@@ -20,7 +20,12 @@ from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.mlp import SharedExpertMLP
 from megatron_async.models.moe_experts import Experts, TokenDispatcher
 from megatron_async.models.norm import normalise
-from megatron_async.ops.experts.expert_plan import FEW_TOKENS, ChainPlan, FewTokenPlan
+from megatron_async.ops.experts.expert_plan import (
+    FEW_CHAINS,
+    FEW_TOKENS,
+    ChainPlan,
+    FewTokenPlan,
+)
 from megatron_async.ops.experts.expert_routing import Routing, force_routing
 from megatron_async.ops.experts.few_tokens import ExpertLayer, find_plan
 from megatron_async.ops.linear.product_kernel import NORM_WIDTH
@@ -170,7 +175,8 @@ class MoELayer(MegatronModule):
     def _planned(self, rows: Tensor) -> tuple[ExpertLayer, FewTokenPlan | ChainPlan] | None:
         """Weights and plan for the op of a few tokens, of `[..., tokens, hidden]`; None: it is not
         for these, or experts are elsewhere, or have biases."""
-        if rows.size(-2) > FEW_TOKENS or not self.dispatcher.is_alone:
+        most = FEW_CHAINS if self.ops.is_invariant else FEW_TOKENS
+        if rows.size(-2) > most or not self.dispatcher.is_alone:
             return None
         router, shared = self.router, self.shared_experts
         fc1 = fc2 = gate = None

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.device_state import recurrent_state
+from megatron_async.models import moe
 from megatron_async.ops.attention import decode_attention, prefill_attention
 from megatron_async.ops.attention.decode_schedule import DecodeSchedule
 from megatron_async.ops.attention.join_parts import join_one
@@ -134,6 +135,7 @@ def _not_rounded(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def one_token_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a lone token's experts are rounded behind what follows them."""
     monkeypatch.setattr(few_token_chains, "round_to", _not_rounded)
+    monkeypatch.setattr(moe, "FEW_CHAINS", 1)
 
 
 ORDER_BUGS: dict[Plant, tuple[str, int]] = {

@@ -207,6 +207,9 @@ class ChainPlan:
     down: ChainTiles
 
 
+FEW_CHAINS = 4
+"""Most tokens of a step whose experts have these kernels: at 2 and 4 they took 0.67 to 0.99 of the
+time of those for many (docs/records/one_order.md)."""
 MOST_SLOTS = 16
 """Most experts of a token: a tile of the second product has them all."""
 MOST_LONGER = 4
@@ -219,7 +222,7 @@ round; else there are twice as many, each half as wide."""
 
 
 @lru_cache(maxsize=4096)
-def plan_few_chains(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> ChainPlan | None:
+def plan_few_chains(tokens: int, shape: LayerShape, most: int = FEW_CHAINS) -> ChainPlan | None:
     """The layout of the kernels that keep the promise "invariant", as `plan_few_tokens` finds the
     layout of the others; any gives the same bits."""
     inner = shape.hidden, shape.ffn, shape.shared_ffn

@@ -335,25 +335,6 @@ def _logits_kernel(
 
 
 @triton.jit
-def sum_of_parts(
-    logits: tl.tensor,
-    token: tl.tensor,
-    tokens: tl.tensor,
-    expert: tl.tensor,
-    splits: tl.constexpr,
-    experts: tl.constexpr,
-    block: tl.constexpr,
-) -> tl.tensor:
-    """One token's logits `[block]`, minus infinity of experts that are not there."""
-    inside = expert < experts
-    scores = tl.zeros((block,), tl.float32)
-    for part in range(splits):
-        start = logits + (part * tokens + token).to(tl.int64) * experts
-        scores += tl.load(start + expert, mask=inside, other=0.0)
-    return tl.where(inside, scores, float("-inf"))
-
-
-@triton.jit
 def powers_and_scores(
     raw: tl.tensor,
     favour: tl.tensor,
@@ -422,7 +403,11 @@ def _choose_kernel(
         favour = tl.load(bias + expert, mask=inside, other=0.0)
     wait_for_previous(overlap)
     favour = favour if has_bias else 0.0
-    raw = sum_of_parts(logits, token, tokens, expert, splits, experts, block)
+    raw = tl.zeros((block,), tl.float32)
+    for part in range(splits):
+        start = logits + (part * tokens + token).to(tl.int64) * experts
+        raw += tl.load(start + expert, mask=inside, other=0.0)
+    raw = tl.where(inside, raw, float("-inf"))
     powers_of, scores = powers_and_scores(raw, favour, inside, sigmoid, has_bias)
     every = 1.0 if sigmoid else tl.sum(powers_of, 0)
     rank = tl.arange(0, block_topk)

@@ -24,7 +24,6 @@ from megatron_async.ops.experts.expert_routing import (
     Routing,
     powers_and_scores,
     share_of_inputs,
-    sum_of_parts,
     total_of,
 )
 from megatron_async.ops.experts.few_tokens import ExpertLayer, check_few_tokens, few_token_experts
@@ -61,7 +60,7 @@ def few_token_chains(
     tokens, hidden = rows.shape
     dtype, device = layer.fc1.dtype, rows.device
     splits = triton.cdiv(hidden, share_of_inputs(hidden))
-    logits = torch.empty((splits, tokens, shape.experts), dtype=torch.float32, device=device)
+    logits = torch.empty((tokens, splits, shape.experts), dtype=torch.float32, device=device)
     gates = torch.empty(tokens, dtype=torch.float32, device=device)
     normed = _norm_and_logits(x, layer, logits, gates)
     routing = Routing(
@@ -72,8 +71,9 @@ def few_token_chains(
     activated = torch.empty((pairs, shape.ffn), dtype=dtype, device=device)
     shared = torch.empty((tokens, max(shape.shared_ffn, 1)), dtype=dtype, device=device)
     up, down = plan.up, plan.down
-    shared_programs = triton.cdiv(shape.shared_ffn, up.outputs) * tokens
-    chain_up_kernel[(shared_programs + triton.cdiv(shape.ffn, up.outputs) * pairs,)](
+    programs = triton.cdiv(shape.ffn, up.outputs) * shape.topk
+    programs += triton.cdiv(shape.shared_ffn, up.outputs)
+    chain_up_kernel[(tokens, programs)](
         normed,
         logits,
         routing.experts if places is None else places,
@@ -88,7 +88,6 @@ def few_token_chains(
         0 if places is None else len(places),
         dummy_place,
         float(layer.scale),
-        tokens=tokens,
         splits=splits,
         experts=shape.experts,
         topk=shape.topk,
@@ -109,7 +108,7 @@ def few_token_chains(
     )
     out = torch.empty((tokens, hidden), dtype=dtype, device=device)
     slots = triton.next_power_of_2(shape.topk)
-    chain_down_kernel[(triton.cdiv(hidden, down.outputs) * tokens,)](
+    chain_down_kernel[(tokens, triton.cdiv(hidden, down.outputs))](
         activated,
         shared,
         layer.fc2,
@@ -119,7 +118,6 @@ def few_token_chains(
         out if added is None else added,
         out,
         0 if added is None else added.stride(0),
-        tokens=tokens,
         topk=shape.topk,
         hidden=hidden,
         ffn=shape.ffn,
@@ -145,7 +143,7 @@ def _norm_and_logits(
     norm = x if isinstance(x, Stream) else None
     rows = x.value if isinstance(x, Stream) else x
     residual = None if norm is None else norm.residual
-    splits, tokens, experts = logits.shape
+    tokens, splits, experts = logits.shape
     hidden = rows.size(1)
     normed = total = rows
     if norm is not None:
@@ -154,7 +152,7 @@ def _norm_and_logits(
     gate, block = layer.shared_gate, triton.next_power_of_2(hidden)
     block_experts = max(16, triton.next_power_of_2(triton.cdiv(experts * splits, LOGIT_PROGRAMS)))
     tiles = triton.cdiv(experts, block_experts)
-    chain_logits_kernel[(splits * tiles + (gate is not None), tokens)](
+    chain_logits_kernel[(tokens, splits * tiles + (gate is not None))](
         rows,
         rows if residual is None else residual,
         layer.router if norm is None else norm.weight,
@@ -167,7 +165,6 @@ def _norm_and_logits(
         rows.stride(0),
         0 if residual is None else residual.stride(0),
         0.0 if norm is None else norm.eps,
-        tokens=tokens,
         hidden=hidden,
         experts=experts,
         tiles=tiles,
@@ -216,7 +213,6 @@ def chain_logits_kernel(
     x_stride: tl.tensor,
     residual_stride: tl.tensor,
     eps: tl.tensor,
-    tokens: tl.constexpr,
     hidden: tl.constexpr,
     experts: tl.constexpr,
     tiles: tl.constexpr,
@@ -236,7 +232,7 @@ def chain_logits_kernel(
     The layout of the whole row is `_add_rms_norm_kernel`'s, of whose sum the bits are.
     """
     let_next_start(overlap)
-    program, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, tile = program % splits, program // splits
     column = tl.arange(0, block)
     inside = column < hidden
@@ -285,7 +281,7 @@ def chain_logits_kernel(
             v = tl.where(first[:, None], piece[None, :], 0.0).to(dtype)
             sums = tl.dot(weights[step], tl.trans(v), sums, input_precision="ieee")
         found = tl.sum(tl.where(first[None, :], sums, 0.0), 1)
-        target = logits + (part * tokens + token) * experts + expert
+        target = logits + (token * splits + part) * experts + expert
         tl.store(target, found, mask=expert < experts)
     elif has_gate:
         tl.store(gates + token, gate_logit(row, gate_scale.to(tl.float32)))
@@ -307,13 +303,12 @@ def _choose(
     Scores are compared as whole numbers, of which a warp finds the largest in one instruction.
     """
     logits, bias, places, out_experts, out_weights, num_places, dummy_place, scale = tensors
-    tokens: tl.constexpr = rule[0]
-    splits: tl.constexpr = rule[1]
-    experts: tl.constexpr = rule[2]
-    topk: tl.constexpr = rule[3]
-    sigmoid: tl.constexpr = rule[4]
-    has_bias: tl.constexpr = rule[5]
-    has_places: tl.constexpr = rule[6]
+    splits: tl.constexpr = rule[0]
+    experts: tl.constexpr = rule[1]
+    topk: tl.constexpr = rule[2]
+    sigmoid: tl.constexpr = rule[3]
+    has_bias: tl.constexpr = rule[4]
+    has_places: tl.constexpr = rule[5]
     expert = tl.arange(0, block)
     inside = expert < experts
     favour = 0.0
@@ -323,7 +318,11 @@ def _choose(
     if has_places:
         real = token < num_places
         real = real & (tl.load(places + token, mask=real, other=0) != dummy_place)
-    raw = sum_of_parts(logits, token, tokens, expert, splits, experts, block)
+    raw = tl.zeros((block,), tl.float32)
+    for part in tl.static_range(splits):  # in `_choose_kernel`'s order; all are asked for at once
+        start = logits + (token * splits + part) * experts
+        raw += tl.load(start + expert, mask=inside, other=0.0)
+    raw = tl.where(inside, raw, float("-inf"))
     powers_of, scores = powers_and_scores(raw, favour, inside, sigmoid, has_bias)
     keys = scores.to(tl.int32, bitcast=True)
     keys = tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
@@ -406,7 +405,6 @@ def chain_up_kernel(
     num_places: tl.tensor,
     dummy_place: tl.tensor,
     scale: tl.tensor,
-    tokens: tl.constexpr,
     splits: tl.constexpr,
     experts: tl.constexpr,
     topk: tl.constexpr,
@@ -424,31 +422,30 @@ def chain_up_kernel(
     overlap: tl.constexpr,
 ) -> None:
     """One token's `block_n` inner rows, of the shared expert or of one of its experts; in the order
-    of `few_up_kernel`."""
+    of `few_up_kernel`, but that tokens are neighbours first."""
     let_next_start(overlap)
-    shared: tl.constexpr = (shared_ffn + block_n - 1) // block_n * tokens
+    shared: tl.constexpr = (shared_ffn + block_n - 1) // block_n
     height: tl.constexpr = 2 * ffn if gated else ffn
     sizes: tl.constexpr = (hidden, block_n, block_k, gated)
-    program = tl.program_id(0)
+    token, program = tl.program_id(0), tl.program_id(1)
+    row = x + token * x_stride
     await_previous(overlap)
     if program < shared:
-        begin, token = program // tokens * block_n, program % tokens
+        begin = program * block_n
         start = shared_fc1 + begin.to(tl.int64) * hidden
         target = shared_activated + token * shared_ffn + begin
-        row = x + token * x_stride
         _activated_rows(row, start, target, shared_ffn - begin, 1.0, shared_ffn, sizes)
     else:
-        pair = (program - shared) % (tokens * topk)
-        first = (program - shared) // (tokens * topk) * block_n
-        owner, nth = pair // topk, pair % topk
+        nth = (program - shared) % topk
+        first = (program - shared) // topk * block_n
         tensors = (logits, bias, places, out_experts, out_weights, num_places, dummy_place, scale)
-        rule: tl.constexpr = (tokens, splits, experts, topk, sigmoid, has_bias, has_places)
+        rule: tl.constexpr = (splits, experts, topk, sigmoid, has_bias, has_places)
         stores = (first == 0) & (nth == 0)
-        expert, share = _choose(tensors, owner, nth, stores, rule, block_experts, block_topk)
+        expert, share = _choose(tensors, token, nth, stores, rule, block_experts, block_topk)
         if expert >= 0:
             start = fc1 + (expert.to(tl.int64) * height + first) * hidden
-            target = activated + pair * ffn + first
-            _activated_rows(x + owner * x_stride, start, target, ffn - first, share, ffn, sizes)
+            target = activated + (token * topk + nth) * ffn + first
+            _activated_rows(row, start, target, ffn - first, share, ffn, sizes)
 
 
 @triton.jit
@@ -462,7 +459,6 @@ def chain_down_kernel(
     added: tl.tensor,
     out: tl.tensor,
     added_stride: tl.tensor,
-    tokens: tl.constexpr,
     topk: tl.constexpr,
     hidden: tl.constexpr,
     ffn: tl.constexpr,
@@ -483,8 +479,7 @@ def chain_down_kernel(
     dropped. Of a shared expert, whose rows are `longer` times as long, as many steps are longer.
     """
     let_next_start(overlap)
-    token = tl.program_id(0) % tokens
-    begin = tl.program_id(0) // tokens * block_n
+    token, begin = tl.program_id(0), tl.program_id(1) * block_n
     line, inner = tl.arange(0, block_n * slots), tl.arange(0, block_k)
     column, slot = tl.arange(0, columns), line % slots
     row, target = begin + line // slots, begin + tl.arange(0, block_n)

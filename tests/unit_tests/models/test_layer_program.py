@@ -12,6 +12,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.layer_program import layer_program
 from megatron_async.ops.batch_dimensions import BatchDimensions
+from megatron_async.ops.experts.expert_plan import FEW_CHAINS
 from megatron_async.ops.linear.products import INVARIANT
 
 
@@ -69,7 +70,7 @@ def test_a_program_that_does_not_depend_on_the_rows(shape):
         lines = layer_program(model, BatchDimensions(rows), 9, is_invariant=True)
         assert {name for line in lines for name in re.findall(r"\((.*?)\)", line)} <= known
         if any("few tokens" in line for line in lines):
-            assert rows == 1
+            assert rows <= FEW_CHAINS
         if any("routing" in line for line in lines):
             lines = [re.sub(r"(layer \d+:).* experts.*", r"\1 experts", line) for line in lines]
             lines = [line.replace("residual + ", "") for line in lines]

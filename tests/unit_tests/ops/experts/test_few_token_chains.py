@@ -8,7 +8,7 @@ import torch
 
 from megatron_async.ops.experts.expert_mlp import expert_mlp
 from megatron_async.ops.experts.expert_plan import (
-    FEW_TOKENS,
+    FEW_CHAINS,
     MOST_FEW_TOKENS,
     ChainPlan,
     ChainTiles,
@@ -163,11 +163,11 @@ def test_equal_logits_choose_the_lowest(device):
 
 def test_the_rule():
     layer = make_layer(sizes(), BRAIN, "cpu")
-    x = torch.zeros(FEW_TOKENS, 200)
+    x = torch.zeros(FEW_CHAINS, 200)
     assert isinstance(find_plan(x, layer, 9, True), ChainPlan)
     assert find_plan(x, layer, 8, True) is None
     assert find_plan(x, dataclasses.replace(layer, pre_softmax=True), 9, True) is None
-    assert plan_few_chains(FEW_TOKENS + 1, NANO) is None
+    assert plan_few_chains(FEW_CHAINS + 1, NANO) is None
     downs = [plan_few_chains(1, shape).down for shape in (NANO, QWEN3, QWEN3_NEXT)]
     assert downs == [ChainTiles(8, 64, 4, 6), ChainTiles(16, 128, 4, 3), ChainTiles(8, 64, 4, 4)]
     for changes in ({"itemsize": 4}, {"topk": 17}, {"shared_ffn": 8000}, {"ffn": 1858}):
