@@ -156,12 +156,14 @@ def training_model(args: argparse.Namespace, shape_name: str) -> Any:
     is_te = "transformer_engine" in args.training
     spec = get_gpt_decoder_block_spec(config, is_te, normalization="RMSNorm")
     scaling = shape.rope_scaling
-    model = GPTModel(
-        config, spec, shape.vocab_size, args.length, pg_collection=groups,
-        position_embedding_type=shape.position_embedding_type, rotary_percent=shape.rotary_percent,
-        rotary_base=int(shape.rotary_base), rope_scaling=scaling is not None,
-        rope_scaling_factor=scaling.factor if scaling else 8.0,
-    )  # fmt: skip
+    with torch.device(args.device):
+        model = GPTModel(
+            config, spec, shape.vocab_size, args.length, pg_collection=groups,
+            position_embedding_type=shape.position_embedding_type,
+            rotary_percent=shape.rotary_percent,
+            rotary_base=int(shape.rotary_base), rope_scaling=scaling is not None,
+            rope_scaling_factor=scaling.factor if scaling else 8.0,
+        )  # fmt: skip
     model = model.to(dtype=dtype, device=args.device)
     torch.manual_seed(3)
     for name, parameter in model.named_parameters():
