@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.huggingface import DTYPES
 from megatron_async.checkpoints.mapping import Region, Shape
 from megatron_async.checkpoints.safetensors_file import SafetensorsFile
 from megatron_async.checkpoints.source import ModelSource, NamedTensorSource
@@ -86,7 +87,18 @@ class WithDraftLayer(NamedTensorSource):
 
     @override
     def check_stored(self, with_mtp: bool) -> None:
+        for name, stored in self._file.tensors.items():
+            if stored.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"draft layer {str(self.file)!r}: tensor {name!r} is stored as {stored.dtype}, "
+                    f"which is not read (only {', '.join(DTYPES)}); {REMEDY}."
+                )
         self._base.check_stored(with_mtp=False)
+
+    @override
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
+        self._base.check_unchanged()
 
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
         """A region of a tensor of the file, or else of the model."""

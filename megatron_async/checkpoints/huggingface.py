@@ -284,9 +284,12 @@ class HuggingFaceSource(NamedTensorSource):
     ) -> None:
         try:
             super().load_into(tensors, shard, progress)
-            self._files.check_unchanged()
         finally:
             self._files.close()
+
+    @override
+    def check_unchanged(self) -> None:
+        self._files.check_unchanged()
 
     @cached_property
     def _tensors(self) -> _StoredTensors:
@@ -308,9 +311,10 @@ class HuggingFaceSource(NamedTensorSource):
     def _leave_out_zero_biases(self, found: _StoredTensors) -> None:
         """Tools of GPTQ write a bias for every layer, of zeros where the model has none."""
         known = {name for weight in weights(self.architecture) for name in weight.parts}
-        for name in [name for name in found.model if name.endswith(".bias")]:
-            is_extra = name not in known and f"{name[:-5]}.weight" in found.quantised
-            if is_extra and not self._files.tensor(found.model[name]).read().any():
+        for name in [n for n in found.model if n.endswith(".bias") and n not in known]:
+            owner, bias = found.quantised.get(f"{name[:-5]}.weight"), found.model[name]
+            is_one = owner and self._files.tensor(bias).shape == owner.weight.shape[:1]
+            if is_one and not self._files.tensor(bias).read().any():
                 del found.model[name]
                 found.left_out["biases of zeros"] += 1
 

@@ -103,6 +103,13 @@ class QuantisedFolder:
             if told[what] or (how and (weights or what == KEYS)):
                 scales = f"{told[what] or 'no'} scales in the files"
                 not_served.append(f"{what} ({how or 'not described'}, {scales}): {NOT_SERVED}")
+        stored_names = (weight.tensors[CODES] for weight in weights.values())
+        ignored = [name for name in stored_names if recipe.ignores(name)]
+        if ignored:
+            not_served.append(
+                f"layers that are listed as not quantised, but are in the files ({len(ignored)}, "
+                f"such as {min(ignored)!r:.200}): read as the files hold them"
+            )
         bits = 8 * stored / values if values else 0.0
         return cls(recipe.method, formats, bits, stored + plain_bytes, tuple(not_served))
 
@@ -162,4 +169,5 @@ def _weight(layer: str, stored: dict[str, StoredTensor], recipe: Recipe) -> Quan
         raise CheckpointError(f"{where}: tensors of {layer!r}: {error}; {REMEDY}") from error
     name = layer if ends[CODES] == "_blocks" else layer + WEIGHT
     size = sum(tensor.num_bytes for tensor in stored.values())
-    return QuantisedWeight(name, weight, where, {r: t.name for r, t in tensors.items()}, size)
+    by_role = {role: tensor.name for role, tensor in tensors.items()}
+    return QuantisedWeight(name, weight, where, by_role, size)

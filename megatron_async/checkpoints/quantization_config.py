@@ -1,15 +1,16 @@
 """`quantization_config` of a Hugging Face folder: how its weights are quantised, and what else.
 
-It stands in `config.json`, in older folders of Model-Optimizer in `hf_quant_config.json` alone. Its
-lists of layers that are not quantised are checked and not asked: a weight is quantised if, and only
-if, the files hold it so, whichever spelling a list has (names, patterns, wildcards).
+It stands in `config.json`, in older folders of Model-Optimizer in `hf_quant_config.json` alone. A
+weight is quantised if, and only if, the files hold it so, whatever its lists of layers that are not
+quantised say in whichever spelling (names, patterns, wildcards); a list that differs is told.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
@@ -33,12 +34,20 @@ class Recipe:
         grains: what scales may cover where a format leaves it open.
         activations: what it says of quantised activations; empty: nothing.
         kv_cache: what it says of quantised keys and values; empty: nothing.
+        ignored: names of its lists of layers that are not quantised, without wildcards at an end.
     """
 
     method: str
     grains: tuple[Grain, ...] = (TENSOR,)
     activations: str = ""
     kv_cache: str = ""
+    ignored: frozenset[str] = frozenset()
+
+    def ignores(self, name: str) -> bool:
+        """Whether a list has parts of a tensor's name; regular expressions are not asked."""
+        parts = name.split(".", 32)
+        spans = combinations(range(len(parts)), 2)
+        return any(".".join(parts[a:b]) in self.ignored for a, b in spans)
 
 
 def read_recipe(
@@ -70,11 +79,13 @@ def read_recipe(
     name = "modelopt" if name.startswith("modelopt") else name.replace("-fp8", "_fp8")
     if name not in METHODS:
         raise keys.error("quant_method", f"is not read (only {', '.join(METHODS)})")
+    ignored = set[str]()
     for key in LISTS:
         names = keys.get(key) or []
         if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
             raise keys.error(key, "must be a list of names")
-    recipe = METHODS[name](keys)
+        ignored |= {each.strip(".*") for each in names}
+    recipe = replace(METHODS[name](keys), ignored=frozenset(ignored))
     keys.finish(name)
     return recipe
 

@@ -155,6 +155,9 @@ class NamedTensorSource(ModelSource):
             CheckpointError: something that cannot be left out.
         """
 
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointError` if a file was written to while weights were read."""
+
     @cached_property
     def checked_weights(self) -> list[Weight]:
         """The model's weights, once names and shapes of all stored tensors are known to fit."""
@@ -219,6 +222,7 @@ class NamedTensorSource(ModelSource):
             # What one piece raises ends the others: `map` cancels those that have not begun.
             for done in (pool.map if is_cuda else map)(self._fill_piece, pieces):
                 bar.update(done)
+        self.check_unchanged()
 
     def _fill_piece(self, piece: tuple[Weight, str, Region, Tensor]) -> int:
         """Read a piece of a weight into its place, and count its bytes. It goes to the device as it

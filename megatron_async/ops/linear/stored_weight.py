@@ -350,17 +350,23 @@ class StoredWeight:
         outer = slices[OUTER].to(torch.float32).reshape(())
         return values / outer if self.format.is_divided else values * outer
 
-    def values(self, region: Region, read: Read) -> Tensor:
-        """`decode` of what is read, once all of its values are known to be finite.
+    def values(self, region: Region, read: Read, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`decode` of what is read, in a dtype, once all of its values are known to be finite.
 
         Raises:
-            StoredWeightError: some are not, or as `decode`.
+            StoredWeightError: some are not, or not in that dtype, or as `decode`.
         """
         slices = {role: read(role, part) for role, part in self.cut(region).items()}
-        found = self.decode(slices, region)
-        if not found.is_meta and not bool(found.isfinite().all()):
-            bad = [role for role in slices if not self._is_finite(role, slices[role])]
-            raise StoredWeightError((bad or [CODES])[0], "has values that are no finite numbers")
+        found = self.decode(slices, region).to(dtype)
+        if found.is_meta:
+            return found
+        if self.format.is_divided and not self._is_good(OUTER, slices[OUTER]):
+            raise StoredWeightError(OUTER, "is no number to divide by")  # infinity leaves zeros
+        if not bool(found.isfinite().all()):
+            bad = [role for role in slices if not self._is_good(role, slices[role])]
+            if bad:
+                raise StoredWeightError(bad[0], "has values that are no finite numbers")
+            raise StoredWeightError(SCALE, f"makes weights that are too large for {dtype}")
         return found
 
     def fill(self, place: Tensor, region: Region, read: Read) -> None:
@@ -390,22 +396,28 @@ class StoredWeight:
             for first in range(0, width, step):
                 last = min(first + step, width)
                 part = slice(columns.start + first, columns.start + last)
-                values = self.values((*lead, rows, part), read)
+                values = self.values((*lead, rows, part), read, place.dtype)
                 place[..., first:last] = values.reshape(*place.shape[:2], -1)
             return
         step, each = max(SLICE_VALUES // width // 128, 1) * 128, place.size(1)
         for first in range(0, height, step):
             last = min(first + step, height)
             part = slice(rows.start + first, rows.start + last)
-            values = self.values((*lead, part, columns), read).reshape(last - first, -1)
+            values = self.values((*lead, part, columns), read, place.dtype)
+            values = values.reshape(last - first, -1)
             for group in range(first // each, -(-last // each)):
                 start, stop = max(first, group * each), min(last, (group + 1) * each)
                 at = slice(start - group * each, stop - group * each)
                 place[group, at] = values[start - first : stop - first]
 
-    def _is_finite(self, role: str, stored: Tensor) -> bool:
-        is_fp4 = role == CODES and self.format.name.endswith("FP4")
-        return bool(_numbers(stored, is_fp4=False).isfinite().all()) or is_fp4
+    def _is_good(self, role: str, stored: Tensor) -> bool:
+        """Whether all numbers are finite, and a divisor is not 0."""
+        if role == CODES and self.format.name.endswith("FP4"):
+            return True
+        numbers = _numbers(stored, is_fp4=False)
+        if role == OUTER and self.format.is_divided:
+            numbers = 1 / numbers + numbers
+        return bool(numbers.isfinite().all())
 
     def _spans(self, region: Region) -> dict[str, slice]:
         return dict(zip("enk"[-len(region) :], region, strict=True))

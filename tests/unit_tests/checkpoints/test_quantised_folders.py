@@ -316,6 +316,13 @@ def set_to(end: str, value: Any) -> Callable[[dict[str, Tensor]], Any]:
             set_to(".weight_scale_2", torch.tensor(float("inf"))),
             "weight_scale_2'",
         ),
+        ("compressed nvfp4", set_to(".weight_global_scale", torch.zeros(1)), "global_scale' is no"),
+        (
+            "compressed nvfp4",
+            set_to(".weight_global_scale", torch.full((1,), float("inf"))),
+            "global_scale' is no number to divide by",
+        ),
+        ("gptq", set_to(".bias", torch.zeros(192, 2)), "k_proj.bias' .* is not part of"),
         ("compressed int4", set_to(".weight_shape", torch.tensor([192, 2])), r"weight \[192, 2\]"),
         ("compressed int4", set_to(".weight_shape", torch.ones(1 << 8).long()), "tells none"),
         ("compressed int4", set_to(".weight_scale", torch.ones(192, 5).half()), "groups of 32"),
@@ -339,6 +346,31 @@ def test_damaged_tensors_are_named(
     change(folder, edit)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder, torch.float32, CPU)
+
+
+def test_weights_that_the_dtype_cannot_hold_are_named(dense: Path, tmp_path: Path) -> None:
+    folder = quantised_folder(dense, tmp_path / "m", "fp8 blocks")
+    change(folder, set_to(".weight_scale_inv", torch.full((2, 2), 1e6)))
+    load_model(folder, torch.float32, CPU)
+    with pytest.raises(CheckpointError, match=r"_scale_inv' makes weights .* for torch.float16"):
+        load_model(folder, torch.float16, CPU)
+
+
+@pytest.mark.parametrize(
+    ("listed", "count"),
+    [("k_proj", 1), ("model.layers.0.mlp", 3), ("model.layers.0.mlp*", 3), ("*.up_proj", 1),
+     ("model.layers.1", 0), ("up", 0), ("", 0), ("*", 0), ("re:(a|a)*$", 0)],
+)  # fmt: skip
+def test_layers_that_a_list_leaves_out_are_told(
+    listed: str, count: int, dense: Path, tmp_path: Path
+) -> None:
+    form = FORMATS["fp8 blocks"]
+    config = form.config | {"modules_to_not_convert": ["lm_head", listed]}
+    found = open_model(quantised_folder(dense, tmp_path / "m", form._replace(config=config)))
+    assert found.quantised is not None
+    told = [text for text in found.quantised.not_served if "listed as not quantised" in text]
+    assert len(told) == bool(count)
+    assert all(f"({count}, such as 'model.layers.0." in text for text in told)
 
 
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.draft_layer import WithDraftLayer, save_draft_layer
+from megatron_async.checkpoints.mapping import Shard, weights
 from tests.support.whole_sequence import whole_logits
 from tests.unit_tests.checkpoints.hybrid_families import (
     make_hybrid,
@@ -212,3 +214,35 @@ def test_an_adapter_is_refused(llama: Path) -> None:
     (llama / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"adapter_config.json: .* merge it"):
         open_model(llama)
+
+
+def test_a_draft_layer_of_another_form_or_that_changes_is_refused(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Codes of FP8 and whole numbers are no weights by themselves."""
+    file, shard = tmp_path / "draft.safetensors", Shard(with_mtp=True)
+    save_draft_layer({}, "*-", {}, file)
+    source = WithDraftLayer(open_model(llama), file)
+    wanted = list(weights(source.architecture, shard))
+    held = {weight.name: torch.empty(weight.shape) for weight in wanted}
+    layer = {
+        name: torch.rand(shape)
+        for weight in wanted
+        if weight.stored.startswith("mtp")
+        for name, shape in weight.parts.items()
+    }
+    odd = min(layer)
+    for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool):
+        save_draft_layer(layer | {odd: layer[odd].to(dtype)}, "*-", {}, file)
+        with pytest.raises(CheckpointError, match=rf"{odd}' is stored as .*, which is not read"):
+            WithDraftLayer(open_model(llama), file).load_into(held, shard)
+    save_draft_layer(layer, "*-", {}, file)
+    WithDraftLayer(open_model(llama), file).load_into(held, shard)
+    for each in (file, llama / MODEL):
+        source = WithDraftLayer(open_model(llama), file)
+        source.check_stored(with_mtp=True)
+        with each.open("ab") as stream:  # behind its tensors
+            stream.write(b"x")
+        with pytest.raises(CheckpointError, match=f"{each.name}: was written to while"):
+            source.load_into(held, shard)
+        each.write_bytes(each.read_bytes()[:-1])
