@@ -36,6 +36,8 @@ CASES = {
     "evicted": "a small pool: requests lose their blocks and are prefilled again",
     "drafts": "ngram, and mtp where the model has it",
 }
+MOST_NEEDLES = 10_000
+"""All are made before the first is served."""
 WHAT: Rows = (
     ("-p --prompt", list, "TEXT", None,
      "a needle; may be repeated (default: random token ids of several lengths)"),
@@ -76,13 +78,16 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Serve, compare, print; 1 if an answer differs as the mode does not allow.
 
     Raises:
-        ValueError: a number out of range, an unknown case, or drafts among the engine's options.
+        ValueError: a number out of range, an unknown case, none that the model and the settings
+            have, or drafts among the engine's options.
     """
     model, sizes = take_model(arguments), parallel_sizes(arguments)
     options = engine_options(arguments)
     for name, least in ("needles", 1), ("tokens", 2), ("seed", 0):
         if (value := getattr(arguments, name)) is not None and value < least:
             raise ValueError(f"--{name} {value} must be at least {least}.")
+    if arguments.needles > MOST_NEEDLES:
+        raise ValueError(f"--needles {arguments.needles} must be at most {MOST_NEEDLES:,}.")
     if unknown := [case for case in arguments.cases if case not in CASES]:
         raise ValueError(f"--cases {unknown[0]} is none: the cases are {', '.join(CASES)}.")
     if drafts := {"speculative_method", "num_speculative_tokens"} & options.keys():

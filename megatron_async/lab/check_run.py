@@ -176,6 +176,11 @@ def _work(arguments: argparse.Namespace, model: str, given: Mapping[str, Any]) -
         draws.integers(shape.vocab_size, size=size).tolist() for size in sizes
     ]
     longest = max(map(len, needles))
+    if longest + 2 * tokens > context and "max_sequence_length" not in given:
+        raise ValueError(
+            f"--tokens {tokens}: a prompt of {longest} and twice as many tokens as each needle "
+            f"generates are more than the model's {context}: use fewer."
+        )
     options = {**defaults, "lookahead": 1, "paused_buffer_size_gb": NO_GB, **given}
     options.setdefault("max_sequence_length", longest + 2 * tokens)
     options.setdefault("max_tokens", max(2048, MOST_WIDTH * options["max_requests"]))
@@ -183,6 +188,11 @@ def _work(arguments: argparse.Namespace, model: str, given: Mapping[str, Any]) -
     methods = ["ngram", *(["mtp"] if has_mtp else [])]
     shares = arguments.expert_model_parallel_size > 1
     plan = variants(options, len(needles), longest, methods, shares, arguments.cases)
+    if not plan:
+        raise ValueError(
+            f"--cases {' '.join(arguments.cases)}: with this model and these settings there are no "
+            "such cases: choose others."
+        )
     return _Work(needles, tokens, options, plan)
 
 
