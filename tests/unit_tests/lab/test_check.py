@@ -255,8 +255,8 @@ def test_a_pool_too_small_is_said_in_options(capsys: pytest.CaptureFixture[str])
         (["--seed", "-1"], "--seed -1 must be at least 0."),
         (["--needles", "9" * 12], "--needles 999999999999 must be at most 10,000."),
         (
-            ["--tokens", "900"],
-            "--tokens 900: a prompt of 1 and twice as many tokens as each needle",
+            ["--tokens", "90000"],
+            "--tokens 90000: a prompt of 1 and twice as many tokens as each needle",
         ),
         (["--cases", "idle"], "--cases idle: with this model and these settings there are no such"),
         (["--num-speculative-tokens", "2"], "--num-speculative-tokens: drafts are a case"),
