@@ -107,7 +107,7 @@ class QuantisedFolder:
         ignored = [name for name in stored_names if recipe.ignores(name)]
         if ignored:
             not_served.append(
-                f"layers that are listed as not quantised, but are in the files ({len(ignored)}, "
+                f"layers listed as not quantised, which the files hold quantised ({len(ignored)}, "
                 f"such as {min(ignored)!r:.200}): read as the files hold them"
             )
         bits = 8 * stored / values if values else 0.0

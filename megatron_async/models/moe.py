@@ -174,7 +174,7 @@ class MoELayer(MegatronModule):
 
     def _planned(self, rows: Tensor) -> tuple[ExpertLayer, FewTokenPlan | ChainPlan] | None:
         """Weights and plan for the op of a few tokens, of `[..., tokens, hidden]`; None: it is not
-        for these, or experts are elsewhere, or have biases."""
+        for these, or experts are elsewhere, or the shared one has biases."""
         most = FEW_CHAINS if self.ops.is_invariant else FEW_TOKENS
         if rows.size(-2) > most or not self.dispatcher.is_alone:
             return None

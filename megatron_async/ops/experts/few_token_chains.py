@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.ops.dependent_launch import await_previous, launch_options, let_next_start
 from megatron_async.ops.experts.expert_mlp import activated_sums
-from megatron_async.ops.experts.expert_plan import ChainPlan, FewTokenPlan
+from megatron_async.ops.experts.expert_plan import PROCESSORS, ChainPlan, FewTokenPlan
 from megatron_async.ops.experts.expert_routing import (
     BLOCK_K,
     IN_KERNEL_NO_EXPERT,
@@ -36,8 +36,6 @@ from megatron_async.ops.op import promising
 COLUMNS = tl.constexpr(8)
 """Rows of inputs that a matrix unit multiplies at least."""
 LEAST_KEY = tl.constexpr(-(2**31))
-LOGIT_PROGRAMS = 132
-"""Programs of the logits: about one a processor."""
 
 
 @few_token_experts.gpu
@@ -150,7 +148,7 @@ def _norm_and_logits(
         normed = torch.empty((tokens, hidden), dtype=layer.router.dtype, device=rows.device)
         norm.total = total = rows if residual is None else torch.empty_like(normed)
     gate, block = layer.shared_gate, triton.next_power_of_2(hidden)
-    block_experts = max(16, triton.next_power_of_2(triton.cdiv(experts * splits, LOGIT_PROGRAMS)))
+    block_experts = max(16, triton.next_power_of_2(triton.cdiv(experts * splits, PROCESSORS)))
     tiles = triton.cdiv(experts, block_experts)
     chain_logits_kernel[(tokens, splits * tiles + (gate is not None))](
         rows,

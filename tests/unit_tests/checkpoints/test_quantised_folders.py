@@ -368,7 +368,7 @@ def test_layers_that_a_list_leaves_out_are_told(
     config = form.config | {"modules_to_not_convert": ["lm_head", listed]}
     found = open_model(quantised_folder(dense, tmp_path / "m", form._replace(config=config)))
     assert found.quantised is not None
-    told = [text for text in found.quantised.not_served if "listed as not quantised" in text]
+    told = [text for text in found.quantised.not_served if "layers listed as not quantised" in text]
     assert len(told) == bool(count)
     assert all(f"({count}, such as 'model.layers.0." in text for text in told)
 
