@@ -34,6 +34,7 @@ from megatron_async.interrupts import HeldInterrupts
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.models.partition import part_of_rank
 from megatron_async.observe.generation_bar import GenerationBar
 from megatron_async.observe.start_phases import StartPhases
 from megatron_async.observe.timeline import Timeline
@@ -168,9 +169,9 @@ class LLM:
             compile_missing(progress)
         else:
             choose_triton_folder()
-            if sizes == ParallelSizes():  # else they are compiled as they are launched
-                program = _program_of(source.architecture, self.dtype, config, transformer_impl)
-                kernels = start_kernels(program | describe_gpu(self._device.torch_device))
+            part = part_of_rank(source.architecture, sizes, transformer_impl)
+            program = _program_of(part, self.dtype, config, transformer_impl)
+            kernels = start_kernels(program | describe_gpu(self._device.torch_device))
         with kernels or nullcontext():
             with phases.phase("build the model"):
                 weights = build_model(

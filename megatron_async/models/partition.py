@@ -7,6 +7,7 @@ is padded to a multiple of the ranks; all other sizes must be multiples.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigurationError
@@ -21,6 +22,31 @@ if TYPE_CHECKING:
 def padded_vocab_size(vocab_size: int, ranks: int) -> int:
     """Rows of the embedding over all ranks: the vocabulary, rounded up to a multiple of them."""
     return -(-vocab_size // ranks) * ranks
+
+
+def part_of_rank(
+    architecture: ModelArchitecture, sizes: ParallelSizes, transformer_impl: str = "local"
+) -> ModelArchitecture:
+    """A model on one rank whose kernels are those of each tensor-parallel rank of this one, but for
+    sums over ranks and what goes with them. Experts are all there, as the router's product has
+    them; so are all layers.
+
+    Raises:
+        ConfigurationError: as `check_partition`.
+    """
+    check_partition(architecture, sizes, transformer_impl)
+    ranks, a = sizes.tensor_model_parallel, architecture
+    if ranks == 1:
+        return a
+    names = ["num_attention_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size"]
+    names += ["moe_shared_expert_intermediate_size"]
+    divided = {name: getattr(a, name) // ranks for name in names}
+    for kind in RECURRENT:
+        if kind in a.pattern:
+            own = SIZES_OF[kind].of(a).of_rank(ranks)
+            divided |= dict(zip(own.FIELDS, vars(own).values()))
+    vocab_size = padded_vocab_size(a.vocab_size, ranks) // ranks
+    return replace(a, **divided, vocab_size=vocab_size)
 
 
 def local_heads(model: Any) -> tuple[int, int]:
