@@ -268,6 +268,7 @@ class ReplicaWeights:
 
     def _load(self, load: Load) -> None:
         round, device = self._opened, self._engine.context.device.torch_device
+        round.takes_shards = load.handles is not None  # bytes and broadcasts go to all ranks
         if load.tensors is not None:
             round.check((piece.name, piece.shape) for piece in load.tensors)
             round.load(tensors_of_bytes(self._pieces.whole(load.tensors)))

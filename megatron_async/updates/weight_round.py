@@ -93,6 +93,7 @@ class WeightRound:
 
     Attributes:
         plan: what the round takes.
+        takes_shards: a tensor may be this rank's shard; False: all ranks get the same tensors.
         is_torn: the model has weights of two versions, by staging "none"; a whole round mends it.
 
     Raises:
@@ -166,7 +167,7 @@ class WeightRound:
         self._copies: Copies | None = None
         self._copied: Event | None = None
         self._state = "open"
-        self.is_torn = False
+        self.takes_shards, self.is_torn = True, False
         self.plan = make_plan(device, staging, sizes, partial)
         if partial or staging == "none":
             device.caller_waits()  # parameters are read or written: an update before is to be done
@@ -365,7 +366,8 @@ class WeightRound:
                     "leave it out, or begin the round with selector='all'."
                 )
             part, every = self._pieces_of(table, weight).of(known)
-            shards |= {piece.shape for piece in every if piece.is_alone} - {whole}
+            if self.takes_shards:
+                shards |= {piece.shape for piece in every if piece.is_alone} - {whole}
             if shape == whole or shape in shards:
                 pieces = [each for each in every if each.is_alone == (shape != whole)]
                 fitting.append((weight, Parts(part, pieces)))
