@@ -166,7 +166,7 @@ def _weight(layer: str, stored: dict[str, StoredTensor], recipe: Recipe) -> Quan
         shapes = {role: tensor.shape for role, tensor in tensors.items() if role != SIZES}
         weight = StoredWeight.of(form, shapes, recipe.grains, told)
     except ValueError as error:
-        raise CheckpointError(f"{where}: tensors of {layer!r}: {error}; {REMEDY}") from error
+        raise CheckpointError(f"{where}: tensors of {layer!r:.200}: {error}; {REMEDY}") from error
     name = layer if ends[CODES] == "_blocks" else layer + WEIGHT
     size = sum(tensor.num_bytes for tensor in stored.values())
     by_role = {role: tensor.name for role, tensor in tensors.items()}

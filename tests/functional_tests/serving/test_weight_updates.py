@@ -129,7 +129,7 @@ def test_a_torn_round_leaves_the_weights_before(service: Updated, trained: Train
         service.update(few.items(), "torn")
     gate = "model.layers.0.mlp.gate_proj.weight"
     half = {**trained.tensors[1], gate: trained.tensors[1][gate].chunk(2)[0]}
-    with pytest.raises(UpdateError, match="wrong shape.*; .*wrong shape"):  # a shard of two ranks
+    with pytest.raises(UpdateError, match=r"wrong shape.*; .*wrong shape"):  # a shard of two
         service.update(half.items(), "torn")
     with pytest.raises(ValueError, match="cannot be sent"):
         service.client.ask("weights_label", version=2**70)

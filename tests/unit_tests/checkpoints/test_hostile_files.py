@@ -261,3 +261,20 @@ def test_end_tokens_beyond_the_model(family_folder: Callable[[str], Path], tmp_p
     assert source.tokenizer is not None
     assert source.tokenizer.eod == 2
     assert "end token 128 is not used: the model has tokens 0 to 127" in caplog.text
+
+
+def test_a_table_of_rope_without_end(family_folder, tmp_path: Path, caplog) -> None:
+    """A table of another shape than the model's is not read."""
+    folder = Path(shutil.copytree(family_folder("llama-tied"), tmp_path / "m"))
+    file = folder / "model.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header, data = file.read_bytes()[8 : 8 + length], file.read_bytes()[8 + length :]
+    place = [len(data), len(data) + (1 << 42)]
+    table = {"dtype": "F32", "shape": [1 << 40], "data_offsets": place}
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    header = json.dumps(json.loads(header) | {name: table}).encode()
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header + data)
+        stream.truncate(8 + len(header) + place[1])
+    open_model(folder).check_stored(with_mtp=False)
+    assert f"{name!r} is not the table" in caplog.text
