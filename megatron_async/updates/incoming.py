@@ -300,5 +300,7 @@ class Names:
         near = difflib.get_close_matches(name[:200], known, n=1)
         hint = next((hint for part, hint in _HINTS.items() if part in name), None)
         hint = hint or (f"did you mean {near[0]!r}?" if near else "send the model's own weights.")
+        if "experts" in name and (experts := self._architecture.num_moe_experts):
+            hint += f" Experts are 0 to {experts - 1}."
         how = "" if len(self._kinds) > 1 else f" by names of {self._kinds[0]!r}"
         return f"tensor {sent[:200]!r} is not part of this model{how}: {hint}"
