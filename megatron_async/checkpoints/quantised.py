@@ -23,6 +23,7 @@ from megatron_async.ops.linear.stored_weight import (
     CODES,
     FORMATS,
     SIZES,
+    ZERO,
     StoredWeight,
     StoredWeightError,
     format_of,
@@ -159,6 +160,8 @@ def _weight(layer: str, stored: dict[str, StoredTensor], recipe: Recipe) -> Quan
     where = str(next(iter(stored.values())).file.path)
     try:
         form, ends = format_of({end: t.torch_dtype for end, t in stored.items()}, recipe.method)
+        if recipe.has_zeros and form.zero and ZERO not in ends:
+            raise ValueError("there are no zeros, which symmetric = false asks for")
         tensors = {role: stored[end] for role, end in ends.items()}
         told = None
         if sizes := tensors.get(SIZES):

@@ -34,6 +34,7 @@ class Recipe:
         grains: what scales may cover where a format leaves it open.
         activations: what it says of quantised activations; empty: nothing.
         kv_cache: what it says of quantised keys and values; empty: nothing.
+        has_zeros: it says that each weight of whole numbers has zeros of its own.
         ignored: names of its lists of layers that are not quantised, without wildcards at an end.
     """
 
@@ -41,6 +42,7 @@ class Recipe:
     grains: tuple[Grain, ...] = (TENSOR,)
     activations: str = ""
     kv_cache: str = ""
+    has_zeros: bool = False
     ignored: frozenset[str] = frozenset()
 
     def ignores(self, name: str) -> bool:
@@ -196,19 +198,22 @@ def _compressed(keys: _Keys) -> Recipe:
         inner = keys.inner(key)
         if inner.get("format") not in (None, "dense") or inner.get("config_groups"):
             raise keys.error(key, "changes the weights and is not read")
-    grains, activations = set[Grain](), ""
+    grains, activations, symmetric = set[Grain](), "", list[Any]()
     for group in keys.entries("config_groups"):
         group.only("format", *_PACKED)
         group.only("output_activations")
         if group.get("weights"):
-            grains.add(_compressed_grain(group.inner("weights")))
+            weights = group.inner("weights")
+            grains.add(_compressed_grain(weights))
+            symmetric.append(weights.get("symmetric"))
         if group.get("input_activations"):
             is_dynamic = group.inner("input_activations").get("dynamic")
             activations = "dynamic" if is_dynamic else activations or "static"
     told = keys.cache()
     if not grains and not told:
         raise keys.error("config_groups", "describes no weights")
-    return Recipe("compressed-tensors", tuple(sorted(grains)), activations, told)
+    has_zeros = bool(symmetric) and all(each is False for each in symmetric)
+    return Recipe("compressed-tensors", tuple(sorted(grains)), activations, told, has_zeros)
 
 
 def _compressed_grain(weights: _Keys) -> Grain:

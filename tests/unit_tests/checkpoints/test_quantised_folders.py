@@ -322,6 +322,7 @@ def set_to(end: str, value: Any) -> Callable[[dict[str, Tensor]], Any]:
             set_to(".weight_global_scale", torch.full((1,), float("inf"))),
             "global_scale' is no number to divide by",
         ),
+        ("compressed int4 zeros", set_to(".weight_zero_point", None), "there are no zeros, which"),
         ("gptq", set_to(".bias", torch.zeros(192, 2)), "k_proj.bias' .* is not part of"),
         ("compressed int4", set_to(".weight_shape", torch.tensor([192, 2])), r"weight \[192, 2\]"),
         ("compressed int4", set_to(".weight_shape", torch.ones(1 << 8).long()), "tells none"),
