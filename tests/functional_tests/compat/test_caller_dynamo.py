@@ -94,19 +94,21 @@ def test_dynamo(model: GPTModel) -> None:
         await stream.aclose()
 
         async def go_on() -> None:
-            while engine.has_unfinished_requests():
+            while True:
                 await asyncio.sleep(0.05)
                 turns.release()
 
-        # An abort is booked in a turn: the stream may need one to end.
-        rest = asyncio.create_task(go_on())
+        # An abort is booked in a turn, and told in one: also behind the last unfinished request.
+        turned = asyncio.create_task(go_on())
         assert [item async for item in stream if "final" in item] == []
         assert future.cancelled()
         assert not client.streams
         assert not client.completion_futures
-        await rest
+        while engine.has_unfinished_requests():
+            await asyncio.sleep(0.05)
         assert engine.finished_request_count == before
         engine.async_step = step  # type: ignore[method-assign]
+        turned.cancel()
         turns.release()
         with pytest.raises(ValueError, match="streaming_interval"):
             await streamed(client, 0)
