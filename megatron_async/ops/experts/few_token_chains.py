@@ -26,7 +26,13 @@ from megatron_async.ops.experts.expert_routing import (
     share_of_inputs,
     total_of,
 )
-from megatron_async.ops.experts.few_tokens import ExpertLayer, check_few_tokens, few_token_experts
+from megatron_async.ops.experts.few_tokens import (
+    ExpertLayer,
+    NormAndGate,
+    check_few_tokens,
+    few_token_experts,
+    new_rows,
+)
 from megatron_async.ops.experts.shared_gate import gate_logit, gate_of
 from megatron_async.ops.linear.activations import round_to, rounded_product
 from megatron_async.ops.linear.rms_norm import norm_factor, norm_warps
@@ -61,13 +67,7 @@ def few_token_chains(
     logits = torch.empty((tokens, splits, shape.experts), dtype=torch.float32, device=device)
     gates = torch.empty(tokens, dtype=torch.float32, device=device)
     normed = _norm_and_logits(x, layer, logits, gates)
-    routing = Routing(
-        torch.empty((tokens, shape.topk), dtype=torch.int32, device=device),
-        torch.empty((tokens, shape.topk), dtype=torch.float32, device=device),
-    )
-    pairs = tokens * shape.topk
-    activated = torch.empty((pairs, shape.ffn), dtype=dtype, device=device)
-    shared = torch.empty((tokens, max(shape.shared_ffn, 1)), dtype=dtype, device=device)
+    routing, activated, shared = new_rows(layer, tokens)
     up, down = plan.up, plan.down
     programs = triton.cdiv(shape.ffn, up.outputs) * shape.topk
     programs += triton.cdiv(shape.shared_ffn, up.outputs)
@@ -138,31 +138,18 @@ def _norm_and_logits(
     x: Tensor | Stream, layer: ExpertLayer, logits: Tensor, gates: Tensor
 ) -> Tensor:
     """The normed tokens; fills parts of logits, and logits of the shared expert's gate."""
-    norm = x if isinstance(x, Stream) else None
-    rows = x.value if isinstance(x, Stream) else x
-    residual = None if norm is None else norm.residual
-    tokens, splits, experts = logits.shape
-    hidden = rows.size(1)
-    normed = total = rows
-    if norm is not None:
-        normed = torch.empty((tokens, hidden), dtype=layer.router.dtype, device=rows.device)
-        norm.total = total = rows if residual is None else torch.empty_like(normed)
-    gate, block = layer.shared_gate, triton.next_power_of_2(hidden)
+    given, (_, splits, experts) = NormAndGate(x, layer), logits.shape
+    rows, gate = given.rows, given.constants["has_gate"]
+    hidden, block = rows.size(1), triton.next_power_of_2(rows.size(1))
     block_experts = max(16, triton.next_power_of_2(triton.cdiv(experts * splits, PROCESSORS)))
     tiles = triton.cdiv(experts, block_experts)
-    chain_logits_kernel[(tokens, splits * tiles + (gate is not None))](
-        rows,
-        rows if residual is None else residual,
-        layer.router if norm is None else norm.weight,
-        normed,
-        total,
-        layer.router,
-        layer.router if gate is None else gate,
+    chain_logits_kernel[(rows.size(0), splits * tiles + gate)](
+        *given.tensors,
         logits,
         gates,
         rows.stride(0),
-        0 if residual is None else residual.stride(0),
-        0.0 if norm is None else norm.eps,
+        given.residual_stride,
+        given.eps,
         hidden=hidden,
         experts=experts,
         tiles=tiles,
@@ -171,13 +158,11 @@ def _norm_and_logits(
         block=block,
         block_experts=block_experts,
         block_k=BLOCK_K,
-        has_norm=norm is not None,
-        has_residual=residual is not None,
-        has_gate=gate is not None,
+        **given.constants,
         num_warps=norm_warps(block),
         **launch_options(rows),
     )
-    return normed
+    return given.normed
 
 
 @triton.jit

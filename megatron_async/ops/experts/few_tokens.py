@@ -171,13 +171,8 @@ def few_token_experts_gpu(
     width = tiles * plan.block_experts + (layer.shared_gate is not None)
     logits = torch.empty((tokens, width), dtype=torch.float32, device=device)
     normed = _norm_and_logits(x, layer, plan, logits)
-    routing = Routing(
-        torch.empty((tokens, shape.topk), dtype=torch.int32, device=device),
-        torch.empty((tokens, shape.topk), dtype=torch.float32, device=device),
-    )
+    routing, activated, shared = new_rows(layer, tokens)
     pairs = tokens * shape.topk
-    activated = torch.empty((pairs, shape.ffn), dtype=dtype, device=device)
-    shared = torch.empty((tokens, max(shape.shared_ffn, 1)), dtype=dtype, device=device)
     block_k = TILE_BYTES // shape.itemsize
     up_programs = triton.cdiv(shape.ffn, plan.up_rows * plan.turns)
     shared_programs = triton.cdiv(shape.shared_ffn, plan.up_rows * plan.turns)
@@ -251,43 +246,72 @@ def _norm_and_logits(
     x: Tensor | Stream, layer: ExpertLayer, plan: FewTokenPlan, logits: Tensor
 ) -> Tensor:
     """The normed tokens; fills logits."""
-    norm = x if isinstance(x, Stream) else None
-    rows = x.value if isinstance(x, Stream) else x
-    tokens, hidden = rows.shape[-2:]
-    residual = None if norm is None else norm.residual
-    normed = total = rows
-    if norm is not None:
-        dtype = layer.router.dtype
-        normed = torch.empty((tokens, hidden), dtype=dtype, device=rows.device)
-        norm.total = total = rows if residual is None else torch.empty_like(normed)
-    gate, block = layer.shared_gate, triton.next_power_of_2(hidden)
+    given = NormAndGate(x, layer)
+    rows, block = given.rows, triton.next_power_of_2(given.rows.size(-1))
     experts = layer.router.size(0)
-    tiles = triton.cdiv(experts, plan.block_experts) + (gate is not None)
-    norm_logits_kernel[(tiles, tokens)](
-        rows,
-        rows if residual is None else residual,
-        layer.router if norm is None else norm.weight,
-        normed,
-        total,
-        layer.router,
-        layer.router if gate is None else gate,
+    tiles = triton.cdiv(experts, plan.block_experts) + given.constants["has_gate"]
+    norm_logits_kernel[(tiles, rows.size(-2))](
+        *given.tensors,
         logits,
         rows.stride(-2),
         rows.stride(0) if rows.dim() == 3 else 0,
-        0 if residual is None else residual.stride(0),
-        0.0 if norm is None else norm.eps,
-        hidden=hidden,
+        given.residual_stride,
+        given.eps,
+        hidden=rows.size(-1),
         experts=experts,
         parts=rows.size(0) if rows.dim() == 3 else 1,
         block=block,
         block_experts=plan.block_experts,
-        has_norm=norm is not None,
-        has_residual=residual is not None,
-        has_gate=gate is not None,
+        **given.constants,
         num_warps=min(max(block // 512, 1), 8),
         **launch_options(rows),
     )
-    return normed
+    return given.normed
+
+
+class NormAndGate:
+    """Operands of a kernel that norms tokens, if x is a `Stream`, and routes them.
+
+    Attributes:
+        rows: `[tokens, hidden]`, or partial sums of them.
+        normed: where to put the normed tokens, or the rows.
+        tensors: rows, residual, the norm's weight, normed, total, the router and the shared
+            expert's gate; another stands in for one that is missing.
+        residual_stride, eps: of the residual's rows; of the norm.
+        constants: which there are.
+    """
+
+    def __init__(self, x: Tensor | Stream, layer: ExpertLayer) -> None:
+        norm, router, gate = x if isinstance(x, Stream) else None, layer.router, layer.shared_gate
+        rows = x.value if isinstance(x, Stream) else x
+        residual = None if norm is None else norm.residual
+        normed = total = rows
+        if norm is not None:
+            normed = torch.empty(rows.shape[-2:], dtype=router.dtype, device=rows.device)
+            norm.total = total = rows if residual is None else torch.empty_like(normed)
+        self.rows, self.normed = rows, normed
+        weight = router if norm is None or norm.weight is None else norm.weight
+        before = rows if residual is None else residual
+        self.tensors = rows, before, weight, normed, total, router, router if gate is None else gate
+        self.residual_stride = 0 if residual is None else residual.stride(0)
+        self.eps = 0.0 if norm is None else norm.eps
+        self.constants = {
+            "has_norm": norm is not None,
+            "has_residual": residual is not None,
+            "has_gate": gate is not None,
+        }
+
+
+def new_rows(layer: ExpertLayer, tokens: int) -> tuple[Routing, Tensor, Tensor]:
+    """Where the first product puts its tokens' choices, and rows of experts and shared expert."""
+    shape, dtype, device = layer.shape, layer.fc1.dtype, layer.fc1.device
+    routing = Routing(
+        torch.empty((tokens, shape.topk), dtype=torch.int32, device=device),
+        torch.empty((tokens, shape.topk), dtype=torch.float32, device=device),
+    )
+    activated = torch.empty((tokens * shape.topk, shape.ffn), dtype=dtype, device=device)
+    shared = torch.empty((tokens, max(shape.shared_ffn, 1)), dtype=dtype, device=device)
+    return routing, activated, shared
 
 
 def check_few_tokens(x: Tensor | Stream, layer: ExpertLayer, added: Tensor | None = None) -> None:
