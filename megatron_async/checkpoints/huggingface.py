@@ -23,7 +23,7 @@ from megatron_async.checkpoints.huggingface_delta import (
 )
 from megatron_async.checkpoints.huggingface_mtp import split_mtp
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
-from megatron_async.checkpoints.quantised import QuantisedFolder, QuantisedWeight, take_quantised
+from megatron_async.checkpoints.quantised import FolderWeight, QuantisedFolder, take_quantised
 from megatron_async.checkpoints.quantization_config import HF_QUANT_CONFIG, KEYS, read_recipe
 from megatron_async.checkpoints.safetensors_file import StoredTensor
 from megatron_async.checkpoints.source import (
@@ -67,7 +67,7 @@ class _StoredTensors(NamedTuple):
 
     model: dict[str, str]
     mtp: dict[str, str]
-    quantised: dict[str, QuantisedWeight]
+    quantised: dict[str, FolderWeight]
     scales: Counter[str]
     frequencies: list[str]
     left_out: Counter[str]
@@ -334,7 +334,7 @@ class HuggingFaceSource(NamedTensorSource):
         frequencies = [name for name in model if name.endswith(FREQUENCIES)]
         stored = [model.pop(name) for name in frequencies]
         mtp_names = {name: name for name in mtp}
-        quantised, scales = dict[str, QuantisedWeight](), Counter[str]()
+        quantised, scales = dict[str, FolderWeight](), Counter[str]()
         if self._recipe is not None:
             for those in (model, mtp_names):
                 taken, told = take_quantised(those, self._files.tensor, self._recipe)

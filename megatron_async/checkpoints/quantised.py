@@ -41,7 +41,7 @@ Read = Callable[[str, Region], Tensor]
 """Reads a region of the tensor of a stored name to the device."""
 
 
-class QuantisedWeight(NamedTuple):
+class FolderWeight(NamedTuple):
     """A weight of a folder.
 
     Attributes:
@@ -90,7 +90,7 @@ class QuantisedFolder:
     def of(
         cls,
         recipe: Recipe,
-        weights: Mapping[str, QuantisedWeight],
+        weights: Mapping[str, FolderWeight],
         told: Counter[str],
         plain_bytes: int,
     ) -> QuantisedFolder:
@@ -117,7 +117,7 @@ class QuantisedFolder:
 
 def take_quantised(
     names: dict[str, str], tensor: Callable[[str], StoredTensor], recipe: Recipe
-) -> tuple[dict[str, QuantisedWeight], Counter[str]]:
+) -> tuple[dict[str, FolderWeight], Counter[str]]:
     """Take quantised weights out of a folder's tensors.
 
     Args:
@@ -156,7 +156,7 @@ def take_quantised(
     return found, told
 
 
-def _weight(layer: str, stored: dict[str, StoredTensor], recipe: Recipe) -> QuantisedWeight:
+def _weight(layer: str, stored: dict[str, StoredTensor], recipe: Recipe) -> FolderWeight:
     where = str(next(iter(stored.values())).file.path)
     try:
         form, ends = format_of({end: t.torch_dtype for end, t in stored.items()}, recipe.method)
@@ -173,4 +173,4 @@ def _weight(layer: str, stored: dict[str, StoredTensor], recipe: Recipe) -> Quan
     name = layer if ends[CODES] == "_blocks" else layer + WEIGHT
     size = sum(tensor.num_bytes for tensor in stored.values())
     by_role = {role: tensor.name for role, tensor in tensors.items()}
-    return QuantisedWeight(name, weight, where, by_role, size)
+    return FolderWeight(name, weight, where, by_role, size)

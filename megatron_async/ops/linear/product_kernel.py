@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight
 from megatron_async.ops.linear.stream import Stream
 
 Activation = Literal["", "swiglu", "squared_relu"]
@@ -77,6 +78,7 @@ class Problem(NamedTuple):
         norm: the kernel computes the norm too, if it can.
         aligned: rows of both begin at multiples of 16 bytes, as the copy engine wants it.
         invariant: the inputs are added up in one order for any number of rows.
+        form: of the weight, if it is kept in fewer bits.
     """
 
     rows: int
@@ -88,6 +90,7 @@ class Problem(NamedTuple):
     norm: bool
     aligned: bool
     invariant: bool = False
+    form: Form | None = None
 
     @property
     def itemsize(self) -> int:
@@ -147,7 +150,11 @@ class Operands:
     """
 
     def __init__(
-        self, x: Tensor | Stream, weight: Tensor, bias: Tensor | None, activation: Activation
+        self,
+        x: Tensor | Stream,
+        weight: Tensor | QuantisedWeight,
+        bias: Tensor | None,
+        activation: Activation,
     ) -> None:
         if isinstance(x, Stream):
             self.rows, self.eps = x.value, x.eps
@@ -156,7 +163,8 @@ class Operands:
             self.rows = self.squares = x
             self.parts, self.eps = 0, 0.0
         self.outputs = _outputs_of(self.rows, weight, bias, activation)
-        self.bias = weight if bias is None else bias
+        codes = weight.codes if isinstance(weight, QuantisedWeight) else weight
+        self.bias = codes if bias is None else bias
         self.constants = {
             "gated": activation == "swiglu",
             "squared": activation == "squared_relu",
@@ -238,7 +246,9 @@ def added_to(given: Operands, added: Tensor | None) -> Tensor:
     return added
 
 
-def _outputs_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> int:
+def _outputs_of(
+    x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None, activation: Activation
+) -> int:
     """Number of outputs."""
     gated = activation == "swiglu"
     n = weight.size(0) // 2 if gated else weight.size(0)
@@ -249,9 +259,9 @@ def _outputs_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Acti
         )
     if x.dtype != weight.dtype or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(
-            f"product: x ({x.dtype}, strides {x.stride()}) and weight ({weight.dtype}, "
-            f"strides {weight.stride()}) must have one dtype, the elements of a row of x be "
-            "adjacent and weight be contiguous: call .contiguous()."
+            f"product: x ({x.dtype}, strides {x.stride()}) and weight ({weight.dtype}) must have "
+            "one dtype, the elements of a row of x be adjacent and weight be contiguous: call "
+            ".contiguous()."
         )
     if gated and weight.size(0) % 2:
         raise ValueError(f"product: {weight.size(0)} weight rows are not [gate; up].")

@@ -34,6 +34,7 @@ from megatron_async.ops.linear.product_kernel import (
     may_be_copied,
 )
 from megatron_async.ops.linear.qkv_places import QkvPlaces
+from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight
 from megatron_async.ops.linear.resident import RESIDENT
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
 from megatron_async.ops.linear.stream import Stream
@@ -60,10 +61,20 @@ CUBLAS = ProductKernel(
 )
 TORCH = replace(CUBLAS, name="torch")
 """What multiplies on a CPU."""
+
+
+def _widened(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, *_: Any) -> Tensor:
+    return F.linear(weight.rounded(x).to(x.dtype), weight.values(x.dtype), bias)
+
+
+WIDENED = replace(CUBLAS, name="widened, then cuBLAS", launch=_widened)
+"""What multiplies by a quantised weight where no kernel does."""
 PRODUCTS = (CUBLAS_LT, RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, TILE)
 """In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
 INVARIANT = tuple(kernel for kernel in PRODUCTS if kernel.rounding.order == IN_ORDER.order)
 """The kernels that are asked with `Wants.invariant`, and then never split."""
+QUANTISED: tuple[ProductKernel, ...] = ()
+"""Kernels that are asked where the weight has a `Form`: they know formats, and `WIDENED` all."""
 
 
 class WeightShape(NamedTuple):
@@ -72,6 +83,7 @@ class WeightShape(NamedTuple):
     Attributes:
         major: compute capability of the GPU.
         aligned: whether rows of weight and input begin at multiples of 16 bytes.
+        form: of a quantised weight.
     """
 
     outputs: int
@@ -79,6 +91,7 @@ class WeightShape(NamedTuple):
     dtype: torch.dtype
     major: int = MEASURED_MAJOR
     aligned: bool = True
+    form: Form | None = None
 
 
 class Choice(NamedTuple):
@@ -140,6 +153,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         wants.norm,
         weight.aligned,
         wants.invariant,
+        weight.form,
     )
     kernel, plan = _first(weight, problem)
     if wants.invariant and wants.activation and not getattr(plan, "rounds", False):
@@ -162,15 +176,20 @@ def _first(weight: WeightShape, problem: Problem) -> tuple[ProductKernel, Any]:
     is_ours = weight.major == MEASURED_MAJOR and problem.rows > 0
     is_ours &= not problem.invariant or problem.itemsize == 2
     if is_ours and problem.k * problem.itemsize % 16 == 0:
-        for kernel in INVARIANT if problem.invariant else PRODUCTS:
+        kernels = INVARIANT if problem.invariant else PRODUCTS
+        for kernel in kernels if problem.form is None else QUANTISED:
             plan = kernel.plan(problem)
             if plan is not None:
                 return kernel, plan
-    return CUBLAS, None
+    return CUBLAS if problem.form is None else WIDENED, None
 
 
 def choose_for(
-    x: Tensor, weight: Tensor, major: int | None = None, ranks: int = 1, **wants: Any
+    x: Tensor,
+    weight: Tensor | QuantisedWeight,
+    major: int | None = None,
+    ranks: int = 1,
+    **wants: Any,
 ) -> Choice:
     """`choose` for the rows of x, or of what x is made of, and a weight `[outputs, k]`.
 
@@ -183,9 +202,11 @@ def choose_for(
         major = _major(x.device.index) if x.is_cuda else 0
     if not major or not weight.is_contiguous():
         return WITHOUT_WANTS
-    aligned = may_be_copied(x) and may_be_copied(weight)
+    form = weight.form if isinstance(weight, QuantisedWeight) else None
+    codes = weight.codes if isinstance(weight, QuantisedWeight) else weight
+    aligned = may_be_copied(x) and may_be_copied(codes)
     outputs, k = weight.shape
-    shape = WeightShape(outputs, k, weight.dtype, major, aligned)
+    shape = WeightShape(outputs, k, weight.dtype, major, aligned, form)
     return choose(shape, Wants(x.size(-2) * ranks, **wants))
 
 
@@ -197,7 +218,7 @@ def _major(device_index: int) -> int:
 @op
 def product(
     x: Tensor | Stream,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None = None,
     choice: Choice | None = None,
     added: Tensor | None = None,
@@ -212,7 +233,8 @@ def product(
     Args:
         x: `[rows, k]` on a GPU, bfloat16, float16 or float32; or rows whose norm is to be taken, or
             ended, first: a norm that the choice does not meet is launched here.
-        weight: `[n, k]`, same dtype; of SwiGLU `[2 * n, k]`.
+        weight: `[n, k]`, same dtype; of SwiGLU `[2 * n, k]`. By a quantised one, rows are rounded
+            first if its form says so.
         bias: `[n]` or None.
         choice: from `choose_for` of x and the weight; None: without any wants.
         added: `[rows, n]`, added to the rounded product; if the choice meets `residual`.
@@ -232,7 +254,11 @@ def product(
         rows = x.divided()
     else:
         rows, x.total = add_rms_norm.reference(*x.norm_arguments)
-    y = F.linear(rows, weight, bias)
+    if isinstance(weight, QuantisedWeight):
+        exact = F.linear(weight.rounded(rows).float(), weight.values())
+        y = (exact if bias is None else exact + bias).to(rows.dtype)
+    else:
+        y = F.linear(rows, weight, bias)
     if choice is not None and choice.met.activation:
         gated = choice.met.activation == "swiglu"
         return swiglu.reference(y) if gated else squared_relu.reference(y)
@@ -255,7 +281,7 @@ def product(
 @product.gpu
 def product_gpu(
     x: Tensor | Stream,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None = None,
     choice: Choice | None = None,
     added: Tensor | None = None,
@@ -285,7 +311,7 @@ def product_gpu(
 @promising("invariant")
 def product_invariant_gpu(
     x: Tensor | Stream,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     bias: Tensor | None = None,
     choice: Choice | None = None,
     added: Tensor | None = None,
