@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,21 +17,25 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import check_target
 from megatron_async.checkpoints.huggingface import save_huggingface
 from megatron_async.checkpoints.huggingface_config import write_config
+from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.checkpoints.quantise import Quantiser
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource, parse_dtype
 from megatron_async.checkpoints.torch_dist import save_torch_dist
 
+logger = logging.getLogger("megatron_async")
 FORMATS = ("torch_dist", "huggingface")
 
 
 def convert(
     source: str | Path | ModelSource,
     target_folder: str | Path,
-    to: str = "torch_dist",
+    to: str | None = None,
     dtype: str | torch.dtype | None = None,
     progress: bool = False,
     overwrite: bool = False,
     with_mtp: bool | None = None,
+    quantization: str | None = None,
 ) -> None:
     """Write a model, with its configuration and tokenizer, in another format. The target appears
     whole or not at all: it is written beside its place and then renamed.
@@ -39,22 +44,32 @@ def convert(
         source: what `open_model` takes, or what it gave.
         target_folder: must not exist, or be empty, unless `overwrite`: a model is replaced, and
             nothing else.
-        to: "torch_dist" or "huggingface".
+        to: "torch_dist" or "huggingface"; None: "torch_dist", or with `quantization`,
+            "huggingface".
         dtype: convert the weights; None keeps them bit for bit in the stored dtype, but for those
             that a residual multiplier (Granite's) becomes part of: they are rounded once more. So
             is the norm after Gated DeltaNet, which Megatron stores less 1, where it is float32.
         progress: show progress bars on stderr.
         with_mtp: write the layers of multi-token prediction too; None: where the source has them.
+        quantization: linear layers and experts in FP8, for `to="huggingface"` alone: "fp8", a scale
+            for each block of 128 x 128, or "fp8-channel", one for each output. Weights of a
+            quantised source are rounded twice, which is told.
 
     Raises:
-        CheckpointError: see `open_model`; the target is taken; a disk is full.
+        CheckpointError: see `open_model` and `Quantiser`; the target is taken; a disk is full.
         ConfigurationError: see `check_mtp`.
     """
     from megatron_async.models.hybrid import build_model
 
+    to = to or ("torch_dist" if quantization is None else "huggingface")
     if to not in FORMATS:
         raise CheckpointError(
             f"to={to!r} is not a format to write: use one of {', '.join(FORMATS)}"
+        )
+    if quantization is not None and to != "huggingface":
+        raise CheckpointError(
+            f"quantization={quantization!r} is of Hugging Face folders: use to='huggingface', "
+            "or leave it out and quantise at load"
         )
     target = Path(target_folder).expanduser().absolute()
     check_target(target, overwrite)
@@ -65,11 +80,20 @@ def convert(
         with_mtp = source.has_mtp_weights
     if to == "huggingface":  # raises before hours of reading, not after them
         write_config(architecture if with_mtp else architecture.without_mtp, "float32")
+        if quantization is not None:
+            Quantiser.of(quantization, weights(architecture, Shard(with_mtp=with_mtp)))
+            if source.quantised is not None and source.quantised.formats:
+                logger.warning(
+                    "%s: is quantised already (%s): its weights are rounded once more. Take the "
+                    "model in 16 bits if you have it.", source.name, source.quantised.formats,
+                )  # fmt: skip
     model = build_model(architecture, dtype, torch.device("cpu"), with_mtp=with_mtp)
     source.load_weights(model, progress)
     with _whole_folder(target) as folder:
         if to == "huggingface":
-            save_huggingface(model, architecture, tokenizer, folder, progress)
+            save_huggingface(
+                model, architecture, tokenizer, folder, progress, quantization=quantization
+            )
         else:
             save_torch_dist(model, architecture, tokenizer, folder)
 

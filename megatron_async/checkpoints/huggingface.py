@@ -23,6 +23,7 @@ from megatron_async.checkpoints.huggingface_delta import (
 )
 from megatron_async.checkpoints.huggingface_mtp import split_mtp
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
+from megatron_async.checkpoints.quantise import Quantiser
 from megatron_async.checkpoints.quantised import FolderWeight, QuantisedFolder, take_quantised
 from megatron_async.checkpoints.quantization_config import HF_QUANT_CONFIG, KEYS, read_recipe
 from megatron_async.checkpoints.safetensors_file import StoredTensor
@@ -370,6 +371,7 @@ def save_huggingface(
     folder: Path,
     progress: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    quantization: str | None = None,
 ) -> None:
     """Write a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
 
@@ -380,10 +382,12 @@ def save_huggingface(
         tokenizer: its files are written too, if there is one.
         folder: made if needed; files in it are replaced.
         progress: show a progress bar on stderr.
-        shard_bytes: weights beyond this many bytes go to further files, with an index.
+        shard_bytes: weights beyond this many bytes of the model go to further files, with an
+            index.
+        quantization: how linear layers and experts are quantised (see `Quantiser`); None: not.
 
     Raises:
-        CheckpointError: the architecture has no Hugging Face form.
+        CheckpointError: the architecture has no Hugging Face form; see `Quantiser`.
     """
     held = Shard.of(model)
     if not held.with_mtp:
@@ -392,6 +396,9 @@ def save_huggingface(
     parameters = model_parameters(named_tensors(model), wanted)
     dtype = parameters[wanted[0].name].dtype
     config = write_config(architecture, str(dtype).removeprefix("torch."))
+    quantiser = None if quantization is None else Quantiser.of(quantization, wanted)
+    if quantiser is not None:
+        config["quantization_config"] = quantiser.config
     folder.mkdir(parents=True, exist_ok=True)
     write_object(folder / CONFIG, config)
     shards: list[list[Any]] = [[]]
@@ -404,20 +411,24 @@ def save_huggingface(
         shards[-1].append(weight)
         size += weight_bytes
     weight_map: dict[str, str] = {}
-    total = total_bytes(parameters)
-    with byte_bar(total, progress, "writing weights") as bar:
+    written = 0
+    with byte_bar(total_bytes(parameters), progress, "writing weights") as bar:
         for number, shard in enumerate(shards, 1):
             count = len(shards)
             file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
             tensors: dict[str, Tensor] = {}
             for weight in shard:
-                tensors |= weight.split(parameters[weight.name].cpu())
+                for name, values in weight.split(parameters[weight.name].cpu()).items():
+                    tensors |= quantiser.tensors(name, values) if quantiser else {name: values}
             save_file(tensors, folder / file, metadata={"format": "pt"})
             # safetensors makes it readable to its owner alone; a model folder is often shared.
             (folder / file).chmod((folder / CONFIG).stat().st_mode)
             weight_map |= dict.fromkeys(tensors, file)
+            written += total_bytes(tensors)
             bar.update(sum(parameters[weight.name].nbytes for weight in shard))
     if len(shards) > 1:
-        write_object(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_object(
+            folder / INDEX, {"metadata": {"total_size": written}, "weight_map": weight_map}
+        )
     if tokenizer is not None:
         tokenizer.save(folder)

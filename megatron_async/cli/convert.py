@@ -24,6 +24,12 @@ OPTIONS: Rows = (
     ("--overwrite", bool, None, False, "replace what TARGET holds"),
     NO_PROGRESS,
 )
+FORMAT: Rows = (
+    ("--to", ("torch_dist", "huggingface"), None, None,
+     "format to write (default: torch_dist; huggingface with --quantization)"),
+    ("--quantization", ("fp8", "fp8-channel"), None, None,
+     "linear layers and experts in FP8, a scale for 128 x 128 weights or for each output"),
+)  # fmt: skip
 
 
 def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -34,16 +40,16 @@ def add_convert(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="write a model as a Megatron or a Hugging Face checkpoint",
         description="Write any model that loads as a Megatron torch_dist checkpoint folder\n"
-        "or as a Hugging Face folder, bit for bit, with its configuration and tokenizer.",
+        "or as a Hugging Face folder, bit for bit or in FP8, with its configuration and\n"
+        "tokenizer.",
         epilog=f"""examples:
   {PROGRAM} convert smollm2 ./smollm2-megatron
-  {PROGRAM} convert ./smollm2-megatron ./smollm2-hf --to huggingface""",
+  {PROGRAM} convert ./smollm2-megatron ./smollm2-hf --to huggingface
+  {PROGRAM} convert ./my-llama ./my-llama-fp8 --quantization fp8""",
     )
     convert.add_argument("source", metavar="SOURCE", help=MODEL_HELP)
     convert.add_argument("target", metavar="TARGET", help="folder to write")
-    add_rows(
-        convert, [("--to", ("torch_dist", "huggingface"), None, "torch_dist", "format to write")]
-    )
+    add_rows(convert, FORMAT)
     add_dtype(convert)
     add_rows(convert, OPTIONS)
 
@@ -66,6 +72,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         progress=not arguments.no_progress,
         with_mtp=False if arguments.no_mtp else None,
+        quantization=arguments.quantization,
     )
-    print(f"wrote {arguments.target} ({arguments.to})")
+    to = arguments.quantization or arguments.to or "torch_dist"
+    print(f"wrote {arguments.target} ({to})")
     return 0
