@@ -56,7 +56,19 @@ from megatron_async.ops.linear.product_kernel import (
     new_sums,
 )
 from megatron_async.ops.linear.qkv_places import split_pairs
-from megatron_async.ops.linear.warpgroup import IN_SHARED_MEMORY
+from megatron_async.ops.linear.strips import (
+    LINE_BYTES,
+    SCALES_IN_SHARED_MEMORY,
+    ask_rows,
+    ask_weights,
+    promoted_sums,
+    scales_of_outputs,
+    side_of_sums,
+    start_of,
+    strip_layout,
+    sums_layout,
+    zeros_of,
+)
 
 STREAMED_ROWS = 128
 """Most rows of such a product: what two warpgroups multiply at once."""
@@ -107,6 +119,8 @@ STRIPS_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=128, element_b
 """`IN_SHARED_MEMORY` of several strips, one behind the other."""
 HALVES_OF_STRIPS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 """`IN_SHARED_MEMORY` of several strips, of which each has lines of the gate, then those of up."""
+STRIPS_OF_FP8 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+HALVES_OF_FP8 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=4)
 MOST_PIECES = 3
 """Powers of two that a tile's outputs may be the sum of: each has a descriptor of its own."""
 
@@ -117,8 +131,8 @@ class StreamedPlan:
     and one of `splits` shares of the inputs."""
 
     pieces: tuple[int, ...]
-    """Outputs of each part of a tile that is multiplied at once: powers of two from 8 on, at most
-    three of them."""
+    """Outputs of each part of a tile that is multiplied at once: powers of two from 8 on, of at
+    most three sizes."""
     splits: int
     strips: int
     """Strips of 64 inputs that a chunk has: what is brought, and waited for, at a time."""
@@ -213,38 +227,56 @@ def streamed_product(
     """`product` of 16-bit numbers by a given plan, on a GPU with warpgroups (Hopper); partial sums
     if it splits."""
     given = Operands(x, weight, bias, activation)
-    n, (rows, k) = given.outputs, x.shape
-    if x.itemsize != 2 or rows > plan.block_m:
-        raise ValueError(
-            f"streamed_product: x is {x.dtype} of {rows} rows; the plan is for 16-bit numbers and "
-            f"at most {plan.block_m} rows."
-        )
+    if x.itemsize != 2:
+        raise ValueError(f"streamed_product: x is {x.dtype}; the plan is for 16-bit numbers.")
     check_copied("streamed_product", x, weight)
-    if k % STRIP:
-        raise ValueError(f"streamed_product: {k} inputs are not whole strips of {STRIP} each.")
+    return launch_streamed(x, weight, bias, activation, plan, given)
+
+
+def launch_streamed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: StreamedPlan,
+    given: Operands,
+    scales: tuple[TensorDescriptor | None, Tensor | None] = (None, None),
+    **of_scales: Any,
+) -> Tensor:
+    """The product of rows and a weight of one dtype, `[rows, k]` and `[n, k]`, of 16 bits or FP8;
+    that with scales of rows and weight, and what the kernel is told of them."""
+    n, (rows, k) = given.outputs, x.shape
+    strip = LINE_BYTES.value // x.itemsize
+    if rows > plan.block_m:
+        raise ValueError(f"streamed_product: {rows} rows; the plan is for at most {plan.block_m}.")
+    if k % strip:
+        raise ValueError(f"streamed_product: {k} inputs are not whole strips of {strip} each.")
     if plan.splits > 1 and (activation or bias is not None):
         raise ValueError("streamed_product: partial sums can have neither bias nor activation.")
-    if not 1 <= len(plan.pieces) <= MOST_PIECES or plan.ring < 2:
+    sizes = sorted(set(plan.pieces), reverse=True)
+    if not 1 <= len(sizes) <= MOST_PIECES or plan.ring < 2:
         raise ValueError(
-            f"streamed_product: a tile has 1 to {MOST_PIECES} pieces, and a ring at least 2 "
-            f"chunks; found {plan.pieces} and {plan.ring}."
+            f"streamed_product: a tile has pieces of 1 to {MOST_PIECES} sizes, and a ring at least "
+            f"2 chunks; found {plan.pieces} and {plan.ring}."
         )
-    out = new_sums(x, n, plan.splits)
-    chunks = chunks_per_share(k, plan)
-    pieces = plan.pieces + plan.pieces[-1:] * (MOST_PIECES - len(plan.pieces))
+    out = new_sums(given.rows, n, plan.splits)
+    chunks = chunks_per_share(k, plan, strip)
+    sizes += sizes[-1:] * (MOST_PIECES - len(sizes))
     streamed_kernel[(triton.cdiv(n, sum(plan.pieces)), plan.splits)](
         rows_of(x, plan),
-        *(weights_of(weight, piece, activation == "swiglu", plan) for piece in pieces),
+        *(weights_of(weight, size, activation == "swiglu", plan) for size in sizes),
         given.bias,
         out,
         rows,
         n,
+        *scales,
         chunks=chunks,
         pieces=plan.pieces,
         ring=min(plan.ring, chunks),
         rounds=plan.rounds,
         **given.constants,
-        num_warps=_warps(plan.block_m),
+        **of_scales,
+        num_warps=warps_of(plan.block_m),
         **launch_options(x),
     )
     return out
@@ -253,76 +285,31 @@ def streamed_product(
 def rows_of(x: Tensor, plan: StreamedPlan) -> TensorDescriptor:
     """x, `[rows, k]`, for the copy engine, which brings a block of rows of all strips of a chunk at
     a time; zeros for what is outside."""
-    strips = x.unflatten(1, (-1, STRIP)).transpose(0, 1)
-    block = [plan.strips, plan.block_m, STRIP]
-    return TensorDescriptor.from_tensor(strips, block, STRIPS_IN_SHARED_MEMORY)
+    strip = LINE_BYTES.value // x.itemsize
+    strips = x.unflatten(1, (-1, strip)).transpose(0, 1)
+    block = [plan.strips, plan.block_m, strip]
+    layout = STRIPS_IN_SHARED_MEMORY if x.itemsize == 2 else STRIPS_OF_FP8
+    return TensorDescriptor.from_tensor(strips, block, layout)
 
 
 def weights_of(weight: Tensor, piece: int, gated: bool, plan: StreamedPlan) -> TensorDescriptor:
     """A weight for the copy engine, which brings `piece` outputs, of gate and up if `gated`."""
-    halves = 2 if gated else 1
-    strips = weight.view(halves, -1, weight.size(1) // STRIP, STRIP).permute(2, 0, 1, 3)
-    block = [plan.strips, halves, piece, STRIP]
-    return TensorDescriptor.from_tensor(strips, block, HALVES_OF_STRIPS)
+    halves, strip = 2 if gated else 1, LINE_BYTES.value // weight.itemsize
+    strips = weight.view(halves, -1, weight.size(1) // strip, strip).permute(2, 0, 1, 3)
+    block = [plan.strips, halves, piece, strip]
+    layout = HALVES_OF_STRIPS if weight.itemsize == 2 else HALVES_OF_FP8
+    return TensorDescriptor.from_tensor(strips, block, layout)
 
 
-def chunks_per_share(k: int, plan: StreamedPlan) -> int:
+def chunks_per_share(k: int, plan: StreamedPlan, strip: int = STRIP) -> int:
     """Chunks of each share of `k` inputs; of the last share some may lie beyond, and are zeros."""
-    return triton.cdiv(triton.cdiv(k, STRIP * plan.strips), plan.splits)
+    return triton.cdiv(triton.cdiv(k, strip * plan.strips), plan.splits)
 
 
 @gluon.constexpr_function
-def _start(pieces: Any, piece: int) -> int:
-    return sum(pieces[:piece])
-
-
-@gluon.constexpr_function
-def _warps(block_m: int) -> int:
+def warps_of(block_m: int) -> int:
     """A warp multiplies 16 rows, and a warpgroup has four warps."""
     return max(4, block_m // 16)
-
-
-@gluon.constexpr_function
-def _layout(warps: int, columns: int) -> Any:
-    """Layout of sums, `[rows, columns]`."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def _side(warps: int, columns: int, dim: int) -> Any:
-    return gl.SliceLayout(dim, _layout(warps, columns))
-
-
-@gluon.jit
-def _ask(
-    descriptor: tma.tensor_descriptor,
-    buffer: gl.tensor,
-    arrived: gl.tensor,
-    slot: gl.tensor,
-    source: gl.tuple,
-    wanted: gl.tensor,
-) -> None:
-    """Ask for all strips of a chunk's block that begins at `source`."""
-    shape: gl.constexpr = descriptor.block_shape
-    place = buffer.index(slot * shape[0])._reinterpret(descriptor.dtype, shape, descriptor.layout)
-    tma.async_copy_global_to_shared(descriptor, source, arrived.index(slot), place, pred=wanted)
-
-
-@gluon.jit
-def _ask_weights(
-    descriptors: gl.tuple,
-    buffers: gl.tuple,
-    arrived: gl.tensor,
-    slot: gl.tensor,
-    first: gl.tensor,
-    strip: gl.tensor,
-    wanted: gl.tensor,
-    pieces: gl.constexpr,
-) -> None:
-    """Ask for one chunk of a tile's weights, from strip `strip` and output `first` on."""
-    for i in gl.static_range(len(pieces)):
-        source = [strip, 0, first + _start(pieces, i), 0]
-        _ask(descriptors[i], buffers[i], arrived, slot, source, wanted)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -335,6 +322,8 @@ def streamed_kernel(
     out: gl.tensor,
     rows: gl.tensor,
     n: gl.tensor,
+    row_scales: tma.tensor_descriptor | None,
+    weight_scales: gl.tensor | None,
     chunks: gl.constexpr,
     pieces: gl.constexpr,
     ring: gl.constexpr,
@@ -343,30 +332,48 @@ def streamed_kernel(
     squared: gl.constexpr,
     has_bias: gl.constexpr,
     overlap: gl.constexpr,
+    blocks: gl.constexpr = 0,
+    scale_rows: gl.constexpr = 1,
+    one_block: gl.constexpr = False,
 ) -> None:
     """All rows, at most a block, times `sum(pieces)` weight rows, or twice as many if `gated`, over
     one share of the inputs: `chunks` chunks, of which `ring` are in shared memory, or asked for, at
-    a time. An activation takes the rounded product if it `rounds`."""
+    a time. An activation takes the rounded product if it `rounds`.
+
+    Numbers are of 16 bits, or FP8 with `row_scales` for each strip and `weight_scales`: one for
+    `scale_rows` outputs and each of `blocks` strips, or, with 0 blocks, for all inputs.
+    """
     if overlap:
         gdc_launch_dependents()
     dtype: gl.constexpr = x_strips.dtype
+    bits: gl.constexpr = x_strips.layout.element_bitwidth
+    in_memory: gl.constexpr = strip_layout(bits)
+    strip_inputs: gl.constexpr = x_strips.block_shape[2]
     strips: gl.constexpr = x_strips.block_shape[0]
     block_m: gl.constexpr = x_strips.block_shape[1]
-    warps: gl.constexpr = _warps(block_m)
+    warps: gl.constexpr = warps_of(block_m)
     halves: gl.constexpr = 2 if gated else 1
-    height: gl.constexpr = _start(pieces, len(pieces))
+    height: gl.constexpr = start_of(pieces, len(pieces))
     products: gl.constexpr = len(pieces)
     running_groups: gl.constexpr = min(products * strips, MOST_RUNNING)
-    chunk_bytes: gl.constexpr = (block_m + height * halves) * strips * 128
+    has_scales: gl.constexpr = row_scales is not None
+    scale_bytes: gl.constexpr = row_scales.block_type.nbytes if has_scales else 0
+    chunk_bytes: gl.constexpr = (block_m + height * halves) * strips * LINE_BYTES + scale_bytes
     descriptors = (weights_0, weights_1, weights_2)
     # A warpgroup reads 64 rows. Rows of the strips behind give sums that nobody stores.
     lines: gl.constexpr = max(64, block_m)
     behind: gl.constexpr = lines // block_m - 1
-    x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, 64], IN_SHARED_MEMORY)
+    x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, strip_inputs], in_memory)
+    scales = x
+    if has_scales:
+        in_line: gl.constexpr = row_scales.block_shape[1]
+        scales = gl.allocate_shared_memory(
+            gl.float32, [ring * strips + lines // in_line - 1, 1, in_line], SCALES_IN_SHARED_MEMORY
+        )
     buffers = ()
     for i in gl.static_range(products):
         buffer = gl.allocate_shared_memory(
-            dtype, [ring * strips, halves * pieces[i], 64], IN_SHARED_MEMORY
+            dtype, [ring * strips, halves * pieces[i], strip_inputs], in_memory
         )
         buffers = buffers + (buffer,)
     arrived = gl.allocate_shared_memory(gl.int64, [ring, 1], mbarrier.MBarrierLayout())
@@ -378,61 +385,71 @@ def streamed_kernel(
     for i in gl.static_range(ring):
         mbarrier.expect(arrived.index(i), chunk_bytes)
         strip = begin + i * strips
-        _ask_weights(descriptors, buffers, arrived, i, first, strip, True, pieces)
+        ask_weights(descriptors, buffers, arrived, i, first, strip, True, pieces)
     if overlap:
         gdc_wait()
     for i in gl.static_range(ring):
-        _ask(x_strips, x, arrived, i, [begin + i * strips, 0, 0], True)
-    sums = ()
-    for i in gl.static_range(products):
-        zeros = gl.full(
-            [lines, halves * pieces[i]], 0.0, gl.float32, _layout(warps, halves * pieces[i])
-        )
-        sums = sums + (zeros,)
-    slot = first * 0
-    phase = first * 0
-    free = first * 0  # the place of the chunk before
-    for number in range(chunks):
-        mbarrier.wait(arrived.index(slot), phase)
-        for each in gl.static_range(strips):
-            place = slot * strips + each
-            values = x.index(place)._reinterpret(dtype, [lines, 64], IN_SHARED_MEMORY)
-            running = ()
-            for i in gl.static_range(products):
-                weight = buffers[i].index(place).permute((1, 0))
-                running = running + (warpgroup_mma(values, weight, sums[i], is_async=True),)
-            sums = running
-        # The products of the chunk before are done: its place is free.
-        if products == 1:
-            sums = (warpgroup_mma_wait(running_groups, deps=sums),)
-        else:
-            sums = warpgroup_mma_wait(running_groups, deps=sums)
-        if ring < chunks:
-            strip = begin + (number - 1 + ring) * strips
-            wanted = (number > 0) & (number - 1 + ring < chunks)
-            mbarrier.expect(arrived.index(free), chunk_bytes, pred=wanted)
-            _ask_weights(descriptors, buffers, arrived, free, first, strip, wanted, pieces)
-            _ask(x_strips, x, arrived, free, [strip, 0, 0], wanted)
-            free = slot
-        slot = gl.where(slot + 1 == ring, 0, slot + 1)
-        phase = gl.where(slot == 0, 1 - phase, phase)
-    if products == 1:
-        sums = (warpgroup_mma_wait(0, deps=sums),)
+        ask_rows(x_strips, x, row_scales, scales, arrived, i, begin + i * strips, True)
+    sums = zeros_of(pieces, halves, lines, warps, bits)
+    if has_scales:
+        sums = promoted_sums(
+            sums, x_strips, x, row_scales, scales, descriptors, buffers, arrived, weight_scales, n,
+            first, begin, lines, warps, chunks, chunk_bytes, pieces, ring, halves,
+            scale_rows if blocks > 0 else 0, blocks, one_block,
+        )  # fmt: skip
     else:
-        sums = warpgroup_mma_wait(0, deps=sums)
+        slot = first * 0
+        phase = first * 0
+        free = first * 0  # the place of the chunk before
+        for number in range(chunks):
+            mbarrier.wait(arrived.index(slot), phase)
+            for each in gl.static_range(strips):
+                place = slot * strips + each
+                values = x.index(place)._reinterpret(dtype, [lines, strip_inputs], in_memory)
+                running = ()
+                for i in gl.static_range(products):
+                    weight = buffers[i].index(place).permute((1, 0))
+                    running = running + (warpgroup_mma(values, weight, sums[i], is_async=True),)
+                sums = running
+            # The products of the chunk before are done: its place is free.
+            if products == 1:
+                sums = (warpgroup_mma_wait(running_groups, deps=sums),)
+            else:
+                sums = warpgroup_mma_wait(running_groups, deps=sums)
+            if ring < chunks:
+                strip = begin + (number - 1 + ring) * strips
+                wanted = (number > 0) & (number - 1 + ring < chunks)
+                mbarrier.expect(arrived.index(free), chunk_bytes, pred=wanted)
+                ask_weights(descriptors, buffers, arrived, free, first, strip, wanted, pieces)
+                ask_rows(x_strips, x, row_scales, scales, arrived, free, strip, wanted)
+                free = slot
+            slot = gl.where(slot + 1 == ring, 0, slot + 1)
+            phase = gl.where(slot == 0, 1 - phase, phase)
+        if products == 1:
+            sums = (warpgroup_mma_wait(0, deps=sums),)
+        else:
+            sums = warpgroup_mma_wait(0, deps=sums)
     for piece in gl.static_range(products):
-        row = gl.arange(0, lines, layout=_side(warps, pieces[piece], 1))[:, None]
-        place = gl.arange(0, pieces[piece], layout=_side(warps, pieces[piece], 0))[None, :]
-        place += first + _start(pieces, piece)
+        row = gl.arange(0, lines, layout=side_of_sums(warps, pieces[piece], bits, 1))[:, None]
+        place = gl.arange(0, pieces[piece], layout=side_of_sums(warps, pieces[piece], bits, 0))
+        place = place[None, :] + (first + start_of(pieces, piece))
         y = sums[piece]
+        if has_scales and blocks == 0:
+            factor = scales_of_outputs(
+                weight_scales, 0, first + start_of(pieces, piece), n, pieces[piece], halves,
+                scale_rows, 1, False, side_of_sums(warps, halves * pieces[piece], bits, 0),
+            )  # fmt: skip
+            y = y * factor[None, :]
         if gated:
-            y, up = split_pairs(y, lines, pieces[piece], _layout(warps, pieces[piece]))
+            y, up = split_pairs(
+                y, lines, pieces[piece], sums_layout(warps, pieces[piece], bits)
+            )
         if has_bias:
             y = y + gl.load(bias + place, mask=place < n, other=0.0).to(gl.float32)
         if rounds and (gated or squared):
-            y = round_to(y, dtype)
+            y = round_to(y, out.dtype.element_ty)
             if gated:
-                y = gated_by(y, round_to(up, dtype))
+                y = gated_by(y, round_to(up, out.dtype.element_ty))
             else:
                 y = squared_relu_of(y)
         elif gated:

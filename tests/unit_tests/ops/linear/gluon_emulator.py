@@ -222,7 +222,10 @@ class Program:
         assert len(warps) == len(registers) == len(parts) - 1
         self.partitions.run([partial(function, *arguments) for function, arguments in parts])
 
-    def multiply(self, left: Shared, right: Shared, before: Any, is_async: bool) -> Product:
+    def multiply(
+        self, left: Shared, right: Shared, before: Any, is_async: bool, use_acc: bool = True
+    ) -> Product:
+        before = before if use_acc else torch.zeros_like(before)
         self.products.append(Product(left, right, before))
         return self.products[-1]
 
@@ -254,6 +257,7 @@ class Program:
             inline_asm_elementwise=lambda *asm, **_: asm[2][0], DotOperandLayout=_none,
             warp_specialize=self.specialize,
             SliceLayout=_none, NVMMADistributedLayout=_none, BlockedLayout=_none, rsqrt=torch.rsqrt,
+            NVMMASharedLayout=_none,
             zeros=lambda shape, dtype, layout: torch.zeros(shape), sum=torch.sum,
             thread_barrier=_none, atomic_add=_atomic_add,
             convert_layout=lambda value, layout: value, split=lambda value: value.unbind(-1),

@@ -145,13 +145,13 @@ def test_an_activation_of_the_rounded_product(activation, act, emulated):
 
 
 BAD_CALLS = [
-    (torch.ones(1, 64), torch.ones(4, 64), None, {}, "float32 of 1 rows; the plan"),
+    (torch.ones(1, 64), torch.ones(4, 64), None, {}, "float32; the plan"),
     (torch.ones(3, 65).half()[:, :64], torch.ones(4, 64).half(), None, {}, "multiples of 16"),
     (torch.ones(1, 64).half(), torch.ones(4, 64).half(), torch.ones(4), {"splits": 2}, "neither"),
     (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"ring": 1}, "a ring at least 2"),
-    (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"pieces": ()}, "1 to 3 pieces"),
+    (torch.ones(1, 64).half(), torch.ones(4, 64).half(), None, {"pieces": ()}, "1 to 3 sizes"),
     (torch.ones(1, 72).half(), torch.ones(4, 72).half(), None, {}, "whole strips"),
-    (torch.ones(17, 64).half(), torch.ones(4, 64).half(), None, {}, "at most 16 rows"),
+    (torch.ones(17, 64).half(), torch.ones(4, 64).half(), None, {}, "17 rows; the plan"),
 ]
 
 
@@ -175,6 +175,8 @@ def compiled(k, gated, plan):
         for name, (block, layout) in zip(names, blocks, strict=False)
     }
     types |= dict.fromkeys(("rows", "n"), "i32")
+    constants |= {"row_scales": None, "weight_scales": None}
+    constants |= {"blocks": 0, "scale_rows": 1, "one_block": False}
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = GluonASTSource(streamed.streamed_kernel, signature, constants, {})
     options = {"num_warps": max(4, plan.block_m // 16), "launch_pdl": True}

@@ -1,0 +1,130 @@
+"""Product of 1 to 128 rows in FP8 by a weight in FP8: `streamed_kernel` with scales."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megatron_async.ops.linear.product_kernel import (
+    PROCESSORS,
+    Activation,
+    Operands,
+    Problem,
+    ProductKernel,
+    Rounding,
+    check_copied,
+)
+from megatron_async.ops.linear.quantised_weight import BLOCK, QuantisedWeight
+from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
+from megatron_async.ops.linear.streamed import (
+    LEAST_ROWS,
+    MORE_SHARED_MEMORY,
+    ONE_WARPGROUP,
+    STREAMED_ROWS,
+    StreamedPlan,
+    launch_streamed,
+)
+from megatron_async.ops.linear.strips import LINE_BYTES, SCALES_IN_SHARED_MEMORY
+
+LEAST_HEIGHT, MOST_HEIGHT = 16, 128
+"""Outputs of a tile. Higher ones need more registers than a thread has."""
+COLUMNS = 64
+"""Sums of a row that are multiplied at once: a thread holds the products of two pieces, and all
+sums."""
+SPLIT_HEIGHT = 64
+"""Outputs of a tile of a product whose inputs are split."""
+LEAST_STRIPS = 4
+"""Fewest strips of a share."""
+LEAST_SCALES = 32
+"""Fewest scales of rows that are brought: the copy engine writes from multiples of 128 bytes on."""
+BY_BLOCKS = Rounding("128 at a time, in order, of FP8", "rows")
+
+
+def streamed_fp8_plan(problem: Problem) -> StreamedPlan | None:
+    """The layout of a product of rows and a weight in FP8."""
+    rows, outputs, k, dtype, gated, may_split, *_ = problem
+    form = problem.form
+    if form is None or not form.rounds_rows or form.numbers != "FP8" or form.has_outer:
+        return None
+    if form.inputs not in (0, BLOCK) or form.rows not in (1, BLOCK) or form.has_zeros:
+        return None
+    if dtype.itemsize != 2 or not problem.aligned or problem.invariant:
+        return None
+    if not 0 < rows <= STREAMED_ROWS or k % BLOCK:
+        return None
+    block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
+    strips, splits = k // BLOCK, 1
+    height = min(triton.cdiv(outputs, LEAST_HEIGHT * PROCESSORS) * LEAST_HEIGHT, MOST_HEIGHT)
+    if may_split and height < SPLIT_HEIGHT:
+        height = SPLIT_HEIGHT
+        shares = PROCESSORS // triton.cdiv(outputs, height)
+        splits = max(1, min(shares, strips // LEAST_STRIPS))
+    return layout(height, splits, block_m, gated, k)
+
+
+def layout(height: int, splits: int, block_m: int, gated: bool, k: int) -> StreamedPlan:
+    """The plan of tiles of so many outputs."""
+    halves = 2 if gated else 1
+    piece, pieces = COLUMNS // halves, list[int]()
+    while (rest := height - sum(pieces)) > 0:
+        while piece > rest:
+            piece //= 2
+        pieces.append(piece)
+    strip_bytes = (block_m + height * halves) * LINE_BYTES.value + 4 * max(LEAST_SCALES, block_m)
+    room = MORE_SHARED_MEMORY - max(ONE_WARPGROUP - block_m, 0) * LINE_BYTES.value
+    strips = 2 if room // (2 * strip_bytes) >= 4 else 1
+    chunks = triton.cdiv(triton.cdiv(k, BLOCK * strips), splits)
+    ring = max(2, min(room // (strips * strip_bytes), chunks))
+    return StreamedPlan(tuple(pieces), splits, strips, ring, block_m)
+
+
+def streamed_fp8_product(
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: StreamedPlan,
+) -> Tensor:
+    """`product` of rows that are rounded to FP8 by a weight in FP8, by a given plan, on a GPU with
+    warpgroups (Hopper); partial sums if it splits."""
+    given = Operands(x, weight, bias, activation)
+    return multiply(round_rows(x, weight.input_scale), weight, bias, activation, plan, given)
+
+
+def multiply(
+    x: RoundedRows,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: StreamedPlan,
+    given: Operands,
+) -> Tensor:
+    """The product of rounded rows."""
+    check_copied("streamed_fp8_product", x.codes, weight.codes)
+    height = sum(plan.pieces)
+    block = [plan.strips, max(LEAST_SCALES, plan.block_m)]
+    row_scales = TensorDescriptor.from_tensor(x.scales, block, SCALES_IN_SHARED_MEMORY)
+    return launch_streamed(
+        x.codes,
+        weight.codes,
+        bias,
+        activation,
+        plan,
+        given,
+        (row_scales, weight.scales),
+        blocks=weight.scales.size(-1) if weight.form.inputs else 0,
+        scale_rows=weight.form.rows,
+        one_block=weight.form.rows > 1
+        and (height % BLOCK == 0 or BLOCK % height == 0)
+        and (activation != "swiglu" or given.outputs % BLOCK == 0),
+    )
+
+
+STREAMED_FP8 = ProductKernel(
+    "streamed, FP8",
+    streamed_fp8_plan,
+    lambda *_: {"activation"},
+    streamed_fp8_product,
+    BY_BLOCKS,
+)

@@ -1,0 +1,284 @@
+"""Strips of rows and weights for `streamed_kernel`, in Gluon: how they are asked for, where the
+elements of sums are, and the loop of its products of FP8.
+
+A strip is what lines of 128 bytes hold: 64 inputs of 16 bits, or 128 of FP8, which are one block of
+scales. The matrix units keep 14 bits of a sum of FP8 products. So each strip's product starts from
+zero, and is multiplied by its scales and added to sums in float32 (DeepSeek-V3, arXiv 2412.19437).
+"""
+# Gluon knows tuples and constants, but not `*` in a tuple; mypy does not know that a loop over
+# constants is unrolled.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, var-annotated"
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LINE_BYTES = gl.constexpr(128)
+"""Bytes of a line in shared memory: what the matrix units' pattern of lines repeats."""
+SCALES_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+"""Scales of rows, block of inputs by block."""
+ONE_AFTER_THE_OTHER = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@gluon.constexpr_function
+def strip_layout(bits: int) -> Any:
+    """How the copy engine stores lines of numbers of so many bits, and the matrix units read
+    them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+
+
+@gluon.constexpr_function
+def start_of(pieces: Any, piece: int) -> int:
+    """Outputs before a piece."""
+    return sum(pieces[:piece])
+
+
+@gluon.constexpr_function
+def size_of(pieces: Any, piece: int) -> int:
+    """Number of a piece's size among the sizes that there are, from the largest on."""
+    return sorted(set(pieces), reverse=True).index(pieces[piece])
+
+
+@gluon.constexpr_function
+def sums_layout(warps: int, columns: int, bits: int) -> Any:
+    """Layout of sums, `[rows, columns]`, of numbers of so many bits."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 256 // bits])
+
+
+@gluon.constexpr_function
+def side_of_sums(warps: int, columns: int, bits: int, dim: int) -> Any:
+    """Layout of one axis of sums."""
+    return gl.SliceLayout(dim, sums_layout(warps, columns, bits))
+
+
+@gluon.jit
+def ask(
+    descriptor: tma.tensor_descriptor,
+    buffer: gl.tensor,
+    arrived: gl.tensor,
+    slot: gl.tensor,
+    source: gl.tuple,
+    wanted: gl.tensor,
+) -> None:
+    """Ask for all strips of a chunk's block that begins at `source`."""
+    shape: gl.constexpr = descriptor.block_shape
+    place = buffer.index(slot * shape[0])._reinterpret(descriptor.dtype, shape, descriptor.layout)
+    tma.async_copy_global_to_shared(descriptor, source, arrived.index(slot), place, pred=wanted)
+
+
+@gluon.jit
+def ask_rows(
+    x_strips: tma.tensor_descriptor,
+    x: gl.tensor,
+    row_scales: gl.tensor,
+    scales: gl.tensor,
+    arrived: gl.tensor,
+    slot: gl.tensor,
+    strip: gl.tensor,
+    wanted: gl.tensor,
+) -> None:
+    """Ask for one chunk of the rows, from strip `strip` on, and for its scales if there are any."""
+    ask(x_strips, x, arrived, slot, [strip, 0, 0], wanted)
+    if row_scales is not None:
+        ask(row_scales, scales, arrived, slot, [strip, 0], wanted)
+
+
+@gluon.jit
+def ask_weights(
+    descriptors: gl.tuple,
+    buffers: gl.tuple,
+    arrived: gl.tensor,
+    slot: gl.tensor,
+    first: gl.tensor,
+    strip: gl.tensor,
+    wanted: gl.tensor,
+    pieces: gl.constexpr,
+) -> None:
+    """Ask for one chunk of a tile's weights, from strip `strip` and output `first` on."""
+    for i in gl.static_range(len(pieces)):
+        source = [strip, 0, first + start_of(pieces, i), 0]
+        ask(descriptors[size_of(pieces, i)], buffers[i], arrived, slot, source, wanted)
+
+
+@gluon.jit
+def zeros_of(
+    pieces: gl.constexpr,
+    halves: gl.constexpr,
+    lines: gl.constexpr,
+    warps: gl.constexpr,
+    bits: gl.constexpr,
+) -> gl.tuple:
+    """Sums of each piece before the first product."""
+    zeros = ()
+    for i in gl.static_range(len(pieces)):
+        zero = gl.full(
+            [lines, halves * pieces[i]], 0.0, gl.float32,
+            sums_layout(warps, halves * pieces[i], bits),
+        )  # fmt: skip
+        zeros = zeros + (zero,)
+    return zeros
+
+
+@gluon.jit
+def scales_by_blocks(
+    scales: gl.tensor,
+    block: gl.tensor,
+    first: gl.tensor,
+    end: gl.tensor,
+    column: gl.tensor,
+    scale_rows: gl.constexpr,
+    blocks: gl.constexpr,
+    one_block: gl.constexpr,
+) -> gl.tensor:
+    """Scales of weight rows `first + column`, which are at most `scale_rows`, so of two blocks or
+    `one_block`; of rows from `end` on any."""
+    row = gl.minimum(first, end - 1)
+    scale = gl.load(scales + row // scale_rows * blocks + block)
+    if one_block:
+        return gl.where(column >= 0, scale, 0.0)
+    next_row = gl.minimum(first + scale_rows, end - 1)
+    other = gl.load(scales + next_row // scale_rows * blocks + block)
+    return gl.where(column < scale_rows - first % scale_rows, scale, other)
+
+
+@gluon.jit
+def scales_of_outputs(
+    scales: gl.tensor,
+    block: gl.tensor,
+    first: gl.tensor,
+    n: gl.tensor,
+    piece: gl.constexpr,
+    halves: gl.constexpr,
+    scale_rows: gl.constexpr,
+    blocks: gl.constexpr,
+    one_block: gl.constexpr,
+    layout: gl.constexpr,
+) -> gl.tensor:
+    """Scales of a piece's outputs, and behind them of up's, at one of a weight row's `blocks`
+    blocks of inputs."""
+    column = gl.arange(0, halves * piece, layout=layout)
+    block = gl.minimum(block, blocks - 1)
+    if scale_rows > 1:
+        scale = scales_by_blocks(
+            scales, block, first, n, column, scale_rows, blocks, one_block
+        )
+        if halves == 1:
+            return scale
+        up = scales_by_blocks(
+            scales, block, first + n, 2 * n, column - piece, scale_rows, blocks, one_block
+        )
+        return gl.where(column < piece, scale, up)
+    place = first + column % piece
+    row = gl.where(column < piece, place, place + n)
+    return gl.load(scales + row * blocks + block, mask=place < n, other=0.0)
+
+
+@gluon.jit
+def promote(
+    waited: gl.tuple,
+    row_scale: gl.tensor,
+    weight_scale: gl.tensor,
+    piece: gl.constexpr,
+    by_blocks: gl.constexpr,
+) -> gl.tuple:
+    """Sums of all pieces, to those of one of which a strip's product is added.
+
+    The sums went through the wait for the product, as operands: else the compiler adds up all
+    products of a chunk at its end, and keeps each in registers until then.
+    """
+    sums = ()
+    for i in gl.static_range(1, len(waited)):
+        if i == piece + 1:
+            factor = row_scale[:, None]
+            if by_blocks:
+                factor = factor * weight_scale[None, :]
+            sums = sums + (waited[i] + waited[0] * factor,)
+        else:
+            sums = sums + (waited[i],)
+    return sums
+
+
+@gluon.jit
+def promoted_sums(
+    sums: gl.tuple,
+    x_strips: tma.tensor_descriptor,
+    x: gl.tensor,
+    row_scales: tma.tensor_descriptor,
+    scales: gl.tensor,
+    descriptors: gl.tuple,
+    buffers: gl.tuple,
+    arrived: gl.tensor,
+    weight_scales: gl.tensor,
+    n: gl.tensor,
+    first: gl.tensor,
+    begin: gl.tensor,
+    lines: gl.constexpr,
+    warps: gl.constexpr,
+    chunks: gl.constexpr,
+    chunk_bytes: gl.constexpr,
+    pieces: gl.constexpr,
+    ring: gl.constexpr,
+    halves: gl.constexpr,
+    scale_rows: gl.constexpr,
+    blocks: gl.constexpr,
+    one_block: gl.constexpr,
+) -> gl.tuple:
+    """Sums of a tile, piece by piece, over one share of the inputs; `scale_rows` outputs of a
+    weight have one scale for each of `blocks` blocks of inputs, or 0: none in the loop.
+
+    While a product of a chunk runs, the one before is promoted.
+    """
+    dtype: gl.constexpr = x_strips.dtype
+    strips: gl.constexpr = x_strips.block_shape[0]
+    products: gl.constexpr = len(pieces)
+    by_blocks: gl.constexpr = scale_rows > 0
+    zeros = zeros_of(pieces, halves, lines, warps, 8)
+    slot = first * 0
+    phase = first * 0
+    for number in range(chunks):
+        mbarrier.wait(arrived.index(slot), phase)
+        for each in gl.static_range(strips):
+            place = slot * strips + each
+            block = begin + number * strips + each
+            values = x.index(place)._reinterpret(dtype, [lines, 128], strip_layout(8))
+            in_line = scales.index(place)._reinterpret(gl.float32, [lines], ONE_AFTER_THE_OTHER)
+            for i in gl.static_range(products):
+                weight = buffers[i].index(place).permute((1, 0))
+                running = warpgroup_mma(values, weight, zeros[i], use_acc=False, is_async=True)
+                row_scale = in_line.load(side_of_sums(warps, halves * pieces[i], 8, 1))
+                weight_scale = row_scale
+                if by_blocks:
+                    weight_scale = scales_of_outputs(
+                        weight_scales, block, first + start_of(pieces, i), n, pieces[i], halves,
+                        scale_rows, blocks, one_block,
+                        side_of_sums(warps, halves * pieces[i], 8, 0),
+                    )  # fmt: skip
+                if each + i > 0:
+                    waited = warpgroup_mma_wait(1, deps=(before,) + sums)
+                    sums = promote(
+                        waited, row_before, weight_before, (i + products - 1) % products, by_blocks
+                    )
+                before = running
+                row_before = row_scale
+                weight_before = weight_scale
+        waited = warpgroup_mma_wait(0, deps=(before,) + sums)
+        if ring < chunks:
+            strip = begin + (number + ring) * strips
+            wanted = number + ring < chunks
+            mbarrier.expect(arrived.index(slot), chunk_bytes, pred=wanted)
+            ask_weights(descriptors, buffers, arrived, slot, first, strip, wanted, pieces)
+            ask_rows(x_strips, x, row_scales, scales, arrived, slot, strip, wanted)
+        sums = promote(waited, row_before, weight_before, products - 1, by_blocks)
+        slot = gl.where(slot + 1 == ring, 0, slot + 1)
+        phase = gl.where(slot == 0, 1 - phase, phase)
+    return sums

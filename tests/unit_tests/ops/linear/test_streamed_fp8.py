@@ -1,0 +1,186 @@
+"""Products of FP8 with scales of blocks: emulated, compiled for a GPU, and on one."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from megatron_async.ops.linear import streamed, streamed_fp8
+from megatron_async.ops.linear.product_kernel import Problem
+from megatron_async.ops.linear.quantised_weight import (
+    BLOCK,
+    Form,
+    QuantisedWeight,
+    quantise_rows,
+)
+from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
+from megatron_async.ops.linear.streamed import (
+    HALVES_OF_FP8,
+    MOST_PIECES,
+    STRIPS_OF_FP8,
+    StreamedPlan,
+    chunks_per_share,
+    warps_of,
+)
+from megatron_async.ops.linear.streamed_fp8 import (
+    LEAST_SCALES,
+    streamed_fp8_plan,
+    streamed_fp8_product,
+)
+from megatron_async.ops.linear.strips import SCALES_IN_SHARED_MEMORY
+from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
+from tests.unit_tests.ops.linear.test_products import BRAIN, assert_close, random
+from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
+from tests.unit_tests.ops.triton_interpreter import INTERPRETED
+
+FORMS = {
+    "blocks": Form("FP8", BLOCK, BLOCK, rounds_rows=True),
+    "rows of blocks": Form("FP8", 1, BLOCK, rounds_rows=True),
+    "outputs": Form("FP8", 1, 0, rounds_rows=True),
+}
+PLANS = [
+    (1, 256, 256, StreamedPlan((64, 64), 1, 1, 2, 8)),  # tiles of one block each
+    (5, 200, 640, StreamedPlan((32, 16), 1, 2, 2, 8)),  # ragged tile and chunk, several blocks
+    (17, 130, 384, StreamedPlan((32, 32, 32, 16), 1, 1, 2, 32)),
+    (64, 128, 256, StreamedPlan((64,), 1, 2, 2, 64)),
+    (100, 70, 512, StreamedPlan((32, 32), 1, 1, 3, 128)),
+]
+
+LLAMA = [
+    (6144, 4096, "", False),
+    (4096, 4096, "", True),
+    (28672, 4096, "swiglu", False),
+    (4096, 14336, "", True),
+]
+"""Weights of Llama-3.1-8B: outputs, inputs, what follows, whether partial sums may."""
+
+
+def plan_of(rows, outputs, k, activation, split, form="blocks"):
+    problem = Problem(
+        rows, outputs // 2 if activation == "swiglu" else outputs, k, BRAIN,
+        activation == "swiglu", split, False, True, form=FORMS[form],
+    )  # fmt: skip
+    return streamed_fp8_plan(problem)
+
+
+def weight_of(n, k, form, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randn(n, k, generator=generator).mul(20).to(torch.float8_e4m3fn)
+    blocks = -(-k // form.inputs) if form.inputs else 1
+    scales = torch.rand(-(-n // form.rows), blocks, generator=generator).add(0.2) / 20 / k**0.5
+    return QuantisedWeight(codes.to(device), scales.to(device), form, BRAIN)
+
+
+def expected_product(x, weight, bias=None, activation=""):
+    exact = F.linear(weight.rounded(x).double(), weight.values().double())
+    if bias is not None:
+        exact += bias
+    if activation == "swiglu":
+        gate, up = exact.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return F.relu(exact).square() if activation else exact
+
+
+def on_a_cpu(x, input_scale, multiple=4):
+    """`round_rows` by its reference; scales that have no meaning are NaN."""
+    codes, scales = quantise_rows(x, input_scale)
+    padded = torch.full((scales.size(1), -(-len(x) // multiple) * multiple), torch.nan)
+    padded[:, : len(x)] = scales.T
+    return RoundedRows(codes, padded)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    written = (0, streamed.streamed_kernel.arg_names.index("row_scales"))
+    kernel = EmulatedKernel(streamed, "streamed_kernel", written)
+    monkeypatch.setattr(streamed, "streamed_kernel", kernel)
+    monkeypatch.setattr(streamed, "launch_options", lambda x: {"overlap": True})
+    monkeypatch.setattr(streamed_fp8, "round_rows", on_a_cpu)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(poisoned_memory):
+    torch.manual_seed(0)
+
+
+def check(rows, n, k, plan, form, activation, device):
+    gated = activation == "swiglu"
+    weight = weight_of(2 * n if gated else n, k, FORMS[form], device)
+    x = random(rows, k + 24, dtype=BRAIN, device=device)[:, 8 : k + 8]
+    found = streamed_fp8_product(x, weight, None, activation, plan)
+    assert found.dtype == BRAIN
+    assert_close(found, expected_product(x, weight, None, activation), BRAIN)
+    assert torch.equal(found, streamed_fp8_product(x, weight, None, activation, plan))
+    alone = streamed_fp8_product(x[:1], weight, None, activation, plan)
+    assert torch.equal(found[:1], alone), "a row depends on the others"
+    if not activation:
+        bias = random(n, dtype=BRAIN, device=device)
+        found = streamed_fp8_product(x, weight, bias, "", plan)
+        assert_close(found, expected_product(x, weight, bias), BRAIN)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("rows", "n", "k", "plan"), PLANS)
+@pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+def test_emulated(rows, n, k, plan, form, activation, emulated):
+    check(rows, n, k, plan, form, activation, "cpu")
+
+
+def check_partial_sums(device):
+    weight, x = weight_of(96, 896, FORMS["blocks"], device), random(3, 896, dtype=BRAIN)
+    x = x.to(device)
+    parts = streamed_fp8_product(x, weight, None, "", StreamedPlan((64,), 2, 2, 2, 8))
+    assert parts.shape == (2, 3, 96)
+    assert_close(parts.sum(0), expected_product(x, weight), BRAIN)
+
+
+def test_emulated_partial_sums(emulated):
+    check_partial_sums("cpu")
+
+
+def test_a_scale_of_the_file_for_all_rows(emulated):
+    weight = weight_of(64, 256, FORMS["outputs"], "cpu")
+    weight = QuantisedWeight(
+        weight.codes, weight.scales, weight.form, BRAIN, input_scale=torch.tensor(0.01)
+    )
+    x = random(3, 256, dtype=BRAIN)
+    plan = StreamedPlan((64,), 1, 1, 2, 8)
+    found = streamed_fp8_product(x, weight, None, "", plan)
+    assert_close(found, expected_product(x, weight), BRAIN)
+    assert not torch.allclose(found.double(), x.double() @ weight.values().double().T, rtol=0.05)
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize(("rows", "n", "k", "plan"), PLANS)
+    @pytest.mark.parametrize("activation", ["", "swiglu", "squared_relu"])
+    def test_small_shapes(self, rows, n, k, plan, form, activation):
+        check(rows, n, k, plan, form, activation, "cuda")
+
+    def test_partial_sums(self):
+        check_partial_sums("cuda")
+
+    @pytest.mark.parametrize(("rows", "k"), [(1, 128), (7, 1152), (64, 4096), (130, 14336)])
+    def test_rows_are_rounded_as_by_the_reference(self, rows, k):
+        x = random(rows, k + 8, dtype=BRAIN, device="cuda")[:, 8:]
+        x[0, :BLOCK] = 0
+        for scale in (None, torch.tensor(0.003, device="cuda")):
+            codes, scales = quantise_rows(x, scale)
+            found = round_rows(x, scale)
+            assert torch.equal(found.scales[:, :rows].T, scales)
+            assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
+
+    @pytest.mark.parametrize("rows", [1, 16, 33, 64, 128])
+    @pytest.mark.parametrize(("outputs", "k", "activation", "split"), LLAMA)
+    def test_llama(self, rows, outputs, k, activation, split):
+        weight = weight_of(outputs, k, FORMS["blocks"], "cuda")
+        x = random(rows, k, dtype=BRAIN, device="cuda")
+        plan = plan_of(rows, outputs, k, activation, split)
+        found = streamed_fp8_product(x, weight, None, activation, plan)
+        whole = found if found.dim() == 2 else found.sum(0)
+        assert_close(whole, expected_product(x, weight, None, activation), BRAIN)
