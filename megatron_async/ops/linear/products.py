@@ -39,6 +39,7 @@ from megatron_async.ops.linear.resident import RESIDENT
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import STREAMED
+from megatron_async.ops.linear.streamed_fp8 import STREAMED_FP8
 from megatron_async.ops.linear.tile import TILE
 from megatron_async.ops.linear.warpgroup import WARPGROUP
 from megatron_async.ops.op import op, promising
@@ -73,7 +74,7 @@ PRODUCTS = (CUBLAS_LT, RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, 
 """In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
 INVARIANT = tuple(kernel for kernel in PRODUCTS if kernel.rounding.order == IN_ORDER.order)
 """The kernels that are asked with `Wants.invariant`, and then never split."""
-QUANTISED: tuple[ProductKernel, ...] = ()
+QUANTISED: tuple[ProductKernel, ...] = (STREAMED_FP8,)
 """Kernels that are asked where the weight has a `Form`: they know formats, and `WIDENED` all."""
 
 

@@ -7,6 +7,8 @@ and the norm of the rounded sum is computed in float32 and rounded once (`torch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,14 @@ from torch import Tensor
 
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.linear.streamed import ONE_WARPGROUP, STREAMED_FROM, STREAMED_INPUTS
+from megatron_async.ops.linear.quantised_weight import BLOCK
+from megatron_async.ops.linear.rounded_rows import RoundedRows, new_rounded, round_blocks
+from megatron_async.ops.linear.streamed import (
+    ONE_WARPGROUP,
+    STREAMED_FROM,
+    STREAMED_INPUTS,
+    STREAMED_ROWS,
+)
 from megatron_async.ops.op import op, promising
 
 MAX_HIDDEN = 16384
@@ -29,6 +38,9 @@ its weights arrive while the kernel before the norm ends; of one row, whatever i
 rows for a streamed product. The step of 64 rows of SmolLM2 takes 0.697 instead of 0.726 ms by it,
 of Granite-4.0-H-350M 1.18 instead of 1.22, of Llama-3.1-8B 4.649 instead of 4.664; the step of
 Llama-3.2-1B would take 1.092 instead of 1.082 (docs/records/products.md, 2026-11-25 and 27)."""
+NOT_ROUNDED: dict[str, Any] = {
+    "scales": None, "input_scale": None, "scale_stride": None, "has_scale": False,
+}  # fmt: skip
 
 
 @op
@@ -65,6 +77,44 @@ def add_rms_norm(
 def add_rms_norm_gpu(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
+    tokens, hidden = x.shape[-2:]
+    dtype = x.dtype if residual is None else residual.dtype
+    normed = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
+    total = _add_rms_norm(x, residual, weight, eps, normed, {})
+    return normed, total
+
+
+def add_rms_norm_rounded(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    input_scale: Tensor | None,
+    multiple: int,
+) -> tuple[RoundedRows, Tensor]:
+    """`add_rms_norm` on a GPU, and the normed rows rounded as by `round_rows`."""
+    tokens, hidden = x.shape[-2:]
+    if hidden % BLOCK:
+        raise ValueError(f"add_rms_norm_rounded: {hidden} elements are not blocks of {BLOCK}.")
+    rows = new_rounded(tokens, hidden, x.device, multiple)
+    scales = {
+        "scales": rows.scales,
+        "input_scale": rows.scales if input_scale is None else input_scale,
+        "scale_stride": rows.scales.size(1),
+        "has_scale": input_scale is not None,
+    }
+    return rows, _add_rms_norm(x, residual, weight, eps, rows.codes, scales)
+
+
+def _add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    normed: Tensor,
+    rounding: dict[str, Any],
+) -> Tensor:
+    """Launch the kernel, which writes to `normed`; gives the new residual."""
     parts = x.size(0) if x.dim() == 3 else 1
     if parts > 1 and (residual is None or x.dtype != torch.float32 or not x.is_contiguous()):
         raise ValueError(
@@ -74,7 +124,6 @@ def add_rms_norm_gpu(
     part_stride = x.stride(0) if x.dim() == 3 else 0
     x = x[0] if x.dim() == 3 else x
     tokens, hidden = x.shape
-    dtype = x.dtype if residual is None else residual.dtype
     if hidden > MAX_HIDDEN:
         raise ValueError(
             f"add_rms_norm: hidden size {hidden} is over {MAX_HIDDEN}, what one program holds: "
@@ -88,8 +137,9 @@ def add_rms_norm_gpu(
         )
     if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("add_rms_norm: elements of a row must be adjacent: call .contiguous().")
-    normed = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(normed)
+    total = x
+    if residual is not None:
+        total = torch.empty((tokens, hidden), dtype=residual.dtype, device=x.device)
     if tokens:
         block = triton.next_power_of_2(hidden)
         _add_rms_norm_kernel[(tokens,)](
@@ -106,11 +156,14 @@ def add_rms_norm_gpu(
             block=block,
             has_residual=residual is not None,
             parts=parts,
-            early=tokens == 1 or hidden <= EARLY_WIDTH or _is_streamed(tokens, hidden),
+            early=tokens == 1
+            or hidden <= EARLY_WIDTH
+            or _is_streamed(tokens, hidden, bool(rounding)),
             num_warps=norm_warps(block),
+            **(NOT_ROUNDED | rounding),
             **launch_options(x),
         )
-    return normed, total
+    return total
 
 
 @add_rms_norm.cpu
@@ -140,8 +193,10 @@ def norm_warps(block: int) -> int:
     return min(max(block // PER_WARP, 1), 16)
 
 
-def _is_streamed(tokens: int, hidden: int) -> bool:
+def _is_streamed(tokens: int, hidden: int, is_rounded: bool) -> bool:
     """Whether products of such rows ask for their first weights before they wait, all at once."""
+    if is_rounded:
+        return tokens <= STREAMED_ROWS
     return STREAMED_FROM <= tokens <= ONE_WARPGROUP and hidden >= STREAMED_INPUTS
 
 
@@ -168,7 +223,12 @@ def _add_rms_norm_kernel(
     parts: tl.constexpr,
     early: tl.constexpr,
     overlap: tl.constexpr,
+    scales: tl.tensor | None,
+    input_scale: tl.tensor | None,
+    scale_stride: tl.tensor | None,
+    has_scale: tl.constexpr,
 ) -> None:
+    """Sum and norm of one row, which is rounded to FP8 if there are `scales`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < hidden
@@ -186,4 +246,16 @@ def _add_rms_norm_kernel(
         tl.store(total + row * hidden + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
     factor = norm_factor(value, hidden, eps)
-    tl.store(normed + row * hidden + column, value * factor * scale, mask=inside)
+    value = value * factor * scale
+    if scales is None:
+        tl.store(normed + row * hidden + column, value, mask=inside)
+    else:
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+        numbers, row_scales = round_blocks(
+            tl.reshape(value, [block // 128, 128]), input_scale, has_scale
+        )
+        place = tl.arange(0, block // 128)
+        column = place[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(normed + row * hidden + column, numbers, mask=column < hidden)
+        place = place.to(tl.int64) * scale_stride + row
+        tl.store(scales + place, row_scales, mask=tl.arange(0, block // 128) * 128 < hidden)

@@ -67,7 +67,7 @@ def round_rows(x: Tensor, input_scale: Tensor | None, multiple: int = COPIED_ROW
 
 
 @triton.jit
-def rounded(
+def round_blocks(
     values: tl.tensor, input_scale: tl.tensor, has_scale: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Codes and scales of float32 `[blocks, 128]`."""
@@ -98,6 +98,6 @@ def _round_rows_kernel(
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     wait_for_previous(overlap, True)
     values = tl.load(x + row * x_stride + column, mask=column < k, other=0.0).to(tl.float32)
-    numbers, scale = rounded(values, input_scale, has_scale)
+    numbers, scale = round_blocks(values, input_scale, has_scale)
     tl.store(codes + row * k + column, numbers, mask=column < k)
     tl.store(scales + block.to(tl.int64) * scale_stride + row, scale, mask=block * 128 < k)

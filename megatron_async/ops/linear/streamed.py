@@ -23,7 +23,7 @@ Written in Gluon, the form of Triton in which a program states the place of each
 # Gluon knows tuples and constants, but not `*` in a tuple; mypy does not know that a loop over
 # constants is unrolled.
 # ruff: noqa: RUF005
-# mypy: disable-error-code="assignment, var-annotated, unreachable"
+# mypy: disable-error-code="assignment, var-annotated, unreachable, union-attr"
 
 from __future__ import annotations
 
@@ -441,9 +441,7 @@ def streamed_kernel(
             )  # fmt: skip
             y = y * factor[None, :]
         if gated:
-            y, up = split_pairs(
-                y, lines, pieces[piece], sums_layout(warps, pieces[piece], bits)
-            )
+            y, up = split_pairs(y, lines, pieces[piece], sums_layout(warps, pieces[piece], bits))
         if has_bias:
             y = y + gl.load(bias + place, mask=place < n, other=0.0).to(gl.float32)
         if rounds and (gated or squared):

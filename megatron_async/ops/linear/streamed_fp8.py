@@ -16,7 +16,9 @@ from megatron_async.ops.linear.product_kernel import (
     check_copied,
 )
 from megatron_async.ops.linear.quantised_weight import BLOCK, QuantisedWeight
-from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
+from megatron_async.ops.linear.rms_norm import add_rms_norm_rounded
+from megatron_async.ops.linear.rounded_rows import COPIED_ROWS, RoundedRows, round_rows
+from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import (
     LEAST_ROWS,
     MORE_SHARED_MEMORY,
@@ -80,16 +82,32 @@ def layout(height: int, splits: int, block_m: int, gated: bool, k: int) -> Strea
 
 
 def streamed_fp8_product(
-    x: Tensor,
+    x: Tensor | Stream,
     weight: QuantisedWeight,
     bias: Tensor | None,
     activation: Activation,
     plan: StreamedPlan,
 ) -> Tensor:
     """`product` of rows that are rounded to FP8 by a weight in FP8, by a given plan, on a GPU with
-    warpgroups (Hopper); partial sums if it splits."""
-    given = Operands(x, weight, bias, activation)
-    return multiply(round_rows(x, weight.input_scale), weight, bias, activation, plan, given)
+    warpgroups (Hopper); partial sums if it splits. The norm of a `Stream` is done first."""
+    rows, given = rounded_of(x, weight, bias, activation)
+    return multiply(rows, weight, bias, activation, plan, given)
+
+
+def rounded_of(
+    x: Tensor | Stream,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    activation: Activation,
+    multiple: int = COPIED_ROWS,
+) -> tuple[RoundedRows, Operands]:
+    """Rows as products take them, with scales of a multiple of so many; the norm of a `Stream` is
+    done first, and its total set."""
+    if not isinstance(x, Stream):
+        given = Operands(x, weight, bias, activation)
+        return round_rows(x, weight.input_scale, multiple), given
+    rows, x.total = add_rms_norm_rounded(*x.norm_arguments, weight.input_scale, multiple)
+    return rows, Operands(x.total, weight, bias, activation)
 
 
 def multiply(
@@ -124,7 +142,7 @@ def multiply(
 STREAMED_FP8 = ProductKernel(
     "streamed, FP8",
     streamed_fp8_plan,
-    lambda *_: {"activation"},
+    lambda *_: {"activation", "norm"},
     streamed_fp8_product,
     BY_BLOCKS,
 )

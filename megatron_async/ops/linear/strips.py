@@ -169,9 +169,7 @@ def scales_of_outputs(
     column = gl.arange(0, halves * piece, layout=layout)
     block = gl.minimum(block, blocks - 1)
     if scale_rows > 1:
-        scale = scales_by_blocks(
-            scales, block, first, n, column, scale_rows, blocks, one_block
-        )
+        scale = scales_by_blocks(scales, block, first, n, column, scale_rows, blocks, one_block)
         if halves == 1:
             return scale
         up = scales_by_blocks(
@@ -247,6 +245,7 @@ def promoted_sums(
     phase = first * 0
     for number in range(chunks):
         mbarrier.wait(arrived.index(slot), phase)
+        before, row_before, weight_before = zeros[0], zeros[0], zeros[0]
         for each in gl.static_range(strips):
             place = slot * strips + each
             block = begin + number * strips + each

@@ -1,16 +1,12 @@
 """Products of FP8 with scales of blocks: emulated, compiled for a GPU, and on one."""
 
-import re
-import subprocess
-
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from megatron_async.ops.linear import streamed, streamed_fp8
-from megatron_async.ops.linear.product_kernel import Problem
+from megatron_async.ops.linear.product_kernel import PROCESSORS, Problem, Wants
+from megatron_async.ops.linear.products import WIDENED, WeightShape, choose
 from megatron_async.ops.linear.quantised_weight import (
     BLOCK,
     Form,
@@ -19,23 +15,15 @@ from megatron_async.ops.linear.quantised_weight import (
 )
 from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
 from megatron_async.ops.linear.streamed import (
-    HALVES_OF_FP8,
-    MOST_PIECES,
-    STRIPS_OF_FP8,
     StreamedPlan,
-    chunks_per_share,
-    warps_of,
 )
 from megatron_async.ops.linear.streamed_fp8 import (
-    LEAST_SCALES,
+    STREAMED_FP8,
     streamed_fp8_plan,
     streamed_fp8_product,
 )
-from megatron_async.ops.linear.strips import SCALES_IN_SHARED_MEMORY
 from tests.unit_tests.ops.linear.gluon_emulator import EmulatedKernel
 from tests.unit_tests.ops.linear.test_products import BRAIN, assert_close, random
-from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, TOOLS, spilled_bytes
-from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
 FORMS = {
     "blocks": Form("FP8", BLOCK, BLOCK, rounds_rows=True),
@@ -184,3 +172,22 @@ class TestOnGpu:
         found = streamed_fp8_product(x, weight, None, activation, plan)
         whole = found if found.dim() == 2 else found.sum(0)
         assert_close(whole, expected_product(x, weight, None, activation), BRAIN)
+
+
+def test_which_products_are_streamed():
+    for outputs, k, activation, split in LLAMA:
+        for rows in (1, 16, 64, 128):
+            wants = Wants(rows, norm=True, activation=activation, split=split)
+            shape = WeightShape(outputs, k, BRAIN, form=FORMS["blocks"])
+            kernel, plan, met = choose(shape, wants)
+            assert kernel is STREAMED_FP8
+            assert met == wants
+            height = sum(plan.pieces)
+            halves = 2 if activation else 1
+            assert -(-outputs // halves // height) * plan.splits <= PROCESSORS
+            chunk = (rows + height * halves) * 128 * plan.strips
+            assert chunk * plan.ring <= 227 * 1024
+    for form in (Form("FP8", BLOCK, BLOCK), Form("FP8", 1, 64, rounds_rows=True)):
+        assert choose(shape._replace(form=form), Wants(1)).kernel is WIDENED
+    assert choose(shape._replace(k=4160), Wants(1)).kernel is WIDENED
+    assert choose(shape._replace(dtype=torch.float32), Wants(1)).kernel is WIDENED
