@@ -32,7 +32,7 @@ output are right less often, and each takes another pass. With 3 n-gram drafts a
 query tokens, one tile of the kernels for few rows. On edited text the third draft is still right in
 7 of 10 cases; on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
-QUANTIZATIONS = ("int8", "auto", "none")
+QUANTIZATIONS = ("file", "int8", "auto", "none")
 CHOICES = ("measure", "cached", "shipped")
 ATTENTION_BACKENDS = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3", "torch")
 
@@ -212,9 +212,10 @@ class InferenceConfig:
     op then has one order of sums, which is slower where another is the fastest."""
 
     quantization: str | None = None
-    """int8: on a CPU, linear layers with 8-bit weights, or 4-bit as in their GGUF file; auto: where
-    a CPU has quick loops for them. Faster, but tokens may differ from float32's
-    (docs/models.md). None (or "none"): the model's own weights."""
+    """Weights on a CPU (docs/models.md). file: as a GGUF file has them, and rows of 16 bits: the
+    default where that is possible. int8: as the file has them, or 8 bits; rows of 8 bits by a
+    file's weights. Faster, but more tokens differ from float32's. auto: int8 where a CPU has quick
+    loops. none, and the default for other models: float32."""
 
     attention_backend: str | None = None
     """Attention of prefill chunks on a GPU: triton (our kernel), warpgroup (ours for Hopper GPUs

@@ -21,7 +21,9 @@ from megatron_async.checkpoints.huggingface import DTYPES
 from megatron_async.checkpoints.mapping import Region, Shape
 from megatron_async.checkpoints.safetensors_file import SafetensorsFile
 from megatron_async.checkpoints.source import ModelSource, NamedTensorSource
+from megatron_async.checkpoints.weight import Weight
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.ops.linear.cpu.group_form import StoredGroups
 from megatron_async.text.tokenizer import Tokenizer
 
 PATTERN = "mtp_pattern"
@@ -84,6 +86,15 @@ class WithDraftLayer(NamedTensorSource):
     def mtp_shapes(self) -> Mapping[str, Shape]:
         """Shapes of the file's tensors, by name."""
         return {name: stored.shape for name, stored in self._file.tensors.items()}
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """The model's; its draft layer is small."""
+        return self._base.kept_bytes
+
+    def stored_groups(self, weight: Weight) -> StoredGroups | None:
+        """The model's."""
+        return self._base.stored_groups(weight)
 
     @override
     def check_stored(self, with_mtp: bool) -> None:

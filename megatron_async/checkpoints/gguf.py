@@ -6,9 +6,11 @@ A row of a quantised tensor is a sequence of blocks of 32 or 256 values, whose n
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, override
 
@@ -20,11 +22,18 @@ from torch import Tensor
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf_metadata import SAMPLING_PREFIX, Metadata, generation_config
 from megatron_async.checkpoints.huggingface_config import family_of
-from megatron_async.checkpoints.mapping import Region, Shape
+from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
-from megatron_async.ops.linear.gguf_blocks import dequantise, unpermute
+from megatron_async.ops.linear.cpu.group_form import (
+    GroupForm,
+    Groups,
+    StoredGroups,
+    joined,
+    widened,
+)
+from megatron_async.ops.linear.gguf_blocks import BLOCKS, dequantise, groups_of, unpermute
 from megatron_async.text.tokenizer import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -180,6 +189,53 @@ class GGUFSource(NamedTensorSource):
             rows = slice(first + start, first + stop)
             target[start:stop].copy_(self.read_tensor(name, (rows, *region[1:]), place.device))
 
+    @cached_property
+    @override
+    def kept_bytes(self) -> int | None:
+        total, some = 0, False
+        for weight in weights(self.architecture):
+            found = self.stored_groups(weight)
+            some |= found is not None
+            total += 4 * prod(weight.shape) if found is None else found.nbytes
+        return total if some else None
+
+    @override
+    def stored_groups(self, weight: Weight) -> StoredGroups | None:
+        tensors = [self._by_huggingface_name.get(name) for name in weight.parts]
+        has_blocks = all(each is not None and each.tensor_type in BLOCKS for each in tensors)
+        if not has_blocks or not weight.is_of_whole_rows:
+            return None
+        form = GroupForm.of_all([BLOCKS[each.tensor_type].form for each in tensors])
+        outputs, k = weight.whole_shape
+
+        @cache
+        def places() -> Tensor:
+            return self._row_order(weight)
+
+        def read(first: int, last: int) -> Groups:
+            return _rows_of(tensors, places()[first:last], form)
+
+        return StoredGroups(outputs, k, form, read)
+
+    def _row_order(self, weight: Weight) -> Tensor:
+        """Where each row of a weight lies in its tensors, one behind the other: int64."""
+        order, first = torch.empty(weight.whole_shape[0], 1, dtype=torch.int64), 0
+        for name, place in weight.places(order).items():
+            rows = torch.arange(place.numel())[:, None]
+            heads = self._permuted_heads(name)
+            if heads is not None:
+                rows = unpermute(rows, heads)
+            place.copy_((rows + first).view(place.shape))
+            first += len(rows)
+        return order.flatten()
+
+    @override
+    def load_into(
+        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+    ) -> None:
+        super().load_into(tensors, shard, progress)
+        self._reader.forget_pages()
+
     def _values(self, stored: Any, rows: slice, device: torch.device) -> Tensor:
         try:
             return dequantise(stored.data[rows], stored.tensor_type, device)
@@ -278,7 +334,11 @@ class _QuickReader(gguf.GGUFReader):
 
     @data.setter
     def data(self, mapped: np.memmap) -> None:
-        self._bytes = mapped.view(np.ndarray)
+        self._mapped, self._bytes = mapped, mapped.view(np.ndarray)
+
+    def forget_pages(self) -> None:
+        """Let the system take back the memory of what was read; the file has it still."""
+        self._mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
     def _get_field_parts(
         self, orig_offs: int, raw_type: int
@@ -300,6 +360,23 @@ class _QuickReader(gguf.GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         strings, end = _strings(self._bytes, start, count)
         return end - orig_offs, [*head, *strings], list(range(2, 2 + count)), types
+
+
+def _rows_of(tensors: list[Any], order: Tensor, form: GroupForm) -> Groups:
+    """Rows of several tensors, by their place in these one behind the other."""
+    found, places, first = [], [], 0
+    for stored in tensors:
+        rows = len(stored.data)
+        where = ((order >= first) & (order < first + rows)).nonzero().flatten()  # sync-ok: CPU
+        if len(where):
+            raw = torch.from_numpy(stored.data)[order[where] - first]
+            found.append(widened(groups_of(raw, stored.tensor_type), form))
+            places.append(where)
+        first += rows
+    if len(found) == 1:
+        return found[0]
+    back = torch.cat(places).argsort()
+    return Groups(*(numbers[back] for numbers in joined(found)))
 
 
 def _strings(data: np.ndarray, start: int, count: int) -> tuple[list[np.ndarray], int]:

@@ -394,10 +394,15 @@ def _size(count: float) -> str:
 
 
 def check_weights_fit(
-    architecture: ModelArchitecture, dtype: torch.dtype, sizes: ParallelSizes, free: int
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    sizes: ParallelSizes,
+    free: int,
+    kept_bytes: int | None = None,
 ) -> None:
     """Check that a rank's share of the weights fits into `free` bytes. Experts count as if all
     ranks of a job shared all weights evenly, so a model that passes may still be too large.
+    `kept_bytes`: of a file whose blocks are kept.
 
     Raises:
         OutOfMemoryError: they do not fit; the message has the figures and what helps.
@@ -406,7 +411,7 @@ def check_weights_fit(
         sizes.tensor_model_parallel * sizes.pipeline_model_parallel * sizes.expert_model_parallel
     )
     needed = architecture.num_parameters * dtype.itemsize // ranks
-    if needed <= free:
+    if (needed if kept_bytes is None else kept_bytes) <= free:
         return
     share = "the weights" if ranks == 1 else f"a rank's share of the weights (1 of {ranks})"
     name = str(dtype).removeprefix("torch.")

@@ -24,6 +24,7 @@ from megatron_async.checkpoints.mapping import (
 )
 from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.ops.linear.cpu.group_form import StoredGroups
 from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -84,6 +85,16 @@ class ModelSource(ABC):
     @property
     def quantised(self) -> QuantisedFolder | None:
         """What is quantised in the files; None: nothing, or the format has its own words."""
+        return None
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes of the weights where blocks stay as they are (`kept_blocks.py`), all others in
+        float32; None: no weight can be kept."""
+        return None
+
+    def stored_groups(self, weight: Weight) -> StoredGroups | None:
+        """A whole weight as the file's blocks; None where it cannot be kept so."""
         return None
 
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
@@ -228,6 +239,8 @@ class NamedTensorSource(ModelSource):
         """Read a piece of a weight into its place, and count its bytes. It goes to the device as it
         is stored; there it is converted. On the host nothing is joined or converted."""
         weight, name, region, place = piece
+        if place.is_meta:  # it is kept in another form
+            return 0
         if place.numel() and weight.scale == 1 and not weight.offset:
             self.fill(place, name, region)
         elif place.numel():
@@ -307,7 +320,7 @@ def model_parameters(tensors: Mapping[str, Tensor], wanted: Sequence[Weight]) ->
 
 def total_bytes(parameters: Mapping[str, Tensor]) -> int:
     """Bytes of all parameters together."""
-    return sum(parameter.nbytes for parameter in parameters.values())
+    return sum(parameter.nbytes for parameter in parameters.values() if not parameter.is_meta)
 
 
 def byte_bar(total: int, show: bool, label: str = "loading weights") -> Any:

@@ -154,6 +154,15 @@ class Weight:
         return self.experts > 0 and len(next(iter(self.parts.values()))) == 3
 
     @property
+    def is_of_whole_rows(self) -> bool:
+        """Whether its rows are those of its parts as they are stored."""
+        return (
+            (self.scale, self.offset, self.experts) == (1, 0, 0)
+            and not (self.strips or self.order or self.has_swapped_halves)
+            and len(self.whole_shape) == 2
+        )
+
+    @property
     def held_parts(self) -> list[str]:
         """Parts of which this rank holds something: those of its own experts."""
         parts = list(self.parts)

@@ -130,7 +130,7 @@ class CompiledLayers:
     def _product(self, linear: Any) -> tuple[int, int]:
         weight = _weight(linear)
         self._kept.append(weight)
-        return weight.address, weight.scale_address
+        return weight.address, weight.record.address
 
 
 def compile_layers(stack: Any) -> CompiledLayers | None:

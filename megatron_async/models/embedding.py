@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.linear import InferenceColumnParallelLinear
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 from megatron_async.ops.linear.products import CUBLAS, choose_for
 from megatron_async.ops.ranks.tensor_collectives import TensorCollectives, collectives_of
 from megatron_async.ops.ranks.vocabulary_shard import VocabularyShard
@@ -24,6 +25,7 @@ class InferenceEmbedding(LanguageModelEmbedding):
     """Megatron's `LanguageModelEmbedding` without position embeddings."""
 
     ops = LayerOps()
+    packed_weight: GroupedWeight | None = None
 
     @property
     def collectives(self) -> TensorCollectives:
@@ -38,6 +40,8 @@ class InferenceEmbedding(LanguageModelEmbedding):
         words, collectives = self.word_embeddings, self.collectives
         lookup = self.ops.vocab_embedding
         scale = self.config.mup_embedding_mult if self.config.use_mup else 1.0
+        if self.packed_weight is not None:  # of one rank
+            return self.packed_weight.rows(input_ids.flatten()).mul_(scale)[:, None]
         rows = lookup(input_ids.flatten(), words.weight, words.vocab_start_index, scale)[:, None]
         if collectives.size == 1:
             return rows

@@ -222,8 +222,8 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
     Args:
         model: whose linear layers are of this file's classes.
         free_memory: bytes.
-        quantization: "int8", or None for blocked copies; "auto": int8 where this CPU has loops for
-            it and the copies fit.
+        quantization: "int8", or None or "file" for blocked copies; "auto": int8 where this CPU has
+            loops for it and the copies fit.
 
     Returns:
         bytes of the copies, 0 if nothing was packed.
@@ -236,7 +236,7 @@ def pack_weights(model: nn.Module, free_memory: int, quantization: str | None = 
     if quantization == "auto":
         fits = sum(weight.numel() for _, weight in jobs) <= free_memory
         quantization = "int8" if fits and multiplies_integers() and is_available() else None
-    if quantization is not None:
+    if quantization == "int8":
         return _keep_eight_bits(jobs, free_memory)
     total = sum(weight.numel() * weight.itemsize for _, weight in jobs)
     if not torch.backends.mkldnn.is_available() or total > PACKING_MEMORY_SHARE * free_memory:
@@ -279,7 +279,8 @@ def _keep_eight_bits(jobs: list[tuple[Any, Tensor]], free_memory: int) -> int:
 
 
 def weights_on_cpu(model: nn.Module) -> list[tuple[Any, Tensor]]:
-    """Linear layers with a float32 weight on a CPU, and that weight."""
+    """Linear layers with a float32 weight on a CPU, and that weight: none that `keep_weight` has
+    taken away."""
     tied = getattr(model, "share_embeddings_and_output_weights", False)
     jobs: list[tuple[Any, Tensor]] = []
     for module in model.modules():

@@ -186,7 +186,8 @@ class GPTInferenceWrapper(NamesOfMegatron):
         if tokens is not None:
             weight = model.output_layer.weight if weight is None else weight
             ops = self.inference_context.gpu_view.ops
-            logits = linear(ops, hidden_states[:, None], weight[:tokens], None, None)
+            kept = layer.packed_weight.first(tokens) if weight.is_meta else None
+            logits = linear(ops, hidden_states[:, None], weight[:tokens], None, kept)
         else:
             with inference_mode_active():
                 logits, _ = model.output_layer(

@@ -26,6 +26,7 @@ from megatron_async.checkpoints.source import clear_padding, model_parameters, n
 from megatron_async.devices import Device, Event, makes_ordinary_tensors
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.kept_weights import has_kept_weights
 from megatron_async.models.pipeline import EMBEDDING
 from megatron_async.updates.incoming import (
     HUGGINGFACE,
@@ -110,6 +111,11 @@ class WeightRound:
             raise UpdateError(
                 "this model was built outside of megatron_async's loader, which alone knows its "
                 "weights by name: write into its parameters within engine.weights_open()."
+            )
+        if has_kept_weights(model):
+            raise UpdateError(
+                "weights are kept as the blocks of their GGUF file, which take no other numbers: "
+                "start the engine with quantization='none'."
             )
         parameters, shard = named_tensors(model), Shard.of(model)
         refresh = wrapper.derived.refresh

@@ -26,23 +26,22 @@ from megatron_async.ops.linear.cpu.jobs import (
     NORM,
     ROW_CHUNKS,
     TURN,
-    block_bytes,
     multiply_rounded,
-    outputs_of_block,
     rows_of_chunk,
     share,
 )
+from megatron_async.ops.linear.cpu.weight_record import OUTPUTS, block_bytes, field
 
 COLUMNS = (
-    "attention_norm", "qkv", "qkv_scales", "qkv_bias", "q_norm", "k_norm", "cache", "proj",
-    "proj_scales", "mlp_norm", "fc1", "fc1_scales", "fc2", "fc2_scales",
+    "attention_norm", "qkv", "qkv_record", "qkv_bias", "q_norm", "k_norm", "cache", "proj",
+    "proj_record", "mlp_norm", "fc1", "fc1_record", "fc2", "fc2_record",
 )  # fmt: skip
-"""Columns of the table of layers, int64. Addresses: norms are float32 factors and products are of
-`WidenedWeight`, or, without scales, of `GroupedWeight`; 0 where there is no norm of heads, or no
+"""Columns of the table of layers, int64. Addresses: norms are float32 factors and products are of a
+`WidenedWeight` or a `GroupedWeight`, each with its record; 0 where there is no norm of heads, or no
 bias. `cache`: the layer's number in the KV cache."""
 (
-    ATTENTION_NORM, QKV, QKV_SCALES, QKV_BIAS, Q_NORM, K_NORM, CACHE, PROJ, PROJ_SCALES,
-    MLP_NORM, FC1, FC1_SCALES, FC2, FC2_SCALES,
+    ATTENTION_NORM, QKV, QKV_RECORD, QKV_BIAS, Q_NORM, K_NORM, CACHE, PROJ, PROJ_RECORD,
+    MLP_NORM, FC1, FC1_RECORD, FC2, FC2_RECORD,
 ) = range(len(COLUMNS))  # fmt: skip
 
 SIZES = ("hidden", "ffn", "heads", "kv_heads", "dim", "rotated", "rope_positions")
@@ -76,13 +75,13 @@ FACTORS = ("eps", "head_eps", "scale")
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _multiply(
-    work: Any, k: Any, weight: Any, scales: Any, outputs: Any, out: Any
+    work: Any, k: Any, weight: Any, record: Any, outputs: Any, out: Any
 ) -> None:  # pragma: no cover - compiled
     """`multiply_rounded`, in chunks of so many bytes if the weight has at least `least`."""
     control, least, chunk_bytes, scratch, rows = work
-    blocks, of_block = outputs // outputs_of_block(scales), block_bytes(k, scales)
+    blocks, of_block = outputs // field(record, OUTPUTS), block_bytes(record, k)
     size = max(chunk_bytes // of_block, 1) if blocks * of_block >= least else blocks
-    multiply_rounded(control, scratch, rows, k, weight, blocks, scales, out, size)
+    multiply_rounded(control, scratch, rows, k, weight, blocks, record, out, size)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -118,16 +117,16 @@ def run_layers(
     residual, work = x, (control, least, chunk_bytes, scratch, rows)
     for layer in range(len(table)):
         one = table[layer]
-        scales, weight = one[QKV_SCALES], one[ATTENTION_NORM]
+        record, weight = one[QKV_RECORD], one[ATTENTION_NORM]
         if layer == 0:
-            arguments = (x, hidden, scales, scratch, 0, weight, eps, 0, normed, norm)
+            arguments = (x, hidden, record, scratch, 0, weight, eps, 0, normed, norm)
         else:
             arguments = (
-                out, hidden, scales, scratch, residual, weight, eps, other, normed, add_norm,
+                out, hidden, record, scratch, residual, weight, eps, other, normed, add_norm,
             )  # fmt: skip
             residual = other
         share(control, NORM, rows, some_rows, arguments)
-        _multiply(work, hidden, one[QKV], scales, qkv_width, qkv)
+        _multiply(work, hidden, one[QKV], record, qkv_width, qkv)
         if one[QKV_BIAS] != 0:
             _add_bias(qkv, one[QKV_BIAS], rows, qkv_width)
         keys = keys_at + 4 * layer_floats * one[CACHE]
@@ -141,23 +140,23 @@ def run_layers(
             head_eps, group, query, kv_heads, dim, rotated, rope_positions, places, rope_append,
         )  # fmt: skip
         share(control, TURN, rows, some_rows, turn)
-        scales = one[PROJ_SCALES]
+        record = one[PROJ_RECORD]
         attend = (
             query, keys, values, attended, heads, kv_heads, dim, places, tables, blocks,
-            block_size, last, width, first_key, scale, decode_attention, scales, scratch,
+            block_size, last, width, first_key, scale, decode_attention, record, scratch,
         )  # fmt: skip
         share(control, ATTEND, sequences, some_sequences, attend)
-        _multiply(work, heads * dim, one[PROJ], scales, hidden, out)
-        scales, weight = one[FC1_SCALES], one[MLP_NORM]
+        _multiply(work, heads * dim, one[PROJ], record, hidden, out)
+        record, weight = one[FC1_RECORD], one[MLP_NORM]
         arguments = (
-            out, hidden, scales, scratch, residual, weight, eps, stream, normed, add_norm,
+            out, hidden, record, scratch, residual, weight, eps, stream, normed, add_norm,
         )  # fmt: skip
         share(control, NORM, rows, some_rows, arguments)
         residual = stream
-        _multiply(work, hidden, one[FC1], scales, 2 * ffn, both)
-        scales = one[FC2_SCALES]
-        share(control, ACTIVATE, rows, some_rows, (both, ffn, scales, scratch, activated))
-        _multiply(work, ffn, one[FC2], scales, hidden, out)
+        _multiply(work, hidden, one[FC1], record, 2 * ffn, both)
+        record = one[FC2_RECORD]
+        share(control, ACTIVATE, rows, some_rows, (both, ffn, record, scratch, activated))
+        _multiply(work, ffn, one[FC2], record, hidden, out)
 
 
 @cache

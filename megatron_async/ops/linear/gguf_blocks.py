@@ -8,12 +8,15 @@ also reads the rare formats that have no function here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
+
+from megatron_async.ops.linear.cpu.group_form import GROUP, GroupForm, Groups
 
 
 def dequantise(rows: np.ndarray, kind: Kind, device: torch.device) -> Tensor:
@@ -30,11 +33,18 @@ def dequantise(rows: np.ndarray, kind: Kind, device: torch.device) -> Tensor:
         data = torch.from_numpy(rows.view(np.uint8)).to(device)
         return data.view(PLAIN[kind]).to(torch.float32)
     if kind in BLOCKS:
-        size, values = BLOCKS[kind]
         data = torch.from_numpy(rows).to(device)
-        return values(data.unflatten(-1, (-1, size))).flatten(len(data.shape) - 1)
+        size, read, _ = BLOCKS[kind]
+        return read(data.unflatten(-1, (-1, size))).values().flatten(len(data.shape) - 1)
     found: np.ndarray = gguf.quants.dequantize(rows, kind)
     return torch.from_numpy(found).to(device)
+
+
+def groups_of(rows: Tensor, kind: Kind) -> Groups:
+    """Numbers of quantised rows, uint8 `[outputs, bytes of a row]` on a CPU, of a type of
+    `BLOCKS`."""
+    size, read, _ = BLOCKS[kind]
+    return read(rows.unflatten(-1, (-1, size))).groups()
 
 
 def unpermute(tensor: Tensor, heads: int) -> Tensor:
@@ -65,26 +75,58 @@ def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     return (bits & 1).flatten(-2) << 4
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_nibbles(blocks[..., 2:]).to(torch.float32) - 8)
+class Blocks(NamedTuple):
+    """Numbers of blocks: `scale * (codes - zero) - offset`, in float32 and in this order.
+
+    Attributes:
+        codes: uint8 `[..., groups, group]`: 16 or 32 that share a scale.
+        scale, offset: float32 `[..., groups, 1]`; None: there is no offset.
+        zero: the code of the number 0.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: int = 0
+    offset: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """float32 `[..., groups * group]`."""
+        found = self.scale * (self.codes.to(torch.float32) - self.zero)
+        return (found if self.offset is None else found - self.offset).flatten(-2)
+
+    def groups(self) -> Groups:
+        """The same numbers as `Groups`, of blocks `[outputs, blocks of a row, bytes]`."""
+        codes, scale, zero, offset = self
+        offsets = -zero * scale if offset is None else -offset
+        scales, offsets = (each.flatten(1).unflatten(1, (-1, GROUP // codes.size(-1)))
+                           for each in (scale, offsets))  # fmt: skip
+        return Groups(codes.flatten(1).unflatten(1, (-1, GROUP)), scales, offsets)
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _nibbles(blocks[..., 4:]).to(torch.float32) + _half(blocks, 2)
+def _q4_0(blocks: Tensor) -> Blocks:
+    return _of_one(_nibbles(blocks[..., 2:]), blocks, zero=8)
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
-    values = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
-    return _half(blocks, 0) * (values.to(torch.float32) - 16)
+def _q4_1(blocks: Tensor) -> Blocks:
+    return _of_one(_nibbles(blocks[..., 4:]), blocks, has_offset=True)
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
-    values = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)
-    return _half(blocks, 0) * values.to(torch.float32) + _half(blocks, 2)
+def _q5_0(blocks: Tensor) -> Blocks:
+    return _of_one(_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2), blocks, zero=16)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * blocks[..., 2:].view(torch.int8).to(torch.float32)
+def _q5_1(blocks: Tensor) -> Blocks:
+    return _of_one(_nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), blocks, has_offset=True)
+
+
+def _q8_0(blocks: Tensor) -> Blocks:
+    return _of_one(blocks[..., 2:] ^ 128, blocks, zero=128)
+
+
+def _of_one(codes: Tensor, blocks: Tensor, zero: int = 0, has_offset: bool = False) -> Blocks:
+    """Blocks of one group each, which begin with its scale, then its smallest number, if any."""
+    offset = -_half(blocks, 2)[..., None] if has_offset else None
+    return Blocks(codes[..., None, :], _half(blocks, 0)[..., None], zero, offset)
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,38 +147,52 @@ def _k_nibbles(packed: Tensor) -> Tensor:
     return _nibbles(packed.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
+def _q4_k(blocks: Tensor) -> Blocks:
     scale, offset = _k_scales(blocks)
-    return (scale * _k_nibbles(blocks[..., 16:]).to(torch.float32) - offset).flatten(-2)
+    return Blocks(_k_nibbles(blocks[..., 16:]), scale, 0, offset)
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Tensor) -> Blocks:
     scale, offset = _k_scales(blocks)
     fifth = (blocks[..., None, 16:48] >> _shifts(8, 1, blocks)[:, None] & 1) << 4
-    values = _k_nibbles(blocks[..., 48:]) | fifth
-    return (scale * values.to(torch.float32) - offset).flatten(-2)
+    return Blocks(_k_nibbles(blocks[..., 48:]) | fifth, scale, 0, offset)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Tensor) -> Blocks:
     low = blocks[..., :128].unflatten(-1, (2, 64))
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     scales = blocks[..., 192:208].view(torch.int8).to(torch.float32)
     top = (high >> _shifts(4, 2, blocks)[:, None] & 3) << 4
-    values = (_nibbles(low) | top.flatten(-2)).flatten(-2).to(torch.float32) - 32
-    scale = _half(blocks, 208) * scales
-    return (scale[..., None] * values.unflatten(-1, (16, 16))).flatten(-2)
+    codes = (_nibbles(low) | top.flatten(-2)).flatten(-2).unflatten(-1, (16, 16))
+    return Blocks(codes, (_half(blocks, 208) * scales)[..., None], 32)
 
 
 PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
-BLOCKS: dict[Kind, tuple[int, Callable[[Tensor], Tensor]]] = {
-    Kind.Q4_0: (18, _q4_0),
-    Kind.Q4_1: (20, _q4_1),
-    Kind.Q5_0: (22, _q5_0),
-    Kind.Q5_1: (24, _q5_1),
-    Kind.Q8_0: (34, _q8_0),
-    Kind.Q4_K: (144, _q4_k),
-    Kind.Q5_K: (176, _q5_k),
-    Kind.Q6_K: (210, _q6_k),
+
+class BlockType(NamedTuple):
+    """A type of blocks.
+
+    Attributes:
+        size: bytes of a block.
+        read: blocks `[..., bytes]` to their numbers.
+        form: in which the numbers of a weight are kept exactly.
+    """
+
+    size: int
+    read: Callable[[Tensor], Blocks]
+    form: GroupForm
+
+
+_HALVES_4, _HALVES_8 = GroupForm(4, 1, True), GroupForm(8, 1, True)
+BLOCKS: dict[Kind, BlockType] = {
+    Kind.Q4_0: BlockType(18, _q4_0, _HALVES_4),
+    Kind.Q4_1: BlockType(20, _q4_1, _HALVES_4),
+    Kind.Q5_0: BlockType(22, _q5_0, _HALVES_8),
+    Kind.Q5_1: BlockType(24, _q5_1, _HALVES_8),
+    Kind.Q8_0: BlockType(34, _q8_0, _HALVES_8),
+    Kind.Q4_K: BlockType(144, _q4_k, GroupForm(4, 1, False)),
+    Kind.Q5_K: BlockType(176, _q5_k, GroupForm(8, 1, False)),
+    Kind.Q6_K: BlockType(210, _q6_k, GroupForm(8, 2, False)),
 }
-"""Bytes of a block, and a function from blocks `[..., bytes]` to values `[..., values]`."""
+"""The types whose numbers are found by torch."""

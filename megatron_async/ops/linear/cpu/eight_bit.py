@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits on a CPU, or of 4 where they come from a file of 4 bits.
+"""Products with weights of 8 bits on a CPU.
 
 A CPU's decode step is bound by the bytes of its weights, and a larger batch by its multipliers:
 8-bit integers are a quarter of float32's bytes. The weight has a scale for each output. So that a
@@ -6,8 +6,8 @@ request's answer does not depend on the other requests, each row of the input ha
 ("per token" in vLLM). Eight bits are too few for rows with one very large element, as in language
 models; so rows have 16.
 
-Where Numba compiles, the loops of `integer_products.py` multiply. Weights whose numbers are a 4-bit
-file's stay 4 bits (`GroupedWeight`): exact, and quicker still, with rows of 8 bits in small groups.
+Where Numba compiles, the loops of `integer_products.py` multiply. Weights of a GGUF file are kept
+otherwise (`GroupedWeight`).
 
 Elsewhere torch's fbgemm kernels multiply 8-bit integers; a row is two rows of 8 bits then, the
 second one what the rounding of the first has left. On a Zen 3 EPYC our loops take a third to six
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigurationError
 from megatron_async.ops.cpu.compiler import compiles, multiplies_integers
-from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight, find_grid
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 from megatron_async.ops.linear.cpu.widened_weight import LARGEST, LEAST_SCALE, WidenedWeight
 from megatron_async.ops.linear.weight_format import INT8
 
@@ -45,7 +45,7 @@ _product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.def
 
 
 class EightBitWeight:
-    """A float32 weight `[outputs, k]` on a CPU as a `KeptWeight` of 8-bit integers, or of 4.
+    """A float32 weight `[outputs, k]` on a CPU as a `KeptWeight` of 8-bit integers.
 
     Raises:
         ConfigurationError: torch has no fbgemm here (it is for x86 CPUs with AVX2).
@@ -57,12 +57,11 @@ class EightBitWeight:
                 f"quantization='int8' needs torch's {ENGINE} kernels, which are for x86 CPUs; this "
                 f"torch has {torch.backends.quantized.supported_engines}: leave it None."
             )
-        self.looped: LoopedWeight | None = None
+        self.looped: WidenedWeight | None = None
         self.format = INT8
         if multiplies_integers():
-            grid = find_grid(weight)
-            self.looped = WidenedWeight(weight) if grid is None else GroupedWeight(*grid)
-            self.format, self.nbytes = self.looped.format, self.looped.nbytes
+            self.looped = WidenedWeight(weight)
+            self.nbytes = self.looped.nbytes
             return
         outputs = weight.size(0)
         largest = LARGEST if has_vnni() else LARGEST_WITHOUT_VNNI

@@ -12,10 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async.ops.linear.cpu.weight_record import WeightRecord
 
 PATIENCE = 400_000
 """Turns of a helper without work before it sleeps: some 12 to 20 ms, 31 nanoseconds each on a Zen 3
@@ -76,19 +80,19 @@ class Helpers:
             threading.Thread(target=self._help, args=(event,), name=name, daemon=True).start()
 
     def product(
-        self, x: int, rows: int, k: int, weight: int, blocks: int, scales: int, out: int
+        self, x: int, rows: int, k: int, weight: int, blocks: int, record: WeightRecord, out: int
     ) -> None:
         """`jobs.product` on as many threads as are free; any thread may call it."""
         from megatron_async.ops.linear.cpu import integer_products
 
         num_bytes = integer_products.scratch_bytes(rows, k)
-        of_block = self._jobs.block_bytes(k, scales)
+        told, of_block = record.address, record.block_bytes(k)
         # Two threads may compute at once, those of two engines: one of them does so alone.
         if blocks * of_block < self._least or not self._lock.acquire(blocking=False):
             desk = self._alone.desk
             scratch = desk.scratch(num_bytes)
             self._jobs.product(
-                desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, scales, out, blocks
+                desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, told, out, blocks
             )
             return
         try:
@@ -96,7 +100,7 @@ class Helpers:
             size = max(CHUNK_BYTES // of_block, 1)
             scratch = self._desk.scratch(num_bytes)
             self._jobs.product(
-                self._desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, scales, out,
+                self._desk.address, scratch.data_ptr(), x, rows, k, weight, blocks, told, out,
                 size,
             )  # fmt: skip
         finally:
@@ -153,9 +157,10 @@ os.register_at_fork(after_in_child=helpers_of.cache_clear)
 @cache
 def compile_products() -> None:
     """Compile the loops, so that no first step does."""
-    from megatron_async.ops.linear.cpu import integer_products, jobs
+    from megatron_async.ops.linear.cpu import integer_products, integer_tile, jobs, weight_record
 
     desk, numbers = _Desk(), torch.zeros(64)
     scratch, place = desk.scratch(integer_products.scratch_bytes(1, 16)), numbers.data_ptr()
-    jobs.product(desk.address, scratch.data_ptr(), place, 1, 16, place, 1, place, place, 1)
+    record = weight_record.WeightRecord(integer_tile.OUTPUTS, 128, place).address
+    jobs.product(desk.address, scratch.data_ptr(), place, 1, 16, place, 1, record, place, 1)
     jobs.serve(desk.address, 0)

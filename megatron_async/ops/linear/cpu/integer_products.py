@@ -105,8 +105,9 @@ def _tiles_of(rows: Any) -> Any:
 
 @register_jitable
 def scratch_bytes(rows: Any, k: Any) -> Any:
-    """Bytes of a product's rows as integers, and of their factors."""
-    return whole_tiles(rows) * ((k + STEP - 1) // STEP * (2 * STEP) + 4)
+    """Bytes of a product's rows as integers, and of their factors: of 16 bits, or, with numbers for
+    each group, as `round_groups` makes them, which is more."""
+    return whole_tiles(rows) * ((k + STEP - 1) // STEP * (3 * STEP) + 4)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

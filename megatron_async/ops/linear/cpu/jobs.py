@@ -17,6 +17,7 @@ from typing import Any
 from numba.extending import register_jitable
 
 from megatron_async.ops.cpu.kept_loops import njit
+from megatron_async.ops.cpu.pointers import call_at
 from megatron_async.ops.linear.cpu import atomics, row_jobs
 from megatron_async.ops.linear.cpu.atomics import (
     ARGUMENT,
@@ -29,11 +30,10 @@ from megatron_async.ops.linear.cpu.atomics import (
     TICKET,
     argument,
 )
-from megatron_async.ops.linear.cpu.group_products import GROUP_BYTES, LANES, multiply_groups
-from megatron_async.ops.linear.cpu.group_tile import GROUP
 from megatron_async.ops.linear.cpu.integer_products import multiply
-from megatron_async.ops.linear.cpu.integer_tile import OUTPUTS, STEP
+from megatron_async.ops.linear.cpu.integer_tile import STEP
 from megatron_async.ops.linear.cpu.row_jobs import factors_at
+from megatron_async.ops.linear.cpu.weight_record import LOOP, SCALES, field
 
 PRODUCT, GROUPED, ROUND, NORM, ACTIVATE, TURN, ATTEND = range(7)
 """Kinds of jobs."""
@@ -51,18 +51,6 @@ _read = atomics.read
 
 
 @register_jitable
-def outputs_of_block(scales: Any) -> Any:
-    """Outputs of a weight's block; scales: its address of scales, 0 for a `GroupedWeight`."""
-    return OUTPUTS if scales != 0 else LANES
-
-
-@register_jitable
-def block_bytes(k: Any, scales: Any) -> Any:
-    """Bytes of a weight's block."""
-    return OUTPUTS * k if scales != 0 else k // GROUP * GROUP_BYTES
-
-
-@register_jitable
 def rows_of_chunk(rows: Any, is_shared: Any) -> Any:
     """Rows that a thread takes at a time; all of them: no thread takes part."""
     if not is_shared or rows < LEAST_ROWS:
@@ -77,7 +65,9 @@ def _compute(control: Any, first: Any, last: Any) -> None:  # pragma: no cover -
     if kind == GROUPED:
         x, rows, k = argument(control, 0), argument(control, 1), argument(control, 2)
         weight, blocks, out = argument(control, 3), _read(control + LENGTH), argument(control, 4)
-        multiply_groups(x, rows, k, weight, blocks, out, first, last)
+        # The last number is the form, which each loop has one of and does not read.
+        numbers = (x, rows, k, weight, blocks, out, first, last, 0)
+        call_at(argument(control, 5), numbers)
     elif kind == PRODUCT:
         x, factors, rows = argument(control, 0), argument(control, 1), argument(control, 2)
         steps, weight, scales = argument(control, 3), argument(control, 4), argument(control, 5)
@@ -142,12 +132,14 @@ def share(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def multiply_rounded(
-    control: Any, scratch: Any, rows: Any, k: Any, weight: Any, blocks: Any, scales: Any, out: Any,
+    control: Any, scratch: Any, rows: Any, k: Any, weight: Any, blocks: Any, record: Any, out: Any,
     size: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """`product` of rows that `row_jobs.round_some` has rounded into scratch."""
+    scales = field(record, SCALES)
     if scales == 0:
-        share(control, GROUPED, blocks, size, (scratch, rows, k, weight, out))
+        loop = field(record, LOOP)
+        share(control, GROUPED, blocks, size, (scratch, rows, k, weight, out, loop))
         return
     factors, steps = factors_at(scratch, rows, k), (k + STEP - 1) // STEP
     arguments = (scratch, factors, rows, steps, weight, scales, out)
@@ -156,7 +148,7 @@ def multiply_rounded(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def product(
-    control: Any, scratch: Any, x: Any, rows: Any, k: Any, weight: Any, blocks: Any, scales: Any,
+    control: Any, scratch: Any, x: Any, rows: Any, k: Any, weight: Any, blocks: Any, record: Any,
     out: Any, size: Any,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Into out: `x @ weight.T`; all by their addresses.
@@ -166,12 +158,12 @@ def product(
         scratch: `scratch_bytes(rows, k)`; written.
         x: float32 `[rows, k]`.
         weight: int8 `[blocks, steps, 4, STEP]`, steps the fewest that hold k; or a `GroupedWeight`.
-        scales: float32 `[4 blocks]`; 0: the weight is a `GroupedWeight`.
+        record: the weight's (`weight_record.py`).
         out: float32 `[whole_tiles(rows), outputs]`; written.
         size: blocks of a chunk; all of them: no thread takes part.
     """
-    share(control, ROUND, rows, rows_of_chunk(rows, size < blocks), (x, k, scales, scratch))
-    multiply_rounded(control, scratch, rows, k, weight, blocks, scales, out, size)
+    share(control, ROUND, rows, rows_of_chunk(rows, size < blocks), (x, k, record, scratch))
+    multiply_rounded(control, scratch, rows, k, weight, blocks, record, out, size)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -21,6 +21,7 @@ from megatron_async.ops.linear.cpu.atomics import LENGTH, argument, read
 from megatron_async.ops.linear.cpu.group_rows import round_groups, row_bytes
 from megatron_async.ops.linear.cpu.integer_products import round_rows, whole_tiles
 from megatron_async.ops.linear.cpu.integer_tile import STEP
+from megatron_async.ops.linear.cpu.weight_record import IS_FINE, SCALES, field
 
 
 @register_jitable
@@ -31,13 +32,14 @@ def factors_at(scratch: Any, rows: Any, k: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def round_some(
-    x: Any, rows: Any, k: Any, scales: Any, scratch: Any, first: Any, last: Any
+    x: Any, rows: Any, k: Any, record: Any, scratch: Any, first: Any, last: Any
 ) -> None:  # pragma: no cover - compiled
-    """Rows of x, float32 `[rows, k]`, into scratch, as the product by a weight reads them; scales:
-    the weight's address of scales, 0 for a `GroupedWeight`."""
+    """Rows of x, float32 `[rows, k]`, into scratch, as the product by a weight reads them; record:
+    the weight's."""
     source, count = x + 4 * first * k, last - first
-    if scales == 0:
-        round_groups(source, count, k, scratch + first * row_bytes(k))
+    if field(record, SCALES) == 0:
+        is_fine = field(record, IS_FINE) != 0
+        round_groups(source, count, k, is_fine, scratch + first * row_bytes(k, is_fine))
         return
     width = (k + STEP - 1) // STEP * STEP
     # The part with the last row has the rows that fill its tile.
@@ -53,14 +55,14 @@ def round_some(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def rounding(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
-    """`(x, k, scales, scratch)`: see `round_some`."""
-    x, k, scales = argument(control, 0), argument(control, 1), argument(control, 2)
-    round_some(x, read(control + LENGTH), k, scales, argument(control, 3), first, last)
+    """`(x, k, record, scratch)`: see `round_some`."""
+    x, k, record = argument(control, 0), argument(control, 1), argument(control, 2)
+    round_some(x, read(control + LENGTH), k, record, argument(control, 3), first, last)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def normalising(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
-    """`(x, k, scales, scratch, residual, weight, eps, total, out, loop)`: `norm` of x, or
+    """`(x, k, record, scratch, residual, weight, eps, total, out, loop)`: `norm` of x, or
     `add_norm` where the address of a residual is not 0; then its rounding. eps is the address of a
     float32, and loop the norm's address."""
     x, k, residual = argument(control, 0), argument(control, 1), argument(control, 4)
@@ -74,17 +76,17 @@ def normalising(control: Any, first: Any, last: Any) -> None:  # pragma: no cove
             x + begin, residual + begin, weight, count, k, eps, out + begin, total + begin,
         )  # fmt: skip
         call_at(loop, arguments)
-    scales, scratch = argument(control, 2), argument(control, 3)
-    round_some(out, read(control + LENGTH), k, scales, scratch, first, last)
+    record, scratch = argument(control, 2), argument(control, 3)
+    round_some(out, read(control + LENGTH), k, record, scratch, first, last)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def activating(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
-    """`(x, k, scales, scratch, out)`: `swiglu` of x, `[rows, 2, k]`, and its rounding."""
+    """`(x, k, record, scratch, out)`: `swiglu` of x, `[rows, 2, k]`, and its rounding."""
     x, k, out = argument(control, 0), argument(control, 1), argument(control, 4)
     swiglu(x + 8 * first * k, last - first, k, out + 4 * first * k)
-    scales, scratch = argument(control, 2), argument(control, 3)
-    round_some(out, read(control + LENGTH), k, scales, scratch, first, last)
+    record, scratch = argument(control, 2), argument(control, 3)
+    round_some(out, read(control + LENGTH), k, record, scratch, first, last)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -114,7 +116,7 @@ def turning(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - 
 @njit(nogil=True, cache=True, error_model="numpy")
 def attending(control: Any, first: Any, last: Any) -> None:  # pragma: no cover - compiled
     """`(query, keys, values, out, heads, kv_heads, dim, places, tables, blocks, block_size, last,
-    width, first_key, scale, loop, scales, scratch)`: `decode_attention` of sequences first to last,
+    width, first_key, scale, loop, record, scratch)`: `decode_attention` of sequences first to last,
     and the rounding of their rows; scale is the address of a float32."""
     heads, kv_heads, dim = argument(control, 4), argument(control, 5), argument(control, 6)
     sequences, width = read(control + LENGTH), argument(control, 12)
@@ -131,8 +133,8 @@ def attending(control: Any, first: Any, last: Any) -> None:  # pragma: no cover 
         argument(control, 13), scale, first, last, out,
     )  # fmt: skip
     call_at(argument(control, 15), arguments)
-    scales, scratch = argument(control, 16), argument(control, 17)
+    record, scratch = argument(control, 16), argument(control, 17)
     round_some(
-        argument(control, 3), sequences * width, heads * dim, scales, scratch, first * width,
+        argument(control, 3), sequences * width, heads * dim, record, scratch, first * width,
         last * width,
     )  # fmt: skip

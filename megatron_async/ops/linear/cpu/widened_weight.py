@@ -21,7 +21,8 @@ class WidenedWeight:
 
     Attributes:
         k: inputs.
-        address, scale_address: of the integers, and of their scales, float32.
+        address: of the integers.
+        record: what loops know of them.
         is_whole: whether the outputs fill the last block.
     """
 
@@ -29,6 +30,7 @@ class WidenedWeight:
 
     def __init__(self, weight: Tensor) -> None:
         from megatron_async.ops.linear.cpu import integer_tile as kernels
+        from megatron_async.ops.linear.cpu.weight_record import UNIT, WeightRecord
 
         compile_products()
         self._outputs, self.k = weight.shape
@@ -42,7 +44,7 @@ class WidenedWeight:
         packed.copy_(by_step.transpose(1, 2))
         self._weight, self.address = packed, packed.data_ptr()
         self._scales = F.pad(scales, (0, len(whole) - self._outputs))
-        self.scale_address = self._scales.data_ptr()
+        self.record = WeightRecord(kernels.OUTPUTS, kernels.OUTPUTS * UNIT, self._scales.data_ptr())
         self.is_whole = len(whole) == self._outputs
         self.nbytes = packed.numel() + 4 * self._outputs
 
@@ -58,7 +60,7 @@ class WidenedWeight:
         sizes = (*x.shape[:-1], outputs) if is_whole else (tiles, columns)
         out = torch.empty(sizes, dtype=torch.float32)
         helpers_of(torch.get_num_threads()).product(
-            x.data_ptr(), rows, self.k, self.address, blocks, self.scale_address, out.data_ptr()
+            x.data_ptr(), rows, self.k, self.address, blocks, self.record, out.data_ptr()
         )
         if not is_whole:
             out = out[:rows, :outputs].reshape(*x.shape[:-1], outputs)

@@ -1,0 +1,86 @@
+"""Weights of a file that are kept as its blocks: parameters without numbers of their own.
+
+Such a layer has a `GroupedWeight` of the file's own numbers, and its parameter is on the meta
+device: it has a shape, and no memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.mapping import weights
+from megatron_async.checkpoints.source import ModelSource
+from megatron_async.errors import ConfigurationError
+from megatron_async.ops.cpu.compiler import multiplies_integers
+
+if TYPE_CHECKING:
+    from megatron_async.models.parallel_state import ParallelSizes
+
+FILE = "file"
+"""Value of `InferenceConfig.quantization`: weights stay the file's, and rows have 16 bits."""
+
+
+def can_keep(
+    source: ModelSource, device: str, dtype: torch.dtype, sizes: ParallelSizes, has_sleep: bool
+) -> bool:
+    """Whether an engine with these settings can keep weights of a source as its blocks."""
+    ranks = sizes.tensor_model_parallel * sizes.pipeline_model_parallel
+    return (
+        (device, dtype) == ("cpu", torch.float32)
+        and ranks * sizes.expert_model_parallel == 1
+        and not has_sleep
+        and multiplies_integers()
+        and source.kept_bytes is not None
+    )
+
+
+def chosen_quantization(asked: str | None, can: bool) -> str | None:
+    """The value of `quantization` where `can_keep` is `can`: `FILE` by default where that is
+    possible.
+
+    Raises:
+        ConfigurationError: `FILE` was asked for, and is not possible.
+    """
+    if asked == FILE and not can:
+        raise ConfigurationError(
+            f"quantization={FILE!r} keeps the blocks of a quantised GGUF file, on an x86 CPU with "
+            "AVX2 where Numba is installed, in float32, on one rank and without enable_sleep_mode: "
+            "leave it out."
+        )
+    return FILE if asked is None and can else asked
+
+
+def keep_blocks(source: ModelSource, model: nn.Module, is_fine: bool) -> None:
+    """Give the layers of a model, of one rank, the blocks of a file; `load_weights` fills all other
+    parameters.
+
+    Args:
+        source: of the model; `can_keep` is true.
+        model: from `build_model`, with uninitialised weights on a CPU.
+        is_fine: rows of inputs are rounded to 16 bits, else to 8.
+
+    Raises:
+        CheckpointError: numbers that cannot be kept; the message names the tensors.
+    """
+    # Imports Megatron, which takes seconds and is not needed to describe a file.
+    from megatron_async.models.kept_weights import keep_weight, may_be_kept
+    from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
+
+    modules = dict(model.named_modules())
+    for weight in weights(source.architecture):
+        module, stored = modules.get(weight.name.removesuffix(".weight")), None
+        if module is not None and may_be_kept(model, module):
+            stored = source.stored_groups(weight)
+        if module is None or stored is None:
+            continue
+        try:
+            keep_weight(model, module, GroupedWeight(stored, is_fine))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{source.name}: one of {', '.join(weight.parts)} {error}: fetch the file again, "
+                "or use quantization='none'"
+            ) from error

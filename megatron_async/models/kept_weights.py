@@ -1,0 +1,48 @@
+"""Weights that have no parameter of the model's dtype: `packed_weight` is all that there is.
+
+The parameter is on the meta device then, so that names and shapes are as ever, and whoever reads
+its numbers fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_async.models.embedding import InferenceEmbedding
+from megatron_async.models.linear import (
+    InferenceColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
+
+
+def may_be_kept(model: Any, module: nn.Module) -> bool:
+    """Whether a module of a model multiplies by a `packed_weight`, or is the model's embedding."""
+    is_linear = isinstance(module, InferenceColumnParallelLinear | InferenceRowParallelLinear)
+    embedding = getattr(model, "embedding", None)
+    return is_linear or (
+        isinstance(embedding, InferenceEmbedding) and module is embedding.word_embeddings
+    )
+
+
+def keep_weight(model: Any, module: Any, kept: GroupedWeight) -> None:
+    """Let a module that `may_be_kept` have a weight alone in its kept form; a tied output layer has
+    the embedding's."""
+    nowhere = torch.empty_like(module.weight, device="meta")
+    module.weight = nn.Parameter(nowhere, requires_grad=False)
+    embedding = getattr(model, "embedding", None)
+    if embedding is None or module is not embedding.word_embeddings:
+        module.packed_weight = kept
+        return
+    embedding.packed_weight = kept
+    if model.share_embeddings_and_output_weights:
+        model.output_layer.packed_weight = kept
+
+
+def has_kept_weights(model: nn.Module) -> bool:
+    """Whether a weight of a model that runs has no parameter with numbers."""
+    found = [parameter.is_meta for parameter in model.parameters()]
+    return any(found) and not all(found)
