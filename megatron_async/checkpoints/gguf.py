@@ -201,9 +201,10 @@ class GGUFSource(NamedTensorSource):
 
     @override
     def stored_groups(self, weight: Weight) -> StoredGroups | None:
-        tensors = [self._by_huggingface_name.get(name) for name in weight.parts]
-        has_blocks = all(each is not None and each.tensor_type in BLOCKS for each in tensors)
-        if not has_blocks or not weight.is_of_whole_rows:
+        names = self._by_huggingface_name
+        tensors = [names[name] for name in weight.parts if name in names]
+        kept = [each for each in tensors if each.tensor_type in BLOCKS]
+        if len(kept) < len(weight.parts) or not weight.is_of_whole_rows:
             return None
         form = GroupForm.of_all([BLOCKS[each.tensor_type].form for each in tensors])
         outputs, k = weight.whole_shape

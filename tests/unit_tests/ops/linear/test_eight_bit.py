@@ -13,7 +13,6 @@ from megatron_async.models.linear import pack_weights
 from megatron_async.ops.cpu.compiler import multiplies_integers
 from megatron_async.ops.linear.cpu import eight_bit
 from megatron_async.ops.linear.cpu.eight_bit import EightBitWeight
-from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 
 HERE = eight_bit.ENGINE in torch.backends.quantized.supported_engines
 pytestmark = pytest.mark.skipif(not HERE, reason="torch has no fbgemm here")
@@ -36,28 +35,15 @@ KINDS = [
     "no vnni",
     pytest.param("widened", marks=NEEDS_LOOPS),
 ]
-GROUPED = pytest.param("grouped", marks=NEEDS_LOOPS)
-of_all_kinds = pytest.mark.parametrize("kind", [*KINDS, GROUPED])
 of_each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def pack(weight, kind):
-    if kind == "grouped":
-        groups = weight.unflatten(1, (-1, 32))
-        low, most = groups.aminmax(dim=2, keepdim=True)
-        step = (most - low).clamp_min(1e-9) / 15
-        weight = (((groups - low) / step).round() * step + low).flatten(1)
-    # Weights of equal numbers are on a grid of 4 bits.
-    find = eight_bit.find_grid if kind == "grouped" else lambda weight: None
-    is_ours = kind in ("widened", "grouped")
     with (
         mock.patch.object(eight_bit, "has_vnni", return_value=kind == "vnni"),
-        mock.patch.object(eight_bit, "multiplies_integers", return_value=is_ours),
-        mock.patch.object(eight_bit, "find_grid", find),
+        mock.patch.object(eight_bit, "multiplies_integers", return_value=kind == "widened"),
     ):
-        packed = EightBitWeight(weight)
-    assert (type(packed.looped) is GroupedWeight) == (kind == "grouped")
-    return packed
+        return EightBitWeight(weight)
 
 
 @of_each_kind
@@ -77,7 +63,7 @@ def test_near_float32(shape, kind):
     assert 1e-3 < relative_error(found, F.linear(x, weight, bias)) < (0.02 if steps < 127 else 0.01)
 
 
-@of_all_kinds
+@of_each_kind
 def test_a_row_depends_on_no_other(kind):
     packed = pack(torch.randn(64, 128), kind)
     x = torch.randn(9, 128)
@@ -87,7 +73,7 @@ def test_a_row_depends_on_no_other(kind):
         assert torch.equal(packed.product(x[row : row + 1])[0], together[row])
 
 
-@of_all_kinds
+@of_each_kind
 def test_rows_that_are_zero_or_not_finite_stay_alone(kind):
     packed = pack(torch.randn(64, 128), kind)
     x = torch.randn(4, 128)
@@ -134,7 +120,7 @@ def test_auto_is_for_float32_where_loops_are_quick():
 
 
 def test_refused():
-    with pytest.raises(ConfigurationError, match=r"'int4' is unknown: use one of int8, auto"):
+    with pytest.raises(ConfigurationError, match=r"'int4' is unknown: use one of file, int8, auto"):
         LLM("dummy:tiny", device="cpu", quantization="int4")
     with pytest.raises(ConfigurationError, match=r"not for torch\.bfloat16 on cpu"):
         LLM("dummy:tiny", device="cpu", dtype="bfloat16", quantization="int8")
