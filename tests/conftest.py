@@ -184,10 +184,11 @@ def invalidation(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def smollm2_llm() -> Iterator[LLM]:
-    """The demo model as a user gets it: float32 on the CPU, lookahead 1."""
+    """The demo model in float32 on the CPU, as `transformers` has it, lookahead 1."""
     from megatron_async import LLM
 
-    with LLM("smollm2", device="cpu", lookahead=1, check_integrity=True) as llm:
+    settings = {"quantization": "none", "lookahead": 1, "check_integrity": True}
+    with LLM("smollm2", device="cpu", **settings) as llm:
         yield llm
 
 

@@ -17,7 +17,6 @@ from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.ops.attention.cpu import host_attention
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.linear.cpu import eight_bit
-from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 from tests.support.harness import TINY, make_model, random_prompts
 
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
@@ -81,17 +80,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_layers, "can_compile", lambda stack: False)
 
 
-def store(architecture: ModelArchitecture, folder: Any, has_four_bits: bool = False) -> str:
+def store(architecture: ModelArchitecture, folder: Any) -> str:
     model = make_model(architecture)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             parameter.data.add_(torch.rand(parameter.shape, generator=generator))
-        elif has_four_bits:
-            groups = parameter.data.unflatten(1, (-1, 32))
-            low, most = groups.aminmax(dim=2, keepdim=True)
-            step = (most - low) / 15
-            groups.copy_(((groups - low) / step).round() * step + low)
     save_huggingface(model, architecture, None, folder)
     return str(folder)
 
@@ -100,15 +94,6 @@ def store(architecture: ModelArchitecture, folder: Any, has_four_bits: bool = Fa
 def test_bits_of_the_modules(name: str, tmp_path, threads: None, monkeypatch):
     folder = store(MODELS[name], tmp_path)
     _check_bits_of_the_modules(folder, monkeypatch)
-
-
-def test_bits_of_the_modules_with_weights_of_four_bits(tmp_path, threads: None, monkeypatch):
-    made = []
-    make = GroupedWeight.__init__
-    monkeypatch.setattr(GroupedWeight, "__init__", lambda *args: made.append(make(*args)))
-    folder = store(MODELS["a bias"], tmp_path, has_four_bits=True)
-    _check_bits_of_the_modules(folder, monkeypatch)
-    assert len(made) == 2 * (4 * TINY.num_layers + 1)
 
 
 def _check_bits_of_the_modules(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

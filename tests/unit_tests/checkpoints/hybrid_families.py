@@ -193,6 +193,7 @@ LLAMA3_ROPE = {
 }
 FAMILIES = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-wide": ("Llama", {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}),
     "llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
     "mistral": ("Mistral", {"head_dim": 24, "sliding_window": None}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),

@@ -16,6 +16,7 @@ from megatron_async.checkpoints.gguf import NAMES, GGUFSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.rotary import inverse_frequencies
 from megatron_async.ops.linear.gguf_blocks import BLOCKS, PLAIN, dequantise
+from tests.support.gguf_blocks import blocks_of
 from tests.unit_tests.checkpoints.hybrid_families import assert_same_weights, huggingface_state
 
 CPU = torch.device("cpu")
@@ -36,9 +37,10 @@ def write_gguf(
     a: ModelArchitecture,
     fields: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
-    quantisation: gguf.GGMLQuantizationType = Q.F32,
+    quantisation: gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType] = Q.F32,
 ) -> Path:
-    """A GGUF file of a folder's weights; `fields` and `tensors` replace or (None) drop some."""
+    """A GGUF file of a folder's weights; `fields` and `tensors` replace or (None) drop some.
+    `quantisation`: of matrices, or by their names; of a K type they are random."""
     writer = gguf.GGUFWriter(path, kind)
     values: dict[str, Any] = {
         f"{kind}.block_count": a.num_layers,
@@ -77,10 +79,13 @@ def write_gguf(
             rows = permute(rows, heads)
         stored[f"{layer}{GGUF_NAMES[stem]}.{suffix}"] = rows
     for name, rows in (stored | dict(tensors or {})).items():
-        if rows is not None and rows.ndim == 2 and quantisation != Q.F32:
-            writer.add_tensor(
-                name, gguf.quants.quantize(rows, quantisation), raw_dtype=quantisation
-            )
+        chosen = quantisation(name) if callable(quantisation) else quantisation
+        if rows is not None and rows.ndim == 2 and chosen != Q.F32:
+            if chosen.name.endswith("_K"):
+                data = blocks_of(chosen, *rows.shape, seed=len(name))
+            else:
+                data = gguf.quants.quantize(rows, chosen)
+            writer.add_tensor(name, data, raw_dtype=chosen)
         elif rows is not None:
             writer.add_tensor(name, np.ascontiguousarray(rows))
     writer.write_header_to_file()

@@ -3,28 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from megatron_async.ops.cpu import compiler
 from megatron_async.ops.linear.cpu.group_form import GroupForm, StoredGroups, joined, widened
 from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
 from megatron_async.ops.linear.gguf_blocks import BLOCKS, groups_of
+from tests.support.gguf_blocks import blocks_of
 
 Kind = GGMLQuantizationType
 pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
-
-
-def blocks_of(kind: Kind, outputs: int, k: int, seed: int = 0) -> np.ndarray:
-    """Rows of a GGUF type, whose blocks have random integers and plausible scales."""
-    block, size = GGML_QUANT_SIZES[kind]
-    generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (outputs * k // block, size), np.uint8)
-    halves = 1 if kind in (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.Q6_K) else 2
-    scales = generator.uniform(-0.01, 0.01, (len(blocks), halves)).astype(np.float16)
-    at = size - 2 if kind is Kind.Q6_K else 0
-    blocks[:, at : at + 2 * halves] = scales.view(np.uint8)
-    return blocks.reshape(outputs, -1)
 
 
 def values(rows: np.ndarray, kind: Kind) -> Tensor:

@@ -1,0 +1,170 @@
+"""Models whose weights stay the blocks of a GGUF file: the same numbers as dequantised, mixed
+files, what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megatron_async import LLM, SamplingParams
+from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.kept_blocks import keep_blocks
+from megatron_async.errors import ConfigurationError, UpdateError
+from megatron_async.models.hybrid import build_model
+from megatron_async.models.linear import bits_of_weights
+from megatron_async.ops.cpu import compiler
+from megatron_async.ops.linear.cpu.grouped_weight import GroupedWeight
+from tests.unit_tests.checkpoints.test_gguf import write_gguf
+
+pytestmark = pytest.mark.skipif(not compiler.multiplies_integers(), reason="no Numba or no AVX2")
+Q = gguf.GGMLQuantizationType
+CPU = torch.device("cpu")
+WIDE = "llama-wide"
+
+
+def mixed(name: str) -> gguf.GGMLQuantizationType:
+    """As files named Q4_K_M have them: some values and some MLPs of more bits; and the head."""
+    if name == "output.weight":
+        return Q.Q6_K
+    if "attn_v" in name or "ffn_down" in name:
+        return Q.Q4_K if ".1." in name else Q.Q6_K
+    return Q.Q5_K if "attn_output" in name else Q.Q4_K
+
+
+def plain_and_mixed(name: str) -> gguf.GGMLQuantizationType:
+    """One layer has a tensor that is not quantised, and the embedding neither."""
+    if name in ("blk.0.attn_k.weight", "token_embd.weight"):
+        return Q.F16
+    return Q.Q8_0 if "ffn" in name else Q.Q4_1
+
+
+@pytest.fixture
+def make_gguf(family_folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    def make(family: str, kind: str, quantisation: Any, **changes: Any) -> Path:
+        folder = family_folder(family)
+        architecture = open_model(folder).architecture
+        return write_gguf(
+            tmp_path / "m.gguf", folder, kind, architecture, quantisation=quantisation, **changes
+        )
+
+    return make
+
+
+def kept_model(path: Path) -> Any:
+    source = open_model(path)
+    model = build_model(source.architecture, torch.float32, CPU)
+    keep_blocks(source, model, is_fine=True)
+    source.load_weights(model)
+    return model, source
+
+
+def kept_by_name(model: nn.Module) -> dict[str, GroupedWeight]:
+    """By the name of the parameter that they stand for."""
+    found = {}
+    for name, module in model.named_modules():
+        kept = getattr(module, "packed_weight", None)
+        if kept is not None:
+            name = name.replace("embedding", "embedding.word_embeddings")
+            found[f"{name}.weight"] = kept
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "quantisation", "missing"),
+    [
+        ("llama-tied", "llama", Q.Q4_0, 0),
+        ("qwen2", "qwen2", Q.Q8_0, 0),
+        ("qwen3-tied", "qwen3", Q.Q5_1, 0),
+        (WIDE, "llama", mixed, 0),
+        ("qwen2", "qwen2", plain_and_mixed, 2),
+    ],
+)
+def test_numbers_are_those_of_the_file(
+    family: str, kind: str, quantisation: Any, missing: int, make_gguf: Callable[..., Path]
+) -> None:
+    """Query, key and value of a group side by side, rows as llama.cpp reorders them, [gate; up],
+    and a head that is the embedding."""
+    path = make_gguf(family, kind, quantisation)
+    model, source = kept_model(path)
+    expected = dict(load_model(path, torch.float32, CPU).model.named_parameters())
+    kept = kept_by_name(model)
+    a = source.architecture
+    head = model.output_layer.packed_weight
+    assert (head is model.embedding.packed_weight) == a.tie_word_embeddings
+    if a.tie_word_embeddings:
+        assert kept.pop("output_layer.weight") is kept["embedding.word_embeddings.weight"]
+    assert len(kept) == 4 * a.num_layers + 2 - a.tie_word_embeddings - missing
+    for name, parameter in model.named_parameters():
+        if name not in kept:
+            assert torch.equal(parameter, expected[name]), name
+            continue
+        assert parameter.is_meta
+        rows = torch.arange(len(expected[name]))
+        assert torch.equal(kept[name].rows(rows), expected[name]), name
+    floats = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+    # The rows of every weight fill its blocks here.
+    assert source.kept_bytes == floats + sum(weight.nbytes for weight in kept.values())
+
+
+def log_probs(path: Path, quantization: str | None) -> torch.Tensor:
+    """Of a prompt's tokens."""
+    settings = {"device": "cpu", "check_integrity": True, "quantization": quantization}
+    with LLM(str(path), **settings) as llm:
+        params = SamplingParams(
+            num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=False
+        )
+        (found,) = llm.generate([3, 1, 4, 1, 5, 9, 2, 6], params)
+        model: Any = llm.engine.controller.inference_wrapped_model.model
+        assert bits_of_weights(model) == ([] if quantization == "none" else [4, 8])
+        return torch.tensor(found.prompt_log_probs)
+
+
+def test_default_and_settings(make_gguf: Callable[..., Path]) -> None:
+    """Rows of 16 bits are near float32 by default; rows of 8 bits are asked for."""
+    path = make_gguf(WIDE, "llama", mixed)
+    expected = log_probs(path, "none")
+    for quantization, least, most in (
+        (None, 0, 2e-4), ("file", 0, 2e-4), ("int8", 1e-3, 0.05), ("auto", 1e-3, 0.05),
+    ):  # fmt: skip
+        found = log_probs(path, quantization)
+        assert least < (found / expected - 1).abs().mean() < most
+
+
+def test_other_models_are_as_before(make_gguf, family_folder) -> None:
+    """A 16-bit folder, a file of floats, another dtype."""
+    _check_as_before(family_folder("qwen3-bf16"))
+    _check_as_before(make_gguf("llama-tied", "llama", Q.F16))
+    _check_as_before(make_gguf("llama-tied", "llama", Q.Q8_0), dtype="bfloat16")
+
+
+def _check_as_before(model: Path, **settings: Any) -> None:
+    with LLM(str(model), device="cpu", **settings) as llm:
+        assert llm.engine.context.config.quantization is None
+    with pytest.raises(ConfigurationError, match="keeps the blocks of a quantised GGUF file"):
+        LLM(str(model), device="cpu", quantization="file", **settings)
+
+
+def test_new_weights_are_refused(make_gguf: Callable[..., Path]) -> None:
+    with (
+        LLM(str(make_gguf("llama-tied", "llama", Q.Q8_0)), device="cpu") as llm,
+        pytest.raises(UpdateError, match="start the engine with quantization='none'"),
+    ):
+        llm.update_weights([], version=1)
+
+
+def test_scales_that_cannot_be_kept(make_gguf: Callable[..., Path]) -> None:
+    path = make_gguf("llama-tied", "llama", Q.Q4_1)
+    source: Any = open_model(path)
+    tensor = source._tensors["blk.1.ffn_up.weight"]
+    place, data = tensor.data_offset, bytearray(path.read_bytes())
+    data[place : place + 2] = np.array([np.nan], np.float16).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj.*up_proj.* has scales that are not finite"
+    ):
+        LLM(str(path), device="cpu")
