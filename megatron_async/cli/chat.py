@@ -59,7 +59,7 @@ def add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
         f"In the chat:\n\n{COMMANDS}",
         epilog=f"""examples:
   {PROGRAM} chat
-  {PROGRAM} chat ./model.gguf --quantization auto
+  {PROGRAM} chat ./model.gguf --quantization int8
   {PROGRAM} chat ./my-llama --system "You answer in one sentence." --temperature 0.7
   printf 'What is 2 + 3?\\nAnd times 4?\\n' | {PROGRAM} chat""",
     )
@@ -123,7 +123,7 @@ class Terminal:
         weights = " and ".join(map(str, bits))
         self._name = name
         if bits:
-            self._name += f", weights of {weights} bits (--quantization none: its own)"
+            self._name += f", weights of {weights} bits (--quantization none: float32)"
         self._reads_person = sys.stdin.isatty()
         self._is_terminal = sys.stdout.isatty()
         self._has_colours = self._is_terminal and "NO_COLOR" not in os.environ

@@ -163,7 +163,7 @@ def test_in_a_terminal() -> None:
         until(b">>> ")
         if multiplies_integers():
             assert (
-                b"smollm2, weights of 4 and 8 bits (--quantization none: its own). /help" in shown
+                b"smollm2, weights of 4 and 8 bits (--quantization none: float32). /help" in shown
             )
         os.write(here, b"Count from 1 to 500.\n")
         until(b"3. 3")
