@@ -18,12 +18,7 @@ from tqdm import tqdm
 
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.info import check_weights_fit
-from megatron_async.checkpoints.kept_blocks import (
-    FILE,
-    can_keep,
-    chosen_quantization,
-    keep_blocks,
-)
+from megatron_async.checkpoints.kept_blocks import FILE, keep_blocks, settle_quantization
 from megatron_async.checkpoints.registry import shipped_draft_layer
 from megatron_async.checkpoints.source import parse_dtype
 from megatron_async.communication.bootstrap import join_job
@@ -162,20 +157,14 @@ class LLM:
         if pipeline_model_parallel_size > 1 and asked == [None, None]:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = min(pipeline_model_parallel_size, MOST_LOOKAHEAD)
-        has_sleep = bool(inference_config.get("enable_sleep_mode"))
-        keeps = can_keep(source, device, self.dtype, sizes, has_sleep)
-        inference_config["quantization"] = chosen_quantization(
-            inference_config.get("quantization"), keeps
-        )
+        kept_bytes = settle_quantization(inference_config, source, device, self.dtype, sizes)
         config = _make_config(inference_config, device, source.architecture, self.dtype)
-        keeps = keeps and config.quantization is not None
         # Before anything is done together: ranks that differ would wait for each other in it.
         job = join_job()
         job.check_same("model", source.architecture.to_dict() | {"dtype": self.dtype})
         job.check_same("parallel sizes", asdict(sizes))
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
-        kept_bytes = source.kept_bytes if keeps else None
         free = self._device.free_memory()
         check_weights_fit(source.architecture, self.dtype, sizes, free, kept_bytes)
         kernels: KernelStart | None = None
@@ -198,7 +187,7 @@ class LLM:
                 )
                 moved = config.enable_sleep_mode and move_weights(weights, self._device)
             with phases.phase("read weights"):
-                if keeps:
+                if kept_bytes is not None:
                     keep_blocks(source, weights, is_fine=config.quantization == FILE)
                 source.load_weights(weights, progress=progress)
             with phases.phase("wait for kernels"):

@@ -6,7 +6,7 @@ device: it has a shape, and no memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,34 +24,40 @@ FILE = "file"
 """Value of `InferenceConfig.quantization`: weights stay the file's, and rows have 16 bits."""
 
 
-def can_keep(
-    source: ModelSource, device: str, dtype: torch.dtype, sizes: ParallelSizes, has_sleep: bool
-) -> bool:
-    """Whether an engine with these settings can keep weights of a source as its blocks."""
-    ranks = sizes.tensor_model_parallel * sizes.pipeline_model_parallel
-    return (
-        (device, dtype) == ("cpu", torch.float32)
-        and ranks * sizes.expert_model_parallel == 1
-        and not has_sleep
-        and multiplies_integers()
-        and source.kept_bytes is not None
-    )
+def settle_quantization(
+    settings: dict[str, Any],
+    source: ModelSource,
+    device: str,
+    dtype: torch.dtype,
+    sizes: ParallelSizes,
+) -> int | None:
+    """Let `quantization` of an engine's settings be `FILE` by default where weights of a source can
+    be kept as its blocks.
 
-
-def chosen_quantization(asked: str | None, can: bool) -> str | None:
-    """The value of `quantization` where `can_keep` is `can`: `FILE` by default where that is
-    possible.
+    Returns:
+        bytes of the weights if blocks are kept; None: no blocks are.
 
     Raises:
         ConfigurationError: `FILE` was asked for, and is not possible.
     """
+    asked = settings.get("quantization")
+    ranks = sizes.tensor_model_parallel * sizes.pipeline_model_parallel
+    can = (
+        (device, dtype) == ("cpu", torch.float32)
+        and ranks * sizes.expert_model_parallel == 1
+        and not settings.get("enable_sleep_mode")
+        and multiplies_integers()
+        and source.kept_bytes is not None
+    )
     if asked == FILE and not can:
         raise ConfigurationError(
             f"quantization={FILE!r} keeps the blocks of a quantised GGUF file, on an x86 CPU with "
             "AVX2 where Numba is installed, in float32, on one rank and without enable_sleep_mode: "
             "leave it out."
         )
-    return FILE if asked is None and can else asked
+    if can and asked is None:
+        settings["quantization"] = FILE
+    return source.kept_bytes if can and asked in (None, FILE, "int8", "auto") else None
 
 
 def keep_blocks(source: ModelSource, model: nn.Module, is_fine: bool) -> None:
@@ -59,7 +65,7 @@ def keep_blocks(source: ModelSource, model: nn.Module, is_fine: bool) -> None:
     parameters.
 
     Args:
-        source: of the model; `can_keep` is true.
+        source: of the model; it has blocks.
         model: from `build_model`, with uninitialised weights on a CPU.
         is_fine: rows of inputs are rounded to 16 bits, else to 8.
 

@@ -1,7 +1,7 @@
 """Weights that have no parameter of the model's dtype: `packed_weight` is all that there is.
 
-The parameter is on the meta device then, so that names and shapes are as ever, and whoever reads
-its numbers fails.
+The parameter is on the meta device then, so that names and shapes are as ever, and a reader of its
+numbers fails.
 """
 
 from __future__ import annotations

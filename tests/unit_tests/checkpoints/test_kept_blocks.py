@@ -28,7 +28,7 @@ WIDE = "llama-wide"
 
 
 def mixed(name: str) -> gguf.GGMLQuantizationType:
-    """As files named Q4_K_M have them: some values and some MLPs of more bits; and the head."""
+    """Types as in files named Q4_K_M: some values and some MLPs have more bits; and the head."""
     if name == "output.weight":
         return Q.Q6_K
     if "attn_v" in name or "ffn_down" in name:
@@ -112,7 +112,7 @@ def test_numbers_are_those_of_the_file(
 
 
 def log_probs(path: Path, quantization: str | None) -> torch.Tensor:
-    """Of a prompt's tokens."""
+    """Log probs of a prompt's tokens."""
     settings = {"device": "cpu", "check_integrity": True, "quantization": quantization}
     with LLM(str(path), **settings) as llm:
         params = SamplingParams(

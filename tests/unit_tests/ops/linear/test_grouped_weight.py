@@ -34,7 +34,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("is_fine", [False, True])
 def test_types(kind: Kind, is_fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of outputs that fill no block, read in several pieces."""
+    """Outputs that fill no block, read in several pieces."""
     monkeypatch.setattr("megatron_async.ops.linear.cpu.grouped_weight.PIECE", 512 * 32)
     rows = blocks_of(kind, 75, 512)
     weight, expected = GroupedWeight(stored(rows, kind, 512), is_fine), values(rows, kind)
