@@ -21,6 +21,7 @@ from megatron_async.ops.dependent_launch import (
     let_next_start,
     prefetch_rows,
 )
+from megatron_async.ops.linear.load_tile import check_kept, kept_operands, kept_sums, step_of
 from megatron_async.ops.linear.one_row import PREFETCH
 from megatron_async.ops.linear.product_kernel import (
     IN_ORDER,
@@ -34,6 +35,7 @@ from megatron_async.ops.linear.product_kernel import (
     ProductKernel,
     new_sums,
 )
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 
 MAX_ROWS_FLOAT32 = 16
 """`MAX_ROWS` in float32, which has no matrix units here; not measured."""
@@ -123,10 +125,17 @@ def tile_plan(problem: Problem) -> TilePlan | None:
 
 
 def tile_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, plan: TilePlan
+    x: Tensor,
+    weight: Tensor | QuantisedWeight,
+    bias: Tensor | None,
+    activation: Activation,
+    plan: TilePlan,
 ) -> Tensor:
     """`product` by a given plan; partial sums if it splits."""
     given = Operands(x, weight, bias, activation)
+    numbers, kept = kept_operands(weight)
+    if isinstance(weight, QuantisedWeight):
+        check_kept("tile_product", x, weight)
     n, rows = given.outputs, x.size(0)
     if plan.splits > 1 and (activation or bias is not None):
         raise ValueError("tile_product: partial sums can have neither bias nor activation.")
@@ -134,12 +143,13 @@ def tile_product(
     blocks = triton.cdiv(rows, plan.block_m)
     tile_kernel[(triton.cdiv(n, plan.block_n) * blocks, plan.splits)](
         x,
-        weight,
+        numbers,
         given.bias,
         out,
         x.stride(0),
         rows,
         n,
+        **kept,
         k=x.size(1),
         splits=plan.splits,
         block_m=plan.block_m,
@@ -165,6 +175,8 @@ def tile_kernel(
     x_stride: tl.tensor,
     rows: tl.tensor,
     n: tl.tensor,
+    kept: tl.tuple | None,
+    form: tl.constexpr,
     k: tl.constexpr,
     splits: tl.constexpr,
     block_m: tl.constexpr,
@@ -179,7 +191,7 @@ def tile_kernel(
     overlap: tl.constexpr,
 ) -> None:
     """All rows, or a block of them, times `block_n` weight rows, over one share of the inputs, on
-    the matrix units."""
+    the matrix units. A weight with a `form` is multiplied by `kept_sums`."""
     let_next_start(overlap)
     number = tl.program_id(0)
     if in_blocks:
@@ -190,10 +202,13 @@ def tile_kernel(
     first = number * block_n
     part = tl.program_id(1)
     share: tl.constexpr = (k + splits * block_k - 1) // (splits * block_k) * block_k
-    row_bytes: tl.constexpr = k * (weight.dtype.element_ty.primitive_bitwidth // 8)
+    # Two 4-bit numbers are an element.
+    shared: tl.constexpr = 2 if form is not None and weight.dtype.element_ty == tl.uint8 else 1
+    width: tl.constexpr = k // shared
+    row_bytes: tl.constexpr = width * (weight.dtype.element_ty.primitive_bitwidth // 8)
     even: tl.constexpr = k % (splits * block_k) == 0
-    start = weight + first.to(tl.int64) * k + part * share
-    up_start = start + n.to(tl.int64) * k
+    start = weight + first.to(tl.int64) * width + part * (share // shared)
+    up_start = start + n.to(tl.int64) * width
     here = tl.minimum(n - first, block_n)
     # The last share is shorter: its last row's prefetch must end with the weight.
     fits = here if even else tl.where(part == splits - 1, 0, here)
@@ -212,31 +227,37 @@ def tile_kernel(
     if has_bias:
         shift = tl.load(bias + first + line, mask=line < here, other=0.0).to(tl.float32)
     await_previous(overlap)
-    if swap:
-        sums = tl.zeros((block_n, block_m), tl.float32)
-        up_sums = tl.zeros((block_n, block_m), tl.float32)
-    else:
-        sums = tl.zeros((block_m, block_n), tl.float32)
-        up_sums = tl.zeros((block_m, block_n), tl.float32)
     limit = tl.minimum(k - part * share, share)
-    for at in range(0, limit, block_k):
-        if even:
-            row_mask, cell_mask = exists, inside
-        else:
-            left = (column < limit - at)[None, :]
-            row_mask, cell_mask = exists & left, inside & left
-        v = tl.load(source + at, mask=row_mask, other=0.0)
-        w = tl.load(start + cell + at, mask=cell_mask, other=0.0)
+    if form is not None:
+        sums, up_sums = kept_sums(
+            x, x_stride, batch, batch < rows, weight, kept, first, here, n, part, splits,
+            k, form, block_n, block_k, gated, overlap,
+        )  # fmt: skip
+    else:
         if swap:
-            sums = tl.dot(w, tl.trans(v), sums, input_precision="ieee")
+            sums = tl.zeros((block_n, block_m), tl.float32)
+            up_sums = tl.zeros((block_n, block_m), tl.float32)
         else:
-            sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
-        if gated:
-            u = tl.load(up_start + cell + at, mask=cell_mask, other=0.0)
-            if swap:
-                up_sums = tl.dot(u, tl.trans(v), up_sums, input_precision="ieee")
+            sums = tl.zeros((block_m, block_n), tl.float32)
+            up_sums = tl.zeros((block_m, block_n), tl.float32)
+        for at in range(0, limit, block_k):
+            if even:
+                row_mask, cell_mask = exists, inside
             else:
-                up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
+                left = (column < limit - at)[None, :]
+                row_mask, cell_mask = exists & left, inside & left
+            v = tl.load(source + at, mask=row_mask, other=0.0)
+            w = tl.load(start + cell + at, mask=cell_mask, other=0.0)
+            if swap:
+                sums = tl.dot(w, tl.trans(v), sums, input_precision="ieee")
+            else:
+                sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+            if gated:
+                u = tl.load(up_start + cell + at, mask=cell_mask, other=0.0)
+                if swap:
+                    up_sums = tl.dot(u, tl.trans(v), up_sums, input_precision="ieee")
+                else:
+                    up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
     if swap:
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
