@@ -26,20 +26,26 @@ from torch import Tensor
 
 from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight
 
-LEAST_UNITS = 16
-"""Fewest units that the matrix units multiply by, so fewest of a step of the loop."""
+STEP = 128
+"""Inputs of a step of the loop."""
+LEAST_STEP = 64
+"""Fewest inputs of a step: 16 units of four numbers, which matrix units multiply by."""
+
+
+def step_of(form: Form) -> int:
+    """Inputs of a step of the loop: of one scale, if there are enough."""
+    return form.inputs if LEAST_STEP <= form.inputs < STEP else STEP
+
+
+def may_be_loaded(form: Form, dtype: torch.dtype) -> bool:
+    """Whether the kernels know the form, and products in the dtype."""
+    known = form.inputs == 0 or (form.inputs >= 16 and form.inputs & (form.inputs - 1) == 0)
+    return known and dtype in (torch.bfloat16, torch.float16)
 
 
 def numbers_of_unit(form: Form) -> int:
     """Numbers in 16 bits."""
     return 16 // form.bits
-
-
-def step_of(form: Form, most: int = 128) -> int:
-    """Inputs of a step of the loop, a power of two: as many as one scale has, if the matrix units
-    take so few, at most `most`."""
-    least = LEAST_UNITS * numbers_of_unit(form)
-    return max(min(form.inputs or most, most), least)
 
 
 def kept_operands(weight: Tensor | QuantisedWeight) -> tuple[Tensor, dict[str, Any]]:
@@ -62,12 +68,14 @@ def check_kept(name: str, x: Tensor, weight: QuantisedWeight) -> None:
             f"{name}: of a weight with {weight.form.words}, rows must begin at multiples of {word} "
             f"bytes and hold whole words; found {tuple(x.shape)}, strides {x.stride()}."
         )
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"{name}: quantised weights multiply 16-bit rows; found {x.dtype}.")
+    if not may_be_loaded(weight.form, x.dtype):
+        raise ValueError(
+            f"{name}: weights with {weight.form.words} do not multiply rows of {x.dtype}."
+        )
 
 
 @triton.jit
-def _scale(stored: tl.tensor) -> tl.tensor:
+def stored_scale(stored: tl.tensor) -> tl.tensor:
     """Float32 of stored scales; bytes are exponents: 2^(byte - 127)."""
     if stored.dtype == tl.uint8:
         bits = stored.to(tl.int32)
@@ -106,6 +114,8 @@ def _in_pairs(units: tl.tensor, code: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _as_numbers(bits: tl.tensor, dtype: tl.constexpr, in_pairs: tl.constexpr) -> tl.tensor:
     """Numbers of these bits; in float32, which the interpreter computes with, if not `in_pairs`."""
+    if not in_pairs and dtype == tl.bfloat16:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     numbers = bits.to(tl.int16).to(dtype, bitcast=True)
     return numbers if in_pairs else numbers.to(tl.float32)
 
@@ -294,16 +304,16 @@ def kept_sums(
                 numbers = load_tile(u, ups, up_zero, part, form, scaled, dtype, in_pairs)
                 up_product = tl.dot(numbers, some, up_product)
         if by_step:
-            sums += product * _scale(scale)[:, None]
+            sums += product * stored_scale(scale)[:, None]
             if gated:
-                up_sums += up_product * _scale(up_scale)[:, None]
+                up_sums += up_product * stored_scale(up_scale)[:, None]
         else:
             sums += product
             up_sums += up_product
     if form.inputs == 0:
-        sums = sums * _scale(tl.load(scales + own))[:, None]
+        sums = sums * stored_scale(tl.load(scales + own))[:, None]
         if gated:
-            up_sums = up_sums * _scale(tl.load(scales + up_own))[:, None]
+            up_sums = up_sums * stored_scale(tl.load(scales + up_own))[:, None]
     if form.has_outer:
         sums = sums * tl.load(outer + row)[:, None]
         if gated:
@@ -330,7 +340,7 @@ def _of_step(
         per: tl.constexpr = 2 if form.numbers == "FP8" else 4
         nth = group + tl.arange(0, block_k // form.inputs)
         place = own[:, None] + tl.minimum(nth, groups - 1)[None, :]
-        factor = _expanded(_scale(tl.load(scales + place)).to(dtype), form.inputs // per)
+        factor = _expanded(stored_scale(tl.load(scales + place)).to(dtype), form.inputs // per)
         if form.has_zeros:
             zero = (tl.load(zeros + place).to(tl.float32) + base).to(dtype)
             zero = _expanded(zero, form.inputs // per)

@@ -42,6 +42,7 @@ from megatron_async.ops.linear.streamed import STREAMED
 from megatron_async.ops.linear.streamed_fp8 import STREAMED_FP8
 from megatron_async.ops.linear.tile import TILE
 from megatron_async.ops.linear.warpgroup import WARPGROUP
+from megatron_async.ops.linear.widen import widen
 from megatron_async.ops.op import op, promising
 
 MEASURED_MAJOR = 9
@@ -65,7 +66,7 @@ TORCH = replace(CUBLAS, name="torch")
 
 
 def _widened(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, *_: Any) -> Tensor:
-    return F.linear(weight.rounded(x).to(x.dtype), weight.values(x.dtype), bias)
+    return F.linear(weight.rounded(x).to(x.dtype), widen(weight), bias)
 
 
 WIDENED = replace(CUBLAS, name="widened, then cuBLAS", launch=_widened)
@@ -74,7 +75,7 @@ PRODUCTS = (CUBLAS_LT, RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, 
 """In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
 INVARIANT = tuple(kernel for kernel in PRODUCTS if kernel.rounding.order == IN_ORDER.order)
 """The kernels that are asked with `Wants.invariant`, and then never split."""
-QUANTISED: tuple[ProductKernel, ...] = (STREAMED_FP8,)
+QUANTISED: tuple[ProductKernel, ...] = (STREAMED_FP8, TILE)
 """Kernels that are asked where the weight has a `Form`: they know formats, and `WIDENED` all."""
 
 

@@ -21,7 +21,13 @@ from megatron_async.ops.dependent_launch import (
     let_next_start,
     prefetch_rows,
 )
-from megatron_async.ops.linear.load_tile import check_kept, kept_operands, kept_sums, step_of
+from megatron_async.ops.linear.load_tile import (
+    check_kept,
+    kept_operands,
+    kept_sums,
+    may_be_loaded,
+    step_of,
+)
 from megatron_async.ops.linear.one_row import PREFETCH
 from megatron_async.ops.linear.product_kernel import (
     IN_ORDER,
@@ -35,7 +41,7 @@ from megatron_async.ops.linear.product_kernel import (
     ProductKernel,
     new_sums,
 )
-from megatron_async.ops.linear.quantised_weight import QuantisedWeight
+from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight
 
 MAX_ROWS_FLOAT32 = 16
 """`MAX_ROWS` in float32, which has no matrix units here; not measured."""
@@ -67,6 +73,10 @@ class TilePlan:
     """Bytes of each weight row's share to prefetch."""
 
 
+LEAST_KEPT_SHARE = 512
+"""Least inputs of a share of a weight that is kept in fewer bits."""
+KEPT_PROGRAMS = 528
+"""Most programs of a split product by such a weight."""
 LOW_TILES = TilePlan(64, 64, 64, 1, 4, 4, False, 0)
 HIGH_TILES = TilePlan(128, 128, 64, 1, 8, 3, False, 0)
 """Tiles of more than `MAX_ROWS` rows, where cuBLAS may not multiply; not measured."""
@@ -76,6 +86,8 @@ HIGH_FROM = PROCESSORS * 128 * 128
 
 def tile_plan(problem: Problem) -> TilePlan | None:
     """The layout of a product that no other kernel takes; None: cuBLAS's."""
+    if problem.form is not None:
+        return _kept_plan(problem, problem.form)
     rows, outputs, k, dtype, gated, may_split, *_ = problem
     itemsize = dtype.itemsize
     if problem.invariant and rows > MAX_ROWS:
@@ -121,6 +133,42 @@ def tile_plan(problem: Problem) -> TilePlan | None:
         stages=min(stages, share // block_k + 1, 12),
         swap=few and block_n >= 64 and itemsize == 2,
         ahead=min(wanted, share * itemsize, k * itemsize) // 16 * 16,
+    )
+
+
+def _kept_plan(problem: Problem, form: Form) -> TilePlan | None:
+    """The layout of a product by a weight that is kept in fewer bits.
+
+    Two warps of `mma.sync` take both operands from registers; four, of 64 outputs, are a warpgroup,
+    which reads the rows from shared memory, where they must be put first: that pays off from 32
+    rows on.
+    """
+    rows, outputs, k, gated = problem.rows, problem.outputs, problem.k, problem.gated
+    if rows > MAX_ROWS or problem.invariant or form.rounds_rows or not problem.aligned:
+        return None
+    if not may_be_loaded(form, problem.dtype):
+        return None
+    block_m = max(8, triton.next_power_of_2(rows))
+    many = block_m > 16
+    block_n, warps = (64, 4) if many else (32, 2)
+    block_k = step_of(form)
+    programs = triton.cdiv(outputs, block_n)
+    splits = 1
+    if problem.split:
+        splits = max(1, min(4 if many else 8, k // LEAST_KEPT_SHARE, KEPT_PROGRAMS // programs))
+    share = triton.cdiv(k, splits * block_k) * block_k
+    splits = triton.cdiv(k, share)
+    row_bytes = share * form.bits // 8
+    stage = block_m * block_k * 2 + (2 if gated else 1) * block_n * block_k * form.bits // 8
+    return TilePlan(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        splits=splits,
+        warps=warps,
+        stages=max(2, min(8, SHARED_MEMORY // 4 // stage, share // block_k + 1)),
+        swap=True,
+        ahead=min(PREFETCH, row_bytes) if row_bytes % 16 == 0 and k * form.bits % 128 == 0 else 0,
     )
 
 

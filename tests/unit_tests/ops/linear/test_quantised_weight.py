@@ -78,7 +78,7 @@ def test_product_takes_rounded_rows(rounds):
 
 
 def test_a_form_without_a_kernel_is_widened():
-    shape = WeightShape(4096, 4096, torch.bfloat16, form=Form("FP4", 1, 32))
+    shape = WeightShape(4096, 4096, torch.bfloat16, form=Form("INT4", 1, 96))
     assert choose(shape, Wants(7, norm=True)).kernel is WIDENED
     refused = choose(shape, Wants(7, invariant=True))
     assert not refused.met.invariant
