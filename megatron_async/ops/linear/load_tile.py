@@ -158,18 +158,22 @@ def _floats(
     small = _as_numbers(found, dtype, in_pairs)
     bias: tl.constexpr = 127 if dtype == tl.bfloat16 else 15
     factor: tl.constexpr = 2.0 ** (bias - (7 if bits == 8 else 1))
-    return small * tl.full((1, 1), factor, tl.float32).to(small.dtype)
+    return small * tl.full((), factor, tl.float32).to(small.dtype)
 
 
 @triton.jit
 def _expanded(small: tl.tensor, times: tl.constexpr) -> tl.tensor:
-    """`[n, g]` -> `[n, g * times]`, each number `times` times."""
-    n: tl.constexpr = small.shape[0]
-    groups: tl.constexpr = small.shape[1]
+    """`[.., n, g]` -> `[.., n, g * times]`, each number `times` times."""
     if times == 1:
         return small
-    wide = tl.broadcast_to(small[:, :, None], (n, groups, times))
-    return tl.reshape(wide, (n, groups * times))
+    n: tl.constexpr = small.shape[-2]
+    groups: tl.constexpr = small.shape[-1]
+    wide = tl.expand_dims(small, -1)
+    if len(small.shape) == 2:
+        return tl.reshape(tl.broadcast_to(wide, (n, groups, times)), (n, groups * times))
+    shares: tl.constexpr = small.shape[0]
+    wide = tl.broadcast_to(wide, (shares, n, groups, times))
+    return tl.reshape(wide, (shares, n, groups * times))
 
 
 @triton.jit
@@ -183,12 +187,12 @@ def load_tile(
     dtype: tl.constexpr,
     in_pairs: tl.constexpr,
 ) -> tl.tensor:
-    """A part of loaded units, `[n, u]`, in `dtype`; if `scaled`, times the scale of its group.
+    """A part of loaded units, `[.., n, u]`, in `dtype`; if `scaled`, times the scale of its group.
 
     Args:
-        units: int16 `[n, u]`.
-        scale: `[n, u]`, dtype; read if `scaled`.
-        zero: `[n, 1]` or `[n, u]`, dtype, as many less 128 or 1024; read if the form has zeros.
+        units: int16 `[.., n, u]`.
+        scale: `[.., n, u]`, dtype; read if `scaled`.
+        zero: `[.., n, 1]` or `[.., n, u]`, dtype, more by 128 or 1024; read if the form has zeros.
     """
     if form.numbers == "INT4":
         base: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
@@ -196,13 +200,66 @@ def load_tile(
         if form.has_zeros:
             numbers = numbers - zero.to(numbers.dtype)
         else:
-            numbers = numbers - tl.full((1, 1), base + 8, tl.float32).to(numbers.dtype)
+            numbers = numbers - tl.full((), base + 8, tl.float32).to(numbers.dtype)
     else:
         bits: tl.constexpr = 8 if form.numbers == "FP8" else 4
         numbers = _floats(units, part, bits, dtype, in_pairs)
     if scaled:
         numbers = numbers * scale.to(numbers.dtype)
     return numbers.to(dtype)
+
+
+@triton.jit
+def _places(
+    row: tl.tensor, stride: tl.tensor, wide: tl.constexpr, shares: tl.constexpr
+) -> tl.tensor:
+    """Offsets of `wide` elements of each row, `[r, wide]`; of several shares, which follow each
+    other, `[shares, r, wide]`."""
+    column = tl.arange(0, wide)
+    if shares == 1:
+        return row[:, None] * stride + column[None, :]
+    share = tl.arange(0, shares) * wide
+    return row[None, :, None] * stride + share[:, None, None] + column[None, None, :]
+
+
+@triton.jit
+def _loaded(
+    source: tl.tensor,
+    is_row: tl.tensor,
+    left: tl.tensor,
+    wide: tl.constexpr,
+    shares: tl.constexpr,
+    even: tl.constexpr,
+) -> tl.tensor:
+    """What is at `_places`: zeros where no row is, and, if not `even`, where nothing is left."""
+    mask = is_row[:, None] if shares == 1 else is_row[None, :, None]
+    if not even:
+        mask = mask & (_places(tl.zeros((1,), tl.int32), 0, wide, shares) < left)
+    return tl.load(source, mask=mask, other=0)
+
+
+@triton.jit
+def _numbers_of_groups(
+    start: tl.tensor,
+    own: tl.tensor,
+    begin: tl.tensor,
+    k: tl.constexpr,
+    inputs: tl.constexpr,
+    block_k: tl.constexpr,
+    shares: tl.constexpr,
+) -> tl.tensor:
+    """Scales or zeros of a step that begins with input `begin`: `[n]` or `[shares, n]`; where there
+    are several for a share, `[n, g]` or `[shares, n, g]`."""
+    groups: tl.constexpr = block_k // inputs if block_k > inputs else 1
+    each: tl.constexpr = block_k // groups
+    column = tl.arange(0, groups) * each
+    if shares == 1:
+        first = tl.minimum(begin + column, k - 1)
+        place = own[:, None] + (first // inputs)[None, :]
+    else:
+        first = begin + tl.arange(0, shares)[:, None] * block_k + column[None, :]
+        place = own[None, :, None] + (tl.minimum(first, k - 1) // inputs)[:, None, :]
+    return tl.load(start + place)
 
 
 @triton.jit
@@ -222,10 +279,11 @@ def kept_sums(
     form: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    shares: tl.constexpr,
     gated: tl.constexpr,
     in_pairs: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rows of x times `block_n` weight rows over a share of the inputs, on the matrix units.
+    """Rows of x times `block_n` weight rows over a part of the inputs, on the matrix units.
 
     Args:
         x, x_stride: rows of 16-bit inputs; a multiple of a word's.
@@ -233,8 +291,10 @@ def kept_sums(
         codes, kept: of a weight, from `kept_operands`; scales begin where `codes` do.
         first, here: the first weight row, and how many there are, at most `block_n`.
         up: the up rows of `gated` are so many rows behind.
-        nth, splits: the share's number, and how many there are, each of whole `block_k`.
-        block_k: inputs at a time: a power of two, of one scale or of whole ones.
+        nth, splits: the part's number, and how many there are, each of whole steps.
+        block_k: inputs of a share of a step: a power of two, of one scale or of whole ones.
+        shares: of a step. Each is added up by itself, by a warp or more: so few outputs have many
+            warps, which wait less.
         in_pairs: two numbers are widened at a time, by PTX; else by the same steps in Triton.
 
     Returns:
@@ -246,70 +306,70 @@ def kept_sums(
     inputs: tl.constexpr = form.inputs if form.inputs > 0 else k
     groups: tl.constexpr = (k + inputs - 1) // inputs
     scaled: tl.constexpr = inputs < block_k
-    share: tl.constexpr = (k + splits * block_k - 1) // (splits * block_k) * block_k
-    even: tl.constexpr = k % (splits * block_k) == 0
-    m: tl.constexpr = batch.shape[0]
-    begin = nth * share
-    length = tl.minimum(k - begin, share)
-    line = tl.arange(0, block_n)
-    inside = line < here
-    unit = tl.arange(0, block_k // per)
-    row = first + tl.where(inside, line, 0)
-    units = codes.to(tl.pointer_type(tl.int16)) + nth * (share // per)
-    cells = units + row.to(tl.int64)[:, None] * (k // per) + unit[None, :]
-    up_cells = cells + up.to(tl.int64) * (k // per)
-    if per == 4:
-        words = x.to(tl.pointer_type(tl.int64)) + nth * (share // per)
-    else:
-        words = x.to(tl.pointer_type(tl.int32)) + nth * (share // per)
-    source = words + batch.to(tl.int64)[:, None] * (x_stride // per) + unit[None, :]
-    own = (row // form.rows) * groups
-    up_own = ((up + row) // form.rows) * groups
-    sums = tl.zeros((block_n, m), tl.float32)
-    up_sums = tl.zeros((block_n, m), tl.float32)
     by_step: tl.constexpr = form.inputs > 0 and not scaled
+    step: tl.constexpr = block_k * shares
+    wide: tl.constexpr = block_k // per
+    length: tl.constexpr = (k + splits * step - 1) // (splits * step) * step
+    even: tl.constexpr = k % (splits * step) == 0
+    m: tl.constexpr = batch.shape[0]
+    shape: tl.constexpr = (block_n, m) if shares == 1 else (shares, block_n, m)
+    begin = nth * length
+    end = tl.minimum(k - begin, length)
+    inside = tl.arange(0, block_n) < here
+    row = first + tl.where(inside, tl.arange(0, block_n), 0)
+    units = codes.to(tl.pointer_type(tl.int16)) + nth * (length // per)
+    cells = units + _places(row.to(tl.int64), k // per, wide, shares)
+    up_cells = units + _places((row + up).to(tl.int64), k // per, wide, shares)
+    words = x.to(tl.pointer_type(tl.int64 if per == 4 else tl.int32)) + nth * (length // per)
+    source = words + _places(batch.to(tl.int64), x_stride // per, wide, shares)
+    own = (row // form.rows) * groups
+    up_own = ((row + up) // form.rows) * groups
+    sums = tl.zeros(shape, tl.float32)
+    up_sums = tl.zeros(shape, tl.float32)
     if by_step:  # a step ahead: the matrix units' products do not wait for them
-        next_scale = tl.load(scales + own + begin // inputs)
+        coming = _numbers_of_groups(scales, own, begin, k, inputs, block_k, shares)
         if gated:
-            next_up = tl.load(scales + up_own + begin // inputs)
-    for at in range(0, length, block_k):
-        cell_mask, row_mask = inside[:, None], exists[:, None]
-        if not even:
-            left = (unit * per < length - at)[None, :]
-            cell_mask, row_mask = cell_mask & left, row_mask & left
-        w = tl.load(cells + at // per, mask=cell_mask, other=0)
+            up_coming = _numbers_of_groups(scales, up_own, begin, k, inputs, block_k, shares)
+    for at in range(0, end, step):
+        left = (end - at + per - 1) // per
+        w = _loaded(cells + at // per, inside, left, wide, shares, even)
         if gated:
-            u = tl.load(up_cells + at // per, mask=cell_mask, other=0)
-        v = tl.load(source + at // per, mask=row_mask, other=0)
+            u = _loaded(up_cells + at // per, inside, left, wide, shares, even)
+        v = _loaded(source + at // per, exists, left, wide, shares, even)
         if by_step:
-            scale = next_scale
-            after = tl.minimum(begin + at + block_k, k - 1) // inputs
-            next_scale = tl.load(scales + own + after)
+            scale = coming
+            after = begin + at + step
+            coming = _numbers_of_groups(scales, own, after, k, inputs, block_k, shares)
             if gated:
-                up_scale = next_up
-                next_up = tl.load(scales + up_own + after)
-        group = (begin + at) // inputs
-        factor, zero = _of_step(scales, zeros, own, group, groups, block_k, form, scaled, dtype)
+                up_scale = up_coming
+                up_coming = _numbers_of_groups(scales, up_own, after, k, inputs, block_k, shares)
+        here_begins = begin + at
+        factor, zero = _of_step(
+            scales, zeros, own, here_begins, k, inputs, block_k, shares, form, scaled, dtype
+        )
         if gated:
             ups, up_zero = _of_step(
-                scales, zeros, up_own, group, groups, block_k, form, scaled, dtype
+                scales, zeros, up_own, here_begins, k, inputs, block_k, shares, form, scaled, dtype
             )
-        product = tl.zeros((block_n, m), tl.float32)
-        up_product = tl.zeros((block_n, m), tl.float32)
+        product = tl.zeros(shape, tl.float32)
+        up_product = tl.zeros(shape, tl.float32)
         for part in tl.static_range(per):
-            some = tl.trans((v >> (16 * part)).to(tl.int16).to(dtype, bitcast=True))
+            some = (v >> (16 * part)).to(tl.int16).to(dtype, bitcast=True)
+            some = tl.trans(some) if shares == 1 else tl.trans(some, 0, 2, 1)
             numbers = load_tile(w, factor, zero, part, form, scaled, dtype, in_pairs)
             product = tl.dot(numbers, some, product)
             if gated:
                 numbers = load_tile(u, ups, up_zero, part, form, scaled, dtype, in_pairs)
                 up_product = tl.dot(numbers, some, up_product)
         if by_step:
-            sums += product * stored_scale(scale)[:, None]
+            sums += product * stored_scale(scale)
             if gated:
-                up_sums += up_product * stored_scale(up_scale)[:, None]
+                up_sums += up_product * stored_scale(up_scale)
         else:
             sums += product
             up_sums += up_product
+    if shares > 1:
+        sums, up_sums = tl.sum(sums, 0), tl.sum(up_sums, 0)
     if form.inputs == 0:
         sums = sums * stored_scale(tl.load(scales + own))[:, None]
         if gated:
@@ -326,25 +386,25 @@ def _of_step(
     scales: tl.tensor,
     zeros: tl.tensor,
     own: tl.tensor,
-    group: tl.tensor,
-    groups: tl.constexpr,
+    begin: tl.tensor,
+    k: tl.constexpr,
+    inputs: tl.constexpr,
     block_k: tl.constexpr,
+    shares: tl.constexpr,
     form: tl.constexpr,
     scaled: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scales and zeros of a step's units, where `load_tile` reads them."""
     base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    per: tl.constexpr = 2 if form.numbers == "FP8" else 4
     factor, zero = own, own
     if scaled:
-        per: tl.constexpr = 2 if form.numbers == "FP8" else 4
-        nth = group + tl.arange(0, block_k // form.inputs)
-        place = own[:, None] + tl.minimum(nth, groups - 1)[None, :]
-        factor = _expanded(stored_scale(tl.load(scales + place)).to(dtype), form.inputs // per)
-        if form.has_zeros:
-            zero = (tl.load(zeros + place).to(tl.float32) + base).to(dtype)
-            zero = _expanded(zero, form.inputs // per)
-    elif form.has_zeros:
-        nearest = tl.load(zeros + own + group)[:, None]
-        zero = (nearest.to(tl.float32) + base).to(dtype)
+        found = _numbers_of_groups(scales, own, begin, k, inputs, block_k, shares)
+        factor = _expanded(stored_scale(found).to(dtype), inputs // per)
+    if form.has_zeros:
+        found = _numbers_of_groups(zeros, own, begin, k, inputs, block_k, shares)
+        zero = (found.to(tl.float32) + base).to(dtype)
+        if scaled:
+            zero = _expanded(zero, inputs // per)
     return factor, zero

@@ -71,6 +71,8 @@ class TilePlan:
     where few rows do not."""
     ahead: int
     """Bytes of each weight row's share to prefetch."""
+    shares: int = 1
+    """Of a step of `block_k * shares` inputs: of a weight that is kept in fewer bits."""
 
 
 LEAST_KEPT_SHARE = 512
@@ -203,6 +205,7 @@ def tile_product(
         block_m=plan.block_m,
         block_n=plan.block_n,
         block_k=plan.block_k,
+        shares=plan.shares,
         **given.constants,
         swap=plan.swap,
         in_blocks=blocks > 1,
@@ -230,6 +233,7 @@ def tile_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    shares: tl.constexpr,
     gated: tl.constexpr,
     squared: tl.constexpr,
     has_bias: tl.constexpr,
@@ -249,13 +253,14 @@ def tile_kernel(
         number = number // blocks
     first = number * block_n
     part = tl.program_id(1)
-    share: tl.constexpr = (k + splits * block_k - 1) // (splits * block_k) * block_k
+    step: tl.constexpr = block_k * shares
+    share: tl.constexpr = (k + splits * step - 1) // (splits * step) * step
     # Two 4-bit numbers are an element.
-    shared: tl.constexpr = 2 if form is not None and weight.dtype.element_ty == tl.uint8 else 1
-    width: tl.constexpr = k // shared
+    packed: tl.constexpr = 2 if form is not None and weight.dtype.element_ty == tl.uint8 else 1
+    width: tl.constexpr = k // packed
     row_bytes: tl.constexpr = width * (weight.dtype.element_ty.primitive_bitwidth // 8)
-    even: tl.constexpr = k % (splits * block_k) == 0
-    start = weight + first.to(tl.int64) * width + part * (share // shared)
+    even: tl.constexpr = k % (splits * step) == 0
+    start = weight + first.to(tl.int64) * width + part * (share // packed)
     up_start = start + n.to(tl.int64) * width
     here = tl.minimum(n - first, block_n)
     # The last share is shorter: its last row's prefetch must end with the weight.
@@ -279,7 +284,7 @@ def tile_kernel(
     if form is not None:
         sums, up_sums = kept_sums(
             x, x_stride, batch, batch < rows, weight, kept, first, here, n, part, splits,
-            k, form, block_n, block_k, gated, overlap,
+            k, form, block_n, block_k, shares, gated, overlap,
         )  # fmt: skip
     else:
         if swap:
