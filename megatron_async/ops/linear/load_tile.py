@@ -191,13 +191,13 @@ def load_tile(
 
     Args:
         units: int16 `[.., n, u]`.
-        scale: `[.., n, u]`, dtype; read if `scaled`.
-        zero: `[.., n, 1]` or `[.., n, u]`, dtype, more by 128 or 1024; read if the form has zeros.
+        scale, zero: `[.., n, u]`, dtype, the zero more by 128 or 1024; read if `scaled`, the zero
+            if the form has any. Else INT4 numbers are less by 8.
     """
     if form.numbers == "INT4":
         base: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
         numbers = _integers(units, part, dtype, in_pairs)
-        if form.has_zeros:
+        if scaled and form.has_zeros:
             numbers = numbers - zero.to(numbers.dtype)
         else:
             numbers = numbers - tl.full((), base + 8, tl.float32).to(numbers.dtype)
@@ -343,24 +343,30 @@ def kept_sums(
             if gated:
                 up_scale = up_coming
                 up_coming = _numbers_of_groups(scales, up_own, after, k, inputs, block_k, shares)
-        here_begins = begin + at
         factor, zero = _of_step(
-            scales, zeros, own, here_begins, k, inputs, block_k, shares, form, scaled, dtype
+            scales, zeros, own, begin + at, k, inputs, block_k, shares, form, scaled, dtype
         )
+        ups, up_zero = factor, zero
         if gated:
             ups, up_zero = _of_step(
-                scales, zeros, up_own, here_begins, k, inputs, block_k, shares, form, scaled, dtype
+                scales, zeros, up_own, begin + at, k, inputs, block_k, shares, form, scaled, dtype
             )
         product = tl.zeros(shape, tl.float32)
         up_product = tl.zeros(shape, tl.float32)
+        added = tl.zeros(shape, tl.float32)
         for part in tl.static_range(per):
             some = (v >> (16 * part)).to(tl.int16).to(dtype, bitcast=True)
             some = tl.trans(some) if shares == 1 else tl.trans(some, 0, 2, 1)
             numbers = load_tile(w, factor, zero, part, form, scaled, dtype, in_pairs)
             product = tl.dot(numbers, some, product)
+            if form.has_zeros and not scaled:
+                added = tl.dot(tl.full(numbers.shape, 1.0, dtype), some, added)
             if gated:
                 numbers = load_tile(u, ups, up_zero, part, form, scaled, dtype, in_pairs)
                 up_product = tl.dot(numbers, some, up_product)
+        if form.has_zeros and not scaled:
+            product -= added * (zero - 8)
+            up_product -= added * (up_zero - 8)
         if by_step:
             sums += product * stored_scale(scale)
             if gated:
@@ -395,7 +401,7 @@ def _of_step(
     scaled: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Scales and zeros of a step's units, where `load_tile` reads them."""
+    """Scales and zeros of a step: as `load_tile` reads them if `scaled`; else zeros, float32."""
     base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
     per: tl.constexpr = 2 if form.numbers == "FP8" else 4
     factor, zero = own, own
@@ -403,8 +409,7 @@ def _of_step(
         found = _numbers_of_groups(scales, own, begin, k, inputs, block_k, shares)
         factor = _expanded(stored_scale(found).to(dtype), inputs // per)
     if form.has_zeros:
-        found = _numbers_of_groups(zeros, own, begin, k, inputs, block_k, shares)
-        zero = (found.to(tl.float32) + base).to(dtype)
+        zero = _numbers_of_groups(zeros, own, begin, k, inputs, block_k, shares).to(tl.float32)
         if scaled:
-            zero = _expanded(zero, inputs // per)
+            zero = _expanded((zero + base).to(dtype), inputs // per)
     return factor, zero

@@ -79,6 +79,8 @@ LEAST_KEPT_SHARE = 512
 """Least inputs of a share of a weight that is kept in fewer bits."""
 KEPT_PROGRAMS = 528
 """Most programs of a split product by such a weight."""
+KEPT_STAGES = 6
+"""Most pipeline stages of a product by such a weight."""
 LOW_TILES = TilePlan(64, 64, 64, 1, 4, 4, False, 0)
 HIGH_TILES = TilePlan(128, 128, 64, 1, 8, 3, False, 0)
 """Tiles of more than `MAX_ROWS` rows, where cuBLAS may not multiply; not measured."""
@@ -141,36 +143,39 @@ def tile_plan(problem: Problem) -> TilePlan | None:
 def _kept_plan(problem: Problem, form: Form) -> TilePlan | None:
     """The layout of a product by a weight that is kept in fewer bits.
 
-    Two warps of `mma.sync` take both operands from registers; four, of 64 outputs, are a warpgroup,
-    which reads the rows from shared memory, where they must be put first: that pays off from 32
-    rows on.
+    Of up to 16 rows each warp takes all outputs of a program and a share of each step's inputs,
+    both operands from registers: as many warps wait for memory as it needs, however few programs
+    there are. Of more rows four warps are a warpgroup.
     """
     rows, outputs, k, gated = problem.rows, problem.outputs, problem.k, problem.gated
     if rows > MAX_ROWS or problem.invariant or form.rounds_rows or not problem.aligned:
         return None
     if not may_be_loaded(form, problem.dtype):
         return None
-    block_m = max(8, triton.next_power_of_2(rows))
-    many = block_m > 16
-    block_n, warps = (64, 4) if many else (32, 2)
-    block_k = step_of(form)
+    block_m, block_k = max(8, triton.next_power_of_2(rows)), step_of(form)
+    few = block_m <= 16
+    block_n = 32 if few else 64
     programs = triton.cdiv(outputs, block_n)
-    splits = 1
+    splits, shares = 1, 1
     if problem.split:
-        splits = max(1, min(4 if many else 8, k // LEAST_KEPT_SHARE, KEPT_PROGRAMS // programs))
-    share = triton.cdiv(k, splits * block_k) * block_k
-    splits = triton.cdiv(k, share)
-    row_bytes = share * form.bits // 8
-    stage = block_m * block_k * 2 + (2 if gated else 1) * block_n * block_k * form.bits // 8
+        splits = max(1, min(4, k // LEAST_KEPT_SHARE, KEPT_PROGRAMS // programs))
+    if few:
+        most = 4 if gated else 8
+        shares = min(most, triton.next_power_of_2(triton.cdiv(k, splits * block_k)))
+    step = block_k * shares
+    part = triton.cdiv(k, splits * step) * step
+    row_bytes = part * form.bits // 8
+    stage = step * (block_m * 2 + (2 if gated else 1) * block_n * form.bits // 8)
     return TilePlan(
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
-        splits=splits,
-        warps=warps,
-        stages=max(2, min(8, SHARED_MEMORY // 4 // stage, share // block_k + 1)),
+        splits=triton.cdiv(k, part),
+        warps=shares if few else 4,
+        stages=max(2, min(KEPT_STAGES, SHARED_MEMORY // 2 // stage, part // step + 1)),
         swap=True,
-        ahead=min(PREFETCH, row_bytes) if row_bytes % 16 == 0 and k * form.bits % 128 == 0 else 0,
+        ahead=min(PREFETCH, row_bytes) if k * form.bits % 128 == 0 and part <= k else 0,
+        shares=shares,
     )
 
 

@@ -50,6 +50,21 @@ def widen_gpu(weight: QuantisedWeight) -> Tensor:
 
 
 @triton.jit
+def _widened(
+    units: tl.tensor,
+    scale: tl.tensor,
+    more: tl.tensor,
+    part: tl.constexpr,
+    form: tl.constexpr,
+    dtype: tl.constexpr,
+    in_pairs: tl.constexpr,
+) -> tl.tensor:
+    """A part of the units, float32; `more` is what the zero is less than 8, if there is one."""
+    numbers = load_tile(units, scale, scale, part, form, False, dtype, in_pairs).to(tl.float32)
+    return (numbers + more) * scale if form.has_zeros else numbers * scale
+
+
+@triton.jit
 def widen_kernel(
     codes: tl.tensor,
     out: tl.tensor,
@@ -81,19 +96,17 @@ def widen_kernel(
     own = (matrix * scale_rows + tl.minimum(line, n - 1) // form.rows) * groups
     place = own[:, None] + (tl.minimum(begin + unit * per, k - 1) // inputs)[None, :]
     scale = stored_scale(tl.load(scales + place))
-    zero = place
+    more = scale
     if form.has_zeros:
-        base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-        stored = tl.load(zeros + place)
-        zero = (stored.to(tl.float32) + base).to(dtype)
-    first = load_tile(units, scale, zero, 0, form, False, dtype, overlap).to(tl.float32)
-    second = load_tile(units, scale, zero, 1, form, False, dtype, overlap).to(tl.float32)
-    if per == 4:
-        third = load_tile(units, scale, zero, 2, form, False, dtype, overlap).to(tl.float32)
-        last = load_tile(units, scale, zero, 3, form, False, dtype, overlap).to(tl.float32)
-        wide = tl.join(tl.join(first * scale, third * scale), tl.join(second * scale, last * scale))
+        more = 8 - tl.load(zeros + place).to(tl.float32)
+    first = _widened(units, scale, more, 0, form, dtype, overlap)
+    second = _widened(units, scale, more, 1, form, dtype, overlap)
+    if per == 2:
+        wide = tl.join(first, second)
     else:
-        wide = tl.join(first * scale, second * scale)
+        third = _widened(units, scale, more, 2, form, dtype, overlap)
+        last = _widened(units, scale, more, 3, form, dtype, overlap)
+        wide = tl.join(tl.join(first, third), tl.join(second, last))
     numbers = tl.reshape(wide, (block_n, block_k))
     if form.has_outer:
         numbers = numbers * tl.load(outer + row, mask=line < n, other=0.0)[:, None]

@@ -13,6 +13,7 @@ FORMS = {
     "MXFP8": (Form("FP8", 1, 32), E8M0),
     "INT4": (Form("INT4", 1, 128), torch.bfloat16),
     "INT4 zeros": (Form("INT4", 1, 128, has_zeros=True), torch.float16),
+    "INT4 outputs, zeros": (Form("INT4", has_zeros=True), torch.float32),
     "INT4 groups of 64": (Form("INT4", 1, 64), torch.float32),
     "INT4 groups of 32, zeros": (Form("INT4", 1, 32, has_zeros=True), torch.bfloat16),
     "MXFP4": (Form("FP4", 1, 32), E8M0),

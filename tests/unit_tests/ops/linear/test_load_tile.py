@@ -14,6 +14,7 @@ from megatron_async.ops.linear.tile import TILE, TilePlan, tile_product
 from megatron_async.ops.linear.widen import widen_gpu
 from tests.unit_tests.ops.linear.kept_weights import FORMS, kept_weight
 from tests.unit_tests.ops.linear.test_products import assert_close, expected_product, random
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 
@@ -71,17 +72,31 @@ def test_all_numbers_are_exact(numbers, dtype, device):
 def test_tiles_of_each_form(name, rows, activation, device):
     """Odd sizes, rows that are not adjacent, a bias."""
     n, k = 40, 320
-    weight = kept_weight(name, 2 * n if activation == "swiglu" else n, k, device=device)
-    x = random(rows, k + 24, dtype=HALF, device=device)[:, 8 : k + 8]
-    plan = TilePlan(32 if rows > 16 else 16, 32, step_of(weight.form), 1, 2, 3, True, 0)
-    values = weight.values().to(device)
-    found = tile_product(x, weight, None, activation, plan)
-    assert_close(found, expected_product(x, values, activation=activation), HALF)
-    if not activation:
-        bias = random(n, dtype=HALF, device=device)
-        assert_close(
-            tile_product(x, weight, bias, "", plan), expected_product(x, values, bias), HALF
+    for dtype in EXACT_16_BIT:
+        weight = kept_weight(
+            name, 2 * n if activation == "swiglu" else n, k, dtype=dtype, device=device
         )
+        x = random(rows, k + 24, dtype=dtype, device=device)[:, 8 : k + 8]
+        plan = TilePlan(32 if rows > 16 else 16, 32, step_of(weight.form), 1, 2, 3, True, 0)
+        found = tile_product(x, weight, None, activation, plan)
+        assert_close(found, expected_product(x, weight.values(), activation=activation), dtype)
+        if not activation:
+            bias = random(n, dtype=dtype, device=device)
+            found = tile_product(x, weight, bias, "", plan)
+            assert_close(found, expected_product(x, weight.values(), bias), dtype)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("rows", "k", "activation"), [(2, 600, "swiglu"), (9, 1024, "")])
+def test_shares_of_a_step(name, rows, k, activation, device):
+    """Each warp has inputs of its own; the last step may be no whole one."""
+    n = 40
+    weight = kept_weight(name, 2 * n if activation else n, k, device=device)
+    x = random(rows, k, dtype=HALF, device=device)
+    for shares in (2, 4):
+        plan = TilePlan(16, 32, step_of(weight.form), 1, shares, 2, True, 0, shares)
+        found = tile_product(x, weight, None, activation, plan)
+        assert_close(found, expected_product(x, weight.values(), activation=activation), HALF)
 
 
 @pytest.mark.parametrize(("name", "k"), [("FP8 blocks", 640), ("INT4", 512), ("MXFP4", 448)])
