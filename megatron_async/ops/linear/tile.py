@@ -72,7 +72,7 @@ class TilePlan:
     ahead: int
     """Bytes of each weight row's share to prefetch."""
     shares: int = 1
-    """Of a step of `block_k * shares` inputs: of a weight that is kept in fewer bits."""
+    """Shares of a step of `block_k * shares` inputs: of a weight that is kept in fewer bits."""
 
 
 LEAST_KEPT_SHARE = 512

@@ -18,7 +18,7 @@ from megatron_async.ops.linear.load_tile import (
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 
 LINES, INPUTS = 16, 512
-"""Of a program."""
+"""Rows and inputs of a program."""
 
 
 def widen(weight: QuantisedWeight) -> Tensor:

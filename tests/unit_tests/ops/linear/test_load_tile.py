@@ -155,7 +155,7 @@ def test_rows_that_are_not_whole_words_are_refused():
 
 
 def test_products_by_the_rule(device):
-    """As layers ask for them: with a bias, without one, beyond the rows of the kernel."""
+    """Products as layers ask for them: with a bias, without one, beyond the rows of the kernel."""
     weight = kept_weight("INT4", 96, 256, device=device)
     for rows in (1, 9, 70):
         x = random(rows, 256, dtype=HALF, device=device)
