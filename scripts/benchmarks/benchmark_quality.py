@@ -8,7 +8,7 @@ other less the first, an estimate of the KL divergence), how many likeliest toke
 the mean of the tokens' log probs less the first setting's (below 0: the text is less likely).
 
     python scripts/benchmarks/benchmark_quality.py smollm2 --text README.md docs/*.md --settings \
-        dtype=float32 dtype=bfloat16 emulate=fp8-channel+rows dtype=float32,model=./other-folder
+        dtype=float32,quantization=none dtype=bfloat16 emulate=fp8-channel+rows model=./other-folder
 
 A setting is any of LLM's, and besides:
   model=M      another model with the same tokens, such as a converted folder
@@ -48,6 +48,7 @@ from megatron_async.ops.linear.weight_format import FLOAT32
 
 FACTOR = 20.0
 """Of the channels of `--outliers`."""
+PLAIN = "dtype=float32,quantization=none"
 ROWS = "+rows"
 EXPERTS = ".experts.linear_fc"
 NORMS = ("layernorm.weight", "decoder.final_norm.weight", ".norm.weight", "layer_norm_weight")
@@ -115,6 +116,8 @@ def scores(
     """Log probs and likeliest tokens of all places, `[tokens]` each, by an engine of its own."""
     options = parse_setting(setting)
     model, kind = options.pop("model", arguments.model), options.pop("emulate", None)
+    if kind is not None:
+        options.setdefault("quantization", "none")
     sizes = {"max_sequence_length": arguments.length + 1, "max_requests": 8}
     with LLM(model, **{"device": arguments.device, **sizes, **options}) as llm:
         built: Any = llm.engine.controller.inference_wrapped_model.model
@@ -176,7 +179,7 @@ def main(given: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("--settings", nargs="+", default=["dtype=float32", "dtype=bfloat16"])
+    parser.add_argument("--settings", nargs="+", default=[PLAIN, "dtype=bfloat16"])
     parser.add_argument("--text", nargs="+", metavar="FILE", help="default: random token ids")
     parser.add_argument("--tokens", type=int, default=10_000, help="scored, at most")
     parser.add_argument("--length", type=int, default=512, help="of a sequence")
