@@ -118,7 +118,7 @@ def scores(
     model, kind = options.pop("model", arguments.model), options.pop("emulate", None)
     if kind is not None:
         options.setdefault("quantization", "none")
-    sizes = {"max_sequence_length": arguments.length + 1, "max_requests": 8}
+    sizes = {"max_sequence_length": arguments.length + 1, "max_requests": 8, "num_cuda_graphs": 0}
     with LLM(model, **{"device": arguments.device, **sizes, **options}) as llm:
         built: Any = llm.engine.controller.inference_wrapped_model.model
         if arguments.outliers:
