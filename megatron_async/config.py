@@ -32,6 +32,7 @@ output are right less often, and each takes another pass. With 3 n-gram drafts a
 query tokens, one tile of the kernels for few rows. On edited text the third draft is still right in
 7 of 10 cases; on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
+CACHE_DTYPES = ("auto", "fp8", "model")
 QUANTIZATIONS = ("file", "int8", "auto", "none")
 CHOICES = ("measure", "cached", "shipped")
 ATTENTION_BACKENDS = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3", "torch")
@@ -57,6 +58,12 @@ class InferenceConfig:
 
     num_kv_blocks: int | None = None
     """Blocks in the KV pool; overrides `buffer_size_gb`."""
+
+    kv_cache_dtype: str = "auto"
+    """Precision of keys and values in the cache: fp8, model (the dtype of the weights) or auto.
+    "fp8" (e4m3; "fp8_e4m3" is the same) takes half the memory of 16 bits, and rounds what attention
+    reads (docs/models.md). Scales are those of the model's files, else 1. "auto": fp8 where the
+    files of an `LLM`'s model say so, else "model"."""
 
     paused_buffer_size_gb: float | None = None
     """Most of the KV pool, in GiB, that paused requests may hold. Beyond it the paused request that
@@ -275,13 +282,15 @@ class InferenceConfig:
         self._require_int("inference_sampling_seed", 0)
         self._require_int("logging_step_interval", 0)
         self.quantization = None if self.quantization == "none" else self.quantization
+        if self.kv_cache_dtype == "fp8_e4m3":
+            self.kv_cache_dtype = "fp8"
         for name, known in (
             ("quantization", QUANTIZATIONS), ("attention_backend", ATTENTION_BACKENDS),
             ("invalidation", INVALIDATION_POLICIES), ("mamba_ssm_states_dtype", STATE_DTYPES),
-            ("choices", CHOICES),
+            ("choices", CHOICES), ("kv_cache_dtype", CACHE_DTYPES),
         ):  # fmt: skip
-            value = getattr(self, name)
-            if value not in known and (value is not None or name in ("invalidation", "choices")):
+            value, must = getattr(self, name), ("invalidation", "choices", "kv_cache_dtype")
+            if value not in known and (value is not None or name in must):
                 raise ConfigurationError(
                     f"{name}={value!r} is unknown: use one of {', '.join(known)}, or leave it out."
                 )
@@ -374,6 +383,11 @@ class InferenceConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{name}={value!r} must be an integer of at least {least}.")
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether keys and values are stored as e4m3."""
+        return self.kv_cache_dtype == "fp8"
 
     @property
     def chooses_widths(self) -> bool:

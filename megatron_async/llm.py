@@ -20,7 +20,7 @@ from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.info import check_weights_fit
 from megatron_async.checkpoints.kept_blocks import FILE, keep_blocks, settle_quantization
 from megatron_async.checkpoints.registry import shipped_draft_layer
-from megatron_async.checkpoints.source import parse_dtype
+from megatron_async.checkpoints.source import ModelSource, cache_dtype, parse_dtype
 from megatron_async.communication.bootstrap import join_job
 from megatron_async.communication.job import FINISH_TIMEOUT_S
 from megatron_async.config import MOST_LOOKAHEAD, InferenceConfig
@@ -158,7 +158,7 @@ class LLM:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = min(pipeline_model_parallel_size, MOST_LOOKAHEAD)
         kept_bytes = settle_quantization(inference_config, source, device, self.dtype, sizes)
-        config = _make_config(inference_config, device, source.architecture, self.dtype)
+        config = _make_config(inference_config, device, source, self.dtype)
         # Before anything is done together: ranks that differ would wait for each other in it.
         job = join_job()
         job.check_same("model", source.architecture.to_dict() | {"dtype": self.dtype})
@@ -471,14 +471,14 @@ def compile_ahead(
     """
     if draft_layer is None and inference_config.get("speculative_method") == "mtp":
         draft_layer = shipped_draft_layer(model)
-    architecture = open_model(model, draft_layer).architecture
-    weights = _resolve_dtype(dtype, "cuda")
-    config = _make_config(inference_config, "cuda", architecture, weights)
+    source, weights = open_model(model, draft_layer), _resolve_dtype(dtype, "cuda")
+    config = _make_config(inference_config, "cuda", source, weights)
     if not choose_triton_folder():
         raise ConfigurationError(
             "nothing is compiled, as it could not be kept: name a folder that can be written."
         )
-    kernels = start_kernels({**_program_of(architecture, weights, config), **gpu}, workers=cores())
+    program = _program_of(source.architecture, weights, config)
+    kernels = start_kernels({**program, **gpu}, workers=cores())
     if kernels is None:
         raise ConfigurationError(
             "nothing is compiled where TRITON_INTERPRET or a LOCAL_RANK above 0 is set: unset it."
@@ -508,21 +508,25 @@ def _resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
 
 
 def _make_config(
-    values: dict[str, Any], device: str, architecture: ModelArchitecture, dtype: torch.dtype
+    values: dict[str, Any], device: str, source: ModelSource, dtype: torch.dtype
 ) -> InferenceConfig:
     known = [field.name for field in fields(InferenceConfig)]
     own = inspect.signature(LLM).parameters.values()
     of_llm = [parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
     of_config = [name for name in known if name not in of_llm]
     check_engine_names(values, [*of_llm, *of_config])
+    architecture = source.architecture
     longest = architecture.max_position_embeddings
     if architecture.sliding_window is not None:
         longest = min(longest, architecture.sliding_window)
     asked = values.get("max_sequence_length")
-    InferenceConfig(**{name: value for name, value in values.items() if value is not None})
+    checked = InferenceConfig(**{n: value for n, value in values.items() if value is not None})
+    cache = cache_dtype(checked.kv_cache_dtype, source)
+    values = {**values, "kv_cache_dtype": cache}
     if asked is None:
         settings = {**values, "device": device}
-        length = default_max_sequence_length(architecture, longest, settings, dtype.itemsize)
+        itemsize = 1 if cache == "fp8" else dtype.itemsize
+        length = default_max_sequence_length(architecture, longest, settings, itemsize)
         values = {**values, "max_sequence_length": length}
     elif isinstance(asked, int) and asked > longest:
         raise ConfigurationError(

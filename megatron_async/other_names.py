@@ -43,6 +43,7 @@ ENGINE_NAMES = by_name({
     "block_size_tokens": "block_size page_size seq_size_per_block chunk_size chunk_size_tokens",
     "buffer_size_gb": "gpu_memory_utilization mem_fraction_static cuda_memory_fraction "
     "kv_cache_memory_bytes active_buffer_size_gb",
+    "kv_cache_dtype": "cache_type_k cache_type_v",
     "num_kv_blocks": "num_gpu_blocks_override max_batch_total_tokens",
     "enable_sleep_mode": "enable_memory_saver persist_cuda_graphs static_kv_memory_pointers",
     "enable_prefix_caching": "reuse_cache enable_radix_cache prefix_caching",
@@ -95,8 +96,6 @@ ENGINE_ADVICE = by_name({
     "LoRA is not served: merge it into the weights": "enable_lora lora lora_modules max_loras",
     "nothing is swapped: paused requests are computed again": "swap_space",
     "weights are not offloaded: try a quantized model or more ranks": "cpu_offload_gb",
-    "the KV cache has the dtype of the weights, such as dtype='bfloat16'":
-    "kv_cache_dtype cache_type_k cache_type_v",
     "the format is told by the files": "load_format",
     "the tokenizer is read from the model's folder":
     "tokenizer tokenizer_path tokenizer_mode tokenizer_model tokenizer_type "

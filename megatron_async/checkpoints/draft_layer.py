@@ -14,7 +14,7 @@ from typing import override
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.huggingface import DTYPES
@@ -56,6 +56,15 @@ class WithDraftLayer(NamedTensorSource):
             )
         self._base = base
         self.metadata = self._read_metadata()
+
+    @property
+    @override
+    def has_fp8_cache(self) -> bool:
+        return self._base.has_fp8_cache
+
+    @override
+    def load_scales(self, model: nn.Module) -> None:
+        self._base.load_scales(model)
 
     @property
     def architecture(self) -> ModelArchitecture:

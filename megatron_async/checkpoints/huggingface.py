@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from megatron_async.checkpoints.cache_scales import load_cache_scales
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import read_json
 from megatron_async.checkpoints.huggingface_config import read_architecture, write_config
@@ -24,8 +25,18 @@ from megatron_async.checkpoints.huggingface_delta import (
 from megatron_async.checkpoints.huggingface_mtp import split_mtp
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, weights
 from megatron_async.checkpoints.quantise import Quantiser
-from megatron_async.checkpoints.quantised import FolderWeight, QuantisedFolder, take_quantised
-from megatron_async.checkpoints.quantization_config import HF_QUANT_CONFIG, KEYS, read_recipe
+from megatron_async.checkpoints.quantised import (
+    INPUTS,
+    KEYS,
+    FolderWeight,
+    QuantisedFolder,
+    take_quantised,
+)
+from megatron_async.checkpoints.quantization_config import (
+    HF_QUANT_CONFIG,
+    QUANTIZATION_KEYS,
+    read_recipe,
+)
 from megatron_async.checkpoints.safetensors_file import StoredTensor
 from megatron_async.checkpoints.source import (
     NamedTensorSource,
@@ -61,7 +72,7 @@ class _StoredTensors(NamedTuple):
         model, mtp: the language model's tensors, and those of its MTP: the name without
             a vision tower -> that which is stored.
         quantised: weights of both that are stored in another form.
-        scales: how many scales there are of what is not quantised here.
+        scales: of what is no weight: by what it is, each name -> that which is stored.
         frequencies: stored tables of rope, which follow from the configuration.
         left_out: how many others there are, by what they are for.
     """
@@ -69,7 +80,7 @@ class _StoredTensors(NamedTuple):
     model: dict[str, str]
     mtp: dict[str, str]
     quantised: dict[str, FolderWeight]
-    scales: Counter[str]
+    scales: dict[str, dict[str, str]]
     frequencies: list[str]
     left_out: Counter[str]
 
@@ -86,7 +97,7 @@ class HuggingFaceSource(NamedTensorSource):
         config = language_model_config(read_json(folder / CONFIG), where)
         beside = folder / HF_QUANT_CONFIG
         self._recipe = read_recipe(config, read_json(beside) if beside.is_file() else None, where)
-        self.config = {key: value for key, value in config.items() if key not in KEYS}
+        self.config = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
         self._files = TensorFiles(folder)
 
     @cached_property
@@ -279,6 +290,21 @@ class HuggingFaceSource(NamedTensorSource):
                 )  # fmt: skip
                 return
 
+    @property
+    @override
+    def has_fp8_cache(self) -> bool:
+        return self._recipe is not None and self._recipe.has_fp8_cache
+
+    @override
+    def load_scales(self, model: nn.Module) -> None:
+        shard, scales = Shard.of(model), self._tensors.scales[KEYS]
+        stacked = self.has_stacked_experts, shard.with_mtp and self._has_stacked_mtp
+        wanted = weights(self.architecture, shard, *stacked)
+        try:
+            load_cache_scales(model, wanted, scales, self._files.tensor)
+        finally:
+            self._files.close()
+
     @override
     def load_into(
         self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
@@ -335,12 +361,13 @@ class HuggingFaceSource(NamedTensorSource):
         frequencies = [name for name in model if name.endswith(FREQUENCIES)]
         stored = [model.pop(name) for name in frequencies]
         mtp_names = {name: name for name in mtp}
-        quantised, scales = dict[str, FolderWeight](), Counter[str]()
+        quantised = dict[str, FolderWeight]()
+        scales: dict[str, dict[str, str]] = {INPUTS: {}, KEYS: {}}
         if self._recipe is not None:
             for those in (model, mtp_names):
                 taken, told = take_quantised(those, self._files.tensor, self._recipe)
                 quantised |= taken
-                scales += told
+                scales = {what: names | told[what] for what, names in scales.items()}
         return _StoredTensors(model, mtp_names, quantised, scales, stored, left_out)
 
 

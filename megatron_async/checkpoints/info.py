@@ -12,7 +12,7 @@ import torch
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.registry import open_model
-from megatron_async.checkpoints.source import ModelSource, parse_dtype
+from megatron_async.checkpoints.source import ModelSource, cache_dtype, parse_dtype
 from megatron_async.devices import make_device, resolve_device_name
 from megatron_async.errors import ConfigurationError, OutOfMemoryError
 from megatron_async.models.architecture import (
@@ -46,7 +46,7 @@ class ModelInfo:
     architecture: ModelArchitecture
     stored_dtype: str
     dtype: str
-    """Dtype of weights and KV cache once loaded."""
+    """Dtype of the weights once loaded."""
     device: str
     parameters: int
     weight_bytes: int
@@ -74,6 +74,8 @@ class ModelInfo:
     """Requests whose recurrent states fit beside the weights and a KV pool of one block: the
     largest `max_requests`; 0 if none does, and without recurrent layers."""
 
+    kv_cache_dtype: str = "model"
+    """Dtype of keys and values: "fp8", or "model" for that of the weights."""
     quantised: QuantisedFolder | None = None
     """What is quantised in the files; None: nothing, or the format has its own words."""
 
@@ -98,16 +100,18 @@ def model_info(
     dtype: str | torch.dtype | None = None,
     block_size_tokens: int = 256,
     memory_gb: float | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> ModelInfo:
     """Describe a model from its configuration.
 
     Args:
         source: what `open_model` takes, or what it gave.
         device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
-        dtype: of weights and KV cache; None: float32 on the CPU, bfloat16 on a GPU.
+        dtype: of the weights; None: float32 on the CPU, bfloat16 on a GPU.
         block_size_tokens: tokens in a KV block.
         memory_gb: plan for a device with so many GiB free (it need not be here); None: ask the
             device.
+        kv_cache_dtype: "fp8", "model" (as the weights) or "auto" (what the model's files say).
 
     Raises:
         CheckpointError: see `open_model`; a size that is not positive.
@@ -124,7 +128,9 @@ def model_info(
     free = _free_memory(device) if memory_gb is None else int(memory_gb * GIB)
     architecture = source.architecture
     weight_bytes = architecture.num_parameters * resolved.itemsize
-    per_token = architecture.kv_bytes_per_token(resolved.itemsize)
+    cache = cache_dtype(kv_cache_dtype, source)
+    itemsize = 1 if cache == "fp8" else resolved.itemsize
+    per_token = architecture.kv_bytes_per_token(itemsize)
     per_block = (per_token + TOKEN_ID_BYTES) * block_size_tokens if per_token else 0
     state = _state_bytes(architecture, resolved)
     # One block and one state more are allocated: for rows without a request.
@@ -148,9 +154,10 @@ def model_info(
         kv_blocks=blocks,
         mtp_parameters=architecture.mtp_parameters,
         mtp_weight_bytes=architecture.mtp_parameters * resolved.itemsize,
-        mtp_kv_bytes_per_token=architecture.mtp_kv_bytes_per_token(resolved.itemsize),
+        mtp_kv_bytes_per_token=architecture.mtp_kv_bytes_per_token(itemsize),
         has_mtp_weights=source.has_mtp_weights,
         state_requests=requests,
+        kv_cache_dtype=cache,
         quantised=source.quantised,
     )
 
@@ -191,8 +198,8 @@ def format_info(info: ModelInfo) -> str:
         + (f", of which a token meets {a.num_active_parameters:,}" if a.num_moe_experts else ""),
         **_quantised_rows(info.quantised),
         f"weights, {info.dtype}": _size(info.weight_bytes),
-        "KV cache": f"{_size(info.kv_bytes_per_token)} a token, {_size(info.kv_bytes_per_block)} a "
-        f"block of {info.block_size_tokens}",
+        _cache_row(info): f"{_size(info.kv_bytes_per_token)} a token, "
+        f"{_size(info.kv_bytes_per_block)} a block of {info.block_size_tokens}",
         **_mtp_rows(a, info),
         f"memory, {info.device}": f"{_size(info.free_bytes)} free",
         "KV pool that fits": pool,
@@ -206,6 +213,10 @@ def format_info(info: ModelInfo) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
+def _cache_row(info: ModelInfo) -> str:
+    return "KV cache, fp8" if info.kv_cache_dtype == "fp8" else "KV cache"
+
+
 def _quantised_rows(found: QuantisedFolder | None) -> dict[str, str]:
     if found is None:
         return {}
@@ -213,6 +224,7 @@ def _quantised_rows(found: QuantisedFolder | None) -> dict[str, str]:
     rows = {
         "quantised": found.formats and f"{found.method}: {found.formats}, {bits}",
         "weights, in the files": _size(found.stored_bytes),
+        "keys and values in fp8": found.cache,
         "not as in the files": "; ".join(found.not_served),
     }
     return {name: row for name, row in rows.items() if row}

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megatron_async.checkpoints.cache_scales import ENDS
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.quantization_config import REMEDY, Recipe
 from megatron_async.checkpoints.safetensors_file import StoredTensor
@@ -31,9 +32,9 @@ from megatron_async.ops.linear.stored_weight import (
 
 WEIGHT = ".weight"
 INPUTS, KEYS = "quantised inputs of layers", "quantised keys and values"
-SCALES_OF = dict.fromkeys(
-    (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale"), KEYS
-) | dict.fromkeys((".input_scale", ".activation_scale", ".input_global_scale"), INPUTS)
+SCALES_OF = dict.fromkeys((*ENDS, ".q_scale"), KEYS) | dict.fromkeys(
+    (".input_scale", ".activation_scale", ".input_global_scale"), INPUTS
+)
 """Ends of names of scales by which other things than weights are quantised."""
 NOT_SERVED = "served in 16 bits (in float32 on a CPU) by this version"
 
@@ -78,6 +79,7 @@ class QuantisedFolder:
         bits: of a quantised weight with its scales, on average.
         stored_bytes: of all weights of the language model in the files.
         not_served: what of the recipe is not, and what is done instead, in words.
+        cache: what it says of keys and values in fp8, in words; empty: nothing.
     """
 
     method: str
@@ -85,25 +87,28 @@ class QuantisedFolder:
     bits: float
     stored_bytes: int
     not_served: tuple[str, ...]
+    cache: str = ""
 
     @classmethod
     def of(
         cls,
         recipe: Recipe,
         weights: Mapping[str, FolderWeight],
-        told: Counter[str],
+        told: Mapping[str, Mapping[str, str]],
         plain_bytes: int,
     ) -> QuantisedFolder:
-        """Told of its weights; `told` counts scales of other things (`take_quantised`)."""
+        """Told of its weights; `told` are scales of other things (`take_quantised`)."""
         counts = Counter(weight.weight.words for weight in weights.values())
         formats = ", ".join(f"{words}: {count} weights" for words, count in counts.items())
         stored = sum(weight.stored_bytes for weight in weights.values())
         values = sum(prod(weight.weight.shape) for weight in weights.values())
-        not_served = []
+        not_served, cache = [], ""
         for what, how in ((INPUTS, recipe.activations), (KEYS, recipe.kv_cache)):
-            if told[what] or (how and (weights or what == KEYS)):
-                scales = f"{told[what] or 'no'} scales in the files"
-                not_served.append(f"{what} ({how or 'not described'}, {scales}): {NOT_SERVED}")
+            said = f"{how or 'not described'}, {len(told[what]) or 'no'} scales in the files"
+            if what == KEYS and recipe.has_fp8_cache:
+                cache = said
+            elif told[what] or (how and (weights or what == KEYS)):
+                not_served.append(f"{what} ({said}): {NOT_SERVED}")
         stored_names = (weight.tensors[CODES] for weight in weights.values())
         ignored = [name for name in stored_names if recipe.ignores(name)]
         if ignored:
@@ -112,12 +117,13 @@ class QuantisedFolder:
                 f"such as {min(ignored)!r:.200}): read as the files hold them"
             )
         bits = 8 * stored / values if values else 0.0
-        return cls(recipe.method, formats, bits, stored + plain_bytes, tuple(not_served))
+        size = stored + plain_bytes
+        return cls(recipe.method, formats, bits, size, tuple(not_served), cache)
 
 
 def take_quantised(
     names: dict[str, str], tensor: Callable[[str], StoredTensor], recipe: Recipe
-) -> tuple[dict[str, FolderWeight], Counter[str]]:
+) -> tuple[dict[str, FolderWeight], dict[str, dict[str, str]]]:
     """Take quantised weights out of a folder's tensors.
 
     Args:
@@ -127,7 +133,8 @@ def take_quantised(
         recipe: of the folder.
 
     Returns:
-        the weights by name, and how many scales there are that belong to no weight.
+        the weights by name, and scales that belong to no weight, by what they are of: each name
+        -> the stored one.
 
     Raises:
         CheckpointError: a tensor of a weight is missing, too many, or of another dtype or shape.
@@ -136,12 +143,12 @@ def take_quantised(
     known = {WEIGHT, *SCALES_OF, *(end for part in parts for end in part.ends)}
     ends = sorted(known, key=len, reverse=True)
     codes = {dtype for part in parts if WEIGHT in part.ends for dtype in part.dtypes}
-    told, layers = Counter[str](), dict[str, dict[str, StoredTensor]]()
+    told: dict[str, dict[str, str]] = {what: {} for what in (INPUTS, KEYS)}
+    layers = dict[str, dict[str, StoredTensor]]()
     for name in list(names):
         end = next((end for end in ends if name.endswith(end)), "")
         if end in SCALES_OF:
-            told[SCALES_OF[end]] += 1
-            del names[name]
+            told[SCALES_OF[end]][name] = names.pop(name)
         elif end:
             layers.setdefault(name.removesuffix(end), {})[end] = tensor(names[name])
     found = {}

@@ -17,7 +17,7 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.settings import is_one_of, listed, tell_unknown
 from megatron_async.ops.linear.stored_weight import CHANNEL, TENSOR, Grain
 
-KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys of `config.json`."""
 HF_QUANT_CONFIG = "hf_quant_config.json"
 REMEDY = "take the folder of the model in 16 bits, or in another format"
@@ -45,6 +45,11 @@ class Recipe:
     has_zeros: bool = False
     ignored: frozenset[str] = frozenset()
 
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether keys and values are meant to be stored as e4m3."""
+        return self.kv_cache.lower() in ("fp8", "8 bits, float")
+
     def ignores(self, name: str) -> bool:
         """Whether a list has parts of a tensor's name; regular expressions are not asked."""
         parts = name.split(".", 32)
@@ -65,7 +70,7 @@ def read_recipe(
     Raises:
         CheckpointError: a method, an algorithm or a setting that is not read.
     """
-    found = [(key, config[key]) for key in KEYS if config.get(key)]
+    found = [(key, config[key]) for key in QUANTIZATION_KEYS if config.get(key)]
     said: dict[str, Any] = {}
     for key, value in ((HF_QUANT_CONFIG, beside or {}), *found):
         if not isinstance(value, dict):

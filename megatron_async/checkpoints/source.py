@@ -97,10 +97,16 @@ class ModelSource(ABC):
         """A whole weight as the file's blocks; None where it cannot be kept so."""
         return None
 
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether the files ask for keys and values in fp8."""
+        return False
+
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """Fill a model, tensor by tensor, converting to its dtype and moving to its device.
 
-        Weights of multi-token prediction are read where the model was built with it.
+        Weights of multi-token prediction are read where the model was built with it. Scales of
+        keys and values are read too (`PagedSelfAttention.cache_scales`).
 
         Args:
             model: a `HybridModel` made by `build_model(self.architecture, ...)`.
@@ -147,6 +153,14 @@ class NamedTensorSource(ModelSource):
     @abstractmethod
     def read_tensor(self, name: str, region: Region, device: torch.device) -> Tensor:
         """A region of a tensor on a device, in its stored dtype or dequantised."""
+
+    @override
+    def load_weights(self, model: nn.Module, progress: bool = False) -> None:
+        super().load_weights(model, progress)
+        self.load_scales(model)
+
+    def load_scales(self, model: nn.Module) -> None:
+        """Give a model's attention layers the scales of keys and values that are stored."""
 
     def fill(self, place: Tensor, name: str, region: Region) -> None:
         """Read a region of a tensor into its place in a parameter (see `Weight.places`), converting
@@ -350,3 +364,10 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if found is None or found not in DTYPES.values():
         raise CheckpointError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")
     return found
+
+
+def cache_dtype(asked: str, source: ModelSource) -> str:
+    """`kv_cache_dtype` of an engine, "fp8" or "model", where "auto" follows the model's files."""
+    if asked != "auto":
+        return asked
+    return "fp8" if source.has_fp8_cache else "model"

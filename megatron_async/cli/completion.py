@@ -17,6 +17,7 @@ from typing import Any
 from megatron_async.cli.options import PROGRAM
 from megatron_async.config import (
     ATTENTION_BACKENDS,
+    CACHE_DTYPES,
     CHOICES,
     INVALIDATION_POLICIES,
     LOOKAHEAD_OF_MODE,
@@ -33,6 +34,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "attention_backend": ATTENTION_BACKENDS,
     "choices": CHOICES,
     "invalidation": INVALIDATION_POLICIES,
+    "kv_cache_dtype": CACHE_DTYPES,
     "logprobs_mode": LOGPROBS_MODES,
     "mamba_ssm_states_dtype": STATE_DTYPES,
     "quantization": QUANTIZATIONS,

@@ -77,6 +77,7 @@ from megatron_async.cli.terminal import (
     raise_interrupts,
     say_interrupted,
 )
+from megatron_async.config import CACHE_DTYPES
 from megatron_async.errors import ConfigurationError, RecordingError, RequestError
 from megatron_async.other_names import budgets_named_by_options
 from megatron_async.version import __version__
@@ -130,6 +131,8 @@ OUTPUT: Rows = (
     NO_PROGRESS,
 )  # fmt: skip
 INFO: Rows = (
+    ("--kv-cache-dtype", CACHE_DTYPES, None, None,
+     "precision of keys and values in the cache (default: what the model's files say)"),
     ("--memory-gb", float, "GB", None, "plan for this much memory, not for what is"),
     ("--program", bool, None, False,
      "the kernels that each layer launches in a step, and the choices by time that\n"
@@ -336,6 +339,7 @@ def run_info(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         dtype=arguments.dtype,
         memory_gb=arguments.memory_gb,
+        kv_cache_dtype=arguments.kv_cache_dtype or "auto",
     )
     if arguments.json:
         print_json({**asdict(info), "fits": info.fits, "kv_tokens": info.kv_tokens})

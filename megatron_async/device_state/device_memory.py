@@ -47,6 +47,7 @@ from megatron_async.ops.attention.backends.selection import PrefillChoice, choos
 from megatron_async.ops.attention.cpu.host_attention import HostPagedAttention
 from megatron_async.ops.attention.decode_attention import HEAD_TILE, MAX_DIM
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
+from megatron_async.ops.attention.narrow_cache import check_narrow_cache
 from megatron_async.ops.attention.paged_attention import TorchPagedAttention
 from megatron_async.ops.cpu.compiler import compiles
 from megatron_async.ops.step_tensors import StepTensors
@@ -228,6 +229,7 @@ def block_shape(model: Any, config: InferenceConfig) -> BlockShape:
         int(model.hidden_size) if depths else 0,
         depths,
         _routing_shape(model) if config.enable_routing_replay else None,
+        config.has_fp8_cache,
     )
 
 
@@ -282,7 +284,7 @@ def _make_attention(
                 "out."
             )
         size = config.block_size_tokens
-        if not compiles() or model.params_dtype != torch.float32:
+        if not compiles() or model.params_dtype != torch.float32 or config.has_fp8_cache:
             return TorchPagedAttention(size, max_blocks, device.torch_device, first_key)
         # Layers are compiled where their weights have 8 bits or less.
         takes_chunks = config.quantization is not None
@@ -294,6 +296,8 @@ def _make_attention(
             f"attention heads of dimension {dim} are not served on a GPU: the kernels take even "
             f"ones from {HEAD_TILE} to {MAX_DIM}. Use device='cpu'."
         )
+    if config.has_fp8_cache:
+        check_narrow_cache(device.torch_device)
     heads, kv_heads = local_heads(model)
     shape = AttentionShape(
         heads,
@@ -304,6 +308,7 @@ def _make_attention(
         model.params_dtype,
         device.torch_device,
         INVARIANT_PART if config.batch_invariant_mode else 0,
+        config.has_fp8_cache,
     )
     if first_key:
         # The other backends have no such mask.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from megatron_async.device_state.pools import GIB, Pools
 from megatron_async.errors import OutOfMemoryError
+from megatron_async.ops.attention.narrow_cache import NARROW, scales_of
 
+logger = logging.getLogger("megatron_async")
 MIB = 1024**2
 DEFAULT_CPU_POOL_GB = 1.0
 DEFAULT_GPU_SHARE = 0.8
@@ -55,7 +58,7 @@ class BlockShape:
     head_dim: int
     """Elements of a head."""
     dtype: torch.dtype
-    """Dtype of keys, values and hidden states."""
+    """Dtype of hidden states, and of keys and values unless `is_narrow`."""
     keeps_tokens: bool = False
     """Whether token ids are kept beside the keys, for requests that begin after shared blocks and
     for the n-gram drafter."""
@@ -66,6 +69,13 @@ class BlockShape:
 
     routing: RoutingShape | None = None
     """Sizes of the routing record that is kept beside the keys; None: none is."""
+    is_narrow: bool = False
+    """Whether keys and values are e4m3, with a scale for each head (`narrow_cache.py`)."""
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """Dtype of keys and values."""
+        return NARROW if self.is_narrow else self.dtype
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +84,8 @@ class BlockShape:
         if self.routing is not None:
             tokens += self.block_size * self.routing.num_bytes
         elements = 2 * self.num_layers * self.block_size * self.num_heads * self.head_dim
-        return (elements + self.num_hidden * self.hidden_size) * self.dtype.itemsize + tokens
+        hidden = self.num_hidden * self.hidden_size * self.dtype.itemsize
+        return elements * self.key_dtype.itemsize + hidden + tokens
 
 
 class PagedKVCache:
@@ -88,6 +99,8 @@ class PagedKVCache:
 
     Attributes:
         num_layers, block_size: of `shape`.
+        scales: of keys and values that are e4m3, by layer, as `scales_of` makes them: 1, unless a
+            model has its own. Kept while the cache is released. None: they are not e4m3.
         dummy_block: id of the dummy block.
         block_tokens: int32 `[blocks, block size]`: the token whose keys are at the same place.
             Written by the unpacking of each step, before the keys. None if no tokens are kept, and
@@ -108,6 +121,10 @@ class PagedKVCache:
         self._shape, self._pools = shape, pools
         self.num_layers, self.block_size = shape.num_layers, shape.block_size
         self.dummy_block = num_blocks
+        self.scales: list[Tensor] | None = None
+        if shape.is_narrow:
+            ones = torch.ones(shape.num_heads, device=pools.device)
+            self.scales = [scales_of(ones, ones)] * shape.num_layers
         self._data: Tensor | None = None
         self.block_tokens: Tensor | None = None
         self.block_hidden: Tensor | None = None
@@ -125,7 +142,7 @@ class PagedKVCache:
         places, head = (blocks, shape.block_size), (shape.num_heads, shape.head_dim)
         # Zeroed because a masked position has weight 0, and 0 times a stray NaN is NaN.
         whole = (shape.num_layers, 2, *places, *head)
-        self._data = zeros("keys and values", whole, shape.dtype)
+        self._data = zeros("keys and values", whole, shape.key_dtype)
         if shape.keeps_tokens:
             self.block_tokens = zeros("tokens of blocks", places, torch.int32)
         if shape.num_hidden:
@@ -144,6 +161,25 @@ class PagedKVCache:
         assert self._data is not None, "a step on a released KV cache"
         data = self._data[index]
         return data[0], data[1]
+
+    def take_scales(self, of_model: Sequence[Tensor | None]) -> None:
+        """Take the scales that a model has of its layers, if keys and values are e4m3, and tell
+        what has none."""
+        if self.scales is None:
+            return
+        self.scales = [
+            own if given is None else given
+            for own, given in zip(self.scales, of_model, strict=True)
+        ]
+        if without := sum(given is None for given in of_model):
+            logger.warning(
+                "keys and values in fp8: the model's files have no scales for %d of %d layers, "
+                "where 1 is taken: numbers beyond 448 are cut.", without, len(of_model),
+            )  # fmt: skip
+
+    def scales_of_layer(self, index: int) -> Tensor | None:
+        """`scales` of a layer; None: its keys and values are not e4m3."""
+        return None if self.scales is None else self.scales[index]
 
 
 def blocks_that_fit(

@@ -79,6 +79,7 @@ class PagedStepView(StepView):
             k_norm,
             self.norm_eps,
             has_gate,
+            self.kv_cache.scales_of_layer(layer),
         )
         attended = self.attend(layer, query, scale)
         if not has_gate:
@@ -91,13 +92,15 @@ class PagedStepView(StepView):
         cos, sin = self.rotary.cos, self.rotary.sin
         if cos.size(1) != key_cache.size(-1):
             return None
-        step = self.step
-        return QkvPlaces(cos, sin, step.positions, step.write_index, key_cache, value_cache)
+        step, scales = self.step, self.kv_cache.scales_of_layer(layer)
+        return QkvPlaces(cos, sin, step.positions, step.write_index, key_cache, value_cache, scales)
 
     @override
     def attend(self, layer: int, query: Tensor, scale: float | None = None) -> Tensor:
         scale = query.size(-1) ** -0.5 if scale is None else scale
-        return self._attention.attend(query, *self.kv_cache.layer(layer), scale)
+        cache = self.kv_cache
+        scales = cache.scales_of_layer(layer)
+        return self._attention.attend(query, *cache.layer(layer), scale, scales)
 
     def is_static_batching(self) -> bool:
         """Never: the batch changes from step to step."""

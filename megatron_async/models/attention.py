@@ -37,6 +37,9 @@ class PagedSelfAttention(SelfAttention):
     """
 
     kv_layer_index: int = -1
+    cache_scales: Tensor | None = None
+    """Of keys and values that are stored in fp8, as `scales_of` makes them for this rank's heads;
+    None: the checkpoint has none. No parameter: an update of weights leaves it alone."""
 
     def forward(
         self,
@@ -63,9 +66,9 @@ class PagedSelfAttention(SelfAttention):
         return output, bias
 
 
-def stamp_kv_layers(model: nn.Module) -> int:
-    """Number the paged attention modules of `model` in execution order; return their number."""
+def stamp_kv_layers(model: nn.Module) -> list[PagedSelfAttention]:
+    """Number the paged attention modules of `model` in execution order; return them."""
     modules = [m for m in model.modules() if isinstance(m, PagedSelfAttention)]
     for index, module in enumerate(modules):
         module.kv_layer_index = index
-    return len(modules)
+    return modules

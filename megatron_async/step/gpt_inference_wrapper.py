@@ -77,13 +77,15 @@ class GPTInferenceWrapper(NamesOfMegatron):
         self.model = model.eval()
         self.inference_context = inference_context
         layers = stamp_kv_layers(model)
-        cached = inference_context.gpu_view.kv_cache.num_layers
-        if layers != cached:
+        cache = inference_context.gpu_view.kv_cache
+        if len(layers) != cache.num_layers:
             raise ConfigurationError(
-                f"the model has {layers} PagedSelfAttention layers, but the context's KV cache is "
-                f"for {cached}: build the model with megatron_async.models.hybrid (or with "
-                "PagedSelfAttention in its layer spec), and the context from its configuration."
+                f"the model has {len(layers)} PagedSelfAttention layers, but the context's KV "
+                f"cache is for {cache.num_layers}: build the model with "
+                "megatron_async.models.hybrid (or with PagedSelfAttention in its layer spec), and "
+                "the context from its configuration."
             )
+        cache.take_scales([layer.cache_scales for layer in layers])
         check_model(model, inference_context.model_config, inference_context.config)
         device = inference_context.device.torch_device
         rotary = take_over_positions(model, inference_context.max_sequence_length, device)

@@ -45,7 +45,7 @@ TIMED_REPLAYS = 3
 OF_CONFIG = (
     "block_size_tokens", "max_requests", "max_tokens", "cuda_graph_mixed_prefill_count",
     "speculative_method", "num_speculative_tokens", "draft_vocab_size", "mamba_ssm_states_dtype",
-    "batch_invariant_mode",
+    "batch_invariant_mode", "has_fp8_cache",
 )  # fmt: skip
 """Settings which decide how long a mixed step takes, or which there are."""
 

@@ -60,6 +60,7 @@ class InferenceConfig(MegatronInferenceConfig):
     speculative_method: str | None = None
     """None: "mtp", as in Megatron, where `num_speculative_tokens` is above 0. Or "ngram"."""
 
+    kv_cache_dtype: str | None = None
     draft_vocab_size: int | None = None
     quantization: str | None = None
     attention_backend: str | None = None

@@ -34,6 +34,7 @@ from megatron_async.ops.attention.join_parts import (
     join_one,
     join_parts,
 )
+from megatron_async.ops.attention.narrow_cache import check_dtypes
 from megatron_async.ops.dependent_launch import (
     await_previous,
     launch_options,
@@ -91,13 +92,15 @@ def paged_decode_attention(
     positions: Tensor | None = None,
     first_key: int = 0,
     is_beside: bool = False,
+    scales: Tensor | None = None,
 ) -> None:
     """Attention of decode rows over the paged cache; their lengths are those of the schedule.
 
     Args:
         query: `[rows * width, heads, dim]`, contiguous, the query tokens of a row as neighbours;
             bfloat16, float16 or float32; dim 16 to 256.
-        key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous, dtype of `query`.
+        key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous, dtype of `query`
+            or e4m3.
         block_tables: int32 `[rows, blocks]`; rows may be strided.
         scale: softmax scale.
         workspace: its schedule updated for these rows; partial results are overwritten.
@@ -111,12 +114,13 @@ def paged_decode_attention(
         is_beside: the previous kernel waits before it lets its successor start (as the one of
             `ops/attention/prefill_attention.py` does) and writes nothing that this one reads or
             writes. Then both run at the same time, and this one ends behind the other.
+        scales: of caches in e4m3 (`narrow_cache.py`).
 
     Raises:
         ValueError: shapes, dtypes or strides that the kernel cannot serve.
     """
     schedule = workspace.schedule
-    _check(query, key_cache, value_cache, block_tables, workspace, out, positions)
+    _check(query, key_cache, value_cache, block_tables, workspace, out, positions, scales)
     tokens, heads, dim = query.shape
     rows = len(block_tables)
     width = tokens // rows
@@ -135,6 +139,7 @@ def paged_decode_attention(
         schedule.splits,
         schedule.items if positions is None else positions,
         scale * LOG2_E,
+        query if scales is None else scales,
         out,
         workspace.output,
         workspace.maximum,
@@ -155,7 +160,7 @@ def paged_decode_attention(
         is_settled=is_settled,
         is_beside=is_beside,
         num_warps=WARPS,
-        num_stages=_stages(query.element_size(), rows * kv_heads, dim, schedule.processors),
+        num_stages=_stages(key_cache.element_size(), rows * kv_heads, dim, schedule.processors),
         **launch_options(query),
     )
     if joins:
@@ -195,6 +200,7 @@ def _check(
     workspace: DecodeWorkspace,
     out: Tensor,
     positions: Tensor | None,
+    scales: Tensor | None,
 ) -> None:
     """Raise on arguments that would read or write the wrong memory."""
     tokens, heads, dim = query.shape
@@ -235,11 +241,11 @@ def _check(
             f"paged_decode_attention: rows of {width} query tokens want their positions, "
             f"contiguous int64 [{tokens}]."
         )
-    dtypes = {tensor.dtype for tensor in (query, key_cache, value_cache, out)}
-    if len(dtypes) > 1 or block_tables.dtype != torch.int32:
+    check_dtypes("paged_decode_attention", query.dtype, key_cache, value_cache, scales)
+    if out.dtype != query.dtype or block_tables.dtype != torch.int32:
         raise ValueError(
-            f"paged_decode_attention: query, caches and output must have one dtype and block "
-            f"tables int32; found {sorted(map(str, dtypes))} and {block_tables.dtype}."
+            f"paged_decode_attention: query and output must have one dtype and block tables int32; "
+            f"found {query.dtype}, {out.dtype} and {block_tables.dtype}."
         )
     whole = (query, key_cache, value_cache, out)
     if block_tables.stride(1) != 1 or not all(tensor.is_contiguous() for tensor in whole):
@@ -260,6 +266,7 @@ def _parts_kernel(
     splits: tl.tensor,
     positions: tl.tensor,
     scale: tl.tensor,
+    scales: tl.tensor,
     out: tl.tensor,
     part_output: tl.tensor,
     part_maximum: tl.tensor,
@@ -300,6 +307,13 @@ def _parts_kernel(
         block = tl.load(table + position // block_size, mask=position < end, other=0)
     if is_settled and not is_beside:
         wait_for_previous(overlap)
+    narrow: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
+    if narrow:
+        # One for all keys of the head, so it belongs to the scores; that of values to the output.
+        scale *= tl.load(scales + kv_head)
+        value_scale = tl.load(scales + kv_heads + kv_head)
+    else:
+        value_scale = None
     if row >= 0:
         member = tl.arange(0, head_tile)
         column = tl.arange(0, dim_tile)
@@ -338,6 +352,9 @@ def _parts_kernel(
                 loaded &= (column < dim)[None, :]
             k = tl.load(key_cache + cell, mask=loaded, other=0.0)
             v = tl.load(value_cache + cell, mask=loaded, other=0.0)
+            if narrow:
+                k = k.to(q.dtype)
+                v = v.to(q.dtype)
             score = tl.dot(q, tl.trans(k), input_precision="ieee")
             if part == 0:
                 score *= scale
@@ -386,6 +403,8 @@ def _parts_kernel(
             total, gathered = joined_total, joined
         if slot < 0:
             result = gathered / tl.maximum(total, 1e-30)[:, None]
+            if narrow:
+                result *= value_scale
             tl.store(out + row * heads * dim + place, result.to(out.dtype.element_ty), mask=inside)
         else:
             if joins:
@@ -396,6 +415,8 @@ def _parts_kernel(
                 own = 1
                 tl.store(part_maximum + slot * heads + head, maximum, mask=is_member)
                 tl.store(part_total + slot * heads + head, total, mask=is_member)
+                if narrow and not joins:
+                    gathered *= value_scale  # the second kernel knows of no scales
                 tl.store(part_output + slot * heads * dim + place, gathered, mask=inside)
             if joins:
                 counter = arrived + row * kv_heads + kv_head
@@ -404,6 +425,8 @@ def _parts_kernel(
                         part_output, part_maximum, part_total, first_slot, parts, head, place,
                         inside, heads, dim, at_once, scale if part > 0 else 1.0,
                     )  # fmt: skip
+                    if narrow:
+                        result *= value_scale
                     target = out + row * heads * dim + place
                     tl.store(target, result.to(out.dtype.element_ty), mask=inside)
     if is_beside and tl.program_id(1) == tl.num_programs(1) - 1:

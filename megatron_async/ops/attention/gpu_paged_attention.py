@@ -70,16 +70,23 @@ class GpuPagedAttention(TorchPagedAttention):
             self._begin_decode(dims, block_tables[:decode], kv_lengths[:decode], positions, limit)
 
     @override
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        scales: Tensor | None = None,
+    ) -> Tensor:
         decode, prefill = self._decode_tokens, self._backend
         if prefill is not None and not decode:
-            return prefill.attend(query, key_cache, value_cache, scale)
+            return prefill.attend(query, key_cache, value_cache, scale, scales=scales)
         output = torch.empty_like(query)
         if prefill is not None:
-            prefill.attend(query, key_cache, value_cache, scale, output)
+            prefill.attend(query, key_cache, value_cache, scale, output, scales)
         if decode:
             # Behind the prefill rows, as a backend of theirs may write all tokens.
-            self._decode(query[:decode], key_cache, value_cache, scale, output[:decode])
+            self._decode(query[:decode], key_cache, value_cache, scale, output[:decode], scales)
         return output
 
     @override
@@ -100,7 +107,13 @@ class GpuPagedAttention(TorchPagedAttention):
 
     @override
     def _decode(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor,
+        scales: Tensor | None,
     ) -> None:
         paged_decode_attention(
             query,
@@ -115,4 +128,5 @@ class GpuPagedAttention(TorchPagedAttention):
             positions=self._query_positions,
             first_key=self._first_key,
             is_beside=self._backend is not None and self._backend.lets_others_start,
+            scales=scales,
         )

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async.ops.attention.narrow_cache import KEYS, VALUES, as_bytes, widened
+
 if TYPE_CHECKING:
     from megatron_async.ops.batch_dimensions import BatchDimensions
 
@@ -141,7 +143,14 @@ class TorchPagedAttention:
         seen = keys <= queries
         return seen & (keys >= queries.clamp(max=self._first_key)) if self._first_key else seen
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        scales: Tensor | None = None,
+    ) -> Tensor:
         """Attention of one layer.
 
         Args:
@@ -149,6 +158,7 @@ class TorchPagedAttention:
             key_cache, value_cache: `[blocks, block size, kv heads, dim]`, this step's keys and
                 values already in place.
             scale: softmax scale.
+            scales: of caches in e4m3 (`narrow_cache.py`).
 
         Returns:
             `[tokens, heads, dim]`.
@@ -156,14 +166,17 @@ class TorchPagedAttention:
         output = torch.empty_like(query)
         if self._decode_tokens:
             tokens = slice(0, self._decode_tokens)
-            self._decode(query[tokens], key_cache, value_cache, scale, output[tokens])
-        keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+            self._decode(query[tokens], key_cache, value_cache, scale, output[tokens], scales)
         for row in self._prefill:
             tokens = slice(row.start, row.end)
+            keys, values = (
+                _gather(cache, row.kv_index, scales, of, query.dtype)
+                for of, cache in ((KEYS, key_cache), (VALUES, value_cache))
+            )
             output[tokens] = F.scaled_dot_product_attention(
                 query[tokens].transpose(0, 1)[None],
-                keys.index_select(0, row.kv_index).transpose(0, 1)[None],
-                values.index_select(0, row.kv_index).transpose(0, 1)[None],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
                 attn_mask=row.mask,
                 is_causal=row.mask is None,
                 scale=scale,
@@ -172,7 +185,13 @@ class TorchPagedAttention:
         return output
 
     def _decode(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor,
+        scales: Tensor | None,
     ) -> None:
         """The query heads of a KV head, of all query tokens of a row, are its "sequence" (no
         causality but the mask's among them), so that each key and value is read once."""
@@ -182,18 +201,26 @@ class TorchPagedAttention:
         if width > 1:
             mask = mask.repeat_interleave(group, dim=2)
 
-        def gather(cache: Tensor) -> Tensor:
+        def gather(cache: Tensor, of: int) -> Tensor:
             # [rows, kv heads, kv length, dim]
-            flat = cache.flatten(0, 1).index_select(0, index)
+            flat = _gather(cache, index, scales, of, query.dtype)
             return flat.view(rows, -1, kv_heads, dim).transpose(1, 2)
 
         by_head = query.view(rows, width, kv_heads, group, dim).transpose(1, 2)
         attended = F.scaled_dot_product_attention(
             by_head.reshape(rows, kv_heads, width * group, dim),
-            gather(key_cache),
-            gather(value_cache),
+            gather(key_cache, KEYS),
+            gather(value_cache, VALUES),
             attn_mask=mask,
             scale=scale,
         )
         by_token = attended.reshape(rows, kv_heads, width, group, dim).transpose(1, 2)
         out.copy_(by_token.reshape(tokens, heads, dim))
+
+
+def _gather(
+    cache: Tensor, index: Tensor, scales: Tensor | None, of: int, dtype: torch.dtype
+) -> Tensor:
+    """Keys or values at places of a cache, `[places, kv_heads, dim]` of `dtype`."""
+    found = as_bytes(cache).flatten(0, 1).index_select(0, index).view(cache.dtype)
+    return widened(found, scales, of, dtype)

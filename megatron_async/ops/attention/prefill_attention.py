@@ -5,16 +5,10 @@ queries, the query heads of one KV head packed together (as FlashAttention-3 doe
 and walks their keys and values once, or a part of them. Lengths and places stay on the device,
 which decides what each program does (`prefill_schedule.py`), so that a captured step serves any
 chunks that fit its shape.
-
-Tiles' sizes are as measured on an H200 (docs/records/prefill_attention.md).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,70 +20,10 @@ from megatron_async.ops.attention.join_parts import (
     join_one,
     join_parts,
 )
+from megatron_async.ops.attention.narrow_cache import check_dtypes
 from megatron_async.ops.attention.prefill_schedule import UNIT, PrefillSchedule
-from megatron_async.ops.dependent_launch import HOPPER, launch_options, wait_for_previous
-
-PROGRAMS_A_PROCESSOR = 2
-"""Programs that the parts of a step should make, if two fit a processor; decode attention's parts
-make as many (`decode_schedule.py`)."""
-
-
-class Tile(NamedTuple):
-    """Sizes of a program's tile, and options of its compilation."""
-
-    queries: int
-    """Query tokens times query heads of one KV head."""
-    keys: int
-    stages: int
-    descriptors: bool = False
-    """Whether keys and values are loaded by tensor descriptors (TMA)."""
-    programs: int = 1
-    """Programs that should share a processor, if their keys can be divided."""
-
-
-FEW_PROGRAMS = 128
-"""A GPU runs as many at once: with fewer, a program's own time counts."""
-
-
-def queries_of(dtype: torch.dtype, dim: int) -> int:
-    """Queries of a tile, of any step."""
-    return 32 if dtype == torch.float32 or dim > 128 else 64
-
-
-def tile_of(
-    tokens: int,
-    heads: int,
-    dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    in_parts: bool = False,
-) -> Tile:
-    """The tile for a step whose chunks have at most so many tokens: 64 queries and 4 warps, so that
-    two or more programs share a processor and one computes softmax while the other multiplies.
-    `in_parts`: as many keys as `decode_tile` has, whatever the step."""
-    if queries_of(dtype, dim) == 32:
-        return Tile(32, 32, 2, programs=PROGRAMS_A_PROCESSOR)
-    # Larger key tiles are fewer round trips for a program, and leave room for fewer programs.
-    few = tokens * heads <= FEW_PROGRAMS * 64
-    if block_size % 128 == 0 and (dim <= 64 or few) and not in_parts:
-        # In three stages, tiles of 128 keys of 128 elements leave room for one program.
-        programs = 1 if dim > 64 else PROGRAMS_A_PROCESSOR
-        return Tile(64, 128, 3, _descriptors_fit(dim, device), programs)
-    fits = block_size % 64 == 0 and _descriptors_fit(dim, device)
-    return Tile(64, 64, 2 if dim > 64 else 3, fits, PROGRAMS_A_PROCESSOR)
-
-
-def _descriptors_fit(dim: int, device: torch.device) -> bool:
-    if dim != triton.next_power_of_2(dim):
-        return False
-    # Off a GPU there is only Triton's interpreter, which has them.
-    return device.type != "cuda" or _is_hopper(device.index)
-
-
-@lru_cache
-def _is_hopper(device_index: int) -> bool:
-    return torch.cuda.get_device_capability(device_index)[0] >= HOPPER
+from megatron_async.ops.attention.prefill_tile import Tile
+from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
 
 
 def check_rows(
@@ -144,13 +78,15 @@ def paged_prefill_attention(
     is_settled: bool = False,
     first_key: int = 0,
     part: int = 0,
+    scales: Tensor | None = None,
 ) -> None:
     """Attention of prefill rows over the paged cache, this step's keys and values already in place.
 
     Args:
         query: `[tokens, heads, dim]`, contiguous: the chunks' tokens end to end, perhaps between
             others.
-        key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous.
+        key_cache, value_cache: `[blocks, block size, kv heads, dim]`, contiguous; of the dtype of
+            `query`, or e4m3.
         block_tables: int32 `[rows, blocks]`.
         schedule: of the step's rows, made for `tile`.
         tile: as `tile_of` chooses it.
@@ -165,12 +101,14 @@ def paged_prefill_attention(
         part: keys of the parts of `DecodeSchedule.part`, which are joined in order: a query has the
             bits of a decode row, whatever the chunk. Then the schedule is made for them, if it
             divides keys, and the tile is `in_parts`. 0: there are none.
+        scales: of caches in e4m3 (`narrow_cache.py`).
 
     Raises:
         ValueError: shapes do not match.
     """
     name = "paged_prefill_attention"
     check_rows(name, query, key_cache, value_cache, block_tables, schedule, tile.queries, out)
+    check_dtypes(name, query.dtype, key_cache, value_cache, scales)
     dim = query.size(2)
     block_size, kv_heads = key_cache.shape[1:3]
     parts = schedule.parts
@@ -196,6 +134,7 @@ def paged_prefill_attention(
         block_tables.stride(0),
         schedule.units,
         scale * LOG2_E,
+        query if scales is None else scales,
         out,
         *_descriptors(key_cache, value_cache, tile),
         *(parts or (None,) * 4),
@@ -266,6 +205,9 @@ def _scores(
         else:
             k = tl.load(key_cache + place[:, None] + column[None, :])
             v = tl.load(value_cache + place[:, None] + column[None, :])
+    if k.dtype != q.dtype:
+        k = k.to(q.dtype)  # of a narrow cache, which is exact
+        v = v.to(q.dtype)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if masked:
         sees = position[:, None] >= key_position[None, :]
@@ -349,7 +291,11 @@ def _attend_parts(
 
 
 @triton.jit
-def _store(result: tl.tensor, out: tl.tensor, place: tl.tensor, inside: tl.tensor) -> None:
+def _store(
+    result: tl.tensor, value_scale: tl.tensor, out: tl.tensor, place: tl.tensor, inside: tl.tensor
+) -> None:
+    if value_scale is not None:
+        result *= value_scale
     tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -362,6 +308,7 @@ def _prefill_kernel(
     table_stride: tl.tensor,
     units: tl.tensor,
     scale: tl.tensor,
+    scales: tl.tensor,
     out: tl.tensor,
     key_descriptor: tl.tensor,
     value_descriptor: tl.tensor,
@@ -386,6 +333,12 @@ def _prefill_kernel(
     if not is_settled:
         wait_for_previous(overlap)
     kv_head = tl.program_id(0)
+    if key_cache.dtype.element_ty == tl.float8e4nv:
+        # One for all keys of the head, so it belongs to the scores; that of values to the output.
+        scale *= tl.load(scales + kv_head)
+        value_scale = tl.load(scales + kv_heads + kv_head)
+    else:
+        value_scale = None
     number = tl.program_id(1)
     unit = units + number * UNIT
     row = tl.load(unit)
@@ -505,9 +458,9 @@ def _prefill_kernel(
                         part_output, part_maximum, part_total, first_slot, tl.load(unit + 10),
                         query_in_tile, place_in_slot, inside, query_tile, dim, AT_ONCE, scale,
                     )  # fmt: skip
-                    _store(result, out, place, inside)
+                    _store(result, value_scale, out, place, inside)
             else:
-                _store(gathered / total[:, None], out, place, inside)
+                _store(gathered / total[:, None], value_scale, out, place, inside)
         elif divides:
             nth = tl.load(unit + 7)
             parts = tl.load(unit + 8)
@@ -526,8 +479,8 @@ def _prefill_kernel(
                         part_output, part_maximum, part_total, first_slot, parts, query_in_tile,
                         place_in_slot, inside, query_tile, dim,
                     )  # fmt: skip
-                    _store(result, out, place, inside)
+                    _store(result, value_scale, out, place, inside)
             else:
-                _store(gathered / total[:, None], out, place, inside)
+                _store(gathered / total[:, None], value_scale, out, place, inside)
         else:
-            _store(gathered / total[:, None], out, place, inside)
+            _store(gathered / total[:, None], value_scale, out, place, inside)

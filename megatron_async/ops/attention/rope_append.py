@@ -22,9 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.ops.attention.narrow_cache import (
+    KEYS,
+    VALUES,
+    as_bytes,
+    check_dtypes,
+    narrowed,
+)
 from megatron_async.ops.cpu.rows import serves
 from megatron_async.ops.dependent_launch import launch_options, wait_for_previous
-from megatron_async.ops.linear.activations import round_to, rounded_product
+from megatron_async.ops.linear.activations import narrow, round_to, rounded_product
 from megatron_async.ops.op import op, promising
 
 
@@ -41,6 +48,7 @@ def rope_append(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     has_gate: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys, append keys and values to the cache, return the queries.
 
@@ -54,10 +62,13 @@ def rope_append(
         write_index: int64 `[tokens]`: place in the cache, block * block size + offset, all
             different.
         key_cache, value_cache: `[blocks, block size, kv_heads, dim]`, contiguous; written in place.
+            In the dtype of `mixed_qkv`, or e4m3.
         q_weight, k_weight: `[dim]`, RMSNorm weights of query and key heads; both or neither.
         eps: of those norms.
         has_gate: the gates of attention's output, as many heads as queries, stand behind each KV
             head's query heads, where nothing of them is read (`ops/attention/output_gate.py`).
+        scales: of caches in e4m3 (`ops/attention/narrow_cache.py`), to which keys and values are
+            rounded after the dtype of `mixed_qkv`.
 
     Returns:
         queries `[tokens, kv_heads * group, dim]`, contiguous, dtype of `mixed_qkv`.
@@ -76,8 +87,11 @@ def rope_append(
         key = torch.rms_norm(key, (dim,), k_weight.to(torch.float32), eps)
     cos, sin = cos[position_ids][:, None], sin[position_ids][:, None]
     query, key = apply_rotary_reference(query, key, cos, sin)
-    key_cache.flatten(0, 1).index_copy_(0, write_index, key.to(key_cache.dtype))
-    value_cache.flatten(0, 1).index_copy_(0, write_index, value.to(value_cache.dtype))
+    for cache, new, of in (key_cache, key, KEYS), (value_cache, value, VALUES):
+        stored = new.to(mixed_qkv.dtype)
+        if scales is not None:
+            stored = narrowed(stored, scales, of)
+        as_bytes(cache).flatten(0, 1).index_copy_(0, write_index, as_bytes(stored))
     return query.to(mixed_qkv.dtype)
 
 
@@ -117,6 +131,7 @@ def rope_append_gpu(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     has_gate: bool = False,
+    scales: Tensor | None = None,
     rounds: bool = False,
 ) -> Tensor:
     """`rounds`: as Megatron's modules do, between operations too."""
@@ -124,7 +139,7 @@ def rope_append_gpu(
     tokens, width = mixed_qkv.shape
     group = (width // (kv_heads * dim) - 2) // (2 if has_gate else 1)
     gates = group if has_gate else 0
-    _check(mixed_qkv, cos, sin, key_cache, value_cache, group, has_gate)
+    _check(mixed_qkv, cos, sin, key_cache, value_cache, group, has_gate, scales)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rope_append: give both q_weight and k_weight, or neither.")
     query = torch.empty(
@@ -140,6 +155,7 @@ def rope_append_gpu(
             write_index,
             key_cache,
             value_cache,
+            cos if scales is None else scales,
             q_weight if q_weight is not None else cos,
             k_weight if k_weight is not None else cos,
             query,
@@ -177,12 +193,13 @@ def rope_append_cpu(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     has_gate: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     whole = serves(mixed_qkv, cos, sin, key_cache, value_cache, q_weight, k_weight)
     if not whole or (q_weight is None) != (k_weight is None):
         return rope_append.reference(
             mixed_qkv, cos, sin, position_ids, write_index, key_cache, value_cache, q_weight,
-            k_weight, eps, has_gate,
+            k_weight, eps, has_gate, scales,
         )  # fmt: skip
     from megatron_async.ops.attention.cpu import attention_kernels
 
@@ -210,6 +227,7 @@ def _check(
     value_cache: Tensor,
     group: int,
     has_gate: bool,
+    scales: Tensor | None,
 ) -> None:
     """Raise on arguments that would read or write the wrong memory."""
     kv_heads, dim = key_cache.shape[-2:]
@@ -230,6 +248,7 @@ def _check(
             f"{tuple(cos.shape)}, {tuple(sin.shape)}, {tuple(key_cache.shape)} and "
             f"{tuple(value_cache.shape)}."
         )
+    check_dtypes("rope_append", mixed_qkv.dtype, key_cache, value_cache, scales)
     whole = (cos, sin, key_cache, value_cache)
     if mixed_qkv.stride(1) != 1 or not all(tensor.is_contiguous() for tensor in whole):
         raise ValueError(
@@ -247,6 +266,7 @@ def _rope_append_kernel(
     write_index: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
+    scales: tl.tensor,
     q_weight: tl.tensor,
     k_weight: tl.tensor,
     query: tl.tensor,
@@ -319,6 +339,13 @@ def _rope_append_kernel(
     target = query + (token * kv_heads + kv_head) * (group * dim) + head * dim
     tl.store(target + at_first, rotated_first, mask=is_query)
     tl.store(target + at_second, rotated_second, mask=is_query)
+    if key_cache.dtype.element_ty == tl.float8e4nv:
+        one_over_key = tl.load(scales + 2 * kv_heads + kv_head)
+        one_over_value = tl.load(scales + 3 * kv_heads + kv_head)
+        rotated_first = narrow(rotated_first, one_over_key)
+        rotated_second = narrow(rotated_second, one_over_key)
+        raw_first = narrow(raw_first, one_over_value)
+        raw_second = narrow(raw_second, one_over_value)
     # The same addresses for every head of the tile; the masks let one head through.
     place = (row * kv_heads + kv_head) * dim + head * 0
     is_key = (head == group) & in_lane

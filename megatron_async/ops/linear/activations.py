@@ -166,3 +166,12 @@ def _squared_relu_kernel(
     inside = column < ffn
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * ffn + column, squared_relu_of(value), mask=inside)
+
+
+@triton.jit
+def narrow(x: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """Numbers as a cache of e4m3 stores them (`ops/attention/narrow_cache.py`), of one over their
+    scale. NaN stays NaN."""
+    scaled = x.to(tl.float32) * inverse
+    scaled = tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)

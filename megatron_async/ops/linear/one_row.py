@@ -145,6 +145,7 @@ def one_row_kernel(
     write_index: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
+    cache_scales: tl.tensor,
     out: tl.tensor,
     n: tl.tensor,
     eps: tl.tensor,
@@ -275,7 +276,7 @@ def one_row_kernel(
     if rotates:
         store_heads(
             y, up, cosine, sine, 0, place, lane, head, inside,
-            out, key_cache, value_cache, kv_heads, group, dim,
+            out, key_cache, value_cache, cache_scales, kv_heads, group, dim,
         )  # fmt: skip
     else:
         tl.store(out + first + line, y.to(out.dtype.element_ty), mask=inside)

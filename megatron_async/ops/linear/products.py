@@ -277,6 +277,7 @@ def product(
         places.write_index[: len(y)],
         places.key_cache,
         places.value_cache,
+        scales=places.scales,
     )
 
 

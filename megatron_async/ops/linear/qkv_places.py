@@ -12,6 +12,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megatron_async.ops.attention.narrow_cache import check_dtypes
+from megatron_async.ops.linear.activations import narrow
 from megatron_async.ops.linear.product_kernel import Operands, new_sums
 
 
@@ -26,7 +28,8 @@ class QkvPlaces:
         write_index: int64 `[tokens]`: place in the cache, block * block size + offset, all
             different; written as early.
         key_cache, value_cache: `[blocks, block size, kv_heads, dim]`, contiguous, dtype of the
-            product; written in place.
+            product or e4m3; written in place.
+        scales: of caches in e4m3.
     """
 
     cos: Tensor
@@ -35,6 +38,7 @@ class QkvPlaces:
     write_index: Tensor
     key_cache: Tensor
     value_cache: Tensor
+    scales: Tensor | None = None
 
     @property
     def dim(self) -> int:
@@ -79,7 +83,7 @@ class Placed(NamedTuple):
     """What kernels get of `QkvPlaces`, of their outputs, and of the squares that exclude places.
 
     Attributes:
-        tensors: from `cos` to `value_cache`, then where the outputs go.
+        tensors: from `cos` to `scales`, then where the outputs go.
         constants: of which those of heads are 0 where there are no places.
     """
 
@@ -101,7 +105,7 @@ def place(
         squares = {"parts": parts, "block_parts": triton.next_power_of_2(parts)}
     if places is None:
         out = new_sums(x, outputs, splits)
-        return Placed((x, x, x, x, x, x, out), NO_PLACES | squares)
+        return Placed((x, x, x, x, x, x, x, out), NO_PLACES | squares)
     if activation or parts or places.dim % block_n:
         raise ValueError(
             f"linear_rope_append: programs of {block_n} outputs must divide heads of {places.dim}, "
@@ -113,14 +117,11 @@ def place(
             f"qkv product: {rows} rows, and positions of {places.position_ids.numel()} and places "
             f"of {places.write_index.numel()}."
         )
-    if places.key_cache.dtype != x.dtype:
-        raise ValueError(
-            f"qkv product: rows of {x.dtype} and caches of {places.key_cache.dtype} must have one "
-            "dtype."
-        )
+    check_dtypes("qkv product", x.dtype, places.key_cache, places.value_cache, places.scales)
+    scales = places.cos if places.scales is None else places.scales
     tensors = (
         places.cos, places.sin, places.position_ids, places.write_index, places.key_cache,
-        places.value_cache, places.new_queries(x, outputs),
+        places.value_cache, scales, places.new_queries(x, outputs),
     )  # fmt: skip
     heads = {"kv_heads": places.key_cache.size(-2), "group": group, "dim": places.dim}
     return Placed(tensors, heads | squares)
@@ -159,6 +160,7 @@ def store_heads(
     query: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
+    scales: tl.tensor,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
@@ -176,17 +178,30 @@ def store_heads(
     first = first.to(dtype)
     second = second.to(dtype)
     cell = (place * kv_heads + kv_head) * dim + lane
+    narrows: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
     if member == group + 1:
-        tl.store(value_cache + cell, first, mask=exists)
-        tl.store(value_cache + cell + dim // 2, second, mask=exists)
+        if narrows:
+            one_over_scale = tl.load(scales + 3 * kv_heads + kv_head)
+            tl.store(value_cache + cell, narrow(first, one_over_scale), mask=exists)
+            second_cell = value_cache + cell + dim // 2
+            tl.store(second_cell, narrow(second, one_over_scale), mask=exists)
+        else:
+            tl.store(value_cache + cell, first, mask=exists)
+            tl.store(value_cache + cell + dim // 2, second, mask=exists)
     else:
         a = first.to(tl.float32)
         b = second.to(tl.float32)
         turned = (a * cosine - b * sine).to(dtype)
         turned_second = (b * cosine + a * sine).to(dtype)
         if member == group:
-            tl.store(key_cache + cell, turned, mask=exists)
-            tl.store(key_cache + cell + dim // 2, turned_second, mask=exists)
+            if narrows:
+                one_over_scale = tl.load(scales + 2 * kv_heads + kv_head)
+                tl.store(key_cache + cell, narrow(turned, one_over_scale), mask=exists)
+                second_cell = key_cache + cell + dim // 2
+                tl.store(second_cell, narrow(turned_second, one_over_scale), mask=exists)
+            else:
+                tl.store(key_cache + cell, turned, mask=exists)
+                tl.store(key_cache + cell + dim // 2, turned_second, mask=exists)
         else:
             target = query + ((row * kv_heads + kv_head) * group + member) * dim + lane
             tl.store(target, turned, mask=exists)

@@ -266,6 +266,7 @@ def resident_kernel(
     write_index: gl.tensor,
     key_cache: gl.tensor,
     value_cache: gl.tensor,
+    cache_scales: gl.tensor,
     out: gl.tensor,
     x_stride: gl.tensor,
     residual_stride: gl.tensor,
@@ -395,7 +396,7 @@ def resident_kernel(
         head = pair // (dim // 2)
         store_heads(
             y, partner, cosine, sine, token, place, lane, head, token < rows,
-            out, key_cache, value_cache, kv_heads, group, dim,
+            out, key_cache, value_cache, cache_scales, kv_heads, group, dim,
         )  # fmt: skip
     else:
         at = row * n + first + line

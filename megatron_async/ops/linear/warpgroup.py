@@ -261,6 +261,7 @@ def warpgroup_kernel(
     write_index: gl.tensor,
     key_cache: gl.tensor,
     value_cache: gl.tensor,
+    cache_scales: gl.tensor,
     out: gl.tensor,
     rows: gl.tensor,
     n: gl.tensor,
@@ -384,7 +385,7 @@ def warpgroup_kernel(
         head = pair // (dim // 2)
         store_heads(
             y, partner, cosine, sine, token, cell, lane, head, token < rows,
-            out, key_cache, value_cache, kv_heads, group, dim,
+            out, key_cache, value_cache, cache_scales, kv_heads, group, dim,
         )  # fmt: skip
     else:
         target = out + (part * rows + row) * n + column

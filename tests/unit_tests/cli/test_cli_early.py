@@ -319,7 +319,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         ("serve smollm2 --slots", "unrecognized option --slots (see"),
         ("serve smollm2 --hf-token x", "HF_TOKEN"),
         ("serve smollm2 --disable-log-requests", "Here that is --no-request-log"),
-        ("serve smollm2 --kv-cache-dtype fp8", "such as --dtype bfloat16"),
+        ("serve smollm2 --cache-type-k q8_0", "Here that is --kv-cache-dtype"),
         ("serve smollm2 --override-generation-config {}", "each request says it, else the model's"),
         ("generate smollm2 -p x --typical-p 1", "it is not served: use --top-p or --min-p"),
         ("generate smollm2 hi", "a prompt is given by -p 'hi'"),

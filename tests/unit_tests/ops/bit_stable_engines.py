@@ -22,8 +22,8 @@ from megatron_async.ops.attention.backends.base import INVARIANT_PART, Attention
 from megatron_async.ops.attention.backends.own_kernel import TritonPrefill
 from megatron_async.ops.attention.backends.selection import PrefillChoice
 from megatron_async.ops.attention.gpu_paged_attention import GpuPagedAttention
-from megatron_async.ops.attention.prefill_attention import PROGRAMS_A_PROCESSOR, Tile
 from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
+from megatron_async.ops.attention.prefill_tile import PROGRAMS_A_PROCESSOR, Tile
 from megatron_async.ops.linear import products, tile
 from megatron_async.ops.recurrent import (
     mamba_inputs,

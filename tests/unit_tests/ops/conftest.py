@@ -10,6 +10,7 @@ from tests.unit_tests.ops.triton_interpreter import (
     multiply_as_matrix_units,
     patch_index,
     patch_language_once_a_launch,
+    round_to_e4m3,
 )
 
 
@@ -37,6 +38,8 @@ def better_interpreter():
             monkeypatch.setattr(runtime, "_patch_lang", patch)
             patch = patch_index(runtime._patch_lang_tensor)
             monkeypatch.setattr(runtime, "_patch_lang_tensor", patch)
+            patch = round_to_e4m3(runtime._convert_float)
+            monkeypatch.setattr(runtime, "_convert_float", patch)
             make_quicker(monkeypatch)
         yield
 

@@ -57,6 +57,19 @@ def patch_index(patch_lang_tensor: Callable) -> Callable:
     return patch
 
 
+def round_to_e4m3(convert_float: Callable) -> Callable:
+    """In place of `interpreter._convert_float`: Triton 3.6's interpreter loses the carry where a
+    mantissa is rounded up to the next power of two, and makes a number of NaN."""
+
+    def convert(values: Any, before: Any, after: Any, rounding: Any) -> Any:
+        if (before, after) != (interpreter.tl.float32, interpreter.tl.float8e4nv):
+            return convert_float(values, before, after, rounding)
+        rounded = torch.from_numpy(values.copy()).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8).numpy()
+
+    return convert
+
+
 def patch_language_once_a_launch(patch_lang: Callable) -> Callable:
     """In place of `interpreter._patch_lang`: Triton 3.6's interpreter replaces the functions of
     `triton.language` at every call of a device function, which is half of its time; within one

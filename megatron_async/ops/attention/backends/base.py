@@ -32,11 +32,13 @@ class AttentionShape:
     max_blocks: int
     """Blocks of the longest row."""
     dtype: torch.dtype
-    """Dtype of queries and cache."""
+    """Dtype of queries, and of the cache unless `is_narrow`."""
     device: torch.device
     part: int = 0
     """Keys of the parts that are joined, from position 0 on (`DecodeSchedule.part`), so that the
     bits of a row depend on no other row, no chunk and no device; 0: parts follow the step."""
+    is_narrow: bool = False
+    """Whether the cache has keys and values in e4m3 (`narrow_cache.py`)."""
 
     @property
     def longest_sequence(self) -> int:
@@ -94,6 +96,7 @@ class PrefillBackend(ABC):
         value_cache: Tensor,
         scale: float,
         out: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer.
 
@@ -104,6 +107,7 @@ class PrefillBackend(ABC):
                 keys and values in place.
             scale: softmax scale.
             out: `[tokens, heads, dim]`, contiguous, to be written; None: a new tensor.
+            scales: of a narrow cache.
 
         Returns:
             `out`, undefined for other tokens.
@@ -126,9 +130,16 @@ def require_parts_of_the_step(name: str, shape: AttentionShape) -> None:
     require(not shape.part, name, problem, "use attention_backend='triton' or leave it out")
 
 
+def require_wide_cache(name: str, shape: AttentionShape) -> None:
+    """Refuse keys and values in 8 bits; raises `BackendUnavailable`."""
+    remedy = "use attention_backend='triton', or kv_cache_dtype='model'"
+    require(not shape.is_narrow, name, "it reads no keys and values in fp8", remedy)
+
+
 def require_tensor_core_shape(name: str, shape: AttentionShape, largest_dim: int) -> None:
     """Check dtype and heads for FlashAttention's kernels; raises `BackendUnavailable`."""
     require_parts_of_the_step(name, shape)
+    require_wide_cache(name, shape)
     require(
         shape.dtype in (torch.bfloat16, torch.float16),
         name,
@@ -168,8 +179,9 @@ class TorchPrefill(PrefillBackend):
         value_cache: Tensor,
         scale: float,
         out: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(query) if out is None else out
         first = self.rows.first_token
-        out[first:] = self._attention.attend(query[first:], key_cache, value_cache, scale)
+        out[first:] = self._attention.attend(query[first:], key_cache, value_cache, scale, scales)
         return out

@@ -62,6 +62,7 @@ class FlashAttention(PrefillBackend):
         value_cache: Tensor,
         scale: float,
         out: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         result = self._call(query, key_cache, value_cache, scale)
         attended: Tensor = result[0] if isinstance(result, tuple) else result

@@ -15,15 +15,16 @@ from megatron_async.ops.attention.backends.base import (
     PrefillRows,
     require,
     require_parts_of_the_step,
+    require_wide_cache,
 )
-from megatron_async.ops.attention.prefill_attention import (
+from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
+from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
+from megatron_async.ops.attention.prefill_tile import (
     PROGRAMS_A_PROCESSOR,
     Tile,
-    paged_prefill_attention,
     queries_of,
     tile_of,
 )
-from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
 from megatron_async.ops.attention.warpgroup_attention import (
     DIMS,
     DTYPES,
@@ -105,6 +106,7 @@ class OwnKernelPrefill(PrefillBackend):
         value_cache: Tensor,
         scale: float,
         out: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(query) if out is None else out
         self._launch(
@@ -117,6 +119,7 @@ class OwnKernelPrefill(PrefillBackend):
             scale,
             out,
             self._is_settled,
+            **({} if scales is None else {"scales": scales}),
         )
         # The first layer waited for the schedule before it let the next kernel start.
         self._is_settled = True
@@ -159,6 +162,7 @@ class WarpgroupPrefill(OwnKernelPrefill):
 
     def __init__(self, shape: AttentionShape) -> None:
         require_parts_of_the_step(self.name, shape)
+        require_wide_cache(self.name, shape)
         is_hopper = is_supported(shape.device)
         require(is_hopper, self.name, f"{shape.device} is not a Hopper GPU", OTHER)
         require(

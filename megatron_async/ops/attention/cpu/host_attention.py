@@ -139,15 +139,28 @@ class HostPagedAttention(TorchPagedAttention):
         return DecodeRows(tables, last, self._block_size, 1, self._first_key)
 
     @override
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        output = super().attend(query, key_cache, value_cache, scale)
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        output = super().attend(query, key_cache, value_cache, scale, scales)
         for start, rows in self._short:
             self._attend(rows, start, query, key_cache, value_cache, scale, output)
         return output
 
     @override
     def _decode(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, out: Tensor
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        out: Tensor,
+        scales: Tensor | None,
     ) -> None:
         self._attend(self._rows, 0, query, key_cache, value_cache, scale, out)
 

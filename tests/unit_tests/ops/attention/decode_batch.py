@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from megatron_async.ops.attention.decode_attention import DecodeWorkspace, paged_decode_attention
+from megatron_async.ops.attention.narrow_cache import NARROW, narrowed, scales_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -21,13 +22,28 @@ def processors(count):
     return mock.patch.object(torch.cuda, "get_device_properties", return_value=properties)
 
 
+def some_scales(kv_heads, device):
+    """Scales that differ from head to head, and between keys and values."""
+    keys = torch.arange(1, kv_heads + 1) / 300
+    return scales_of(keys, keys.flip(0) / 7).to(device)
+
+
+def as_stored(drawn, dtype, scales, of):
+    """Keys or values as a cache stores them, and as they are read, in float64."""
+    if scales is None:
+        return drawn.to(dtype), drawn.to(dtype).double()
+    scales = scales.to(drawn.device)
+    stored = narrowed(drawn, scales, of)
+    return stored, stored.double() * scales[of, :, None].double()
+
+
 class Batch:
     """Rows of given lengths in a cache whose blocks are shuffled; `refill` draws others in place:
     tensors keep their addresses, as a captured graph needs."""
 
     def __init__(
         self, longest, rows, block_size, kv_heads, group, dim, dtype, device, count=132, seed=0,
-        width=1, first_key=0, part=0,
+        width=1, first_key=0, part=0, is_narrow=False,
     ):  # fmt: skip
         self.first_key = first_key
         self.generator = torch.Generator().manual_seed(seed)
@@ -36,7 +52,8 @@ class Batch:
         blocks_a_row = -(-longest // block_size)
         self.blocks = rows * blocks_a_row + 1
         shape = (self.blocks, block_size, kv_heads, dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.scales = some_scales(kv_heads, device) if is_narrow else None
+        self.keys = torch.empty(shape, dtype=NARROW if is_narrow else dtype, device=device)
         self.values = torch.empty_like(self.keys)
         # One column more than is used: the kernel has to mind the row's stride.
         self.tables = torch.empty((rows, blocks_a_row + 1), dtype=torch.int32, device=device)
@@ -70,14 +87,14 @@ class Batch:
             position = torch.arange(length)
             cells = tables[row, position // self.block_size].long() * self.block_size
             cells += position % self.block_size
-            for cache in (keys, values):
-                drawn = self.random(length, self.kv_heads, self.dim).to(self.keys.dtype)
-                cache.flatten(0, 1)[cells] = drawn.float()
+            read = []
+            for of, cache in enumerate((keys, values)):
+                drawn = self.random(length, self.kv_heads, self.dim)
+                stored, its = as_stored(drawn, self.keys.dtype, self.scales, of)
+                cache.flatten(0, 1)[cells] = stored.float()
+                read.append(its.repeat_interleave(self.group, 1))
             if length:
-                k, v = (
-                    cache.flatten(0, 1)[cells].double().repeat_interleave(self.group, 1)
-                    for cache in (keys, values)
-                )
+                k, v = read
                 for j in range(self.width):
                     # The row's last tokens; beyond a limit they stand at position 0.
                     token, last = row * self.width + j, max(length - self.width + j, 0)
@@ -112,6 +129,7 @@ class Batch:
             is_settled,
             self.positions if self.width > 1 else None,
             self.first_key,
+            scales=self.scales,
         )
 
     def check(self, expected):

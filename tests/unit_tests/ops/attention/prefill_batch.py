@@ -5,12 +5,11 @@ import random
 import torch
 
 from megatron_async.ops.attention.backends.base import PrefillRows
-from megatron_async.ops.attention.prefill_attention import (
-    PROGRAMS_A_PROCESSOR,
-    paged_prefill_attention,
-    tile_of,
-)
+from megatron_async.ops.attention.narrow_cache import NARROW, as_bytes
+from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
 from megatron_async.ops.attention.prefill_schedule import PrefillSchedule
+from megatron_async.ops.attention.prefill_tile import PROGRAMS_A_PROCESSOR, tile_of
+from tests.unit_tests.ops.attention.decode_batch import as_stored, some_scales
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PADDING = 2**30
@@ -41,6 +40,7 @@ class PrefillBatch:
         poison=float("nan"),
         unused_block=PADDING,
         first_key=0,
+        is_narrow=False,
     ):
         torch.manual_seed(seed)
         self.group, self.block_size, self.scale = group, block_size, dim**-0.5
@@ -48,7 +48,8 @@ class PrefillBatch:
         self.first_key = first_key
         blocks_a_row = -(-longest // block_size)
         shape = (rows * blocks_a_row, block_size, kv_heads, dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.scales = some_scales(kv_heads, device) if is_narrow else None
+        self.keys = torch.empty(shape, dtype=NARROW if is_narrow else dtype, device=device)
         self.values = torch.empty_like(self.keys)
         # One column more than is used: a kernel has to mind the row's stride.
         tables = torch.empty((rows, blocks_a_row + 1), dtype=torch.int32, device=device)
@@ -86,10 +87,11 @@ class PrefillBatch:
             cells = self.tables[row].long()[position // self.block_size] * self.block_size
             cells += position % self.block_size
             sequence = []
-            for cache in (self.keys, self.values):
-                drawn = torch.randn(length, *cache.shape[2:], device=device).to(cache.dtype)
-                cache.flatten(0, 1)[cells] = drawn
-                sequence.append(drawn.double().repeat_interleave(self.group, 1))
+            for of, cache in enumerate((self.keys, self.values)):
+                drawn = torch.randn(length, *cache.shape[2:], device=device)
+                stored, read = as_stored(drawn, cache.dtype, self.scales, of)
+                as_bytes(cache).flatten(0, 1)[cells] = as_bytes(stored)
+                sequence.append(read.repeat_interleave(self.group, 1))
             k, v = sequence
             tokens = slice(int(starts[row]), int(starts[row + 1]))
             score = torch.einsum("qhd,nhd->hqn", self.query[tokens].double(), k) * self.scale
@@ -143,7 +145,7 @@ class PrefillBatch:
         tile = self.plan(schedule, rows)
         paged_prefill_attention(
             self.query, self.keys, self.values, rows.block_tables, schedule, tile, self.scale,
-            self.out, is_settled, self.first_key,
+            self.out, is_settled, self.first_key, scales=self.scales,
         )  # fmt: skip
 
     def check(self, padding_is_left_alone=True):

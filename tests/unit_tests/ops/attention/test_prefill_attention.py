@@ -13,7 +13,8 @@ from megatron_async.ops.attention.decode_attention import (
     decode_tile,
     paged_decode_attention,
 )
-from megatron_async.ops.attention.prefill_attention import Tile, paged_prefill_attention, tile_of
+from megatron_async.ops.attention.prefill_attention import paged_prefill_attention
+from megatron_async.ops.attention.prefill_tile import Tile, tile_of
 from tests.unit_tests.ops.attention.decode_batch import processors
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 

@@ -7,7 +7,8 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from megatron_async.ops.attention.prefill_attention import _prefill_kernel, queries_of, tile_of
+from megatron_async.ops.attention.prefill_attention import _prefill_kernel
+from megatron_async.ops.attention.prefill_tile import queries_of, tile_of
 from tests.unit_tests.ops.attention.prefill_batch import PrefillBatch, random_chunks
 from tests.unit_tests.ops.attention.schedule_reference import parts_reference, schedule_reference
 from tests.unit_tests.ops.linear.test_resident_kernel import HOPPER, spilled_bytes

@@ -252,7 +252,9 @@ class Program:
             arange=lambda start, end, layout: torch.arange(start, end), load=_load, store=_store,
             exp=torch.exp, exp2=torch.exp2, float32=torch.float32, int32=torch.int32,
             maximum=_pair(torch.maximum), minimum=_pair(torch.minimum), max=torch.amax,
-            int64=torch.int64, allocate_shared_memory=self.allocate, zeros_like=torch.zeros_like,
+            int64=torch.int64, float8e4nv=torch.float8_e4m3fn,
+            PropagateNan=SimpleNamespace(ALL=None),
+            allocate_shared_memory=self.allocate, zeros_like=torch.zeros_like,
             associative_scan=lambda value, axis, _: value.cumsum(axis),
             inline_asm_elementwise=lambda *asm, **_: asm[2][0], DotOperandLayout=_none,
             warp_specialize=self.specialize,
@@ -298,7 +300,9 @@ def _where(condition: Any, one: Any, other: Any) -> Any:
 
 def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
     """The function for numbers too."""
-    return lambda one, other: function(torch.as_tensor(one), torch.as_tensor(other))
+    return lambda one, other, propagate_nan=None: function(
+        torch.as_tensor(one), torch.as_tensor(other)
+    )
 
 
 def _load(

@@ -1,0 +1,82 @@
+"""Scales of keys and values in a Hugging Face folder, which a cache in fp8 stores them by.
+
+Quantisers write one for a layer, or one for each KV head, beside its weights: `k_proj.k_scale` and
+`v_proj.v_scale` (Model-Optimizer), `k_scale` and `v_scale`, or `k_proj.output_scale`
+(compressed-tensors), or a `kv_scale` for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.safetensors_file import StoredTensor
+from megatron_async.checkpoints.weight import Weight
+from megatron_async.ops.attention.narrow_cache import scales_of
+
+ENDS = (".k_scale", ".v_scale", ".kv_scale", ".output_scale")
+"""Ends of names of these scales."""
+QKV = ".linear_qkv.weight"
+NAMES = (
+    ("k_proj.k_scale", "k_scale", "k_proj.output_scale", "kv_scale"),
+    ("v_proj.v_scale", "v_scale", "v_proj.output_scale", "kv_scale"),
+)
+"""Names of the scale of keys, and of values, behind those of a layer's attention."""
+
+
+def load_cache_scales(
+    model: nn.Module,
+    wanted: Iterable[Weight],
+    stored: Mapping[str, str],
+    tensor: Callable[[str], StoredTensor],
+) -> None:
+    """Give each attention layer of a model its `cache_scales`, where a folder has both.
+
+    Args:
+        model: with a rank's share of the heads.
+        wanted: the model's weights.
+        stored: names of scales, as in a folder of the language model alone -> as they are stored.
+        tensor: a stored tensor by its stored name.
+
+    Raises:
+        CheckpointError: a scale that is no positive number, or one of another shape.
+    """
+    for weight in wanted:
+        if not weight.name.endswith(QKV):
+            continue
+        attention: Any = model.get_submodule(weight.name.removesuffix(QKV))
+        key = next((name for name in weight.parts if name.endswith("k_proj.weight")), None)
+        if key is None:
+            continue
+        prefix, heads = key.removesuffix("k_proj.weight"), attention.config.num_query_groups
+        found = [next((prefix + n for n in names if prefix + n in stored), None) for names in NAMES]
+        if None in found:
+            continue
+        own = weight.shard.range_of(heads)
+        keys, values = (
+            _read(tensor(stored[name]), heads)[own.start : own.stop] for name in found if name
+        )
+        attention.cache_scales = scales_of(keys, values).to(next(model.parameters()).device)
+
+
+def _read(stored: StoredTensor, heads: int) -> Tensor:
+    """A scale for each KV head, float32 `[heads]`."""
+    where = f"{stored.file.path}: tensor {stored.name!r:.200}"
+    if stored.torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise CheckpointError(f"{where} is stored as {stored.dtype}: scales are 16-bit or float32")
+    count = 1
+    for size in stored.shape:
+        count *= size
+    if count not in (1, heads):  # before memory is made for it
+        raise CheckpointError(
+            f"{where} has the shape {list(stored.shape)}: one scale, or one for each of {heads} "
+            "KV heads, is read"
+        )
+    scale = stored.read().to(torch.float32).reshape(-1)
+    if not ((scale > 0) & (scale < torch.inf) & (1 / scale < torch.inf)).all():
+        raise CheckpointError(f"{where} has a scale that is no positive number")
+    return scale.expand(heads)
