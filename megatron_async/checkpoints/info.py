@@ -75,7 +75,7 @@ class ModelInfo:
     largest `max_requests`; 0 if none does, and without recurrent layers."""
 
     kv_cache_dtype: str = "model"
-    """Dtype of keys and values: "fp8", or "model" for that of the weights."""
+    """Dtype of keys and values: "fp8", or "model": the dtype of the weights."""
     quantised: QuantisedFolder | None = None
     """What is quantised in the files; None: nothing, or the format has its own words."""
 

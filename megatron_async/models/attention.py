@@ -38,8 +38,8 @@ class PagedSelfAttention(SelfAttention):
 
     kv_layer_index: int = -1
     cache_scales: Tensor | None = None
-    """Of keys and values that are stored in fp8, as `scales_of` makes them for this rank's heads;
-    None: the checkpoint has none. No parameter: an update of weights leaves it alone."""
+    """Scales of keys and values that are stored in fp8, as `scales_of` makes them for this rank's
+    heads; None: the checkpoint has none. No parameter: an update of weights leaves it alone."""
 
     def forward(
         self,

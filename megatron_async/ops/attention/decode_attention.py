@@ -309,7 +309,7 @@ def _parts_kernel(
         wait_for_previous(overlap)
     narrow: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
     if narrow:
-        # One for all keys of the head, so it belongs to the scores; that of values to the output.
+        # One for all keys of the head, so it belongs to the scores; one of values to the output.
         scale *= tl.load(scales + kv_head)
         value_scale = tl.load(scales + kv_heads + kv_head)
     else:

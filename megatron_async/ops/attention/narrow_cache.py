@@ -3,8 +3,8 @@
 A key is stored as e4m3 (4 bits of exponent, 3 of mantissa, no infinity) of the key over the scale
 of its head, and read back times the scale; so are values. Attention widens the stored numbers,
 which is exact, and multiplies as it does with a cache of the model's dtype. The scale of the keys
-goes to the scores, that of the values to the output. Scales are those of checkpoints: the largest
-number that was met over 448, or 1.
+goes to the scores, the scale of the values to the output. Scales are those of checkpoints: the
+largest number that was met over 448, or 1.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ def _prefill_kernel(
         wait_for_previous(overlap)
     kv_head = tl.program_id(0)
     if key_cache.dtype.element_ty == tl.float8e4nv:
-        # One for all keys of the head, so it belongs to the scores; that of values to the output.
+        # One for all keys of the head, so it belongs to the scores; one of values to the output.
         scale *= tl.load(scales + kv_head)
         value_scale = tl.load(scales + kv_heads + kv_head)
     else:
