@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_async import LLM
 from megatron_async.checkpoints.model_names import DUMMY, UNIFORM
-from megatron_async.config import DEFAULT_DRAFTS, STATE_DTYPES
+from megatron_async.config import CACHE_DTYPES, DEFAULT_DRAFTS, QUANTIZATIONS, STATE_DTYPES
 from megatron_async.errors import ConfigurationError
 from megatron_async.lab.arrival_trace import LengthDistribution, TraceRequest, poisson_trace
 from megatron_async.lab.gpu_profile import (
@@ -86,8 +86,7 @@ AS_LOADED = "as-loaded"
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--routing`, which `routed` takes, `--mamba-ssm-states-dtype` and
-    `--batch-invariant-mode`."""
+    """Add `--routing`, which `routed` takes, and settings of the engine that `open_model` reads."""
     parser.add_argument(
         "--routing",
         choices=(AS_LOADED, UNIFORM),
@@ -103,6 +102,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--batch-invariant-mode", action="store_true", help="bits of a row depend on it alone"
+    )
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="of weights (default: by the model's files)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_DTYPES,
+        default=CACHE_DTYPES[0],
+        help=f"of keys and values (default: {CACHE_DTYPES[0]})",
     )
 
 
@@ -135,6 +143,8 @@ def open_model(
         "enable_prefix_caching": False,
         "mamba_ssm_states_dtype": getattr(args, "mamba_ssm_states_dtype", STATE_DTYPES[0]),
         "batch_invariant_mode": getattr(args, "batch_invariant_mode", False),
+        "quantization": getattr(args, "quantization", None),
+        "kv_cache_dtype": getattr(args, "kv_cache_dtype", CACHE_DTYPES[0]),
         "num_kv_blocks": rows * (length // 64 + 1),
         "block_size_tokens": 64,
     }
