@@ -33,7 +33,7 @@ query tokens, one tile of the kernels for few rows. On edited text the third dra
 7 of 10 cases; on other text such a row is rarely planned."""
 STATE_DTYPES = ("float32", "bfloat16")
 CACHE_DTYPES = ("auto", "fp8", "model")
-QUANTIZATIONS = ("file", "int8", "auto", "none")
+QUANTIZATIONS = ("file", "fp8", "int8", "auto", "none")
 CHOICES = ("measure", "cached", "shipped")
 ATTENTION_BACKENDS = ("triton", "warpgroup", "flash_attn_4", "flash_attn_3", "torch")
 
@@ -219,10 +219,11 @@ class InferenceConfig:
     op then has one order of sums, which is slower where another is the fastest."""
 
     quantization: str | None = None
-    """Weights on a CPU (docs/models.md). file: as a GGUF file has them, and rows of 16 bits: the
-    default where that is possible. int8: as the file has them, or 8 bits; rows of 8 bits by a
-    file's weights. Faster, but more tokens differ from float32's. auto: int8 where a CPU has quick
-    loops. none, and the default for other models: float32."""
+    """file: weights as the files have them: a GPU's default for quantised folders, a CPU's for GGUF
+    files, with rows of 16 bits. fp8: 16-bit weights are rounded to FP8 at load, on a GPU. int8: on
+    a CPU as the file has them, or 8 bits; rows of 8 bits by a file's weights: faster, but more
+    tokens differ from float32's. auto: int8 where a CPU has quick loops. none, and the default for
+    other models: the model's dtype (docs/quantization.md)."""
 
     attention_backend: str | None = None
     """Attention of prefill chunks on a GPU: triton (our kernel), warpgroup (ours for Hopper GPUs

@@ -19,6 +19,9 @@ from tqdm import tqdm
 from megatron_async.checkpoints import open_model
 from megatron_async.checkpoints.info import check_weights_fit
 from megatron_async.checkpoints.kept_blocks import FILE, keep_blocks, settle_quantization
+from megatron_async.checkpoints.kernel_program import program_of
+from megatron_async.checkpoints.mapping import Shard
+from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.registry import shipped_draft_layer
 from megatron_async.checkpoints.source import ModelSource, cache_dtype, parse_dtype
 from megatron_async.communication.bootstrap import join_job
@@ -32,7 +35,6 @@ from megatron_async.engine.weight_books import Policy
 from megatron_async.engine.weight_update import WeightUpdate
 from megatron_async.errors import ConfigurationError
 from megatron_async.interrupts import HeldInterrupts
-from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.hybrid import build_model
 from megatron_async.models.parallel_state import ParallelSizes
 from megatron_async.models.partition import part_of_rank
@@ -71,13 +73,6 @@ RECORDER = "megatron_async.lab.recorder"
 SAID_OF_MODE = "batch_invariant_mode: a token's bits depend on its own sequence alone"
 LOADING_TIMEOUT_S = 3600.0
 """Seconds by which ranks may differ in the time to load their weights (a cold disk)."""
-
-OF_NO_KERNEL = (
-    "device", "inference_sampling_seed", "logging_step_interval", "nvtx", "check_integrity",
-    "check_ranks_agree", "late_launch", "target_tpot_ms", "async_sched_mode",
-    "enable_sleep_mode",
-)  # fmt: skip
-"""Settings that change no kernel."""
 
 
 class LLM:
@@ -157,7 +152,9 @@ class LLM:
         if pipeline_model_parallel_size > 1 and asked == [None, None]:
             # A step for each stage, and one that the host prepares.
             inference_config["lookahead"] = min(pipeline_model_parallel_size, MOST_LOOKAHEAD)
-        kept_bytes = settle_quantization(inference_config, source, device, self.dtype, sizes)
+        kept, kept_bytes = Kept.on(device, inference_config, source, transformer_impl), None
+        if kept.quantization is None:
+            kept_bytes = settle_quantization(inference_config, source, device, self.dtype, sizes)
         config = _make_config(inference_config, device, source, self.dtype)
         # Before anything is done together: ranks that differ would wait for each other in it.
         job = join_job()
@@ -165,7 +162,9 @@ class LLM:
         job.check_same("parallel sizes", asdict(sizes))
         job.check_same("InferenceConfig", asdict(config) | {"device": torch.device(device).type})
         self._device = make_device(device)
-        free = self._device.free_memory()
+        has_blocks, free = kept_bytes is not None, self._device.free_memory()
+        if kept.quantization is not None:
+            kept_bytes = kept.num_bytes(self.dtype)
         check_weights_fit(source.architecture, self.dtype, sizes, free, kept_bytes)
         kernels: KernelStart | None = None
         if self._device.torch_device.type == "cpu":
@@ -173,7 +172,8 @@ class LLM:
         else:
             choose_triton_folder()
             part = part_of_rank(source.architecture, sizes, transformer_impl)
-            program = _program_of(part, self.dtype, config, transformer_impl)
+            shard = Shard(tensor_size=tensor_model_parallel_size)
+            program = program_of(part, self.dtype, config, kept, shard, transformer_impl)
             kernels = start_kernels(program | describe_gpu(self._device.torch_device))
         with kernels or nullcontext():
             with phases.phase("build the model"):
@@ -184,10 +184,11 @@ class LLM:
                     transformer_impl,
                     sizes,
                     with_mtp=config.speculative_method == "mtp",
+                    layouts=kept.of_model,
                 )
                 moved = config.enable_sleep_mode and move_weights(weights, self._device)
             with phases.phase("read weights"):
-                if kept_bytes is not None:
+                if has_blocks:
                     keep_blocks(source, weights, is_fine=config.quantization == FILE)
                 source.load_weights(weights, progress=progress)
             with phases.phase("wait for kernels"):
@@ -472,33 +473,19 @@ def compile_ahead(
     if draft_layer is None and inference_config.get("speculative_method") == "mtp":
         draft_layer = shipped_draft_layer(model)
     source, weights = open_model(model, draft_layer), _resolve_dtype(dtype, "cuda")
+    kept = Kept.on("cuda", inference_config, source, capability=gpu["capability"])
     config = _make_config(inference_config, "cuda", source, weights)
     if not choose_triton_folder():
         raise ConfigurationError(
             "nothing is compiled, as it could not be kept: name a folder that can be written."
         )
-    program = _program_of(source.architecture, weights, config)
+    program = program_of(source.architecture, weights, config, kept)
     kernels = start_kernels({**program, **gpu}, workers=cores())
     if kernels is None:
         raise ConfigurationError(
             "nothing is compiled where TRITON_INTERPRET or a LOCAL_RANK above 0 is set: unset it."
         )
     return kernels
-
-
-def _program_of(
-    architecture: ModelArchitecture,
-    dtype: torch.dtype,
-    config: InferenceConfig,
-    transformer_impl: str = "local",
-) -> dict[str, Any]:
-    """What an engine's kernels depend on, beside the GPU and the versions, as JSON has it."""
-    return {
-        "architecture": architecture.to_dict(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "config": {n: v for n, v in asdict(config).items() if n not in OF_NO_KERNEL},
-        "transformer_impl": transformer_impl,
-    }
 
 
 def _resolve_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:

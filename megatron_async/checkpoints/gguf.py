@@ -25,6 +25,7 @@ from megatron_async.checkpoints.huggingface_config import family_of
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
+from megatron_async.models.held_weight import Operand
 from megatron_async.models.rotary import inverse_frequencies
 from megatron_async.ops.linear.cpu.group_form import (
     GroupForm,
@@ -232,7 +233,7 @@ class GGUFSource(NamedTensorSource):
 
     @override
     def load_into(
-        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+        self, tensors: Mapping[str, Operand], shard: Shard, progress: bool = False
     ) -> None:
         super().load_into(tensors, shard, progress)
         self._reader.forget_pages()

@@ -32,6 +32,7 @@ from megatron_async.checkpoints.quantised import (
     QuantisedFolder,
     take_quantised,
 )
+from megatron_async.checkpoints.quantised_pieces import folder_layouts
 from megatron_async.checkpoints.quantization_config import (
     HF_QUANT_CONFIG,
     QUANTIZATION_KEYS,
@@ -50,7 +51,10 @@ from megatron_async.checkpoints.tensor_files import INDEX, SINGLE, TensorFiles, 
 from megatron_async.checkpoints.upload import upload
 from megatron_async.json_objects import write_object
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.held_weight import Operand
 from megatron_async.models.rotary import described_frequencies
+from megatron_async.ops.linear.quantised_layout import Layout
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
 from megatron_async.text.tokenizer import GENERATION_CONFIG, TOKENIZER, Tokenizer, read_eos_ids
 
 logger = logging.getLogger("megatron_async")
@@ -239,6 +243,25 @@ class HuggingFaceSource(NamedTensorSource):
         else:
             super().fill(place, name, region)
 
+    @override
+    def layouts(self, shard: Shard, rounds_rows: bool) -> Mapping[str, Layout]:
+        return folder_layouts(self.held_weights(shard), self._tensors.quantised, rounds_rows)
+
+    @override
+    def is_quantised(self, name: str) -> bool:
+        return name in self._tensors.quantised
+
+    @override
+    def fill_quantised(
+        self, into: QuantisedWeight, places: Mapping[str, Tensor], name: str, region: Region,
+        factor: float,
+    ) -> None:  # fmt: skip
+        files, device, layout = self._files, into.device, Layout(into.form, into.scales.dtype)
+        self._tensors.quantised[name].fill_quantised(
+            places, region, layout, into.dtype, factor,
+            lambda n, part: _read(files.tensor(n), part, device),
+        )  # fmt: skip
+
     def _stored_tensor(self, name: str) -> StoredTensor:
         is_mtp = name in self._tensors.mtp
         return self._files.tensor(self._tensors.mtp[name] if is_mtp else self._tensors.model[name])
@@ -307,7 +330,7 @@ class HuggingFaceSource(NamedTensorSource):
 
     @override
     def load_into(
-        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+        self, tensors: Mapping[str, Operand], shard: Shard, progress: bool = False
     ) -> None:
         try:
             super().load_into(tensors, shard, progress)
@@ -445,7 +468,8 @@ def save_huggingface(
             file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
             tensors: dict[str, Tensor] = {}
             for weight in shard:
-                for name, values in weight.split(parameters[weight.name].cpu()).items():
+                plain = widened(parameters[weight.name]).cpu()
+                for name, values in weight.split(plain).items():
                     tensors |= quantiser.tensors(name, values) if quantiser else {name: values}
             save_file(tensors, folder / file, metadata={"format": "pt"})
             # safetensors makes it readable to its owner alone; a model folder is often shared.

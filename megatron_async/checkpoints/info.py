@@ -11,6 +11,7 @@ import torch
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.quantised import QuantisedFolder
+from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.registry import open_model
 from megatron_async.checkpoints.source import ModelSource, cache_dtype, parse_dtype
 from megatron_async.devices import make_device, resolve_device_name
@@ -127,14 +128,14 @@ def model_info(
     resolved = parse_dtype(dtype or ("float32" if device.startswith("cpu") else "bfloat16"))
     free = _free_memory(device) if memory_gb is None else int(memory_gb * GIB)
     architecture = source.architecture
-    weight_bytes = architecture.num_parameters * resolved.itemsize
+    total = Kept.on(device, {}, source, capability=(0, 0)).num_bytes(resolved)
     cache = cache_dtype(kv_cache_dtype, source)
     itemsize = 1 if cache == "fp8" else resolved.itemsize
     per_token = architecture.kv_bytes_per_token(itemsize)
     per_block = (per_token + TOKEN_ID_BYTES) * block_size_tokens if per_token else 0
     state = _state_bytes(architecture, resolved)
     # One block and one state more are allocated: for rows without a request.
-    left = free - weight_bytes
+    left = free - total
     blocks = max((left - 2 * state) // per_block - 1, 0) if per_block else 0
     requests = max((left - 2 * per_block) // state - 1, 0) if state else 0
     return ModelInfo(
@@ -145,7 +146,7 @@ def model_info(
         dtype=_dtype_name(resolved),
         device=device,
         parameters=architecture.num_parameters,
-        weight_bytes=weight_bytes,
+        weight_bytes=total,
         kv_bytes_per_token=per_token,
         state_bytes_per_request=state,
         block_size_tokens=block_size_tokens,
@@ -351,7 +352,9 @@ def model_program(
             major, gpu = torch.cuda.get_device_capability(here)[0], torch.cuda.get_device_name(here)
     source = source if isinstance(source, ModelSource) else open_model(source)
     resolved = parse_dtype(dtype or ("bfloat16" if major else "float32"))
-    model = build_model(source.architecture, resolved, torch.device("meta"))
+    kept = Kept.on("cuda" if major else "cpu", {}, source, capability=(major, 0))
+    nowhere = torch.device("meta")
+    model = build_model(source.architecture, resolved, nowhere, layouts=kept.of_model)
     prompt = ((tokens - rows, tokens - rows),) if tokens > rows else ()
     dims = BatchDimensions(rows, prefill_lengths=prompt)
     lines = layer_program(model, dims, major, is_invariant)
@@ -414,7 +417,7 @@ def check_weights_fit(
 ) -> None:
     """Check that a rank's share of the weights fits into `free` bytes. Experts count as if all
     ranks of a job shared all weights evenly, so a model that passes may still be too large.
-    `kept_bytes`: of a file whose blocks are kept.
+    `kept_bytes`: of all weights, where some are not in the dtype.
 
     Raises:
         OutOfMemoryError: they do not fit; the message has the figures and what helps.
@@ -422,13 +425,14 @@ def check_weights_fit(
     ranks = (
         sizes.tensor_model_parallel * sizes.pipeline_model_parallel * sizes.expert_model_parallel
     )
-    needed = architecture.num_parameters * dtype.itemsize // ranks
-    if (needed if kept_bytes is None else kept_bytes) <= free:
+    in_dtype = architecture.num_parameters * dtype.itemsize
+    needed = (in_dtype if kept_bytes is None else kept_bytes) // ranks
+    if needed <= free:
         return
     share = "the weights" if ranks == 1 else f"a rank's share of the weights (1 of {ranks})"
     name = str(dtype).removeprefix("torch.")
     half = ""
-    if dtype.itemsize > 2 and needed // 2 <= free:
+    if needed == in_dtype // ranks and dtype.itemsize > 2 and needed // 2 <= free:
         half = f" In bfloat16 (dtype='bfloat16') they take {needed / 2 / GIB:.3g} GiB."
     raise OutOfMemoryError(
         f"{share} take {needed / GIB:.3g} GiB in {name}, and {free / GIB:.3g} GiB of memory are "

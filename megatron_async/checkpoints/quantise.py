@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.weight import Shape, Weight
+from megatron_async.models.held_weight import is_linear
 from megatron_async.ops.linear.quantised_weight import BLOCK, E4M3_MAX
 
 BLOCKS, CHANNELS = "fp8", "fp8-channel"
@@ -26,10 +27,8 @@ QUANTIZATIONS = (BLOCKS, CHANNELS)
 """A scale a block of 128 x 128, by `quant_method` "fp8"; or one an output, by
 "compressed-tensors"."""
 
-_LINEAR = re.compile(r".*\.(linear_(qkv|proj|fc1|fc2)|in_proj|out_proj)\.weight")
-"""Our parameters whose tensors are quantised."""
 _STEPS = re.compile(r".*\.in_proj_(a|b|ba)\.weight")
-"""Parts of them that are not: beta and the decay of Gated DeltaNet, a few rows."""
+"""Parts of linear layers that are not: beta and the decay of Gated DeltaNet, a few rows."""
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
@@ -62,7 +61,7 @@ class Quantiser:
         quantised, others = set[str](), []
         for weight in wanted:
             for name, shape in weight.parts.items():
-                if _LINEAR.fullmatch(weight.name) and not _STEPS.fullmatch(name):
+                if is_linear(weight.name) and not _STEPS.fullmatch(name):
                     _check(kind, name, shape)
                     quantised.add(name)
                 elif len(shape) > 1 and name.endswith(".weight"):

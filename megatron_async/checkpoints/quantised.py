@@ -8,11 +8,13 @@ slice by slice, so each rank reads its part and no copy in float32 exists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_async.checkpoints.cache_scales import ENDS
@@ -20,15 +22,16 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.quantization_config import REMEDY, Recipe
 from megatron_async.checkpoints.safetensors_file import StoredTensor
 from megatron_async.checkpoints.weight import Region
-from megatron_async.ops.linear.stored_weight import (
+from megatron_async.ops.linear.quantised_layout import Layout, fill_quantised
+from megatron_async.ops.linear.stored_formats import (
     CODES,
     FORMATS,
+    SCALE,
     SIZES,
     ZERO,
-    StoredWeight,
-    StoredWeightError,
     format_of,
 )
+from megatron_async.ops.linear.stored_weight import StoredWeight, StoredWeightError
 
 WEIGHT = ".weight"
 INPUTS, KEYS = "quantised inputs of layers", "quantised keys and values"
@@ -51,6 +54,7 @@ class FolderWeight(NamedTuple):
         where: its file.
         tensors: the stored names of its tensors, by what they are to it.
         stored_bytes: of all of them.
+        scale_dtype: of its scales.
     """
 
     name: str
@@ -58,12 +62,35 @@ class FolderWeight(NamedTuple):
     where: str
     tensors: dict[str, str]
     stored_bytes: int
+    scale_dtype: torch.dtype
 
     def fill(self, place: Tensor, region: Region, read: Read) -> None:
         """Values of a region into its place in a parameter, as `StoredWeight.fill`, whose errors
         become a `CheckpointError` that names file and tensor."""
-        try:
+        with self._naming():
             self.weight.fill(place, region, lambda role, part: read(self.tensors[role], part))
+
+    def fill_quantised(
+        self,
+        places: Mapping[str, Tensor],
+        region: Region,
+        layout: Layout,
+        dtype: torch.dtype,
+        factor: float,
+        read: Read,
+    ) -> None:
+        """A region into its places in a quantised weight, as `quantised_layout.fill_quantised`;
+        raises as `fill`."""
+        with self._naming():
+            fill_quantised(
+                self.weight, places, region, layout, dtype, factor,
+                lambda role, part: read(self.tensors[role], part),
+            )  # fmt: skip
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
         except StoredWeightError as error:
             name = self.tensors[error.role]
             raise CheckpointError(f"{self.where}: tensor {name!r} {error}; {REMEDY}") from error
@@ -180,4 +207,4 @@ def _weight(layer: str, stored: dict[str, StoredTensor], recipe: Recipe) -> Fold
     name = layer if ends[CODES] == "_blocks" else layer + WEIGHT
     size = sum(tensor.num_bytes for tensor in stored.values())
     by_role = {role: tensor.name for role, tensor in tensors.items()}
-    return FolderWeight(name, weight, where, by_role, size)
+    return FolderWeight(name, weight, where, by_role, size, tensors[SCALE].torch_dtype)

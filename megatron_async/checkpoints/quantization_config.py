@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.settings import is_one_of, listed, tell_unknown
-from megatron_async.ops.linear.stored_weight import CHANNEL, TENSOR, Grain
+from megatron_async.ops.linear.stored_formats import CHANNEL, TENSOR, Grain
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Keys of `config.json`."""

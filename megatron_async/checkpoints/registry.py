@@ -30,7 +30,7 @@ from megatron_async.checkpoints.draft_layer import WithDraftLayer
 from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.files import is_megatron
 from megatron_async.checkpoints.huggingface import CONFIG, HuggingFaceSource
-from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.checkpoints.mapping import Shard, Weight, weights
 from megatron_async.checkpoints.model_names import (
     DEMO,
     DUMMY,
@@ -45,9 +45,11 @@ from megatron_async.checkpoints.source import (
     ModelSource,
     clear_padding,
     model_parameters,
+    rounded_into,
 )
 from megatron_async.checkpoints.tensor_files import has_weights
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.held_weight import Operand
 from megatron_async.models.pipeline import EMBEDDING
 from megatron_async.text.tokenizer import Tokenizer
 
@@ -95,35 +97,35 @@ class DummySource(ModelSource):
         return self.architecture.mtp_num_depths > 0
 
     def load_into(
-        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+        self, tensors: Mapping[str, Operand], shard: Shard, progress: bool = False
     ) -> None:
         """Random weights, the same for the same device, rounded to the dtype, however many ranks
         share them.
 
         Every rank draws each weight that it has a part of whole, one at a time, and keeps its part.
         """
-        # Imports Megatron, which takes seconds and is not needed to describe a shape.
-        from megatron_async.models.hybrid import fill_dummy_weight
-
         zero_centered = self.architecture.layernorm_zero_centered_gamma
         held = list(weights(self.architecture, shard))
         parameters = model_parameters(tensors, held)
         for weight in held:
-            parameter = parameters[weight.name]
-            if weight.shape == weight.whole_shape:
-                fill_dummy_weight(weight.stored, parameter, zero_centered=zero_centered)
-                continue
+            with rounded_into(parameters[weight.name]) as parameter:
+                self._fill(weight, parameter, zero_centered)
+
+    def _fill(self, weight: Weight, parameter: Tensor, zero_centered: bool) -> None:
+        # Imports Megatron, which takes seconds and is not needed to describe a shape.
+        from megatron_async.models.hybrid import fill_dummy_weight
+
+        if weight.shape == weight.whole_shape:
+            fill_dummy_weight(weight.stored, parameter, zero_centered=zero_centered)
+        else:
             whole = parameter.new_empty(weight.whole_shape)
             fill_dummy_weight(weight.stored, whole, zero_centered=zero_centered)
             clear_padding(weight, parameter)
             for start, place in weight.whole_pieces(parameter):
                 region = (slice(s, s + n) for s, n in zip(start, place.shape, strict=True))
                 place.copy_(whole[tuple(region)])
-        if not self._is_uniform:
-            return
-        for weight in held:
-            if weight.stored == EMBEDDING:
-                parameters[weight.name].mul_(UNIFORM_EMBEDDING)
+        if self._is_uniform and weight.stored == EMBEDDING:
+            parameter.mul_(UNIFORM_EMBEDDING)
 
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]

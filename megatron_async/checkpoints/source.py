@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, override
 
 import torch
@@ -23,8 +24,12 @@ from megatron_async.checkpoints.mapping import (
     weights,
 )
 from megatron_async.checkpoints.quantised import QuantisedFolder
+from megatron_async.checkpoints.quantised_pieces import quantised_pieces
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.held_weight import Operand, quantised_weights
 from megatron_async.ops.linear.cpu.group_form import StoredGroups
+from megatron_async.ops.linear.quantised_layout import Layout, quantise
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -102,6 +107,18 @@ class ModelSource(ABC):
         """Whether the files ask for keys and values in fp8."""
         return False
 
+    def layouts(self, shard: Shard, rounds_rows: bool) -> Mapping[str, Layout]:
+        """Layouts of the weights of a rank that can stay as the files have them, by parameter.
+
+        Args:
+            shard: of the rank.
+            rounds_rows: products round rows to FP8 where they can.
+
+        Raises:
+            ConfigurationError: ranks cut a weight within groups of inputs.
+        """
+        return {}
+
     def load_weights(self, model: nn.Module, progress: bool = False) -> None:
         """Fill a model, tensor by tensor, converting to its dtype and moving to its device.
 
@@ -120,12 +137,13 @@ class ModelSource(ABC):
 
     @abstractmethod
     def load_into(
-        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+        self, tensors: Mapping[str, Operand], shard: Shard, progress: bool = False
     ) -> None:
         """`load_weights` into tensors with a model's names, shapes and dtypes.
 
         Args:
-            tensors: the parameters of a model by name, or tensors that are like them.
+            tensors: the parameters of a model by name (`named_tensors`), or others like them.
+                Weights that are quantised in the model, and not in the files, are rounded.
             shard: the part of the whole model that they are.
             progress: show a progress bar on stderr.
         """
@@ -166,6 +184,18 @@ class NamedTensorSource(ModelSource):
         """Read a region of a tensor into its place in a parameter (see `Weight.places`), converting
         it."""
         place.copy_(self.read_tensor(name, region, place.device).view(place.shape))
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether `fill_quantised` takes a tensor."""
+        return False
+
+    def fill_quantised(
+        self, into: QuantisedWeight, places: Mapping[str, Tensor], name: str, region: Region,
+        factor: float,
+    ) -> None:  # fmt: skip
+        """Read a region of a quantised tensor into its places in a quantised weight, times
+        `factor`."""
+        raise NotImplementedError
 
     @property
     def has_stacked_experts(self) -> bool:
@@ -226,33 +256,64 @@ class NamedTensorSource(ModelSource):
 
     @override
     def load_into(
-        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+        self, tensors: Mapping[str, Operand], shard: Shard, progress: bool = False
     ) -> None:
         self.check_stored(shard.with_mtp)
         _ = self.checked_weights
         if shard.with_mtp:
             _ = self.checked_mtp_weights
-        stacked = self.has_stacked_experts, shard.with_mtp and self._has_stacked_mtp
-        wanted = list(weights(self.architecture, shard, *stacked))
+        wanted = self.held_weights(shard)
         parameters = model_parameters(tensors, wanted)
         is_cuda = any(parameter.is_cuda for parameter in parameters.values())
         with (
             byte_bar(total_bytes(parameters), progress) as bar,
             ThreadPoolExecutor(READERS) as pool,
         ):
-            pieces = []
-            for weight in wanted:
-                clear_padding(weight, parameters[weight.name])
-                pieces += [(weight, *piece) for piece in weight.pieces(parameters[weight.name])]
             # What one piece raises ends the others: `map` cancels those that have not begun.
-            for done in (pool.map if is_cuda else map)(self._fill_piece, pieces):
+            work: Any = pool.map if is_cuda else map
+            pieces, rounded = list[Callable[[], int]](), list[Weight]()
+            for weight in wanted:
+                into = parameters[weight.name]
+                if not isinstance(into, QuantisedWeight):
+                    pieces += self._fillings(weight, into)
+                elif self.is_quantised(weight.held_parts[0]):
+                    for piece in quantised_pieces(weight, into):
+                        pieces.append(partial(self._fill_quantised_piece, weight, into, *piece))
+                else:
+                    rounded.append(weight)
+            for done in work(_call, pieces):
                 bar.update(done)
+            for weight in rounded:
+                into = parameters[weight.name]
+                assert isinstance(into, QuantisedWeight)
+                with rounded_into(into) as values:
+                    list(work(_call, self._fillings(weight, values)))
+                bar.update(into.nbytes)
         self.check_unchanged()
 
-    def _fill_piece(self, piece: tuple[Weight, str, Region, Tensor]) -> int:
+    def held_weights(self, shard: Shard) -> list[Weight]:
+        """The weights of a rank, with the names of this source."""
+        stacked = self.has_stacked_experts, shard.with_mtp and self._has_stacked_mtp
+        return list(weights(self.architecture, shard, *stacked))
+
+    def _fillings(self, weight: Weight, parameter: Tensor) -> list[Callable[[], int]]:
+        clear_padding(weight, parameter)
+        return [partial(self._fill_piece, weight, *piece) for piece in weight.pieces(parameter)]
+
+    def _fill_quantised_piece(
+        self,
+        weight: Weight,
+        into: QuantisedWeight,
+        name: str,
+        region: Region,
+        places: Mapping[str, Tensor],
+    ) -> int:
+        self.fill_quantised(into, places, name, region, weight.scale)
+        return sum(place.nbytes for place in places.values())
+
+    def _fill_piece(self, weight: Weight, name: str, region: Region, place: Tensor) -> int:
         """Read a piece of a weight into its place, and count its bytes. It goes to the device as it
         is stored; there it is converted. On the host nothing is joined or converted."""
-        weight, name, region, place = piece
         if place.is_meta:  # it is kept in another form
             return 0
         if place.numel() and weight.scale == 1 and not weight.offset:
@@ -262,6 +323,22 @@ class NamedTensorSource(ModelSource):
             values = values * weight.scale + weight.offset
             place.copy_(values.view(place.shape))
         return place.nbytes
+
+
+def _call(work: Callable[[], int]) -> int:
+    return work()
+
+
+@contextmanager
+def rounded_into(into: Operand) -> Iterator[Tensor]:
+    """Where the numbers of a weight are to be written: itself, or of a quantised weight a copy in
+    its dtype, which is rounded and let go in the end."""
+    if isinstance(into, QuantisedWeight):
+        values = torch.empty(into.shape, dtype=into.dtype, device=into.device)
+        yield values
+        quantise(values, into)
+    else:
+        yield into
 
 
 def _are_modules(names: Iterable[str]) -> bool:
@@ -305,12 +382,15 @@ def check_shapes(source: str, expected: Mapping[str, Shape], found: Mapping[str,
             )
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters by name, without gradients."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def named_tensors(model: nn.Module) -> dict[str, Operand]:
+    """The model's weights by the names of its parameters, without gradients."""
+    plain = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {**plain, **dict(quantised_weights(model))}
 
 
-def model_parameters(tensors: Mapping[str, Tensor], wanted: Sequence[Weight]) -> dict[str, Tensor]:
+def model_parameters[T: Operand](
+    tensors: Mapping[str, T], wanted: Sequence[Weight]
+) -> dict[str, T]:
     """A model's parameters (`named_tensors`) by `Weight.name`, once they are known to be just the
     wanted weights.
 
@@ -332,9 +412,11 @@ def model_parameters(tensors: Mapping[str, Tensor], wanted: Sequence[Weight]) ->
     return parameters
 
 
-def total_bytes(parameters: Mapping[str, Tensor]) -> int:
+def total_bytes(parameters: Mapping[str, Operand]) -> int:
     """Bytes of all parameters together."""
-    return sum(parameter.nbytes for parameter in parameters.values() if not parameter.is_meta)
+    return sum(
+        parameter.nbytes for parameter in parameters.values() if parameter.device.type != "meta"
+    )
 
 
 def byte_bar(total: int, show: bool, label: str = "loading weights") -> Any:

@@ -29,6 +29,7 @@ from megatron_async.checkpoints.source import (
     check_shapes,
     clear_padding,
     model_parameters,
+    rounded_into,
     total_bytes,
 )
 from megatron_async.checkpoints.torch_dist_reader import (
@@ -37,9 +38,11 @@ from megatron_async.checkpoints.torch_dist_reader import (
     TorchDistReader,
     stored_weights,
 )
-from megatron_async.checkpoints.weight import EXTRA_STATE
+from megatron_async.checkpoints.weight import EXTRA_STATE, Weight
 from megatron_async.json_objects import write_object
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.held_weight import Operand
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 from megatron_async.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -128,7 +131,7 @@ class TorchDistSource(ModelSource):
 
     @override
     def load_into(
-        self, tensors: Mapping[str, Tensor], shard: Shard, progress: bool = False
+        self, tensors: Mapping[str, Operand], shard: Shard, progress: bool = False
     ) -> None:
         self._tell_left_out()
         places = self._places | (self._mtp_places if shard.with_mtp else {})
@@ -136,15 +139,26 @@ class TorchDistSource(ModelSource):
         parameters = model_parameters(tensors, wanted)
         planner = DirectPlanner()
         stored = self._reader.tensors
-        for weight in wanted:
-            parameter = parameters[weight.name]
+
+        def plan(planner: DirectPlanner, weight: Weight, parameter: Tensor) -> None:
             clear_padding(weight, parameter)
             for suffix, offset, target in weight.stored_pieces(parameter):
                 place = places[weight.stored + suffix]
                 for key, start, part in place.pieces(offset, target):
                     planner.add(key, start, part, stored[key], str(self.folder))
+
         with byte_bar(total_bytes(parameters), progress) as bar:
             planner.bar = bar
+            for weight in wanted:
+                into = parameters[weight.name]
+                if isinstance(into, QuantisedWeight):
+                    with rounded_into(into) as values:
+                        alone = DirectPlanner()
+                        plan(alone, weight, values)
+                        self._reader.read(alone)
+                    bar.update(into.nbytes)
+                else:
+                    plan(planner, weight, into)
             self._reader.read(planner)
 
     @cached_property

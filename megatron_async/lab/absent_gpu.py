@@ -6,10 +6,11 @@ For a process that does nothing else: it changes torch and Triton.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, override
 
 import torch
@@ -31,6 +32,7 @@ from megatron_async.models.hybrid import build_model
 from megatron_async.ops.attention.backends.base import BackendUnavailable
 from megatron_async.ops.attention.backends.selection import PrefillRow
 from megatron_async.ops.compile_kernels import Kernel
+from megatron_async.ops.linear.quantised_layout import Layout
 from megatron_async.planning.dynamic_context import DynamicInferenceContext
 from megatron_async.step.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_async.step.text_generation_controller import TextGenerationController
@@ -38,6 +40,8 @@ from megatron_async.step.text_generation_controller import TextGenerationControl
 GPU = torch.device("cuda", 0)
 FREE = 64 << 30
 """Bytes of the KV pool; nothing is allocated."""
+LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+"""Number in a parameter's name, and the name in the layer."""
 POINTWISE = (torch.ops.aten.floor_divide.default, torch.ops.aten.__and__.Scalar)
 """Operations without torch's tag."""
 
@@ -47,7 +51,7 @@ def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
     GPU, else those that measuring needs too.
 
     Args:
-        program: of `llm.program_of`.
+        program: of `checkpoints/kernel_program.py`.
 
     Raises:
         ConfigurationError: settings that no engine takes.
@@ -56,24 +60,33 @@ def kernels_of(program: Mapping[str, Any]) -> list[Kernel]:
     measured: list[type] = []
     _take_the_place_of_a_gpu(program["capability"], program["processors"], found)
     _measure_nothing(measured)
-    architecture = few_layers(ModelArchitecture.from_dict(program["architecture"]))
+    layouts = {name: Layout.of_json(each) for name, each in program.get("layouts", {}).items()}
+    architecture = few_layers(ModelArchitecture.from_dict(program["architecture"]), layouts)
     config = InferenceConfig(**program["config"])
     with _AbsentMemory(), torch.no_grad():
-        _start(architecture, config, program)
+        _start(architecture, config, program, layouts)
         if PrefillRow in measured and not config.batch_invariant_mode:
             # All backends were timed, but of those equal here the first serves the steps.
             with suppress(BackendUnavailable):
                 other = replace(config, choices="shipped", attention_backend="warpgroup")
-                _start(architecture, other, program)
+                _start(architecture, other, program, layouts)
     return list(found.values())
 
 
-def few_layers(architecture: ModelArchitecture) -> ModelArchitecture:
-    """The beginning of a model, in which any two kinds of layers that follow each other do so."""
+def few_layers(
+    architecture: ModelArchitecture, layouts: Mapping[str, Layout] = MappingProxyType({})
+) -> ModelArchitecture:
+    """The beginning of a model, in which any two kinds of layers that follow each other do so, by
+    the layouts of their quantised weights too."""
     pattern, per_layer = architecture.pattern, len(architecture.pattern) // architecture.num_layers
+    kept: dict[int, set[tuple[str, Layout]]] = {}
+    for name, layout in layouts.items():
+        if found := LAYER_NUMBER.fullmatch(name):
+            kept.setdefault(int(found[1]), set()).add((found[2], layout))
+    kinds = [(kind, frozenset(kept.get(at, ()))) for at, kind in enumerate(pattern)]
 
-    def pairs(end: int) -> set[str]:
-        return {pattern[at : at + 2] for at in range(end - 1)}
+    def pairs(end: int) -> set[Any]:
+        return {(kinds[at], kinds[at + 1]) for at in range(end - 1)}
 
     end = per_layer
     while pairs(end) != pairs(len(pattern)):
@@ -82,10 +95,19 @@ def few_layers(architecture: ModelArchitecture) -> ModelArchitecture:
 
 
 def _start(
-    architecture: ModelArchitecture, config: InferenceConfig, program: Mapping[str, Any]
+    architecture: ModelArchitecture,
+    config: InferenceConfig,
+    program: Mapping[str, Any],
+    layouts: Mapping[str, Layout],
 ) -> None:
     dtype, with_mtp = getattr(torch, program["dtype"]), config.speculative_method == "mtp"
-    weights = build_model(architecture, dtype, GPU, program["transformer_impl"], with_mtp=with_mtp)
+
+    def built(model: Any) -> dict[str, Layout]:
+        names = {name for name, _ in model.named_parameters()}
+        return {name: layout for name, layout in layouts.items() if name in names}
+
+    kind = program["transformer_impl"]
+    weights = build_model(architecture, dtype, GPU, kind, with_mtp=with_mtp, layouts=built)
     context = DynamicInferenceContext(weights.config, config, _AbsentDevice(program["gpu"]))
     TextGenerationController(GPTInferenceWrapper(weights, context), None).create_cuda_graphs(False)
 

@@ -20,6 +20,7 @@ from torch import nn
 from megatron_async.devices import Device, makes_ordinary_tensors
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.compiled_layers import compile_layers
+from megatron_async.models.held_weight import quantised_weights
 from megatron_async.models.hybrid_stack import PagedHybridStack
 from megatron_async.models.linear import pack_weights, repack_weights, weights_on_cpu
 from megatron_async.models.norm import InferenceRMSNorm, fold_norms
@@ -64,7 +65,12 @@ class DerivedCopies:
         self._model, self._device, self._joined = model, device, joined
         place = device.torch_device
         is_float_on_cpu = place.type == "cpu" and dtype == torch.float32
-        if quantization not in (None, "auto") and not is_float_on_cpu:
+        if quantization == "fp8" and not any(quantised_weights(model)):
+            raise ConfigurationError(
+                "quantization='fp8' rounds weights that megatron_async loads, and this model was "
+                "given without: leave it None."
+            )
+        if quantization == "int8" and not is_float_on_cpu:
             raise ConfigurationError(
                 f"quantization={quantization!r} is for float32 models on a CPU, not for {dtype} on "
                 f"{place}: leave it None, or use device='cpu' and dtype='float32'."

@@ -262,6 +262,9 @@ def check_invariant_layers(model: nn.Module, major: int) -> None:
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             continue
         if isinstance(module, SharedLinear):
+            if module.form is not None:
+                problem = f"its weight is kept as {module.form.words}"
+                raise _refused(name, problem, "use quantization='none'")
             if not all(_is_invariant(module, weight, rows, major) for rows in ROWS):
                 shape, dtype = tuple(weight.shape), str(weight.dtype).removeprefix("torch.")
                 problem = f"no kernel of one order multiplies by a {dtype} weight of {shape}"

@@ -7,6 +7,7 @@ Parameter names are Megatron's, so checkpoints of Megatron and of this engine lo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from zlib import crc32
 
 import torch
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 from megatron_async.errors import ConfigurationError
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.embedding import shard_vocabulary
+from megatron_async.models.held_weight import lay_out_quantised
 from megatron_async.models.hybrid_stack import hybrid_stack_spec
 from megatron_async.models.model_config import ModelConfig, transformer_config
 from megatron_async.models.mtp import MultiTokenPrediction, check_mtp
 from megatron_async.models.parallel_state import ParallelSizes, ensure_process_groups
 from megatron_async.models.partition import check_partition, padded_vocab_size
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT, stage_of
+from megatron_async.ops.linear.quantised_layout import Layout
 
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 """Values of Megatron's `transformer_impl` that are served."""
@@ -58,6 +61,7 @@ def build_model(
     transformer_impl: str = "local",
     sizes: ParallelSizes | None = None,
     with_mtp: bool = False,
+    layouts: Callable[[HybridModel], Mapping[str, Layout]] | None = None,
 ) -> HybridModel:
     """A `HybridModel` with uninitialised weights on `device`, in eval mode, without gradients.
 
@@ -73,10 +77,12 @@ def build_model(
         sizes: over how many ranks the model is split; this process gets its part. None: one rank.
         with_mtp: build its layers of multi-token prediction too. (Megatron-Core's own block is
             never built.)
+        layouts: of weights that are kept quantised, by parameter, of the model before it has
+            memory; None: there are none.
 
     Raises:
-        ConfigurationError: see `stack_spec`, `check_partition`, `check_mtp` and
-            `ensure_process_groups`.
+        ConfigurationError: see `stack_spec`, `check_partition`, `check_mtp`,
+            `ensure_process_groups` and `lay_out_quantised`.
     """
     check_partition(architecture, sizes or ParallelSizes(), transformer_impl)
     if with_mtp:
@@ -90,6 +96,8 @@ def build_model(
     model = lay_out(config, spec, groups, architecture.vocab_size, longest, tied, with_mtp)
     config.vocab_size = model.vocab_size
     model.architecture = architecture
+    if layouts is not None:
+        lay_out_quantised(model, layouts(model))
     # As `to_empty`, whose `empty_like` asks torch for strides, which imports sympy.
     model._apply(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device))
     return model.eval().requires_grad_(False)

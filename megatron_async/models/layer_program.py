@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron_async.models.attention import stamp_kv_layers
 from megatron_async.models.decoder_layer import LAYER_KINDS
 from megatron_async.models.fitness import check_invariant_layers
+from megatron_async.models.held_weight import Operand
 from megatron_async.models.layer_ops import bind_ops
 from megatron_async.models.norm import fold_norms
 from megatron_async.models.rotary import described_frequencies
@@ -22,6 +23,7 @@ from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.linear.product_kernel import new_sums
 from megatron_async.ops.linear.products import Choice, choose_for
 from megatron_async.ops.linear.qkv_places import QkvPlaces
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 from megatron_async.ops.linear.stream import Stream
 
 ACTIVATIONS = {"": "", "swiglu": "SwiGLU", "squared_relu": "squared ReLU"}
@@ -43,7 +45,7 @@ class NotedOps:
     def product(
         self,
         x: Tensor | Stream,
-        weight: Tensor,
+        weight: Operand,
         bias: Tensor | None = None,
         choice: Choice | None = None,
         added: Tensor | None = None,
@@ -54,10 +56,11 @@ class NotedOps:
         if choice is None:
             wants = {"bias": bias is not None, "invariant": self.is_invariant}
             choice = choose_for(rows, weight, major=self.major, **wants)
+        codes = weight.codes if isinstance(weight, QuantisedWeight) else weight
         met, splits = choice.met, getattr(choice.plan, "splits", 1)
         parts = (
             "norm" if isinstance(x, Stream) else "",
-            self._names.get(id(weight), "product"),
+            self._names.get(id(codes), "product"),
             "rope" if places is not None else "",
             ACTIVATIONS[met.activation],
             "residual" if added is not None else "",

@@ -24,6 +24,7 @@ from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
 from megatron_async.errors import OutOfMemoryError
+from megatron_async.models.held_weight import HeldWeight, Operand
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.models.norm import normalise
 from megatron_async.ops.all_ops import Ops
@@ -43,7 +44,7 @@ PACKING_MEMORY_SHARE = 0.5
 
 
 def linear(
-    ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, packed: KeptWeight | None
+    ops: Ops, x: Tensor, weight: Operand, bias: Tensor | None, packed: KeptWeight | None
 ) -> Tensor:
     """`x @ weight.T + bias`, of `[..., in]` and `[out, in]`; `packed` is the weight from
     `pack_weights`."""
@@ -55,7 +56,7 @@ def linear(
     return ops.product(x, weight, bias)
 
 
-class SharedLinear:
+class SharedLinear(HeldWeight):
     """What linear layers of this file have beside Megatron's."""
 
     tp_group: Any
@@ -83,9 +84,9 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """`[..., in]` -> `[..., out of this rank]`, and the bias where the caller adds it later."""
         bias = None if self.skip_bias_add else self.bias
-        weight = self.weight if weight is None else weight
+        operand = self.operand if weight is None else weight
         rows = self.collectives.all_gather(input_) if self.sequence_parallel else input_
-        output = linear(self.ops, rows, weight, bias, self.packed_weight)
+        output = linear(self.ops, rows, operand, bias, self.packed_weight)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             output = self.collectives.all_gather_columns(output, self.output_size)
@@ -101,7 +102,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
         `rotate`: elements of a head, if outputs may be rotated and appended; else 0."""
         return choose_for(
             stream.rows,
-            self.weight,
+            self.operand,
             major=self.ops.major,
             ranks=self.collectives.size if self.sequence_parallel else 1,
             norm=stream.weight is not None and stream.is_whole and not self.sequence_parallel,
@@ -123,8 +124,8 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
             rows = self.collectives.all_gather(stream.value)
         bias = None if self.skip_bias_add else self.bias
         if self.packed_weight is not None and places is None and isinstance(rows, Tensor):
-            return linear(self.ops, rows, self.weight, bias, self.packed_weight)
-        return self.ops.product(rows, self.weight, bias, choice, places=places)
+            return linear(self.ops, rows, self.operand, bias, self.packed_weight)
+        return self.ops.product(rows, self.operand, bias, choice, places=places)
 
 
 class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
@@ -158,7 +159,7 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
         alone, total = get_pg_size(self.tp_group) == 1, stream.early_total
         return choose_for(
             x,
-            self.weight,
+            self.operand,
             major=self.ops.major,
             # Among ranks, partial sums are added up on their way into the sum over the ranks.
             split=(may_split and self.bias is None) or not alone,
@@ -193,9 +194,9 @@ class InferenceRowParallelLinear(RowParallelLinear, SharedLinear):
         bias = self.bias if alone and not self.skip_bias_add else None
         added = stream.early_total if choice.met.residual else None
         if self.packed_weight is not None and isinstance(x, Tensor):
-            product = linear(self.ops, x, self.weight, bias, self.packed_weight)
+            product = linear(self.ops, x, self.operand, bias, self.packed_weight)
         else:
-            product = self.ops.product(x, self.weight, bias, choice, added)
+            product = self.ops.product(x, self.operand, bias, choice, added)
         if alone:
             return Stream(product, None if added is not None else stream.total)
         assert isinstance(x, Tensor), "see choose"

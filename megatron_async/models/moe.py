@@ -183,12 +183,12 @@ class MoELayer(MegatronModule):
         if shared is not None:
             if shared.linear_fc1.bias is not None or shared.linear_fc2.bias is not None:
                 return None
-            fc1, fc2 = shared.linear_fc1.weight, shared.linear_fc2.weight
+            fc1, fc2 = shared.linear_fc1.operand, shared.linear_fc2.operand
             gate = shared.gate_weight
         layer = ExpertLayer(
             router=router.weight,
-            fc1=self.experts.linear_fc1.weight,
-            fc2=self.experts.linear_fc2.weight,
+            fc1=self.experts.linear_fc1.operand,
+            fc2=self.experts.linear_fc2.operand,
             topk=router.topk,
             pre_softmax=router.pre_softmax,
             sigmoid=router.sigmoid,

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_async.models.held_weight import HeldWeight
 from megatron_async.models.layer_ops import LayerOps
 from megatron_async.ops.experts.expert_exchange import (
     SymmetricExchange,
@@ -35,7 +36,7 @@ from megatron_async.ops.experts.expert_exchange import (
 from megatron_async.ops.experts.expert_routing import Routing
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(nn.Module, HeldWeight):
     """One weight for all experts of this rank, `[local experts, out, in]`."""
 
     def __init__(self, experts: int, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -73,8 +74,8 @@ class Experts(MegatronModule):
         return self.ops.expert_mlp(
             hidden_states,
             routing,
-            self.linear_fc1.weight,
-            self.linear_fc2.weight,
+            self.linear_fc1.operand,
+            self.linear_fc2.operand,
             self.first_expert,
             self.config.num_moe_experts,
         )

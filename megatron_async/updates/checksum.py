@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_async.checkpoints.mapping import Shard, Weight, weights
+from megatron_async.checkpoints.quantised_pieces import on_grid
 from megatron_async.checkpoints.source import model_parameters, named_tensors
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.held_weight import Operand
 from megatron_async.models.pipeline import EMBEDDING, OUTPUT
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 
 ELEMENTS = 2**22
 """Elements that are hashed at once: 32 MiB a number."""
@@ -40,7 +43,7 @@ def weights_checksum(model: nn.Module) -> dict[str, int]:
 
 
 def parameters_checksum(
-    parameters: Mapping[str, Tensor], shard: Shard, architecture: ModelArchitecture
+    parameters: Mapping[str, Operand], shard: Shard, architecture: ModelArchitecture
 ) -> dict[str, int]:
     """`weights_checksum` of the parameters of a rank that holds `shard`."""
     held = list(weights(architecture, shard))
@@ -49,9 +52,35 @@ def parameters_checksum(
     for weight in held:
         if weight.name == OUTPUT and weight.stored == EMBEDDING:
             continue  # a last stage's copy
-        pieces = _own_pieces(weight, named[weight.name])
-        sums[weight.stored] = sum(_sum(weight, *piece) for piece in pieces) % 2**64
+        for name, tensor in _tensors(weight, named[weight.name]):
+            sums[name] = sum(_sum(weight, *piece) for piece in tensor) % 2**64
     return sums
+
+
+Pieces = Iterator[tuple[list[int], Tensor]]
+
+
+def _tensors(weight: Weight, held: Operand) -> Iterator[tuple[str, Pieces]]:
+    """A weight's tensors, by the names of their sums: of a quantised one the codes, then others."""
+    if not isinstance(held, QuantisedWeight):
+        yield weight.stored, _own_pieces(weight, held)
+        return
+    grid = on_grid(weight, held.form.rows)
+    assert grid is not None, "it was laid out so"
+    columns = {"codes": 8 // held.form.bits, "outer": 0}
+    for name, tensor in held.tensors():
+        owner = grid if name in ("scales", "zeros") else weight
+        pieces = _own_pieces(owner, tensor[..., None] if name == "outer" else tensor)
+        yield (
+            weight.stored if name == "codes" else f"{weight.stored} {name}",
+            _in_columns(pieces, columns.get(name, held.form.inputs)),
+        )
+
+
+def _in_columns(pieces: Pieces, each: int) -> Pieces:
+    """Pieces of a tensor of which a column covers `each` of the weight; 0: all."""
+    for origin, piece in pieces:
+        yield [*origin[:-1], origin[-1] // each if each else 0], piece
 
 
 def combined(ranks: Iterable[Mapping[str, int]]) -> str:
@@ -63,7 +92,7 @@ def combined(ranks: Iterable[Mapping[str, int]]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def _own_pieces(weight: Weight, parameter: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+def _own_pieces(weight: Weight, parameter: Tensor) -> Pieces:
     """`Weight.whole_pieces`, those that another rank counts left out."""
     shard = weight.shard
     if shard.expert_rank and not weight.experts:

@@ -117,7 +117,14 @@ class WeightRound:
                 "weights are kept as the blocks of their GGUF file, which take no other numbers: "
                 "start the engine with quantization='none'."
             )
-        parameters, shard = named_tensors(model), Shard.of(model)
+        held, shard = named_tensors(model), Shard.of(model)
+        parameters = {n: each for n, each in held.items() if isinstance(each, Tensor)}
+        if len(parameters) < len(held):
+            name = min(held.keys() - parameters.keys())
+            raise UpdateError(
+                f"weight {name!r} is kept quantised, and takes no update yet: start the engine "
+                "with quantization='none'."
+            )
         refresh = wrapper.derived.refresh
         return cls(parameters, shard, architecture, context.device, refresh, **options)
 

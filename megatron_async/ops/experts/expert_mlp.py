@@ -26,6 +26,7 @@ from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
 from megatron_async.ops.linear.activations import round_to, squared_relu, swiglu
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
 from megatron_async.ops.op import op, promising
 
 COMBINE_BLOCK = 1024
@@ -35,8 +36,8 @@ COMBINE_BLOCK = 1024
 def expert_mlp(
     x: Tensor,
     routing: Routing,
-    fc1: Tensor,
-    fc2: Tensor,
+    fc1: Tensor | QuantisedWeight,
+    fc2: Tensor | QuantisedWeight,
     first_expert: int,
     num_experts: int,
 ) -> Tensor:
@@ -47,6 +48,7 @@ def expert_mlp(
         routing: of these tokens; experts elsewhere, and `NO_EXPERT`, add nothing.
         fc1: `[local experts, 2 * ffn, hidden]`, [gate; up] of SwiGLU, or `[local experts, ffn,
             hidden]`, whose products are squared where they are positive; same dtype, contiguous.
+            A quantised one is multiplied by as it is in the dtype.
         fc2: `[local experts, hidden, ffn]`, the same.
         first_expert: number of the first expert here.
         num_experts: how many there are everywhere.
@@ -57,6 +59,7 @@ def expert_mlp(
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
     """
+    fc1, fc2 = widened(fc1), widened(fc2)
     _check(x, routing, fc1, fc2)
     tokens, topk = routing.experts.shape
     local = fc1.size(0)
@@ -80,8 +83,8 @@ def expert_mlp(
 def expert_mlp_gpu(
     x: Tensor,
     routing: Routing,
-    fc1: Tensor,
-    fc2: Tensor,
+    fc1: Tensor | QuantisedWeight,
+    fc2: Tensor | QuantisedWeight,
     first_expert: int,
     num_experts: int,
     as_trained: bool = False,
@@ -99,13 +102,14 @@ expert_mlp.gpu(promising("invariant")(partial(expert_mlp_gpu, as_trained=True)))
 def expert_mlp_by_plan(
     x: Tensor,
     routing: Routing,
-    fc1: Tensor,
-    fc2: Tensor,
+    fc1: Tensor | QuantisedWeight,
+    fc2: Tensor | QuantisedWeight,
     first_expert: int,
     plan: ExpertPlan,
     as_trained: bool = False,
 ) -> Tensor:
     """`expert_mlp` by a given plan, whose tiles have one height."""
+    fc1, fc2 = widened(fc1), widened(fc2)
     _check(x, routing, fc1, fc2)
     if plan.up.block_m != plan.down.block_m:
         raise ValueError(f"expert_mlp: both products walk over the same tiles; found {plan}.")

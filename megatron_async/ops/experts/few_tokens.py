@@ -43,6 +43,7 @@ from megatron_async.ops.experts.few_token_kernels import (
     norm_logits_kernel,
 )
 from megatron_async.ops.linear.activations import squared_relu, swiglu
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from megatron_async.ops.linear.stream import Stream
@@ -68,15 +69,15 @@ class ExpertLayer:
     """
 
     router: Tensor
-    fc1: Tensor
-    fc2: Tensor
+    fc1: Tensor | QuantisedWeight
+    fc2: Tensor | QuantisedWeight
     topk: int
     pre_softmax: bool = False
     sigmoid: bool = False
     bias: Tensor | None = None
     scale: float = 1.0
-    shared_fc1: Tensor | None = None
-    shared_fc2: Tensor | None = None
+    shared_fc1: Tensor | QuantisedWeight | None = None
+    shared_fc2: Tensor | QuantisedWeight | None = None
     shared_gate: Tensor | None = None
 
     @property
@@ -90,7 +91,7 @@ class ExpertLayer:
             ffn=ffn,
             shared_ffn=0 if self.shared_fc2 is None else self.shared_fc2.size(1),
             gated=self.fc1.size(1) != ffn,
-            itemsize=self.fc1.itemsize,
+            itemsize=self.fc1.dtype.itemsize,
         )
 
 
@@ -99,7 +100,10 @@ def find_plan(
 ) -> FewTokenPlan | ChainPlan | None:
     """`plan_few_tokens` for x, `[..., tokens, hidden]`, or `plan_few_chains` if `is_invariant`;
     None also where nothing was measured: on a GPU of another compute capability (`major`), and on a
-    CPU (0). A softmax over all experts is a sum over threads, which follows the kernel's warps."""
+    CPU (0), and for quantised weights. A softmax over all experts is a sum over threads, which
+    follows the kernel's warps."""
+    if any(isinstance(weight, QuantisedWeight) for weight in vars(layer).values()):
+        return None
     if major != FEW_TOKENS_MAJOR or (is_invariant and layer.pre_softmax):
         return None
     plan = plan_few_chains if is_invariant else plan_few_tokens
@@ -146,7 +150,8 @@ def few_token_experts(
     if layer.shared_fc1 is None or layer.shared_fc2 is None:
         return out, routing
     activation = swiglu.reference if layer.shape.gated else squared_relu.reference
-    shared = F.linear(activation(F.linear(x, layer.shared_fc1)), layer.shared_fc2).float()
+    fc1, fc2 = widened(layer.shared_fc1), widened(layer.shared_fc2)
+    shared = F.linear(activation(F.linear(x, fc1)), fc2).float()
     if layer.shared_gate is not None:
         shared = (x.float() @ layer.shared_gate.float().t()).sigmoid() * shared
     return (out.float() + shared).to(out.dtype), routing
@@ -377,7 +382,7 @@ def _check_weights(layer: ExpertLayer) -> None:
     if layer.bias is not None:
         expected["bias"] = (shape.experts,)
     for name, size in expected.items():
-        weight: Tensor | None = getattr(layer, name)
+        weight: Tensor | QuantisedWeight | None = getattr(layer, name)
         dtype = torch.float32 if name == "bias" else layer.fc1.dtype
         fits = weight is not None and weight.shape == size and weight.dtype == dtype
         if weight is None or not fits or not weight.is_contiguous():

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_async.ops.linear.stored_weight import E2M1
+from megatron_async.ops.linear.stored_formats import E2M1
 
 Numbers = Literal["FP8", "FP4", "INT4"]
 BLOCK = 128
@@ -169,6 +169,11 @@ class QuantisedWeight:
         if self.form.inputs:
             numbers = numbers.repeat_interleave(self.form.inputs, -1)[..., :k]
         return numbers
+
+
+def widened(weight: Tensor | QuantisedWeight) -> Tensor:
+    """The weight in its dtype, of which a quantised one has no copy."""
+    return weight.values(weight.dtype) if isinstance(weight, QuantisedWeight) else weight
 
 
 def scale_numbers(scales: Tensor) -> Tensor:

@@ -1,238 +1,36 @@
-"""Formats of quantised weights as published files store them, and the numbers that they mean.
+"""Stored weights: the numbers that a quantised weight of a file means.
 
-A format is a row of `FORMATS`: the tensors of a layer, which values an entry of each covers, and
-how their numbers make a weight `[n, k]` (outputs, inputs), or `[e, n, k]` of all experts:
-
-    (code - zero) * scale * outer     # or / outer
-
-A `StoredWeight` is one weight in a format. It cuts a region of the weight out of each stored
-tensor, wherever the region begins, and makes float32 values of the slices on their device.
-
-The formats are those of compressed-tensors' compressors, NVIDIA's Model-Optimizer, AutoAWQ and
-GPTQModel; numbers of 4 and 8 bits are those of the OCP MX specification.
+A `StoredWeight` is one weight in a format (`stored_formats.py`). It cuts a region of the weight out
+of each stored tensor, wherever the region begins, and makes float32 values of the slices on their
+device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import lcm
 
 import torch
 from torch import Tensor
 
-Region = tuple[slice, ...]
-Shape = tuple[int, ...]
-CODES, SCALE, ZERO, OUTER = "codes", "scale", "zero", "outer"
-ORDER, SIZES = "order", "sizes"
-"""What a tensor is to a weight: its numbers; what they are multiplied by, less what, and a second
-factor of all; the group of each input; the weight's shape, which is read before all others."""
-GRAIN = 0
-"""An entry of an axis covers as many values as the scales of this weight have there."""
-Grain = tuple[int, int]
-"""Outputs and inputs that a scale covers; 0: all of them."""
-TENSOR, CHANNEL = (0, 0), (1, 0)
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-NATURAL = tuple(range(8))
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in a word of each of eight neighbouring outputs."""
-
-_E4M3, _E8M0, _BYTE, _WORD = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.int32
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Axis(NamedTuple):
-    """An axis of a stored tensor: the weight's axis ("e", "n" or "k"), values of it that an entry
-    covers, and whether the entry holds these values, as digits of 4 bits."""
-
-    name: str
-    covers: int = 1
-    is_packed: bool = False
-
-
-class Part(NamedTuple):
-    """A stored tensor of a weight: its name after the layer's, or the names that it may have;
-    dtypes; axes; and how many entries each place of the last axis has (1 without an axis)."""
-
-    ends: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    axes: tuple[Axis, ...] = ()
-    inner: int = 1
-
-    def dims(self, shape: Shape) -> list[int | None] | None:
-        """The dimension of a stored tensor that each axis is, or None for one that is left out, as
-        its size is 1; None as a whole: the tensor has too many dimensions."""
-        count = len(self.axes)
-        if self.inner > 1:
-            fits = len(shape) == count + 1 and shape[-1] == self.inner
-            return list(range(count)) if fits else None
-        if count and len(shape) == 2 * count and set(shape[1::2]) == {1}:
-            return list(range(0, 2 * count, 2))  # a grid of blocks, as Model-Optimizer writes it
-        if len(shape) <= max(count, 1) and (count or set(shape) <= {1}):
-            return [*range(min(len(shape), count)), *[None] * (count - len(shape))]
-        return None
-
-
-class StoredFormat(NamedTuple):
-    """A format of stored weights.
-
-    Attributes:
-        name: in words.
-        bits: of a code.
-        methods: of `quantization_config`, whose files have it.
-        parts: the stored tensors, by what they are to a weight.
-        optional: those that may be missing.
-        is_divided: `OUTER` divides.
-        zero: of a weight that has none stored.
-        zero_offset: what stored zeros are less than they mean.
-        order: place in a word of each of eight digits.
-    """
-
-    name: str
-    bits: int
-    methods: tuple[str, ...]
-    parts: Mapping[str, Part]
-    optional: tuple[str, ...] = (ZERO, ORDER)
-    is_divided: bool = False
-    zero: int = 0
-    zero_offset: int = 0
-    order: tuple[int, ...] = NATURAL
-
-    @property
-    def takes_grain(self) -> bool:
-        """Whether its scales cover what the configuration or their shape says."""
-        return any(axis.covers == GRAIN for axis in self.parts[SCALE].axes)
-
-
-_N, _K, _NIBBLES, _WORDS = Axis("n"), Axis("k"), Axis("k", 2, True), Axis("k", 8, True)
-_BY_GRAIN = (Axis("n", GRAIN), Axis("k", GRAIN))
-_GROUPS, _OUTPUT_WORDS = Axis("k", GRAIN), Axis("n", 8, True)
-_GPTQ = {
-    CODES: Part((".qweight",), (_WORD,), (_WORDS, _N)),
-    SCALE: Part((".scales",), _FLOATS, (_GROUPS, _N)),
-    ZERO: Part((".qzeros",), (_WORD,), (_GROUPS, _OUTPUT_WORDS)),
-    ORDER: Part((".g_idx",), (_WORD,), (_K,)),
-}
-FORMATS = (
-    StoredFormat(
-        "FP8",
-        8,
-        ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"),
-        {
-            CODES: Part((".weight",), (_E4M3,), (_N, _K)),
-            SCALE: Part((".weight_scale_inv", ".weight_scale"), (*_FLOATS, _E8M0), _BY_GRAIN),
-        },
-    ),
-    StoredFormat(
-        "MXFP8",
-        8,
-        ("compressed-tensors", "modelopt"),
-        {
-            CODES: Part((".weight",), (_E4M3,), (_N, _K)),
-            SCALE: Part((".weight_scale",), (_BYTE, _E8M0), (_N, Axis("k", 32))),
-        },
-    ),
-    StoredFormat(
-        "NVFP4",
-        4,
-        ("compressed-tensors",),
-        {
-            CODES: Part((".weight_packed",), (_BYTE,), (_N, _NIBBLES)),
-            SCALE: Part((".weight_scale",), (_E4M3,), (_N, Axis("k", 16))),
-            OUTER: Part((".weight_global_scale",), _FLOATS),
-        },
-        is_divided=True,
-    ),
-    StoredFormat(
-        "NVFP4",
-        4,
-        ("modelopt",),
-        {
-            CODES: Part((".weight",), (_BYTE,), (_N, _NIBBLES)),
-            SCALE: Part((".weight_scale",), (_E4M3,), (_N, Axis("k", 16))),
-            OUTER: Part((".weight_scale_2",), _FLOATS),
-        },
-    ),
-    StoredFormat(
-        "MXFP4",
-        4,
-        ("compressed-tensors",),
-        {
-            CODES: Part((".weight_packed",), (_BYTE,), (_N, _NIBBLES)),
-            SCALE: Part((".weight_scale",), (_BYTE, _E8M0), (_N, Axis("k", 32))),
-        },
-    ),
-    StoredFormat(
-        "MXFP4",
-        4,
-        ("mxfp4",),
-        {
-            CODES: Part(("_blocks",), (_BYTE,), (Axis("e"), _N, Axis("k", 32, True)), inner=16),
-            SCALE: Part(("_scales",), (_BYTE, _E8M0), (Axis("e"), _N, Axis("k", 32))),
-        },
-    ),
-    StoredFormat(
-        "INT4",
-        4,
-        ("compressed-tensors",),
-        {
-            CODES: Part((".weight_packed",), (_WORD,), (_N, _WORDS)),
-            SCALE: Part((".weight_scale",), _FLOATS, (_N, _GROUPS)),
-            ZERO: Part((".weight_zero_point",), (_WORD,), (_OUTPUT_WORDS, _GROUPS)),
-            ORDER: Part((".weight_g_idx",), (_WORD,), (_K,)),
-            SIZES: Part((".weight_shape",), (torch.int64, _WORD)),
-        },
-        zero=8,
-    ),
-    StoredFormat(
-        "INT4",
-        4,
-        ("awq",),
-        {
-            CODES: Part((".qweight",), (_WORD,), (_K, _OUTPUT_WORDS)),
-            SCALE: Part((".scales",), _FLOATS, (_GROUPS, _N)),
-            ZERO: Part((".qzeros",), (_WORD,), (_GROUPS, _OUTPUT_WORDS)),
-        },
-        optional=(),
-        order=AWQ_ORDER,
-    ),
-    StoredFormat("INT4", 4, ("gptq",), _GPTQ, optional=(ORDER,), zero_offset=1),
-    StoredFormat("INT4", 4, ("gptq_v2",), _GPTQ, optional=(ORDER,)),
+from megatron_async.ops.linear.stored_formats import (
+    CODES,
+    E2M1,
+    GRAIN,
+    NATURAL,
+    ORDER,
+    OUTER,
+    SCALE,
+    TENSOR,
+    ZERO,
+    Axis,
+    Grain,
+    Shape,
+    StoredFormat,
 )
-"""Formats that are read. Which one a weight has follows from its tensors, but for the method."""
 
-
-def format_of(
-    tensors: Mapping[str, torch.dtype], method: str
-) -> tuple[StoredFormat, dict[str, str]]:
-    """The format of a layer's tensors, and the ends of their names by what they are to a weight.
-
-    Args:
-        tensors: their dtypes, by the ends of their names.
-        method: of `quantization_config`.
-
-    Raises:
-        ValueError: they are no whole weight in any format of the method.
-    """
-    wanted = []
-    for each in FORMATS:
-        if method in each.methods:
-            roles = {
-                role: end
-                for role, part in each.parts.items()
-                for end in part.ends
-                if tensors.get(end) in part.dtypes
-            }
-            needed = each.parts.keys() - {*each.optional}
-            if roles.keys() >= needed and len(roles) == len(tensors):
-                return each, roles
-            parts = [each.parts[role] for role in each.parts if role in needed]
-            wanted.append(f"{each.name}: " + ", ".join("/".join(part.ends) for part in parts))
-    have = ", ".join(f"{end} ({str(dtype)[6:]})" for end, dtype in sorted(tensors.items()))
-    raise ValueError(f"{have} are no whole weight of {method} ({'; '.join(wanted)})")
-
-
+Region = tuple[slice, ...]
 Read = Callable[[str, Region], Tensor]
 SLICE_VALUES = 1 << 22
 """Values that are decoded at once: 16 MiB of float32, and a few times as much on the way."""
@@ -304,6 +102,11 @@ class StoredWeight:
         )
 
     @property
+    def scale_covers(self) -> Grain:
+        """Outputs and inputs that a scale covers."""
+        return self.covers(SCALE, "n"), self.covers(SCALE, "k")
+
+    @property
     def words(self) -> str:
         """The format, in words."""
         scales = f", scales: {grain_words(self.grain)}" if self.format.takes_grain else ""
@@ -351,12 +154,16 @@ class StoredWeight:
         return values / outer if self.format.is_divided else values * outer
 
     def values(self, region: Region, read: Read, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`decode` of what is read, in a dtype, once all of its values are known to be finite.
+        """`checked` numbers of what is read."""
+        slices = {role: read(role, part) for role, part in self.cut(region).items()}
+        return self.checked(slices, region, dtype)
+
+    def checked(self, slices: Mapping[str, Tensor], region: Region, dtype: torch.dtype) -> Tensor:
+        """`decode` in a dtype, once all of its values are known to be finite.
 
         Raises:
             StoredWeightError: some are not, or not in that dtype, or as `decode`.
         """
-        slices = {role: read(role, part) for role, part in self.cut(region).items()}
         found = self.decode(slices, region).to(dtype)
         if found.is_meta:
             return found
@@ -370,8 +177,7 @@ class StoredWeight:
         return found
 
     def fill(self, place: Tensor, region: Region, read: Read) -> None:
-        """Fill a place with a region, `SLICE_VALUES` at a time, along the axis that is the first in
-        the files; raises as `values`.
+        """Fill a place with a region, piece by piece; raises as `checked`.
 
         Args:
             place: of any dtype and as many values, in order; of the shape `[.., rows, columns]`, or
@@ -379,42 +185,42 @@ class StoredWeight:
             region: as for `decode`.
             read: a region of a stored tensor, by what it is to the weight, on the place's device.
         """
-        *lead, rows, columns = region
-        if lead:
-            (experts,) = lead
-            place = place[0] if place.dim() == 4 else place
-            for expert, of_expert in zip(range(experts.start, experts.stop), place, strict=True):
-                self._fill(of_expert[None], (slice(expert, expert + 1),), rows, columns, read)
-        else:
-            self._fill(place if place.dim() == 3 else place[None], (), rows, columns, read)
+        for part, at in self.pieces(region):
+            put(place, at, self.values(part, read, place.dtype), len(region) == 3)
 
-    def _fill(self, place: Tensor, lead: Region, rows: slice, columns: slice, read: Read) -> None:
-        """Into `[groups, rows / groups, columns]`."""
+    def pieces(self, region: Region, inputs: int = 1) -> Iterator[tuple[Region, Place]]:
+        """A region in pieces of `SLICE_VALUES`, of one expert each, along the axis that is the
+        first in the files, and where each is in the region. Rows begin at multiples of 128 and
+        columns at multiples of 128 and `inputs`, counted from the region's."""
+        *lead, rows, columns = region
         height, width = rows.stop - rows.start, columns.stop - columns.start
+        tall, wide = height, width
         if self.format.parts[CODES].axes[0].name == "k":
-            step = max(SLICE_VALUES // height // 128, 1) * 128
-            for first in range(0, width, step):
-                last = min(first + step, width)
-                part = slice(columns.start + first, columns.start + last)
-                values = self.values((*lead, rows, part), read, place.dtype)
-                place[..., first:last] = values.reshape(*place.shape[:2], -1)
-            return
-        step, each = max(SLICE_VALUES // width // 128, 1) * 128, place.size(1)
-        for first in range(0, height, step):
-            last = min(first + step, height)
-            part = slice(rows.start + first, rows.start + last)
-            values = self.values((*lead, part, columns), read, place.dtype)
-            values = values.reshape(last - first, -1)
-            for group in range(first // each, -(-last // each)):
-                start, stop = max(first, group * each), min(last, (group + 1) * each)
-                at = slice(start - group * each, stop - group * each)
-                place[group, at] = values[start - first : stop - first]
+            unit = lcm(128, inputs)
+            wide = max(SLICE_VALUES // height // unit, 1) * unit
+        else:
+            tall = max(SLICE_VALUES // width // 128, 1) * 128
+        experts = range(lead[0].start, lead[0].stop) if lead else range(1)
+        for number, expert in enumerate(experts):
+            own = (slice(expert, expert + 1),) if lead else ()
+            for top in range(0, height, tall):
+                for left in range(0, width, wide):
+                    down = slice(top, min(top + tall, height))
+                    along = slice(left, min(left + wide, width))
+                    yield (
+                        (
+                            *own,
+                            slice(rows.start + down.start, rows.start + down.stop),
+                            slice(columns.start + along.start, columns.start + along.stop),
+                        ),
+                        (number, down, along),
+                    )
 
     def _is_good(self, role: str, stored: Tensor) -> bool:
         """Whether all numbers are finite, and a divisor is not 0."""
         if role == CODES and self.format.name.endswith("FP4"):
             return True
-        numbers = _numbers(stored, is_fp4=False)
+        numbers = numbers_of(stored, is_fp4=False)
         if role == OUTER and self.format.is_divided:
             numbers = 1 / numbers + numbers
         return bool(numbers.isfinite().all())
@@ -450,8 +256,9 @@ class StoredWeight:
                 "which is not read: quantise the model with desc_act = False",
             )
 
-    def _values(self, role: str, stored: Tensor, region: Region) -> Tensor:
-        """A slice of a stored tensor as float32 that can be broadcast over the region."""
+    def entries(self, role: str, stored: Tensor, region: Region) -> Tensor:
+        """A slice of a stored tensor with the axes of the region: of packed axes the numbers, one
+        for each value; of others the entries as they are."""
         part, spans = self.format.parts[role], self._spans(region)
         counts = []
         for axis in part.axes:
@@ -462,18 +269,48 @@ class StoredWeight:
         stored = stored.reshape(counts)
         for at, axis in enumerate(part.axes):
             if axis.is_packed:
-                stored = _digits(stored, at, self.format.order)
-        numbers = _numbers(stored, is_fp4=role == CODES and self.format.name.endswith("FP4"))
+                span, covers = spans[axis.name], self._covers(axis)
+                digits = _digits(stored, at, self.format.order)
+                stored = digits.narrow(at, span.start % covers, span.stop - span.start)
         names = [axis.name for axis in part.axes]
-        for at, axis in enumerate(part.axes):
-            span, covers = spans[axis.name], self._covers(axis)
-            if covers == 1 or (numbers.size(at) == 1 and not axis.is_packed):
+        return stored.permute([names.index(name) for name in spans])
+
+    def covers(self, role: str, name: str) -> int:
+        """Values along an axis ("e", "n" or "k") that one of the `entries` covers."""
+        axis = next(axis for axis in self.format.parts[role].axes if axis.name == name)
+        return 1 if axis.is_packed else self._covers(axis)
+
+    def _values(self, role: str, stored: Tensor, region: Region) -> Tensor:
+        """A slice of a stored tensor as float32 that can be broadcast over the region."""
+        entries = self.entries(role, stored, region)
+        numbers = numbers_of(entries, is_fp4=role == CODES and self.format.name.endswith("FP4"))
+        for at, (name, span) in enumerate(self._spans(region).items()):
+            covers = self.covers(role, name)
+            if covers == 1 or numbers.size(at) == 1:
                 continue
-            if not axis.is_packed:
-                sizes = [*numbers.shape[: at + 1], covers, *numbers.shape[at + 1 :]]
-                numbers = numbers.unsqueeze(at + 1).expand(sizes).flatten(at, at + 1)
+            sizes = [*numbers.shape[: at + 1], covers, *numbers.shape[at + 1 :]]
+            numbers = numbers.unsqueeze(at + 1).expand(sizes).flatten(at, at + 1)
             numbers = numbers.narrow(at, span.start % covers, span.stop - span.start)
-        return numbers.permute([names.index(name) for name in spans])
+        return numbers
+
+
+Place = tuple[int, slice, slice]
+"""Number of an expert, rows and columns."""
+
+
+def put(place: Tensor, at: Place, values: Tensor, of_experts: bool) -> None:
+    """Write a piece of a region into the region's place (`StoredWeight.fill`). `at`: where it is
+    in the region; `of_experts`: the region has an axis of experts."""
+    expert, rows, columns = at
+    if of_experts:
+        place = (place[0] if place.dim() == 4 else place)[expert]
+    whole = place if place.dim() == 3 else place[None]
+    each, first, last = whole.size(1), rows.start, rows.stop
+    values = values.reshape(last - first, -1)
+    for group in range(first // each, -(-last // each)):
+        start, stop = max(first, group * each), min(last, (group + 1) * each)
+        inside = slice(start - group * each, stop - group * each)
+        whole[group, inside, columns] = values[start - first : stop - first]
 
 
 def grain_words(grain: Grain) -> str:
@@ -496,14 +333,14 @@ def _digits(packed: Tensor, dim: int, order: tuple[int, ...]) -> Tensor:
     return ((packed.unsqueeze(dim + 1) >> shifts) & 15).flatten(dim, dim + 1)
 
 
-def _numbers(stored: Tensor, is_fp4: bool) -> Tensor:
+def numbers_of(stored: Tensor, is_fp4: bool) -> Tensor:
     """Float32 of stored numbers; bytes are exponents (E8M0), or numbers of 4 bits (E2M1), in which
     every number has its own code."""
     if is_fp4:
         table = torch.tensor(E2M1, device=stored.device)  # sync-ok: at load
         return table[stored.to(torch.int32)]
-    if stored.dtype in (_BYTE, _E8M0):
-        bits = stored.view(_BYTE).to(torch.int32)
+    if stored.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        bits = stored.view(torch.uint8).to(torch.int32)
         # 2^-127 has no exponent of its own; 255 is NaN, and becomes infinite.
         return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
     return stored.to(torch.float32)

@@ -35,6 +35,7 @@ from megatron_async.devices import Device
 from megatron_async.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_async.lab.benchmark_record import write_record
 from megatron_async.lab.workloads import start_steady_decode, steady_decode_tokens
+from megatron_async.ops.linear.quantised_weight import widened
 from megatron_async.updates.incoming import MEGATRON
 
 WAYS = ("direct", "device", "host")
@@ -175,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with open_engine(args) as llm:
         engine = llm.engine
         model = engine.controller.inference_wrapped_model.model
-        first = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
+        first = {name: widened(each).clone() for name, each in named_tensors(model).items()}
         weights = [other_weights(first), first]
         rate = copy_rate(engine.context.device, sum(tensor.nbytes for tensor in first.values()))
         print(f"{rate / 1e12:.3f} TB/s read and written\n")

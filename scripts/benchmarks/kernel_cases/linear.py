@@ -31,6 +31,7 @@ from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops.linear.activations import squared_relu_gpu, swiglu_gpu
 from megatron_async.ops.linear.product_kernel import Activation
 from megatron_async.ops.linear.products import choose_for, product_gpu
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
 from megatron_async.ops.linear.stream import Stream
 
@@ -58,7 +59,10 @@ def needs(shape: ModelArchitecture, rows: int, itemsize: int) -> dict[str, Need]
 
 
 def multiply(
-    x: Tensor | Stream, weight: Tensor, activation: Activation = "", may_split: bool = False
+    x: Tensor | Stream,
+    weight: Tensor | QuantisedWeight,
+    activation: Activation = "",
+    may_split: bool = False,
 ) -> Tensor:
     """A product as the engine computes it, and the activation behind it."""
     rows, norm = (x.value, True) if isinstance(x, Stream) else (x, False)

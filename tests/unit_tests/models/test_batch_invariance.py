@@ -140,11 +140,11 @@ import json, sys
 import torch
 from megatron_async import InferenceConfig
 from megatron_async.lab import absent_gpu
-from megatron_async.llm import _program_of
+from megatron_async.checkpoints.kernel_program import program_of
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 for facts, shape, settings in json.loads(sys.argv[1]):
     config = InferenceConfig(batch_invariant_mode=True, max_requests=130, **settings)
-    program = _program_of(DUMMY_SHAPES[shape], torch.bfloat16, config)
+    program = program_of(DUMMY_SHAPES[shape], torch.bfloat16, config)
     for source, _ in absent_gpu.kernels_of(facts | program):
         names = source.fn.arg_names
         kept = {names[at[0]]: value for at, value in source.constants.items()}

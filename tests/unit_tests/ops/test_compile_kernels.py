@@ -23,7 +23,8 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 from megatron_async import InferenceConfig, llm
-from megatron_async.llm import LLM, OF_NO_KERNEL
+from megatron_async.checkpoints.kernel_program import OF_NO_KERNEL
+from megatron_async.llm import LLM
 from megatron_async.models.dummy_shapes import DUMMY_SHAPES
 from megatron_async.ops import compile_kernels
 from megatron_async.ops.compile_kernels import KernelStart, start_kernels

@@ -120,7 +120,7 @@ def test_auto_is_for_float32_where_loops_are_quick():
 
 
 def test_refused():
-    with pytest.raises(ConfigurationError, match=r"'int4' is unknown: use one of file, int8, auto"):
+    with pytest.raises(ConfigurationError, match=r"'int4' is unknown: use one of file, fp8, int8"):
         LLM("dummy:tiny", device="cpu", quantization="int4")
     with pytest.raises(ConfigurationError, match=r"not for torch\.bfloat16 on cpu"):
         LLM("dummy:tiny", device="cpu", dtype="bfloat16", quantization="int8")

@@ -1,0 +1,175 @@
+"""Weights that stay as a quantised folder has them: for every format, family and rank what is kept
+is what the folder means; and which blocks of scales stay blocks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_async.ops.linear.stored_weight as stored_weight
+from megatron_async.checkpoints import CheckpointError, open_model
+from megatron_async.checkpoints.convert import convert
+from megatron_async.checkpoints.huggingface import HuggingFaceSource
+from megatron_async.checkpoints.mapping import Shard, weights
+from megatron_async.errors import ConfigurationError
+from megatron_async.models.held_weight import Operand, is_linear
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
+from tests.support.quantised_folders import FORMATS, Format, is_matrix, quantised_folder
+
+CPU, WHOLE = torch.device("cpu"), Shard()
+ODD = "dummy:qwen3:layers=1,hidden=256,heads=4,groups=2,head=96,ffn=384,vocab=64"
+"""Keys have 192 rows; two ranks cut rows and columns within blocks of 128."""
+EVEN = "dummy:qwen3:layers=1,hidden=256,heads=4,groups=2,head=128,ffn=256,vocab=64"
+"""All parts on all of two ranks are blocks."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory):
+    """Folders of a dummy model, in float32."""
+    found: dict[str, Path] = {}
+
+    def make(shape: str) -> Path:
+        if shape not in found:
+            found[shape] = tmp_path_factory.mktemp("plain") / "m"
+            convert(shape, found[shape], to="huggingface", dtype="float32")
+        return found[shape]
+
+    return make
+
+
+def kept(folder: Path, shard: Shard = WHOLE, dtype: torch.dtype = torch.float32):
+    """A rank's weights, as they are kept."""
+    source = open_model(folder)
+    assert isinstance(source, HuggingFaceSource)
+    layouts = source.layouts(shard, False)
+    held: dict[str, Operand] = {
+        w.name: layouts[w.name].empty(w.shape, dtype, CPU)
+        if w.name in layouts
+        else torch.empty(w.shape, dtype=dtype)
+        for w in source.held_weights(shard)
+    }
+    for weight in held.values():
+        for _, tensor in weight.tensors() if isinstance(weight, QuantisedWeight) else ():
+            tensor.view(torch.uint8).fill_(77)
+    source.load_into(held, shard)
+    return held
+
+
+def decoded(folder: Path, shard: Shard = WHOLE) -> dict[str, Tensor]:
+    """A rank's weights, decoded."""
+    source = open_model(folder)
+    held = {w.name: torch.empty(w.shape) for w in weights(source.architecture, shard)}
+    source.load_into(held, shard)
+    return held
+
+
+def assert_kept(held: dict[str, Operand], expected: dict[str, Tensor], rtol: float = 0.0) -> None:
+    assert held.keys() == expected.keys()
+    for name, weight in held.items():
+        torch.testing.assert_close(widened(weight), expected[name], rtol=rtol, atol=0, msg=name)
+
+
+def forms(held: dict[str, Operand]) -> dict[str, str]:
+    return {
+        name.removeprefix("decoder.layers."): weight.form.words
+        for name, weight in held.items()
+        if isinstance(weight, QuantisedWeight)
+    }
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_kept_is_what_the_files_mean(
+    kind: str, ranks: int, plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_weight, "SLICE_VALUES", 1 << 14)  # many pieces
+    folder = quantised_folder(plain(ODD), tmp_path / "m", kind)
+    shard = Shard(ranks - 1, ranks)
+    held, expected = kept(folder, shard), decoded(folder, shard)
+    # 1 / divisor is rounded.
+    assert_kept(held, expected, 3e-7 if kind == "compressed nvfp4" else 0.0)
+    linear = {name for name in held if is_linear(name)}
+    assert {n for n, w in held.items() if isinstance(w, QuantisedWeight)} == linear
+    bits = 8 * sum(w.nbytes for n, w in held.items() if n in linear) / sum(
+        expected[n].numel() for n in linear
+    )
+    assert bits < (8.8 if "fp8" in kind or kind.split()[-1] in ("tensor", "channel", "blocks")
+                   or kind in ("fbgemm", "compressed mxfp8") else 5.1), bits  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "shard"),
+    [
+        ("qwen3-moe", "fp8 blocks", Shard(1, 2, 1, 2)),
+        ("qwen3-moe", "modelopt nvfp4", WHOLE),
+        ("nemotron-3", "modelopt fp8", Shard(1, 2, 1, 2)),
+        ("qwen3.5-moe", "compressed channel", WHOLE),
+        ("qwen3.5-moe", "fp8 blocks", Shard(0, 2, 1, 2)),
+        ("granite-moe", "compressed channel", WHOLE),
+    ],
+)
+def test_experts_and_hybrids(
+    family: str, kind: str, shard: Shard, family_folder, hybrid_folder, tmp_path: Path
+) -> None:
+    """Experts one by one or in one tensor, strips of mixers, rows in another order, a multiplier
+    of the model's (Granite's), which becomes part of the scales."""
+    plain = (family_folder if family.startswith("qwen3-") else hybrid_folder)(family)
+    folder = quantised_folder(plain, tmp_path / "m", kind)
+    held = kept(folder, shard)
+    is_scaled = any(w.scale != 1 for w in weights(open_model(folder).architecture))
+    assert_kept(held, decoded(folder, shard), 3e-7 if is_scaled else 0.0)
+    assert forms(held)
+
+
+def test_blocks_stay_blocks_where_all_parts_begin_with_one(plain, tmp_path: Path) -> None:
+    """Else a scale for each row, the same on all ranks."""
+    blocks, rows = "FP8, scales: blocks of 128 x 128", "FP8, scales: groups of 128"
+    name = "0.self_attention.linear_"
+    even = quantised_folder(plain(EVEN), tmp_path / "even", "fp8 blocks")
+    for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
+        found = forms(kept(even, shard))
+        assert set(found.values()) == {blocks}
+        assert found.keys() >= {name + "qkv.weight", "1.mlp.linear_fc2.weight"}
+    odd = quantised_folder(plain(ODD), tmp_path / "odd", "fp8 blocks")
+    found = forms(kept(odd))
+    assert found[name + "qkv.weight"] == rows
+    assert found[name + "proj.weight"] == found["1.mlp.linear_fc1.weight"] == blocks
+    for rank in range(2):
+        found = forms(kept(odd, Shard(rank, 2)))
+        assert found["1.mlp.linear_fc1.weight"] == rows
+        assert found["1.mlp.linear_fc2.weight"] == "FP8, scales: groups of 64"
+
+
+def test_groups_that_ranks_cut_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    convert(ODD.replace("ffn=384", "ffn=264"), tmp_path / "plain", to="huggingface")
+    folder = quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks")
+    assert_kept(kept(folder), decoded(folder))
+    with pytest.raises(ConfigurationError, match=r"fc2.* 132 of its 264 inputs .*='none'"):
+        kept(folder, Shard(0, 2))
+
+
+def test_parts_of_several_forms_are_decoded_and_told(plain, tmp_path: Path, caplog) -> None:
+    """Keys that are not quantised, beside queries and values that are."""
+    folder = quantised_folder(
+        plain(EVEN), tmp_path / "m", "fp8 blocks",
+        lambda name, tensor: is_matrix(name, tensor) and "k_proj" not in name,
+    )  # fmt: skip
+    held = kept(folder)
+    assert isinstance(held["decoder.layers.0.self_attention.linear_qkv.weight"], Tensor)
+    assert "1 weights, such as 'decoder.layers.0.self_attention.linear_qkv.weight'" in caplog.text
+    assert_kept(held, decoded(folder))
+
+
+def test_damaged_scales_are_named(plain, tmp_path: Path) -> None:
+    form = FORMATS["fp8 blocks"]
+
+    def encode(w: Tensor) -> Any:
+        tensors, values = form.encode(w)
+        tensors[".weight_scale_inv"][0, 0] = float("nan")
+        return tensors, values
+
+    folder = quantised_folder(plain(EVEN), tmp_path / "m", Format(form.config, encode))
+    with pytest.raises(CheckpointError, match=r"weight_scale_inv' has values that are no finite"):
+        kept(folder)
