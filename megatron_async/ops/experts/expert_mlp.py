@@ -26,6 +26,12 @@ from megatron_async.ops.experts.expert_plan import ExpertPlan, ProductPlan, plan
 from megatron_async.ops.experts.expert_routing import Routing
 from megatron_async.ops.experts.expert_sort import SortedPairs, sort_pairs
 from megatron_async.ops.linear.activations import round_to, squared_relu, swiglu
+from megatron_async.ops.linear.load_tile import (
+    check_kept,
+    kept_of_matrix,
+    kept_operands,
+    kept_sums,
+)
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
 from megatron_async.ops.op import op, promising
 
@@ -91,7 +97,8 @@ def expert_mlp_gpu(
 ) -> Tensor:
     """`as_trained`: rounded, weighted and added up where Megatron's training does."""
     gated = fc1.size(1) != fc2.size(2)
-    plan = plan_experts(routing.experts.numel(), num_experts, x.element_size(), gated)
+    form = fc1.form if isinstance(fc1, QuantisedWeight) else None
+    plan = plan_experts(routing.experts.numel(), num_experts, x.element_size(), gated, form)
     return expert_mlp_by_plan(x, routing, fc1, fc2, first_expert, plan, as_trained)
 
 
@@ -145,7 +152,7 @@ def expert_mlp_by_plan(
 
 def _product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantisedWeight,
     out: Tensor,
     routing: Routing,
     sort: SortedPairs,
@@ -158,17 +165,21 @@ def _product(
     """One grouped product: SwiGLU follows if `gated`, squared ReLU if `squared`, else the pairs'
     weights."""
     n = out.size(1)
+    numbers, kept = kept_operands(weight)
+    if isinstance(weight, QuantisedWeight):
+        check_kept("expert_mlp", x, weight)
     grid = (sort.most_tiles * triton.cdiv(n, plan.block_n),)
     grouped_product_kernel[grid](
         x,
         x.stride(0),
-        weight,
+        numbers,
         out,
         routing.weights,
         routing.weights.stride(0),
         *sort,
         out.size(0),
         sort.most_tiles,
+        **kept,
         n=n,
         k=x.size(1),
         topk=routing.weights.size(1),
@@ -177,6 +188,7 @@ def _product(
         block_n=plan.block_n,
         last_n=plan.last_n(n),
         block_k=plan.block_k,
+        shares=plan.shares,
         gated=gated,
         squared=squared,
         as_trained=as_trained,
@@ -188,7 +200,9 @@ def _product(
     )
 
 
-def _check(x: Tensor, routing: Routing, fc1: Tensor, fc2: Tensor) -> None:
+def _check(
+    x: Tensor, routing: Routing, fc1: Tensor | QuantisedWeight, fc2: Tensor | QuantisedWeight
+) -> None:
     experts, hidden, ffn = fc2.shape
     known = (experts, 2 * ffn, hidden), (experts, ffn, hidden)
     if fc1.shape not in known or x.dim() != 2 or x.size(1) != hidden:
@@ -233,7 +247,7 @@ def _product_tile(
     block_n: tl.constexpr,
 ) -> None:
     """The first `block_m` pairs of a tile times `block_n` rows of one expert's weight."""
-    x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs, pairs = tensors
+    x, x_stride, weight, out, pair_weights, pair_weights_stride, tile_pairs, pairs, kept = tensors
     n: tl.constexpr = sizes[0]
     k: tl.constexpr = sizes[1]
     topk: tl.constexpr = sizes[2]
@@ -242,27 +256,36 @@ def _product_tile(
     gated: tl.constexpr = sizes[5]
     squared: tl.constexpr = sizes[6]
     as_trained: tl.constexpr = sizes[7]
+    form: tl.constexpr = sizes[8]
     pair = tl.load(tile_pairs + tl.arange(0, block_m))
     column = first_column + tl.arange(0, block_n)
     real = pair < pairs
     is_row, is_column = real[:, None], (column < n)[:, None]
-    inner = tl.arange(0, block_k)
-    rows = x + (pair // pairs_per_row).to(tl.int64)[:, None] * x_stride + inner[None, :]
-    cells = weight + column[:, None] * k + inner[None, :]
-    sums = tl.zeros((block_m, block_n), tl.float32)
-    up_sums = tl.zeros((block_m, block_n), tl.float32)
-    for at in range(0, k, block_k):
-        if k % block_k == 0:
-            row_mask, cell_mask = is_row, is_column
-        else:
-            left = (inner < k - at)[None, :]
-            row_mask, cell_mask = is_row & left, is_column & left
-        v = tl.load(rows + at, mask=row_mask, other=0.0)
-        w = tl.load(cells + at, mask=cell_mask, other=0.0)
-        sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
-        if gated:
-            u = tl.load(cells + n * k + at, mask=cell_mask, other=0.0)
-            up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
+    if form is not None:
+        here = tl.minimum(n - first_column, block_n)
+        sums, up_sums = kept_sums(
+            x, x_stride, pair // pairs_per_row, real, weight, kept, first_column, here, n, 0, 1,
+            k, form, block_n, block_k, sizes[9], gated, sizes[10],
+        )  # fmt: skip
+        sums, up_sums = tl.trans(sums), tl.trans(up_sums)
+    else:
+        inner = tl.arange(0, block_k)
+        rows = x + (pair // pairs_per_row).to(tl.int64)[:, None] * x_stride + inner[None, :]
+        cells = weight + column[:, None] * k + inner[None, :]
+        sums = tl.zeros((block_m, block_n), tl.float32)
+        up_sums = tl.zeros((block_m, block_n), tl.float32)
+        for at in range(0, k, block_k):
+            if k % block_k == 0:
+                row_mask, cell_mask = is_row, is_column
+            else:
+                left = (inner < k - at)[None, :]
+                row_mask, cell_mask = is_row & left, is_column & left
+            v = tl.load(rows + at, mask=row_mask, other=0.0)
+            w = tl.load(cells + at, mask=cell_mask, other=0.0)
+            sums = tl.dot(v, tl.trans(w), sums, input_precision="ieee")
+            if gated:
+                u = tl.load(cells + n * k + at, mask=cell_mask, other=0.0)
+                up_sums = tl.dot(v, tl.trans(u), up_sums, input_precision="ieee")
     if as_trained:
         sums = round_to(sums, out.dtype.element_ty)
         up_sums = round_to(up_sums, out.dtype.element_ty)
@@ -307,6 +330,8 @@ def grouped_product_kernel(
     sorted_pairs: tl.tensor,
     pairs: tl.tensor,
     max_tiles: tl.tensor,
+    kept: tl.tuple | None,
+    form: tl.constexpr,
     n: tl.constexpr,
     k: tl.constexpr,
     topk: tl.constexpr,
@@ -315,6 +340,7 @@ def grouped_product_kernel(
     block_n: tl.constexpr,
     last_n: tl.constexpr,
     block_k: tl.constexpr,
+    shares: tl.constexpr,
     gated: tl.constexpr,
     squared: tl.constexpr,
     as_trained: tl.constexpr,
@@ -340,10 +366,20 @@ def grouped_product_kernel(
         nth = tl.program_id(0) // max_tiles
     if tile < tl.load(num_tiles):
         height: tl.constexpr = 2 * n if gated else n
-        own = weight + tl.load(tile_experts + tile).to(tl.int64) * (height * k)
+        expert = tl.load(tile_experts + tile).to(tl.int64)
+        if form is None:
+            own, of_expert = weight + expert * (height * k), kept
+        else:
+            width: tl.constexpr = k if form.numbers == "FP8" else k // 2
+            own = weight + expert * (height * width)
+            of_expert = kept_of_matrix(kept, expert, height, k, form)
         tile_pairs = sorted_pairs + tile * block_m
-        tensors = (x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, pairs)
-        sizes: tl.constexpr = (n, k, topk, pairs_per_row, block_k, gated, squared, as_trained)
+        tensors = (
+            x, x_stride, own, out, pair_weights, pair_weights_stride, tile_pairs, pairs, of_expert
+        )  # fmt: skip
+        sizes: tl.constexpr = (
+            n, k, topk, pairs_per_row, block_k, gated, squared, as_trained, form, shares, overlap
+        )  # fmt: skip
         if halves:
             if tl.load(tile_pairs + block_m // 2) >= pairs:
                 _product_columns(tensors, nth, sizes, block_m // 2, block_n, last_n)

@@ -15,6 +15,8 @@ from functools import lru_cache
 
 import triton
 
+from megatron_async.ops.linear.load_tile import step_of
+from megatron_async.ops.linear.quantised_weight import Form
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 
 LEAST_WIDTH = 16
@@ -36,6 +38,8 @@ class ProductPlan:
     ones: large tiles of a product that the matrix units bound."""
     by_rows: bool = False
     """Whether programs that share pairs are neighbours, not programs that share weights."""
+    shares: int = 1
+    """Shares of a step, of `block_k` inputs each: of weights that are kept in fewer bits."""
 
     def last_n(self, outputs: int) -> int:
         """Outputs of the last tile of columns: `block_n`, or a smaller power of two."""
@@ -70,12 +74,28 @@ FLOAT32 = ExpertPlan(ProductPlan(16, 32, 32, 4, 3), ProductPlan(16, 32, 32, 4, 3
 """Float32 has no matrix units that compute exactly: small tiles, for tests and small models."""
 
 
+KEPT_BY_HEIGHT = {
+    8: ExpertPlan(ProductPlan(8, 32, 128, 2, 4), ProductPlan(8, 32, 128, 2, 4)),
+    16: ExpertPlan(ProductPlan(16, 32, 128, 2, 4), ProductPlan(16, 32, 128, 2, 4)),
+    32: ExpertPlan(ProductPlan(32, 64, 128, 4, 3), ProductPlan(32, 64, 128, 4, 3)),
+    64: ExpertPlan(ProductPlan(64, 64, 128, 4, 3), ProductPlan(64, 64, 128, 4, 3)),
+}
+"""Plans for weights that are kept in fewer bits, which hold more numbers in registers."""
+
+
 @lru_cache(maxsize=4096)
-def plan_experts(pairs: int, num_experts: int, itemsize: int, gated: bool) -> ExpertPlan:
-    """The layout for the (token, expert) pairs of all ranks, which fall on all ranks' experts."""
+def plan_experts(
+    pairs: int, num_experts: int, itemsize: int, gated: bool, form: Form | None = None
+) -> ExpertPlan:
+    """The layout for the (token, expert) pairs of all ranks, which fall on all ranks' experts;
+    `form` of weights that are kept in fewer bits."""
+    mean = pairs / num_experts
+    if form is not None:
+        height = next((each for each in KEPT_BY_HEIGHT if mean <= each), max(KEPT_BY_HEIGHT))
+        plan, step = KEPT_BY_HEIGHT[height], step_of(form)
+        return ExpertPlan(replace(plan.up, block_k=step), replace(plan.down, block_k=step))
     if itemsize > 2:
         return FLOAT32
-    mean = pairs / num_experts
     height = next((height for height in BY_HEIGHT if mean <= height), max(BY_HEIGHT))
     plan = BY_HEIGHT[height]
     return plan if gated else replace(plan, up=UNGATED_UP.get(height, plan.up))

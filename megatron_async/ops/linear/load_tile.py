@@ -7,7 +7,8 @@ another. The weight is the left operand, which alone may come from registers on 
 
 Numbers become 16-bit ones without a table, by their bits and one exact operation:
 
-- INT4 are the lowest bits of 128 (bfloat16) or 1024 (float16), less that and the zero;
+- INT4 are the lowest bits of 128 (bfloat16) or 1024 (float16): what is too much, that and the zero,
+  is taken from the sums, as often as the inputs' sum says;
 - FP8 and FP4 are sign, exponent and mantissa of a number 2^120 or 2^126 times as small (2^8 or 2^14
   in float16), also of subnormal ones, times that.
 
@@ -191,16 +192,13 @@ def load_tile(
 
     Args:
         units: int16 `[.., n, u]`.
-        scale, zero: `[.., n, u]`, dtype, the zero more by 128 or 1024; read if `scaled`, the zero
-            if the form has any. Else INT4 numbers are less by 8.
+        scale, zero: `[.., n, u]` of dtype, the zero of INT4 alone, more by 128 or 1024; read if
+            `scaled`. Else INT4 numbers are more by the zero and that.
     """
     if form.numbers == "INT4":
-        base: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
         numbers = _integers(units, part, dtype, in_pairs)
-        if scaled and form.has_zeros:
+        if scaled:
             numbers = numbers - zero.to(numbers.dtype)
-        else:
-            numbers = numbers - tl.full((), base + 8, tl.float32).to(numbers.dtype)
     else:
         bits: tl.constexpr = 8 if form.numbers == "FP8" else 4
         numbers = _floats(units, part, bits, dtype, in_pairs)
@@ -359,14 +357,14 @@ def kept_sums(
             some = tl.trans(some) if shares == 1 else tl.trans(some, 0, 2, 1)
             numbers = load_tile(w, factor, zero, part, form, scaled, dtype, in_pairs)
             product = tl.dot(numbers, some, product)
-            if form.has_zeros and not scaled:
+            if form.numbers == "INT4" and not scaled:
                 added = tl.dot(tl.full(numbers.shape, 1.0, dtype), some, added)
             if gated:
                 numbers = load_tile(u, ups, up_zero, part, form, scaled, dtype, in_pairs)
                 up_product = tl.dot(numbers, some, up_product)
-        if form.has_zeros and not scaled:
-            product -= added * (zero - 8)
-            up_product -= added * (up_zero - 8)
+        if form.numbers == "INT4" and not scaled:
+            product -= added * zero
+            up_product -= added * up_zero
         if by_step:
             sums += product * stored_scale(scale)
             if gated:
@@ -401,15 +399,29 @@ def _of_step(
     scaled: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Scales and zeros of a step: as `load_tile` reads them if `scaled`; else zeros, float32."""
+    """Scales, and zeros more by 128 or 1024, of a step: as `load_tile` reads them if `scaled`; else
+    zeros as they are subtracted from sums."""
     base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
     per: tl.constexpr = 2 if form.numbers == "FP8" else 4
-    factor, zero = own, own
+    factor, zero = own, base + 8
     if scaled:
         found = _numbers_of_groups(scales, own, begin, k, inputs, block_k, shares)
         factor = _expanded(stored_scale(found).to(dtype), inputs // per)
+        zero = tl.full((), base + 8, tl.float32)
     if form.has_zeros:
         zero = _numbers_of_groups(zeros, own, begin, k, inputs, block_k, shares).to(tl.float32)
+        zero = zero + base
         if scaled:
-            zero = _expanded((zero + base).to(dtype), inputs // per)
+            zero = _expanded(zero.to(dtype), inputs // per)
     return factor, zero
+
+
+@triton.jit
+def kept_of_matrix(
+    kept: tl.tuple, matrix: tl.tensor, n: tl.constexpr, k: tl.constexpr, form: tl.constexpr
+) -> tl.tuple:
+    """Scales, zeros and outer scales of one matrix `[n, k]` of several, a 64-bit number."""
+    scales, zeros, outer = kept
+    groups: tl.constexpr = (k + form.inputs - 1) // form.inputs if form.inputs > 0 else 1
+    past = matrix * ((n + form.rows - 1) // form.rows * groups)
+    return scales + past, zeros + past, outer + matrix * n

@@ -77,7 +77,7 @@ class TilePlan:
 
 LEAST_KEPT_SHARE = 512
 """Least inputs of a share of a weight that is kept in fewer bits."""
-KEPT_PROGRAMS = 528
+KEPT_PROGRAMS = 264
 """Most programs of a split product by such a weight."""
 KEPT_STAGES = 6
 """Most pipeline stages of a product by such a weight."""
@@ -160,8 +160,7 @@ def _kept_plan(problem: Problem, form: Form) -> TilePlan | None:
     if problem.split:
         splits = max(1, min(4, k // LEAST_KEPT_SHARE, KEPT_PROGRAMS // programs))
     if few:
-        most = 4 if gated else 8
-        shares = min(most, triton.next_power_of_2(triton.cdiv(k, splits * block_k)))
+        shares = min(4, triton.next_power_of_2(triton.cdiv(k, splits * block_k)))
     step = block_k * shares
     part = triton.cdiv(k, splits * step) * step
     row_bytes = part * form.bits // 8

@@ -59,9 +59,9 @@ def _widened(
     dtype: tl.constexpr,
     in_pairs: tl.constexpr,
 ) -> tl.tensor:
-    """A part of the units, float32; `more` is what the zero is less than 8, if there is one."""
+    """A part of the units, float32; INT4 is too large by `more`."""
     numbers = load_tile(units, scale, scale, part, form, False, dtype, in_pairs).to(tl.float32)
-    return (numbers + more) * scale if form.has_zeros else numbers * scale
+    return (numbers - more) * scale if form.numbers == "INT4" else numbers * scale
 
 
 @triton.jit
@@ -96,9 +96,11 @@ def widen_kernel(
     own = (matrix * scale_rows + tl.minimum(line, n - 1) // form.rows) * groups
     place = own[:, None] + (tl.minimum(begin + unit * per, k - 1) // inputs)[None, :]
     scale = stored_scale(tl.load(scales + place))
-    more = scale
+    more = 128.0 if dtype == tl.bfloat16 else 1024.0
     if form.has_zeros:
-        more = 8 - tl.load(zeros + place).to(tl.float32)
+        more += tl.load(zeros + place).to(tl.float32)
+    else:
+        more += 8
     first = _widened(units, scale, more, 0, form, dtype, overlap)
     second = _widened(units, scale, more, 1, form, dtype, overlap)
     if per == 2:

@@ -1,0 +1,56 @@
+"""Experts whose weights are kept in FP8 and 4 bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_async.ops.experts.expert_mlp import expert_mlp, expert_mlp_by_plan, expert_mlp_gpu
+from megatron_async.ops.experts.expert_plan import KEPT_BY_HEIGHT, plan_experts
+from tests.unit_tests.ops.experts.test_expert_mlp import random_routing
+from tests.unit_tests.ops.linear.kept_weights import FORMS, kept_weight
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def arguments(name, tokens, gated, dtype, device, experts=4, hidden=192, ffn=160):
+    """Of an expert layer, the second half of whose experts is on another rank."""
+    torch.manual_seed(1)
+    fc1 = kept_weight(name, experts, (1 + gated) * ffn, hidden, dtype=dtype, device=device)
+    fc2 = kept_weight(name, experts, hidden, ffn, dtype=dtype, device=device)
+    x = torch.randn(tokens, hidden + 16, device=device).to(dtype)[:, :hidden]
+    return x, random_routing(tokens, 3, 2 * experts, device), fc1, fc2
+
+
+def check(found, x, routing, fc1, fc2, first=0):
+    wide = fc1.values(x.dtype), fc2.values(x.dtype)
+    expected = expert_mlp.reference(x, routing, *wide, first, 8)
+    tolerance = 0.03 if x.dtype == torch.bfloat16 else 0.01
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("tokens", "gated"), [(5, True), (20, False)])
+def test_experts_of_each_form(name, tokens, gated, device):
+    for dtype in EXACT_16_BIT:
+        x, routing, fc1, fc2 = arguments(name, tokens, gated, dtype, device)
+        found = expert_mlp_gpu(x, routing, fc1, fc2, 2, 8)
+        check(found, x, routing, fc1, fc2, 2)
+        assert torch.equal(found, expert_mlp_gpu(x, routing, fc1, fc2, 2, 8))
+
+
+@pytest.mark.parametrize("height", KEPT_BY_HEIGHT)
+@pytest.mark.parametrize("shares", [1, 2])
+def test_plans_of_experts(height, shares, device):
+    x, routing, fc1, fc2 = arguments("FP8 blocks", 9, True, torch.float16, device)
+    plan = plan_experts(height * 8, 8, 2, True, fc1.form)
+    assert plan.up.block_m == plan.down.block_m == height
+    plan = replace(plan, up=replace(plan.up, shares=shares), down=replace(plan.down, shares=shares))
+    check(expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan), x, routing, fc1, fc2)
+
+
+def test_rows_that_are_not_whole_words_are_refused():
+    x, routing, fc1, fc2 = arguments("INT4", 2, True, torch.float16, "cpu")
+    with pytest.raises(ValueError, match="multiples of 8 bytes"):
+        expert_mlp_gpu(torch.cat((x, x[:, :1]), 1)[:, : x.size(1)], routing, fc1, fc2, 0, 8)
