@@ -257,6 +257,8 @@ def _product_tile(
     squared: tl.constexpr = sizes[6]
     as_trained: tl.constexpr = sizes[7]
     form: tl.constexpr = sizes[8]
+    shares: tl.constexpr = sizes[9]
+    in_pairs: tl.constexpr = sizes[10]
     pair = tl.load(tile_pairs + tl.arange(0, block_m))
     column = first_column + tl.arange(0, block_n)
     real = pair < pairs
@@ -265,7 +267,7 @@ def _product_tile(
         here = tl.minimum(n - first_column, block_n)
         sums, up_sums = kept_sums(
             x, x_stride, pair // pairs_per_row, real, weight, kept, first_column, here, n, 0, 1,
-            k, form, block_n, block_k, sizes[9], gated, sizes[10],
+            k, form, block_n, block_k, shares, gated, in_pairs,
         )  # fmt: skip
         sums, up_sums = tl.trans(sums), tl.trans(up_sums)
     else:
