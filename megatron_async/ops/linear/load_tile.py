@@ -165,16 +165,16 @@ def _floats(
 @triton.jit
 def _expanded(small: tl.tensor, times: tl.constexpr) -> tl.tensor:
     """`[.., n, g]` -> `[.., n, g * times]`, each number `times` times."""
-    if times == 1:
-        return small
     n: tl.constexpr = small.shape[-2]
     groups: tl.constexpr = small.shape[-1]
-    wide = tl.expand_dims(small, -1)
     if len(small.shape) == 2:
-        return tl.reshape(tl.broadcast_to(wide, (n, groups, times)), (n, groups * times))
-    shares: tl.constexpr = small.shape[0]
-    wide = tl.broadcast_to(wide, (shares, n, groups, times))
-    return tl.reshape(wide, (shares, n, groups * times))
+        wide = tl.broadcast_to(small[:, :, None], (n, groups, times))
+        expanded = tl.reshape(wide, (n, groups * times))
+    else:
+        shares: tl.constexpr = small.shape[0]
+        wide = tl.broadcast_to(small[:, :, :, None], (shares, n, groups, times))
+        expanded = tl.reshape(wide, (shares, n, groups * times))
+    return expanded
 
 
 @triton.jit
@@ -215,9 +215,11 @@ def _places(
     other, `[shares, r, wide]`."""
     column = tl.arange(0, wide)
     if shares == 1:
-        return row[:, None] * stride + column[None, :]
-    share = tl.arange(0, shares) * wide
-    return row[None, :, None] * stride + share[:, None, None] + column[None, None, :]
+        places = row[:, None] * stride + column[None, :]
+    else:
+        share = tl.arange(0, shares) * wide
+        places = row[None, :, None] * stride + share[:, None, None] + column[None, None, :]
+    return places
 
 
 @triton.jit
