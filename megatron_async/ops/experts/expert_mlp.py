@@ -127,8 +127,11 @@ def expert_mlp_by_plan(
     if not tokens:
         return out
     pairs = tokens * topk
-    sort = sort_pairs(routing, first_expert, local, plan.up.block_m)
     activated = torch.empty((pairs, ffn), dtype=x.dtype, device=x.device)
+    for rows, weight in ((x, fc1), (activated, fc2)):
+        if isinstance(weight, QuantisedWeight):
+            check_kept("expert_mlp", rows, weight)
+    sort = sort_pairs(routing, first_expert, local, plan.up.block_m)
     _product(x, fc1, activated, routing, sort, topk, plan.up, gated, not gated, as_trained)
     outputs = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     _product(activated, fc2, outputs, routing, sort, 1, plan.down, False, False, as_trained)
@@ -166,8 +169,6 @@ def _product(
     weights."""
     n = out.size(1)
     numbers, kept = kept_operands(weight)
-    if isinstance(weight, QuantisedWeight):
-        check_kept("expert_mlp", x, weight)
     grid = (sort.most_tiles * triton.cdiv(n, plan.block_n),)
     grouped_product_kernel[grid](
         x,

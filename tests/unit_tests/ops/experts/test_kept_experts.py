@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def arguments(name, tokens, gated, dtype, device, experts=4, hidden=192, ffn=160):
-    """Of an expert layer, the second half of whose experts is on another rank."""
+    """Arguments of experts, of which the second half is on another rank."""
     torch.manual_seed(1)
     fc1 = kept_weight(name, experts, (1 + gated) * ffn, hidden, dtype=dtype, device=device)
     fc2 = kept_weight(name, experts, hidden, ffn, dtype=dtype, device=device)

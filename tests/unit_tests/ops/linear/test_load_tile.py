@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_async.ops.linear import tile
 from megatron_async.ops.linear.load_tile import load_tile, step_of
 from megatron_async.ops.linear.product_kernel import Wants
 from megatron_async.ops.linear.products import WIDENED, WeightShape, choose, product_gpu
@@ -12,6 +13,7 @@ from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
 from megatron_async.ops.linear.tile import TILE, TilePlan, tile_product
 from megatron_async.ops.linear.widen import widen_gpu
+from tests.support.compiled_kernels import record
 from tests.unit_tests.ops.linear.kept_weights import FORMS, kept_weight
 from tests.unit_tests.ops.linear.test_products import assert_close, expected_product, random
 from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
@@ -167,3 +169,16 @@ def test_products_by_the_rule(device):
         assert_close(
             product_gpu(x, weight, None, choice), expected_product(x, weight.values()), HALF
         )
+
+
+@pytest.mark.parametrize(("name", "rows"), [("FP8 blocks", 64), ("INT4 zeros", 3), ("NVFP4", 17)])
+def test_kernels_compile_for_hopper(name, rows, monkeypatch):
+    """Rows of a warpgroup, and of warps that share a step; two numbers are widened at a time."""
+    (recorder,) = record(monkeypatch, (tile, "tile_kernel"))
+    weight = kept_weight(name, 96, 512, dtype=BRAIN)
+    x = torch.empty(rows, 512, dtype=BRAIN)
+    plan = choose(WeightShape(96, 512, BRAIN, form=weight.form), Wants(rows)).plan
+    tile_product(x, weight, None, "", plan)
+    ptx = recorder.launches[0].compiled().asm["ptx"]
+    assert ("wgmma.mma_async" in ptx) == (rows > 16)
+    assert "lop3.b32" in ptx
