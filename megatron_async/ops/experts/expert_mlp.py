@@ -31,8 +31,10 @@ from megatron_async.ops.linear.load_tile import (
     kept_of_matrix,
     kept_operands,
     kept_sums,
+    may_be_loaded,
 )
 from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
+from megatron_async.ops.linear.widen import widen
 from megatron_async.ops.op import op, promising
 
 COMBINE_BLOCK = 1024
@@ -96,6 +98,7 @@ def expert_mlp_gpu(
     as_trained: bool = False,
 ) -> Tensor:
     """`as_trained`: rounded, weighted and added up where Megatron's training does."""
+    fc1, fc2 = _kept_or_widened(fc1, fc2, as_trained)
     gated = fc1.size(1) != fc2.size(2)
     form = fc1.form if isinstance(fc1, QuantisedWeight) else None
     plan = plan_experts(routing.experts.numel(), num_experts, x.element_size(), gated, form)
@@ -116,7 +119,7 @@ def expert_mlp_by_plan(
     as_trained: bool = False,
 ) -> Tensor:
     """`expert_mlp` by a given plan, whose tiles have one height."""
-    fc1, fc2 = widened(fc1), widened(fc2)
+    fc1, fc2 = _kept_or_widened(fc1, fc2, as_trained)
     _check(x, routing, fc1, fc2)
     if plan.up.block_m != plan.down.block_m:
         raise ValueError(f"expert_mlp: both products walk over the same tiles; found {plan}.")
@@ -151,6 +154,18 @@ def expert_mlp_by_plan(
         **launch_options(x),
     )
     return out
+
+
+def _kept_or_widened(
+    fc1: Tensor | QuantisedWeight, fc2: Tensor | QuantisedWeight, as_trained: bool
+) -> tuple[Tensor | QuantisedWeight, Tensor | QuantisedWeight]:
+    """Both weights as they are, or both in their dtype, where the kernel does not know their form,
+    or there are two, or products round as in training."""
+    forms = [each.form if isinstance(each, QuantisedWeight) else None for each in (fc1, fc2)]
+    form = forms[0]
+    if form is not None and form == forms[1] and may_be_loaded(form, fc1.dtype) and not as_trained:
+        return fc1, fc2
+    return widen(fc1), widen(fc2)
 
 
 def _product(

@@ -21,8 +21,10 @@ LINES, INPUTS = 16, 512
 """Rows and inputs of a program."""
 
 
-def widen(weight: QuantisedWeight) -> Tensor:
-    """`weight.values(weight.dtype)`, by one kernel on a GPU."""
+def widen(weight: Tensor | QuantisedWeight) -> Tensor:
+    """A weight in its dtype: `weight.values(weight.dtype)`, by one kernel on a GPU."""
+    if not isinstance(weight, QuantisedWeight):
+        return weight
     if not weight.is_cuda or not may_be_loaded(weight.form, weight.dtype) or weight.size(-1) % 4:
         return weight.values(weight.dtype)
     return widen_gpu(weight)

@@ -50,6 +50,16 @@ def test_plans_of_experts(height, shares, device):
     check(expert_mlp_by_plan(x, routing, fc1, fc2, 0, plan), x, routing, fc1, fc2)
 
 
+@pytest.mark.parametrize("as_trained", [False, True])
+def test_experts_of_two_forms_are_widened(as_trained, device):
+    """So are those whose products round as in training: the same numbers give the same bits."""
+    x, routing, fc1, fc2 = arguments("FP8 blocks", 5, True, torch.float16, device)
+    other = fc2 if as_trained else kept_weight("FP8 outputs", *fc2.shape, device=device)
+    found = expert_mlp_gpu(x, routing, fc1, other, 0, 8, as_trained)
+    wide = fc1.values(x.dtype), other.values(x.dtype)
+    assert torch.equal(found, expert_mlp_gpu(x, routing, *wide, 0, 8, as_trained))
+
+
 def test_rows_that_are_not_whole_words_are_refused():
     x, routing, fc1, fc2 = arguments("INT4", 2, True, torch.float16, "cpu")
     with pytest.raises(ValueError, match="multiples of 8 bytes"):
