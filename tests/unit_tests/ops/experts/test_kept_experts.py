@@ -52,7 +52,7 @@ def test_plans_of_experts(height, shares, device):
 
 @pytest.mark.parametrize("as_trained", [False, True])
 def test_experts_of_two_forms_are_widened(as_trained, device):
-    """So are those whose products round as in training: the same numbers give the same bits."""
+    """Also those whose products round as in training: the same numbers give the same bits."""
     x, routing, fc1, fc2 = arguments("FP8 blocks", 5, True, torch.float16, device)
     other = fc2 if as_trained else kept_weight("FP8 outputs", *fc2.shape, device=device)
     found = expert_mlp_gpu(x, routing, fc1, other, 0, 8, as_trained)
