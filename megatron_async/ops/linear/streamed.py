@@ -61,6 +61,7 @@ from megatron_async.ops.linear.strips import (
     SCALES_IN_SHARED_MEMORY,
     ask_rows,
     ask_weights,
+    grid_of,
     promoted_sums,
     scales_of_outputs,
     side_of_sums,
@@ -142,6 +143,8 @@ class StreamedPlan:
     """Rows that are brought: 8, 16, 32, 64 or 128."""
     rounds: bool = False
     """Whether an activation takes the rounded product instead of the sums."""
+    warps: int = 0
+    """Of a program; 0: a warpgroup for each 64 rows. More share the outputs."""
 
 
 def streamed_plan(problem: Problem) -> StreamedPlan | None:
@@ -276,7 +279,7 @@ def launch_streamed(
         rounds=plan.rounds,
         **given.constants,
         **of_scales,
-        num_warps=warps_of(plan.block_m),
+        num_warps=plan.warps or warps_of(plan.block_m),
         **launch_options(x),
     )
     return out
@@ -351,7 +354,6 @@ def streamed_kernel(
     strip_inputs: gl.constexpr = x_strips.block_shape[2]
     strips: gl.constexpr = x_strips.block_shape[0]
     block_m: gl.constexpr = x_strips.block_shape[1]
-    warps: gl.constexpr = warps_of(block_m)
     halves: gl.constexpr = 2 if gated else 1
     height: gl.constexpr = start_of(pieces, len(pieces))
     products: gl.constexpr = len(pieces)
@@ -362,6 +364,7 @@ def streamed_kernel(
     descriptors = (weights_0, weights_1, weights_2)
     # A warpgroup reads 64 rows. Rows of the strips behind give sums that nobody stores.
     lines: gl.constexpr = max(64, block_m)
+    grid: gl.constexpr = grid_of(lines, gl.num_warps(), bits)
     behind: gl.constexpr = lines // block_m - 1
     x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, strip_inputs], in_memory)
     scales = x
@@ -390,11 +393,11 @@ def streamed_kernel(
         gdc_wait()
     for i in gl.static_range(ring):
         ask_rows(x_strips, x, row_scales, scales, arrived, i, begin + i * strips, True)
-    sums = zeros_of(pieces, halves, lines, warps, bits)
+    sums = zeros_of(pieces, halves, lines, grid)
     if has_scales:
         sums = promoted_sums(
             sums, x_strips, x, row_scales, scales, descriptors, buffers, arrived, weight_scales, n,
-            first, begin, lines, warps, chunks, chunk_bytes, pieces, ring, halves,
+            first, begin, lines, grid, chunks, chunk_bytes, pieces, ring, halves,
             scale_rows if blocks > 0 else 0, blocks, one_block,
         )  # fmt: skip
     else:
@@ -430,18 +433,18 @@ def streamed_kernel(
         else:
             sums = warpgroup_mma_wait(0, deps=sums)
     for piece in gl.static_range(products):
-        row = gl.arange(0, lines, layout=side_of_sums(warps, pieces[piece], bits, 1))[:, None]
-        place = gl.arange(0, pieces[piece], layout=side_of_sums(warps, pieces[piece], bits, 0))
+        row = gl.arange(0, lines, layout=side_of_sums(grid, pieces[piece], 1, 1))[:, None]
+        place = gl.arange(0, pieces[piece], layout=side_of_sums(grid, pieces[piece], 1, 0))
         place = place[None, :] + (first + start_of(pieces, piece))
         y = sums[piece]
         if has_scales and blocks == 0:
             factor = scales_of_outputs(
                 weight_scales, 0, first + start_of(pieces, piece), n, pieces[piece], halves,
-                scale_rows, 1, False, side_of_sums(warps, halves * pieces[piece], bits, 0),
+                scale_rows, 1, False, side_of_sums(grid, pieces[piece], halves, 0),
             )  # fmt: skip
             y = y * factor[None, :]
         if gated:
-            y, up = split_pairs(y, lines, pieces[piece], sums_layout(warps, pieces[piece], bits))
+            y, up = split_pairs(y, lines, pieces[piece], sums_layout(grid, pieces[piece], 1))
         if has_bias:
             y = y + gl.load(bias + place, mask=place < n, other=0.0).to(gl.float32)
         if rounds and (gated or squared):

@@ -50,15 +50,26 @@ def size_of(pieces: Any, piece: int) -> int:
 
 
 @gluon.constexpr_function
-def sums_layout(warps: int, columns: int, bits: int) -> Any:
-    """Layout of sums, `[rows, columns]`, of numbers of so many bits."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 256 // bits])
+def grid_of(lines: int, warps: int, bits: int) -> Any:
+    """How warps share sums of so many rows, of numbers of so many bits: warps along the rows, 16
+    rows each, and along the columns; inputs that are multiplied at once."""
+    along_rows = min(warps, lines // 16)
+    return along_rows, warps // along_rows, 256 // bits
 
 
 @gluon.constexpr_function
-def side_of_sums(warps: int, columns: int, bits: int, dim: int) -> Any:
+def sums_layout(grid: Any, piece: int, halves: int) -> Any:
+    """Layout of sums of a piece, and behind them of up's: `[rows, halves * piece]`. The sums of an
+    output are in one thread."""
+    along_rows, along_columns, inputs = grid
+    columns = piece * halves if along_columns == 1 else piece // along_columns
+    return gl.NVMMADistributedLayout([3, 0], [along_rows, along_columns], [16, columns, inputs])
+
+
+@gluon.constexpr_function
+def side_of_sums(grid: Any, piece: int, halves: int, dim: int) -> Any:
     """Layout of one axis of sums."""
-    return gl.SliceLayout(dim, sums_layout(warps, columns, bits))
+    return gl.SliceLayout(dim, sums_layout(grid, piece, halves))
 
 
 @gluon.jit
@@ -115,15 +126,14 @@ def zeros_of(
     pieces: gl.constexpr,
     halves: gl.constexpr,
     lines: gl.constexpr,
-    warps: gl.constexpr,
-    bits: gl.constexpr,
+    grid: gl.constexpr,
 ) -> gl.tuple:
     """Sums of each piece before the first product."""
     zeros = ()
     for i in gl.static_range(len(pieces)):
         zero = gl.full(
             [lines, halves * pieces[i]], 0.0, gl.float32,
-            sums_layout(warps, halves * pieces[i], bits),
+            sums_layout(grid, pieces[i], halves),
         )  # fmt: skip
         zeros = zeros + (zero,)
     return zeros
@@ -221,7 +231,7 @@ def promoted_sums(
     first: gl.tensor,
     begin: gl.tensor,
     lines: gl.constexpr,
-    warps: gl.constexpr,
+    grid: gl.constexpr,
     chunks: gl.constexpr,
     chunk_bytes: gl.constexpr,
     pieces: gl.constexpr,
@@ -240,7 +250,7 @@ def promoted_sums(
     strips: gl.constexpr = x_strips.block_shape[0]
     products: gl.constexpr = len(pieces)
     by_blocks: gl.constexpr = scale_rows > 0
-    zeros = zeros_of(pieces, halves, lines, warps, 8)
+    zeros = zeros_of(pieces, halves, lines, grid)
     slot = first * 0
     phase = first * 0
     for number in range(chunks):
@@ -254,13 +264,13 @@ def promoted_sums(
             for i in gl.static_range(products):
                 weight = buffers[i].index(place).permute((1, 0))
                 running = warpgroup_mma(values, weight, zeros[i], use_acc=False, is_async=True)
-                row_scale = in_line.load(side_of_sums(warps, halves * pieces[i], 8, 1))
+                row_scale = in_line.load(side_of_sums(grid, pieces[i], halves, 1))
                 weight_scale = row_scale
                 if by_blocks:
                     weight_scale = scales_of_outputs(
                         weight_scales, block, first + start_of(pieces, i), n, pieces[i], halves,
                         scale_rows, blocks, one_block,
-                        side_of_sums(warps, halves * pieces[i], 8, 0),
+                        side_of_sums(grid, pieces[i], halves, 0),
                     )  # fmt: skip
                 if each + i > 0:
                     waited = warpgroup_mma_wait(1, deps=(before,) + sums)

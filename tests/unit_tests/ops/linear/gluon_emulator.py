@@ -259,7 +259,7 @@ class Program:
             inline_asm_elementwise=lambda *asm, **_: asm[2][0], DotOperandLayout=_none,
             warp_specialize=self.specialize,
             SliceLayout=_none, NVMMADistributedLayout=_none, BlockedLayout=_none, rsqrt=torch.rsqrt,
-            NVMMASharedLayout=_none,
+            NVMMASharedLayout=_none, num_warps=lambda: 4,
             zeros=lambda shape, dtype, layout: torch.zeros(shape), sum=torch.sum,
             thread_barrier=_none, atomic_add=_atomic_add,
             convert_layout=lambda value, layout: value, split=lambda value: value.unbind(-1),
