@@ -58,8 +58,7 @@ from megatron_async.ops.linear.product_kernel import (
 from megatron_async.ops.linear.qkv_places import split_pairs
 from megatron_async.ops.linear.strips import (
     LINE_BYTES,
-    SCALES_IN_SHARED_MEMORY,
-    ask_rows,
+    ask,
     ask_weights,
     grid_of,
     promoted_sums,
@@ -243,7 +242,7 @@ def launch_streamed(
     activation: Activation,
     plan: StreamedPlan,
     given: Operands,
-    scales: tuple[TensorDescriptor | None, Tensor | None] = (None, None),
+    scales: tuple[Tensor | None, Tensor | None, int | None] = (None, None, None),
     **of_scales: Any,
 ) -> Tensor:
     """The product of rows and a weight of one dtype, `[rows, k]` and `[n, k]`, of 16 bits or FP8;
@@ -315,7 +314,7 @@ def warps_of(block_m: int) -> int:
     return max(4, block_m // 16)
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "scale_stride"])
 def streamed_kernel(
     x_strips: tma.tensor_descriptor,
     weights_0: tma.tensor_descriptor,
@@ -325,8 +324,9 @@ def streamed_kernel(
     out: gl.tensor,
     rows: gl.tensor,
     n: gl.tensor,
-    row_scales: tma.tensor_descriptor | None,
+    row_scales: gl.tensor | None,
     weight_scales: gl.tensor | None,
+    scale_stride: gl.tensor | None,
     chunks: gl.constexpr,
     pieces: gl.constexpr,
     ring: gl.constexpr,
@@ -336,15 +336,15 @@ def streamed_kernel(
     has_bias: gl.constexpr,
     overlap: gl.constexpr,
     blocks: gl.constexpr = 0,
-    scale_rows: gl.constexpr = 1,
+    scale_rows: gl.constexpr = 0,
     one_block: gl.constexpr = False,
 ) -> None:
     """All rows, at most a block, times `sum(pieces)` weight rows, or twice as many if `gated`, over
     one share of the inputs: `chunks` chunks, of which `ring` are in shared memory, or asked for, at
     a time. An activation takes the rounded product if it `rounds`.
 
-    Numbers are of 16 bits, or FP8 with `row_scales` for each strip and `weight_scales`: one for
-    `scale_rows` outputs and each of `blocks` strips, or, with 0 blocks, for all inputs.
+    Numbers are of 16 bits, or FP8 with `row_scales` for each of `blocks` strips, and
+    `weight_scales` for each strip and `scale_rows` outputs, or, with 0, one an output.
     """
     if overlap:
         gdc_launch_dependents()
@@ -359,20 +359,13 @@ def streamed_kernel(
     products: gl.constexpr = len(pieces)
     running_groups: gl.constexpr = min(products * strips, MOST_RUNNING)
     has_scales: gl.constexpr = row_scales is not None
-    scale_bytes: gl.constexpr = row_scales.block_type.nbytes if has_scales else 0
-    chunk_bytes: gl.constexpr = (block_m + height * halves) * strips * LINE_BYTES + scale_bytes
+    chunk_bytes: gl.constexpr = (block_m + height * halves) * strips * LINE_BYTES
     descriptors = (weights_0, weights_1, weights_2)
     # A warpgroup reads 64 rows. Rows of the strips behind give sums that nobody stores.
     lines: gl.constexpr = max(64, block_m)
     grid: gl.constexpr = grid_of(lines, gl.num_warps(), bits)
     behind: gl.constexpr = lines // block_m - 1
     x = gl.allocate_shared_memory(dtype, [ring * strips + behind, block_m, strip_inputs], in_memory)
-    scales = x
-    if has_scales:
-        in_line: gl.constexpr = row_scales.block_shape[1]
-        scales = gl.allocate_shared_memory(
-            gl.float32, [ring * strips + lines // in_line - 1, 1, in_line], SCALES_IN_SHARED_MEMORY
-        )
     buffers = ()
     for i in gl.static_range(products):
         buffer = gl.allocate_shared_memory(
@@ -392,13 +385,13 @@ def streamed_kernel(
     if overlap:
         gdc_wait()
     for i in gl.static_range(ring):
-        ask_rows(x_strips, x, row_scales, scales, arrived, i, begin + i * strips, True)
+        ask(x_strips, x, arrived, i, [begin + i * strips, 0, 0], True)
     sums = zeros_of(pieces, halves, lines, grid)
     if has_scales:
         sums = promoted_sums(
-            sums, x_strips, x, row_scales, scales, descriptors, buffers, arrived, weight_scales, n,
-            first, begin, lines, grid, chunks, chunk_bytes, pieces, ring, halves,
-            scale_rows if blocks > 0 else 0, blocks, one_block,
+            sums, x_strips, x, descriptors, buffers, arrived, row_scales, weight_scales, rows, n,
+            scale_stride, first, begin, lines, grid, chunks, chunk_bytes, pieces, ring, halves,
+            blocks, scale_rows, one_block,
         )  # fmt: skip
     else:
         slot = first * 0
@@ -424,7 +417,7 @@ def streamed_kernel(
                 wanted = (number > 0) & (number - 1 + ring < chunks)
                 mbarrier.expect(arrived.index(free), chunk_bytes, pred=wanted)
                 ask_weights(descriptors, buffers, arrived, free, first, strip, wanted, pieces)
-                ask_rows(x_strips, x, row_scales, scales, arrived, free, strip, wanted)
+                ask(x_strips, x, arrived, free, [strip, 0, 0], wanted)
                 free = slot
             slot = gl.where(slot + 1 == ring, 0, slot + 1)
             phase = gl.where(slot == 0, 1 - phase, phase)
@@ -437,10 +430,10 @@ def streamed_kernel(
         place = gl.arange(0, pieces[piece], layout=side_of_sums(grid, pieces[piece], 1, 0))
         place = place[None, :] + (first + start_of(pieces, piece))
         y = sums[piece]
-        if has_scales and blocks == 0:
+        if has_scales and scale_rows == 0:
             factor = scales_of_outputs(
                 weight_scales, 0, first + start_of(pieces, piece), n, pieces[piece], halves,
-                scale_rows, 1, False, side_of_sums(grid, pieces[piece], halves, 0),
+                1, 1, False, side_of_sums(grid, pieces[piece], halves, 0),
             )  # fmt: skip
             y = y * factor[None, :]
         if gated:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_async.ops.linear.product_kernel import (
     PROCESSORS,
@@ -27,7 +26,7 @@ from megatron_async.ops.linear.streamed import (
     StreamedPlan,
     launch_streamed,
 )
-from megatron_async.ops.linear.strips import LINE_BYTES, SCALES_IN_SHARED_MEMORY
+from megatron_async.ops.linear.strips import LINE_BYTES
 
 LEAST_HEIGHT, MOST_HEIGHT = 16, 128
 """Outputs of a tile. Higher ones need more registers than a thread has."""
@@ -38,8 +37,6 @@ SPLIT_HEIGHT = 64
 """Outputs of a tile of a product whose inputs are split."""
 LEAST_STRIPS = 4
 """Fewest strips of a share."""
-LEAST_SCALES = 32
-"""Fewest scales of rows that are brought: the copy engine writes from multiples of 128 bytes on."""
 BY_BLOCKS = Rounding("128 at a time, in order, of FP8", "rows")
 
 
@@ -73,7 +70,7 @@ def layout(height: int, splits: int, block_m: int, gated: bool, k: int) -> Strea
         while piece > rest:
             piece //= 2
         pieces.append(piece)
-    strip_bytes = (block_m + height * halves) * LINE_BYTES.value + 4 * max(LEAST_SCALES, block_m)
+    strip_bytes = (block_m + height * halves) * LINE_BYTES.value
     room = MORE_SHARED_MEMORY - max(ONE_WARPGROUP - block_m, 0) * LINE_BYTES.value
     strips = 2 if room // (2 * strip_bytes) >= 4 else 1
     chunks = triton.cdiv(triton.cdiv(k, BLOCK * strips), splits)
@@ -121,8 +118,6 @@ def multiply(
     """The product of rounded rows."""
     check_copied("streamed_fp8_product", x.codes, weight.codes)
     height = sum(plan.pieces)
-    block = [plan.strips, max(LEAST_SCALES, plan.block_m)]
-    row_scales = TensorDescriptor.from_tensor(x.scales, block, SCALES_IN_SHARED_MEMORY)
     return launch_streamed(
         x.codes,
         weight.codes,
@@ -130,9 +125,9 @@ def multiply(
         activation,
         plan,
         given,
-        (row_scales, weight.scales),
-        blocks=weight.scales.size(-1) if weight.form.inputs else 0,
-        scale_rows=weight.form.rows,
+        (x.scales, weight.scales, x.scales.size(1)),
+        blocks=weight.size(1) // BLOCK,
+        scale_rows=weight.form.rows if weight.form.inputs else 0,
         one_block=weight.form.rows > 1
         and (height % BLOCK == 0 or BLOCK % height == 0)
         and (activation != "swiglu" or given.outputs % BLOCK == 0),

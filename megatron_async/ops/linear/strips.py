@@ -25,9 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 LINE_BYTES = gl.constexpr(128)
 """Bytes of a line in shared memory: what the matrix units' pattern of lines repeats."""
-SCALES_IN_SHARED_MEMORY = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-"""Scales of rows, block of inputs by block."""
-ONE_AFTER_THE_OTHER = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
 
 @gluon.constexpr_function
@@ -85,23 +82,6 @@ def ask(
     shape: gl.constexpr = descriptor.block_shape
     place = buffer.index(slot * shape[0])._reinterpret(descriptor.dtype, shape, descriptor.layout)
     tma.async_copy_global_to_shared(descriptor, source, arrived.index(slot), place, pred=wanted)
-
-
-@gluon.jit
-def ask_rows(
-    x_strips: tma.tensor_descriptor,
-    x: gl.tensor,
-    row_scales: gl.tensor,
-    scales: gl.tensor,
-    arrived: gl.tensor,
-    slot: gl.tensor,
-    strip: gl.tensor,
-    wanted: gl.tensor,
-) -> None:
-    """Ask for one chunk of the rows, from strip `strip` on, and for its scales if there are any."""
-    ask(x_strips, x, arrived, slot, [strip, 0, 0], wanted)
-    if row_scales is not None:
-        ask(row_scales, scales, arrived, slot, [strip, 0], wanted)
 
 
 @gluon.jit
@@ -192,6 +172,26 @@ def scales_of_outputs(
 
 
 @gluon.jit
+def scales_of_rows(
+    scales: gl.tensor,
+    block: gl.tensor,
+    rows: gl.tensor,
+    stride: gl.tensor,
+    lines: gl.constexpr,
+    strips: gl.constexpr,
+    blocks: gl.constexpr,
+    layout: gl.constexpr,
+) -> gl.tuple:
+    """Scales of all rows at each strip of a chunk, from a block of inputs on."""
+    row = gl.arange(0, lines, layout=layout)
+    found = ()
+    for each in gl.static_range(strips):
+        place = gl.minimum(block + each, blocks - 1) * stride + row
+        found = found + (gl.load(scales + place, mask=row < rows, other=0.0),)
+    return found
+
+
+@gluon.jit
 def promote(
     waited: gl.tuple,
     row_scale: gl.tensor,
@@ -221,13 +221,14 @@ def promoted_sums(
     sums: gl.tuple,
     x_strips: tma.tensor_descriptor,
     x: gl.tensor,
-    row_scales: tma.tensor_descriptor,
-    scales: gl.tensor,
     descriptors: gl.tuple,
     buffers: gl.tuple,
     arrived: gl.tensor,
+    row_scales: gl.tensor,
     weight_scales: gl.tensor,
+    rows: gl.tensor,
     n: gl.tensor,
+    scale_stride: gl.tensor,
     first: gl.tensor,
     begin: gl.tensor,
     lines: gl.constexpr,
@@ -237,39 +238,47 @@ def promoted_sums(
     pieces: gl.constexpr,
     ring: gl.constexpr,
     halves: gl.constexpr,
-    scale_rows: gl.constexpr,
     blocks: gl.constexpr,
+    scale_rows: gl.constexpr,
     one_block: gl.constexpr,
 ) -> gl.tuple:
     """Sums of a tile, piece by piece, over one share of the inputs; `scale_rows` outputs of a
     weight have one scale for each of `blocks` blocks of inputs, or 0: none in the loop.
 
-    While a product of a chunk runs, the one before is promoted.
+    While a product of a chunk runs, the one before is promoted. Rows' scales come while the chunk
+    before is multiplied.
     """
     dtype: gl.constexpr = x_strips.dtype
     strips: gl.constexpr = x_strips.block_shape[0]
     products: gl.constexpr = len(pieces)
     by_blocks: gl.constexpr = scale_rows > 0
     zeros = zeros_of(pieces, halves, lines, grid)
+    side: gl.constexpr = side_of_sums(grid, pieces[0], halves, 1)
     slot = first * 0
     phase = first * 0
+    coming = scales_of_rows(row_scales, begin, rows, scale_stride, lines, strips, blocks, side)
     for number in range(chunks):
+        of_rows = coming
+        block = begin + number * strips
+        coming = scales_of_rows(
+            row_scales, block + strips, rows, scale_stride, lines, strips, blocks, side
+        )
         mbarrier.wait(arrived.index(slot), phase)
         before, row_before, weight_before = zeros[0], zeros[0], zeros[0]
         for each in gl.static_range(strips):
             place = slot * strips + each
-            block = begin + number * strips + each
             values = x.index(place)._reinterpret(dtype, [lines, 128], strip_layout(8))
-            in_line = scales.index(place)._reinterpret(gl.float32, [lines], ONE_AFTER_THE_OTHER)
             for i in gl.static_range(products):
                 weight = buffers[i].index(place).permute((1, 0))
                 running = warpgroup_mma(values, weight, zeros[i], use_acc=False, is_async=True)
-                row_scale = in_line.load(side_of_sums(grid, pieces[i], halves, 1))
+                row_scale = gl.convert_layout(
+                    of_rows[each], side_of_sums(grid, pieces[i], halves, 1)
+                )
                 weight_scale = row_scale
                 if by_blocks:
                     weight_scale = scales_of_outputs(
-                        weight_scales, block, first + start_of(pieces, i), n, pieces[i], halves,
-                        scale_rows, blocks, one_block,
+                        weight_scales, block + each, first + start_of(pieces, i), n, pieces[i],
+                        halves, scale_rows, blocks, one_block,
                         side_of_sums(grid, pieces[i], halves, 0),
                     )  # fmt: skip
                 if each + i > 0:
@@ -286,7 +295,7 @@ def promoted_sums(
             wanted = number + ring < chunks
             mbarrier.expect(arrived.index(slot), chunk_bytes, pred=wanted)
             ask_weights(descriptors, buffers, arrived, slot, first, strip, wanted, pieces)
-            ask_rows(x_strips, x, row_scales, scales, arrived, slot, strip, wanted)
+            ask(x_strips, x, arrived, slot, [strip, 0, 0], wanted)
         sums = promote(waited, row_before, weight_before, products - 1, by_blocks)
         slot = gl.where(slot + 1 == ring, 0, slot + 1)
         phase = gl.where(slot == 0, 1 - phase, phase)

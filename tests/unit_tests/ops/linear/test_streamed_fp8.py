@@ -83,8 +83,7 @@ def on_a_cpu(x, input_scale, multiple=4):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    written = (0, streamed.streamed_kernel.arg_names.index("row_scales"))
-    kernel = EmulatedKernel(streamed, "streamed_kernel", written)
+    kernel = EmulatedKernel(streamed, "streamed_kernel")
     monkeypatch.setattr(streamed, "streamed_kernel", kernel)
     monkeypatch.setattr(streamed, "launch_options", lambda x: {"overlap": True})
     monkeypatch.setattr(streamed_fp8, "round_rows", on_a_cpu)

@@ -175,8 +175,8 @@ def compiled(k, gated, plan):
         for name, (block, layout) in zip(names, blocks, strict=False)
     }
     types |= dict.fromkeys(("rows", "n"), "i32")
-    constants |= {"row_scales": None, "weight_scales": None}
-    constants |= {"blocks": 0, "scale_rows": 1, "one_block": False}
+    constants |= {"row_scales": None, "weight_scales": None, "scale_stride": None}
+    constants |= {"blocks": 0, "scale_rows": 0, "one_block": False}
     signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in names}
     source = GluonASTSource(streamed.streamed_kernel, signature, constants, {})
     options = {"num_warps": max(4, plan.block_m // 16), "launch_pdl": True}
