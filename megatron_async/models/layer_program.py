@@ -52,7 +52,9 @@ class NotedOps:
         places: QkvPlaces | None = None,
     ) -> Tensor:
         """A product and what its kernel includes."""
-        rows = x.value if isinstance(x, Stream) else x.flatten(0, -2)
+        rows = (x.rows if isinstance(x, Stream) else x).flatten(0, -2)
+        if isinstance(x, Stream) and not x.is_whole and x.residual is not None:
+            rows = x.residual
         if choice is None:
             wants = {"bias": bias is not None, "invariant": self.is_invariant}
             choice = choose_for(rows, weight, major=self.major, **wants)

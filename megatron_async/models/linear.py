@@ -105,7 +105,10 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, SharedLinear):
             self.operand,
             major=self.ops.major,
             ranks=self.collectives.size if self.sequence_parallel else 1,
-            norm=stream.weight is not None and stream.is_whole and not self.sequence_parallel,
+            norm=stream.weight is not None
+            and stream.parts_of_ranks is None
+            and not self.sequence_parallel,
+            parts=not stream.is_whole,
             rotate=rotate if rotate and self.may_rotate else 0,
             activation=activation,
             bias=self.bias is not None,

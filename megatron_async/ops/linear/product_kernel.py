@@ -55,6 +55,7 @@ class Wants(NamedTuple):
         bias: one is added.
         adapter: the name of a small product beside this one, of the same input.
         invariant: the bits of a row may not depend on the number of rows.
+        parts: the rows before the norm are partial sums.
     """
 
     rows: int
@@ -67,6 +68,7 @@ class Wants(NamedTuple):
     bias: bool = False
     adapter: str | None = None
     invariant: bool = False
+    parts: bool = False
 
 
 class Problem(NamedTuple):

@@ -37,6 +37,7 @@ from megatron_async.ops.linear.qkv_places import QkvPlaces
 from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight
 from megatron_async.ops.linear.resident import RESIDENT
 from megatron_async.ops.linear.rms_norm import add_rms_norm, add_rms_norm_gpu
+from megatron_async.ops.linear.scaled_products import SCALED
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import STREAMED
 from megatron_async.ops.linear.streamed_fp8 import STREAMED_FP8
@@ -75,7 +76,7 @@ PRODUCTS = (CUBLAS_LT, RESIDENT, WARPGROUP, STREAMED, LONG_ROW_KERNEL, ONE_ROW, 
 """In the order in which they are asked. Where none has a plan, cuBLAS multiplies."""
 INVARIANT = tuple(kernel for kernel in PRODUCTS if kernel.rounding.order == IN_ORDER.order)
 """The kernels that are asked with `Wants.invariant`, and then never split."""
-QUANTISED: tuple[ProductKernel, ...] = (STREAMED_FP8, TILE)
+QUANTISED: tuple[ProductKernel, ...] = (STREAMED_FP8, SCALED, TILE)
 """Kernels that are asked where the weight has a `Form`: they know formats, and `WIDENED` all."""
 
 
@@ -152,7 +153,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         weight.dtype,
         gated,
         wants.split,
-        wants.norm,
+        wants.norm and not wants.parts,
         weight.aligned,
         wants.invariant,
         weight.form,
@@ -163,7 +164,7 @@ def choose(weight: WeightShape, wants: Wants) -> Choice:
         return choose(weight, wants._replace(activation=""))
     served = kernel.served(problem, wants, plan)
     met = wants._replace(
-        norm=wants.norm and "norm" in served,
+        norm=wants.norm and ("norm of parts" if wants.parts else "norm") in served,
         squares=wants.squares if "squares" in served else 0,
         rotate=wants.rotate if "rotate" in served else 0,
         residual=wants.residual and "residual" in served,

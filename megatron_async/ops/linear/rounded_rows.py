@@ -18,19 +18,16 @@ from megatron_async.ops.linear.quantised_weight import BLOCK, E4M3_MAX, LEAST_MA
 
 BLOCKS = 8
 """Blocks of a row that a program takes."""
-COPIED_ROWS = 4
-"""The copy engine takes lines of scales that begin at multiples of 16 bytes."""
 LARGEST = tl.constexpr(E4M3_MAX)
 LEAST = tl.constexpr(LEAST_MAXIMUM)
 
 
 class RoundedRows(NamedTuple):
-    """Rows in FP8.
+    """Rows in FP8, and perhaps a few more, whose numbers have no meaning.
 
     Attributes:
         codes: float8_e4m3fn `[rows, k]`, contiguous.
-        scales: float32 `[k / 128, rows]`, or a few more rows, whose scales have no meaning;
-            contiguous.
+        scales: float32 `[ceil(k / 128), rows]`, contiguous.
     """
 
     codes: Tensor
@@ -38,15 +35,15 @@ class RoundedRows(NamedTuple):
 
 
 def new_rounded(rows: int, k: int, device: torch.device, multiple: int) -> RoundedRows:
-    """A place for rows, whose scales are a multiple of so many."""
+    """A place for a multiple of so many rows."""
     padded = triton.cdiv(rows, multiple) * multiple
     return RoundedRows(
-        torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device),
+        torch.empty((padded, k), dtype=torch.float8_e4m3fn, device=device),
         torch.empty((triton.cdiv(k, BLOCK), padded), dtype=torch.float32, device=device),
     )
 
 
-def round_rows(x: Tensor, input_scale: Tensor | None, multiple: int = COPIED_ROWS) -> RoundedRows:
+def round_rows(x: Tensor, input_scale: Tensor | None, multiple: int = 1) -> RoundedRows:
     """Rows `[rows, k]` on a GPU, elements of a row adjacent, rounded as by `quantise_rows`."""
     rows, k = x.shape
     rounded = new_rounded(rows, k, x.device, multiple)

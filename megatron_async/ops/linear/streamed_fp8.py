@@ -16,7 +16,7 @@ from megatron_async.ops.linear.product_kernel import (
 )
 from megatron_async.ops.linear.quantised_weight import BLOCK, QuantisedWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm_rounded
-from megatron_async.ops.linear.rounded_rows import COPIED_ROWS, RoundedRows, round_rows
+from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
 from megatron_async.ops.linear.stream import Stream
 from megatron_async.ops.linear.streamed import (
     LEAST_ROWS,
@@ -40,17 +40,21 @@ LEAST_STRIPS = 4
 BY_BLOCKS = Rounding("128 at a time, in order, of FP8", "rows")
 
 
-def streamed_fp8_plan(problem: Problem) -> StreamedPlan | None:
-    """The layout of a product of rows and a weight in FP8."""
-    rows, outputs, k, dtype, gated, may_split, *_ = problem
+def is_of_fp8(problem: Problem) -> bool:
+    """Whether rows and weight of a product are in FP8, with scales that its kernels know."""
     form = problem.form
-    if form is None or not form.rounds_rows or form.numbers != "FP8" or form.has_outer:
-        return None
-    if form.inputs not in (0, BLOCK) or form.rows not in (1, BLOCK) or form.has_zeros:
-        return None
-    if dtype.itemsize != 2 or not problem.aligned or problem.invariant:
-        return None
-    if not 0 < rows <= STREAMED_ROWS or k % BLOCK:
+    if form is None or form.numbers != "FP8" or not form.rounds_rows:
+        return False
+    knows = form.inputs in (0, BLOCK) and form.rows in (1, BLOCK if form.inputs else 1)
+    knows &= not form.has_outer and not form.has_zeros
+    fits = problem.aligned and problem.k % BLOCK == 0 and problem.itemsize == 2
+    return knows and fits and not problem.invariant
+
+
+def streamed_fp8_plan(problem: Problem) -> StreamedPlan | None:
+    """The layout of a product of few rows; None: another kernel's."""
+    rows, outputs, k, _, gated, may_split, *_ = problem
+    if not is_of_fp8(problem) or rows > STREAMED_ROWS:
         return None
     block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
     strips, splits = k // BLOCK, 1
@@ -96,10 +100,10 @@ def rounded_of(
     weight: QuantisedWeight,
     bias: Tensor | None,
     activation: Activation,
-    multiple: int = COPIED_ROWS,
+    multiple: int = 1,
 ) -> tuple[RoundedRows, Operands]:
-    """Rows as products take them, with scales of a multiple of so many; the norm of a `Stream` is
-    done first, and its total set."""
+    """Rows as products take them, a multiple of so many; the norm of a `Stream` is done first, and
+    its total set."""
     if not isinstance(x, Stream):
         given = Operands(x, weight, bias, activation)
         return round_rows(x, weight.input_scale, multiple), given
@@ -137,7 +141,7 @@ def multiply(
 STREAMED_FP8 = ProductKernel(
     "streamed, FP8",
     streamed_fp8_plan,
-    lambda *_: {"activation", "norm"},
+    lambda *_: {"activation", "norm", "norm of parts"},
     streamed_fp8_product,
     BY_BLOCKS,
 )

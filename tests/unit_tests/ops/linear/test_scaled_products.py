@@ -1,0 +1,102 @@
+"""Products of many rows in FP8, by cuBLASLt: what it is given, and what it gives."""
+
+import pytest
+import torch
+from torch.nn.functional import ScalingType
+
+from megatron_async.ops.linear import scaled_products
+from megatron_async.ops.linear.product_kernel import Wants
+from megatron_async.ops.linear.products import WIDENED, WeightShape, choose, product_gpu
+from megatron_async.ops.linear.scaled_products import PLAN, SCALED, scaled_product, scales_of
+from megatron_async.ops.linear.stream import Stream
+from tests.unit_tests.ops.linear.test_products import BRAIN, assert_close, random
+from tests.unit_tests.ops.linear.test_streamed_fp8 import (
+    FORMS,
+    LLAMA,
+    expected_product,
+    on_a_cpu,
+    weight_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "kind"),
+    [
+        ("blocks", (12, 3), ScalingType.BlockWise128x128),  # blocks of inputs: a multiple of 4
+        ("rows of blocks", (320, 9), ScalingType.BlockWise1x128),
+        ("outputs", (320, 9), ScalingType.BlockWise1x128),
+    ],
+)
+def test_scales_are_columns(form, shape, kind):
+    weight = weight_of(320, 1152, FORMS[form], "cpu")
+    scales, found = scales_of(weight)
+    assert found is kind
+    assert scales.shape == shape
+    assert scales.stride() == (1, shape[0])
+    values = scales[:9].T.repeat_interleave(128, 0)[:320] if form == "blocks" else scales
+    numbers = weight.codes.float() * values.repeat_interleave(128, 1)
+    assert torch.equal(numbers, weight.values())
+
+
+def test_rows_are_padded(monkeypatch):
+    def multiply(a, b, scale_a, _kind, scale_b, _of_b, bias, output_dtype):
+        assert len(a) == 8
+        assert scale_a.stride() == (1, 8)
+        x = a.float() * scale_a.repeat_interleave(128, 1)
+        return (x @ (b.float() * scale_b.repeat_interleave(128, 1).T)).to(output_dtype)
+
+    def padded(x, input_scale, multiple):
+        assert multiple == 4
+        rows = torch.cat((x, torch.full((3, x.size(1)), torch.nan, dtype=x.dtype)))
+        return on_a_cpu(rows, input_scale)
+
+    monkeypatch.setattr(scaled_products.F, "scaled_mm", multiply)
+    monkeypatch.setattr("megatron_async.ops.linear.streamed_fp8.round_rows", padded)
+    weight = weight_of(32, 256, FORMS["outputs"], "cpu")
+    x = random(5, 256, dtype=BRAIN)
+    assert_close(scaled_product(x, weight, None, "", PLAN), expected_product(x, weight), BRAIN)
+
+
+def test_which_products_are_scaled():
+    for outputs, k, activation, split in LLAMA:
+        shape = WeightShape(outputs, k, BRAIN, form=FORMS["blocks"])
+        wants = Wants(129, norm=True, activation=activation, split=split)
+        kernel, _plan, met = choose(shape, wants)
+        assert kernel is SCALED
+        assert met == wants._replace(activation="")
+    assert choose(shape._replace(outputs=4104), Wants(129)).kernel is WIDENED
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize(
+        ("rows", "n", "k"), [(129, 512, 1152), (256, 4096, 4096), (5, 320, 640)]
+    )
+    def test_rows_alone(self, rows, n, k, form):
+        weight = weight_of(n, k, FORMS[form], "cuda")
+        x = random(rows, k + 8, dtype=BRAIN, device="cuda")[:, 8:]
+        found = scaled_product(x, weight, None, "", PLAN)
+        assert found.shape == (rows, n)
+        assert_close(found, expected_product(x, weight), BRAIN)
+        order = torch.randperm(rows, device="cuda")
+        assert torch.equal(scaled_product(x[order], weight, None, "", PLAN), found[order])
+        bias = random(n, dtype=BRAIN, device="cuda")
+        found = scaled_product(x, weight, bias, "", PLAN)
+        assert_close(found, expected_product(x, weight, bias), BRAIN)
+
+    @pytest.mark.parametrize("rows", [3, 200])
+    def test_behind_a_norm(self, rows):
+        """Any kernel: a rounded norm is one kernel with the norm."""
+        weight = weight_of(768, 1024, FORMS["blocks"], "cuda")
+        x, residual = random(2, rows, 1024, dtype=BRAIN, device="cuda")
+        norm = random(1024, dtype=BRAIN, device="cuda")
+        stream = Stream(x, residual, norm, 1e-5)
+        shape = WeightShape(768, 1024, BRAIN, form=weight.form)
+        choice = choose(shape, Wants(rows, norm=True))
+        assert choice.met.norm
+        found = product_gpu(stream, weight, None, choice)
+        total = (x.float() + residual.float()).bfloat16()
+        assert torch.equal(stream.total, total)
+        rows_of_norm = torch.nn.functional.rms_norm(total, (1024,), norm, 1e-5)
+        assert_close(found, expected_product(rows_of_norm, weight), BRAIN, 2)
