@@ -67,6 +67,15 @@ def test_which_products_are_scaled():
     assert choose(shape._replace(outputs=4104), Wants(129)).kernel is WIDENED
 
 
+@pytest.mark.parametrize("rows", [64, 256])
+def test_a_norm_adds_partial_sums(rows):
+    shape = WeightShape(6144, 4096, BRAIN, form=FORMS["blocks"])
+    assert choose(shape, Wants(rows, norm=True, parts=True)).met.norm
+    of_16_bits = shape._replace(k=576, form=None)
+    assert choose(of_16_bits, Wants(1, norm=True)).met.norm
+    assert not choose(of_16_bits, Wants(1, norm=True, parts=True)).met.norm
+
+
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.mark.parametrize("form", FORMS)
