@@ -30,13 +30,20 @@ from megatron_async.ops.linear.strips import LINE_BYTES
 
 LEAST_HEIGHT, MOST_HEIGHT = 16, 128
 """Outputs of a tile. Higher ones need more registers than a thread has."""
-COLUMNS = 64
-"""Sums of a row that are multiplied at once: a thread holds the products of two pieces, and all
-sums."""
 SPLIT_HEIGHT = 64
-"""Outputs of a tile of a product whose inputs are split."""
-LEAST_STRIPS = 4
+"""Outputs of a tile of a product whose inputs are split, of more than `FEW_ROWS` rows: their
+partial sums are many bytes."""
+FEW_ROWS = 16
+ENOUGH_PROGRAMS = 90
+"""Fewest programs of tiles that lie in one block of scales, or are whole blocks: 96 programs of 64
+outputs of 4,096 took 10.0 us for 64 rows, 128 of 48 outputs 12.9."""
+LEAST_STRIPS = 8
 """Fewest strips of a share."""
+COLUMNS = 64
+"""Sums of a row that a warpgroup multiplies at once: a thread holds the products of two pieces, and
+all sums."""
+MOST_COLUMNS = 128
+"""Sums of a row that one warpgroup has; two share more, of up to 64 rows."""
 BY_BLOCKS = Rounding("128 at a time, in order, of FP8", "rows")
 
 
@@ -56,20 +63,28 @@ def streamed_fp8_plan(problem: Problem) -> StreamedPlan | None:
     rows, outputs, k, _, gated, may_split, *_ = problem
     if not is_of_fp8(problem) or rows > STREAMED_ROWS:
         return None
+    if gated and rows > ONE_WARPGROUP:
+        return None  # 128 rows by Llama-3.1-8B's: 67 us, and cuBLASLt and the activation 41
     block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
-    strips, splits = k // BLOCK, 1
-    height = min(triton.cdiv(outputs, LEAST_HEIGHT * PROCESSORS) * LEAST_HEIGHT, MOST_HEIGHT)
-    if may_split and height < SPLIT_HEIGHT:
-        height = SPLIT_HEIGHT
-        shares = PROCESSORS // triton.cdiv(outputs, height)
-        splits = max(1, min(shares, strips // LEAST_STRIPS))
-    return layout(height, splits, block_m, gated, k)
+    if may_split:
+        height = MOST_HEIGHT if rows <= FEW_ROWS else SPLIT_HEIGHT
+        splits = min(PROCESSORS // triton.cdiv(outputs, height), k // BLOCK // LEAST_STRIPS)
+        if splits > 1:
+            return layout(height, splits, block_m, gated, k)
+    least = triton.cdiv(outputs, PROCESSORS)
+    height = min(max(LEAST_HEIGHT, triton.next_power_of_2(least)), MOST_HEIGHT)
+    if triton.cdiv(outputs, height) < ENOUGH_PROGRAMS:
+        height = triton.cdiv(least, LEAST_HEIGHT) * LEAST_HEIGHT
+    return layout(height, 1, block_m, gated, k)
 
 
 def layout(height: int, splits: int, block_m: int, gated: bool, k: int) -> StreamedPlan:
     """The plan of tiles of so many outputs."""
     halves = 2 if gated else 1
-    piece, pieces = COLUMNS // halves, list[int]()
+    warps, columns = 0, COLUMNS
+    if height * halves > MOST_COLUMNS and block_m <= ONE_WARPGROUP:
+        warps, columns = 8, height * halves
+    piece, pieces = triton.next_power_of_2(columns // halves), list[int]()
     while (rest := height - sum(pieces)) > 0:
         while piece > rest:
             piece //= 2
@@ -79,7 +94,7 @@ def layout(height: int, splits: int, block_m: int, gated: bool, k: int) -> Strea
     strips = 2 if room // (2 * strip_bytes) >= 4 else 1
     chunks = triton.cdiv(triton.cdiv(k, BLOCK * strips), splits)
     ring = max(2, min(room // (strips * strip_bytes), chunks))
-    return StreamedPlan(tuple(pieces), splits, strips, ring, block_m)
+    return StreamedPlan(tuple(pieces), splits, strips, ring, block_m, warps=warps)
 
 
 def streamed_fp8_product(

@@ -14,6 +14,7 @@ from megatron_async.ops.linear.quantised_weight import (
     quantise_rows,
 )
 from megatron_async.ops.linear.rounded_rows import RoundedRows, round_rows
+from megatron_async.ops.linear.scaled_products import SCALED
 from megatron_async.ops.linear.streamed import (
     StreamedPlan,
 )
@@ -31,6 +32,8 @@ FORMS = {
     "outputs": Form("FP8", 1, 0, rounds_rows=True),
 }
 PLANS = [
+    (9, 130, 384, StreamedPlan((128,), 1, 1, 2, 16, warps=8)),  # warpgroups that share outputs
+    (33, 200, 640, StreamedPlan((64, 32, 16), 1, 2, 2, 64, warps=8)),
     (1, 256, 256, StreamedPlan((64, 64), 1, 1, 2, 8)),  # tiles of one block each
     (5, 200, 640, StreamedPlan((32, 16), 1, 2, 2, 8)),  # ragged tile and chunk, several blocks
     (17, 130, 384, StreamedPlan((32, 32, 32, 16), 1, 1, 2, 32)),
@@ -177,6 +180,9 @@ def test_which_products_are_streamed():
             wants = Wants(rows, norm=True, activation=activation, split=split)
             shape = WeightShape(outputs, k, BRAIN, form=FORMS["blocks"])
             kernel, plan, met = choose(shape, wants)
+            if rows > 64 and activation:
+                assert kernel is SCALED
+                continue
             assert kernel is STREAMED_FP8
             assert met == wants
             height = sum(plan.pieces)
@@ -185,6 +191,6 @@ def test_which_products_are_streamed():
             chunk = (rows + height * halves) * 128 * plan.strips
             assert chunk * plan.ring <= 227 * 1024
     for form in (Form("FP8", BLOCK, BLOCK), Form("FP8", 1, 64, rounds_rows=True)):
-        assert choose(shape._replace(form=form), Wants(1)).kernel is WIDENED
-    assert choose(shape._replace(k=4160), Wants(1)).kernel is WIDENED
+        assert choose(shape._replace(form=form), Wants(1)).kernel not in (STREAMED_FP8, SCALED)
+    assert choose(shape._replace(k=4160), Wants(1)).kernel is not STREAMED_FP8
     assert choose(shape._replace(dtype=torch.float32), Wants(1)).kernel is WIDENED
