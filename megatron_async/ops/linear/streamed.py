@@ -143,7 +143,7 @@ class StreamedPlan:
     rounds: bool = False
     """Whether an activation takes the rounded product instead of the sums."""
     warps: int = 0
-    """Of a program; 0: a warpgroup for each 64 rows. More share the outputs."""
+    """Warps of a program; 0: a warpgroup for each 64 rows. More share the outputs."""
 
 
 def streamed_plan(problem: Problem) -> StreamedPlan | None:
