@@ -8,6 +8,7 @@ Quantisers write one for a layer, or one for each KV head, beside its weights: `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def load_cache_scales(
     stored: Mapping[str, str],
     tensor: Callable[[str], StoredTensor],
 ) -> None:
-    """Give each attention layer of a model its `cache_scales`, where a folder has both.
+    """Give each attention layer of a model its `cache_scales`, where a folder has them.
 
     Args:
         model: with a rank's share of the heads.
@@ -43,7 +44,8 @@ def load_cache_scales(
         tensor: a stored tensor by its stored name.
 
     Raises:
-        CheckpointError: a scale that is no positive number, or one of another shape.
+        CheckpointError: a scale that is no positive number, of another shape, or without the other
+            one.
     """
     for weight in wanted:
         if not weight.name.endswith(QKV):
@@ -54,12 +56,16 @@ def load_cache_scales(
             continue
         prefix, heads = key.removesuffix("k_proj.weight"), attention.config.num_query_groups
         found = [next((prefix + n for n in names if prefix + n in stored), None) for names in NAMES]
-        if None in found:
+        there = [tensor(stored[name]) for name in found if name is not None]
+        if not there:
             continue
+        if len(there) < len(NAMES):
+            raise CheckpointError(
+                f"{there[0].file.path}: tensor {there[0].name!r:.200} has no counterpart: scales "
+                "are read of keys and of values"
+            )
         own = weight.shard.range_of(heads)
-        keys, values = (
-            _read(tensor(stored[name]), heads)[own.start : own.stop] for name in found if name
-        )
+        keys, values = (_read(each, heads)[own.start : own.stop] for each in there)
         attention.cache_scales = scales_of(keys, values).to(next(model.parameters()).device)
 
 
@@ -68,10 +74,7 @@ def _read(stored: StoredTensor, heads: int) -> Tensor:
     where = f"{stored.file.path}: tensor {stored.name!r:.200}"
     if stored.torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(f"{where} is stored as {stored.dtype}: scales are 16-bit or float32")
-    count = 1
-    for size in stored.shape:
-        count *= size
-    if count not in (1, heads):  # before memory is made for it
+    if prod(stored.shape) not in (1, heads):  # before memory is made for it
         raise CheckpointError(
             f"{where} has the shape {list(stored.shape)}: one scale, or one for each of {heads} "
             "KV heads, is read"

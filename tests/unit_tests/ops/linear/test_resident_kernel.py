@@ -28,11 +28,13 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
 
 TYPES = {
     "eps": "fp32", "squares": "*fp32", "cos": "*fp32", "sin": "*fp32", "position_ids": "*i64",
-    "write_index": "*i64",
+    "write_index": "*i64", "cache_scales": "*fp32",
 }  # fmt: skip
 
+NARROW_TYPES = TYPES | dict.fromkeys(("key_cache", "value_cache"), "*fp8e4nv")
 
-def compiled(k, plan, *, gated=False, normed=False, parts=0, heads=(0, 0, 0)):
+
+def compiled(k, plan, *, gated=False, normed=False, parts=0, heads=(0, 0, 0), types=TYPES):
     segments = segments_of(k, plan.warps)
     constants = {
         "k": k, "segments": segments, "warps": plan.warps, "block_m": plan.block_m,
@@ -46,7 +48,7 @@ def compiled(k, plan, *, gated=False, normed=False, parts=0, heads=(0, 0, 0)):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = "i32" if name in NUMBERS else TYPES.get(name, "*bf16")
+        signature[name] = "i32" if name in NUMBERS else types.get(name, "*bf16")
         if name not in ("eps", "rows"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(resident_kernel, signature, constants, attributes)

@@ -25,8 +25,8 @@ from tests.unit_tests.ops.linear.test_products import (
     random,
     weight_of,
 )
+from tests.unit_tests.ops.linear.test_resident_kernel import NARROW_TYPES, TYPES, spilled_bytes
 from tests.unit_tests.ops.linear.test_resident_kernel import compiled as compiled_resident
-from tests.unit_tests.ops.linear.test_resident_kernel import spilled_bytes
 from tests.unit_tests.ops.linear.test_warpgroup_kernel import compiled as compiled_warpgroup
 from tests.unit_tests.ops.triton_interpreter import INTERPRETED
 
@@ -144,12 +144,12 @@ QKV = (960, 576)
 
 
 @compiles
-@pytest.mark.parametrize("rows", [2, 16, 32])
-def test_resident_kernel_keeps_its_form(rows, tmp_path):
+@pytest.mark.parametrize(("rows", "types"), [(2, TYPES), (16, NARROW_TYPES), (32, TYPES)])
+def test_resident_kernel_keeps_its_form(rows, types, tmp_path):
     """All weights come before the wait, and the next kernel starts after it."""
     plan = choose_plan(rows, *QKV, BRAIN, False, False, True)
     assert isinstance(plan, ResidentPlan)
-    asm = compiled_resident(QKV[1], plan, normed=True, heads=(3, 3, 64))
+    asm = compiled_resident(QKV[1], plan, normed=True, heads=(3, 3, 64), types=types)
     before, behind = asm["ptx"].split("griddepcontrol.wait")
     loads = re.findall(r"ld\.global(?:\.v(\d))?\.b(\d+)", before)
     found = sum(int(count or 1) * int(bits) // 8 for count, bits in loads)
@@ -161,11 +161,13 @@ def test_resident_kernel_keeps_its_form(rows, tmp_path):
 
 
 @compiles
-@pytest.mark.parametrize("rows", [64, 128, 256, 512])
-def test_warpgroup_kernel_keeps_its_form(rows, tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "types"), [(64, TYPES), (128, NARROW_TYPES), (256, TYPES), (512, NARROW_TYPES)]
+)
+def test_warpgroup_kernel_keeps_its_form(rows, types, tmp_path):
     plan = choose_plan(rows, *QKV, BRAIN, False, False, True)
     assert isinstance(plan, WarpgroupPlan)
-    kernel = compiled_warpgroup(plan, False, heads=(3, 3, 64))
+    kernel = compiled_warpgroup(plan, False, heads=(3, 3, 64), places=types)
     before, behind = kernel.asm["ptx"].split("griddepcontrol.wait")
     assert "griddepcontrol.launch_dependents" in behind
     assert before.count("cp.async.bulk.tensor") >= plan.chunks
@@ -236,7 +238,7 @@ class TestOnGpu:
             weight_of(outputs, k, BRAIN, "cuda"),
         )
         assert products.choose_for(x, weight, rotate=dim, norm=normed).met.rotate
-        check(by_the_rule, rows, heads, k, BRAIN, "cuda", normed, biased=not normed)
+        check(by_the_rule, rows, heads, k, BRAIN, "cuda", normed, not normed, is_narrow=normed)
 
     @pytest.mark.parametrize("rows", [2, 8, 16])
     @pytest.mark.parametrize("block_n", [16, 32])

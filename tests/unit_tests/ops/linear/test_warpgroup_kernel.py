@@ -126,7 +126,7 @@ class TestOnGpu:
                 assert_close(whole, expected_product(x, weight, activation=activation), BRAIN)
 
 
-def compiled(plan, gated, parts=0, heads=(0, 0, 0)):
+def compiled(plan, gated, parts=0, heads=(0, 0, 0), places=TYPES):
     constants = {"chunks": plan.chunks, "ring": plan.ring, "gated": gated, "squared": False}
     constants |= {"parts": parts, "block_parts": triton.next_power_of_2(parts)}
     constants |= {"has_bias": False, "overlap": True}
@@ -138,7 +138,7 @@ def compiled(plan, gated, parts=0, heads=(0, 0, 0)):
     if heads[2]:
         block = f"bf16[2, {plan.block_n // 2}, {plan.chunk}]"
         types["weight_chunks"] = f"tensordesc<{block},{HALVES_IN_SHARED_MEMORY!r}>"
-    types |= TYPES | {"rows": "i32", "n": "i32", "k": "i32"}
+    types |= places | {"rows": "i32", "n": "i32", "k": "i32"}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*bf16")
         for name in warpgroup_kernel.arg_names
