@@ -92,6 +92,8 @@ class EngineMachine(RuleBasedStateMachine):
     whole: ClassVar[dict[str, WholeSequences]] = {}
     answers: ClassVar[dict[str, SerialAnswers]] = {}
     loop: ClassVar[asyncio.AbstractEventLoop] = asyncio.new_event_loop()
+    watches_mtp = True
+    """Whether drafts are those of a whole sequence in the model's dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.ngrams, self.mtp = None, None
         if settings.get("speculative_method") == NGRAM:
             self.ngrams = NgramWatch(self.engine)
-        if settings.get("speculative_method") == "mtp":
+        if settings.get("speculative_method") == "mtp" and self.watches_mtp:
             if model not in self.whole:
                 mtp_model = self.models[model]
                 assert isinstance(mtp_model, MtpModel)

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
@@ -20,7 +20,7 @@ from tests.functional_tests.fuzz.engine_machine import (
     runs,
     some_request,
 )
-from tests.functional_tests.fuzz.fuzz_requests import Ask, asks
+from tests.functional_tests.fuzz.fuzz_requests import Ask, SerialAnswers, asks
 from tests.support.bytecodes import AtBytecode, ctrl_c, interrupt
 from tests.support.memory_channel import BesideOthers
 
@@ -235,6 +235,19 @@ class ExpertMachine(EngineMachine):
     def _finish(self) -> None:
         self.counts["steps_for_others"] += self.engine.group.launched
         super()._finish()
+
+
+class NarrowMachine(EngineMachine):
+    """Keys and values are in fp8, those of the serial answers too."""
+
+    answers: ClassVar[dict[str, SerialAnswers]] = {}
+    watches_mtp = False
+
+    def _settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        for name, model in self.models.items():
+            if name not in self.answers:
+                self.answers[name] = SerialAnswers(model, kv_cache_dtype="fp8")
+        return {**settings, "kv_cache_dtype": "fp8"}
 
 
 class SleepingMachine(EngineMachine):

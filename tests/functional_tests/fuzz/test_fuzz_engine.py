@@ -64,6 +64,7 @@ from tests.functional_tests.fuzz.other_machines import (
     ExpertMachine,
     FailingMachine,
     InterruptedMachine,
+    NarrowMachine,
     SleepingMachine,
 )
 from tests.functional_tests.fuzz.updating_machine import MovingMachine, UpdatingMachine
@@ -283,6 +284,14 @@ def test_memory_that_goes_and_comes_changes_no_token() -> None:
     counts = counts_of(FAILING_SCHEDULES // 4, FIRST_SEED, SleepingMachine)
     # The schedules are worth their name.
     assert min(counts["copied"], counts["freed"]) > FAILING_SCHEDULES / 10, counts
+
+
+@pytest.mark.timeout(600)
+def test_keys_and_values_in_fp8_have_the_serial_answers() -> None:
+    counts = counts_of(FAILING_SCHEDULES // 2, FIRST_SEED, NarrowMachine)
+    # The schedules are worth their name.
+    for name in ("evictions", "prefix_cache_hits", "accepted_tokens", "zombie_rows"):
+        assert counts[name] > 0, counts
 
 
 @pytest.mark.parametrize("plant", SLEEP_BUGS, ids=lambda plant: plant.__name__)

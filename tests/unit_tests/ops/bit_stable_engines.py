@@ -108,7 +108,7 @@ def _make_attention(
 ) -> GpuPagedAttention:
     heads, groups, dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     sizes = heads, groups, dim, config.block_size_tokens, max_blocks
-    shape = AttentionShape(*sizes, model.params_dtype, CPU, PART)
+    shape = AttentionShape(*sizes, model.params_dtype, CPU, PART, config.has_fp8_cache)
     prefill = TritonPrefill(shape, first_key)
     if not first_key:  # off a GPU it would divide no keys
         divided = PROCESSORS, PROGRAMS_A_PROCESSOR, PART
