@@ -70,6 +70,7 @@ CASES: list[tuple[bool, dict[str, Any]]] = [
     (False, {"lookahead": 2, "num_cuda_graphs": 2, **PLENTY}),
     (True, {"lookahead": 1, **PLENTY}),
     (True, {"lookahead": 2, **SCARCE}),
+    (False, {"lookahead": 1, "kv_cache_dtype": "fp8", **SCARCE}),
 ]
 """With and without sequence parallelism, by settings of the engine."""
 SEEDED = [
@@ -142,17 +143,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: Path) -> list[list[int]]:
-    found = run_case(load(str(folder), 1), {"lookahead": 0, **PLENTY}, staggered=False)
-    assert len(set(map(tuple, found["tokens"]))) == len(JOBS), "the model tells prompts apart"
-    return found["tokens"]
+def one_rank(folder: Path) -> dict[str, list[list[int]]]:
+    """What one rank says, by the dtype of keys and values."""
+    said = {}
+    for dtype in ("model", "fp8"):
+        config = {"lookahead": 0, "kv_cache_dtype": dtype, **PLENTY}
+        said[dtype] = run_case(load(str(folder), 1), config, staggered=False)["tokens"]
+        assert len(set(map(tuple, said[dtype]))) == len(JOBS), "the model tells prompts apart"
+    assert said["fp8"] != said["model"]
+    return said
 
 
-def test_two_ranks_say_what_one_says(folder: Path, one_rank: list[list[int]]) -> None:
+def test_two_ranks_say_what_one_says(folder: Path, one_rank: dict[str, list[list[int]]]) -> None:
     first, second = run_ranks(2, run_cases, str(folder), 2)
     assert first == second  # logits too, bit for bit
     for number, case in enumerate(first):
-        assert case["tokens"] == one_rank, CASES[number]
+        dtype = CASES[number][1].get("kv_cache_dtype", "model")
+        assert case["tokens"] == one_rank[dtype], CASES[number]
         assert 0 < case["choices"] < case["events"]["steps"], CASES[number]
     for case, (_, config) in zip(first, CASES, strict=True):
         if "max_tokens" in config:
