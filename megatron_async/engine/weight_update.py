@@ -190,7 +190,9 @@ def weights_open(engine: _Engine, version: Version, policy: Any = "keep") -> Ite
     updating, device = engine.loop.updating, engine.loop.context.device
     engine.loop.turn.make_whole()
     check_order(version, policy)
-    refresh = engine.loop.controller.inference_wrapped_model.derived.refresh
+    derived = engine.loop.controller.inference_wrapped_model.derived
+    derived.check_open()
+    refresh = derived.refresh
     stage, number = WrittenInPlace(device, refresh), updating.begin(is_whole=True)
     try:
         updating.write_in_place(number, stage)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megatron_async.devices import Device, makes_ordinary_tensors
-from megatron_async.errors import ConfigurationError
+from megatron_async.errors import ConfigurationError, UpdateError
 from megatron_async.models.compiled_layers import compile_layers
 from megatron_async.models.held_weight import quantised_weights
 from megatron_async.models.hybrid_stack import PagedHybridStack
@@ -102,6 +102,15 @@ class DerivedCopies:
         before, self._addresses = self._addresses, self._present_addresses()
         self._device.compute.launch(self._make_again)
         return before != self._addresses
+
+    def check_open(self) -> None:
+        """Raise `UpdateError` where parameters do not hold the weights' numbers, so that nobody can
+        write new ones there."""
+        if (found := next(quantised_weights(self._model), None)) is not None:
+            raise UpdateError(
+                f"weight {found[0]!r} is kept as {found[1].form.words}, so nobody can write numbers"
+                " into the parameter: use update_weights, or quantization='none'."
+            )
 
     def stale(self) -> list[str]:
         """Names of modules whose copies are not what their weights give; for a model at rest. 8-bit

@@ -1,6 +1,8 @@
 """`WeightRound`: new weights on their way to one rank, from the first bucket to the step that has
 them.
 
+Of weights that are kept in FP8, tensors wait in the model's dtype, and the commit rounds them.
+
 | staging | where tensors wait | second memory |
 | --- | --- | --- |
 | "device", "host" | in spare tensors of the parameters' shapes (host: pinned) | as large |
@@ -26,8 +28,11 @@ from megatron_async.checkpoints.source import clear_padding, model_parameters, n
 from megatron_async.devices import Device, Event, makes_ordinary_tensors
 from megatron_async.errors import UpdateError
 from megatron_async.models.architecture import ModelArchitecture
+from megatron_async.models.held_weight import Operand
 from megatron_async.models.kept_weights import has_kept_weights
 from megatron_async.models.pipeline import EMBEDDING
+from megatron_async.ops.linear.quantised_layout import can_quantise
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
 from megatron_async.updates.incoming import (
     HUGGINGFACE,
     NAMES,
@@ -55,7 +60,7 @@ class _Held:
     """
 
     weight: Weight
-    parameter: Tensor
+    parameter: Operand
     elements: int
     """Without rows of padding."""
     written: int = 0
@@ -117,21 +122,14 @@ class WeightRound:
                 "weights are kept as the blocks of their GGUF file, which take no other numbers: "
                 "start the engine with quantization='none'."
             )
-        held, shard = named_tensors(model), Shard.of(model)
-        parameters = {n: each for n, each in held.items() if isinstance(each, Tensor)}
-        if len(parameters) < len(held):
-            name = min(held.keys() - parameters.keys())
-            raise UpdateError(
-                f"weight {name!r} is kept quantised, and takes no update yet: start the engine "
-                "with quantization='none'."
-            )
+        parameters, shard = named_tensors(model), Shard.of(model)
         refresh = wrapper.derived.refresh
         return cls(parameters, shard, architecture, context.device, refresh, **options)
 
     @makes_ordinary_tensors
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
+        parameters: Mapping[str, Operand],
         shard: Shard,
         architecture: ModelArchitecture,
         device: Device,
@@ -169,7 +167,11 @@ class WeightRound:
             for weight in everything
             if self._is_selected(weight.stored)
         }
-        sizes = [held.parameter.nbytes for held in self._held.values()]
+        for held in self._held.values():
+            if isinstance(held.parameter, QuantisedWeight):
+                _check_rounds(held.weight.stored, held.parameter, staging)
+        weights_held = [held.parameter for held in self._held.values()]
+        sizes = [math.prod(each.shape) * each.dtype.itemsize for each in weights_held]
         self._spare: dict[str, Tensor] = {}
         self._pieces: dict[int, Pieces] = {}
         self._later: list[Write] = []
@@ -255,7 +257,7 @@ class WeightRound:
             if not held.mark(WHOLE, held.elements):
                 self._doubled.append(held.weight.stored)
             written = self._target(held.weight.name)
-            self._check_finite(held.weight.stored, written, written)
+            self._check_finite(held.weight.stored, written, written.dtype)
         self._end()
 
     def finish(self) -> None:
@@ -280,13 +282,19 @@ class WeightRound:
                 f"all weights, or begin the round with {hint}."
             )
         for write in self._later:
-            self._check_finite(write.sent, write.values, write.place)
+            self._check_finite(write.sent, write.values, write.place.dtype)
         for pair in self._twins:
             check_twins(*pair)
-        pairs = [(self._held[name].parameter, spare) for name, spare in self._spare.items()]
+        pairs, rounded = list[tuple[Tensor, Tensor]](), list[tuple[QuantisedWeight, Tensor]]()
+        for name, spare in self._spare.items():
+            into = self._held[name].parameter
+            if isinstance(into, QuantisedWeight):
+                rounded.append((into, spare))
+            else:
+                pairs.append((into, spare))
         pairs += [write.pair for write in self._later if not write.is_scaled]
         scaled = [write for write in self._later if write.is_scaled]
-        self._copies = Copies(self._device, pairs, scaled)
+        self._copies = Copies(self._device, pairs, scaled, rounded)
         self._end()
         self._state = "finished"
 
@@ -340,6 +348,7 @@ class WeightRound:
         for."""
         held = self._held[name]
         if not self.plan.spare_bytes:
+            assert isinstance(held.parameter, Tensor), "see _check_rounds"
             return held.parameter
         if name not in self._spare:
             self._spare[name] = self._new_spare(held)
@@ -347,19 +356,20 @@ class WeightRound:
 
     def _new_spare(self, held: _Held) -> Tensor:
         like, device = held.parameter, self._device
+        elements = math.prod(like.shape)
         try:
             if self.plan.staging == "host":
-                spare = device.host_buffer(like.numel(), like.dtype, is_zero=False)
-                spare = spare.view(like.shape)
+                spare = device.host_buffer(elements, like.dtype, is_zero=False).view(like.shape)
             else:
-                spare = torch.empty_like(like)
+                spare = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         except RuntimeError as error:  # of torch, which found no memory
+            size = elements * like.dtype.itemsize
             raise UpdateError(
-                f"no memory for {held.weight.stored!r}, {like.nbytes:,} bytes on the "
+                f"no memory for {held.weight.stored!r}, {size:,} bytes on the "
                 f"{self.plan.staging}: use staging='direct' or staging='none'."
             ) from error
         if self._partial:
-            spare.copy_(like)
+            spare.copy_(widened(like))
         else:
             clear_padding(held.weight, spare)
         return spare
@@ -401,7 +411,7 @@ class WeightRound:
         fitting = self._fit(sent, *found, tuple(tensor.shape))
         for weight, (part, pieces) in fitting:
             if self.plan.staging != "direct":
-                self._check_finite(sent, tensor, self._held[weight.name].parameter)
+                self._check_finite(sent, tensor, self._held[weight.name].parameter.dtype)
             is_scaled = found[0].kind == HUGGINGFACE and (weight.scale, weight.offset) != (1, 0)
             writes = [
                 Write(sent, place, tensor if is_alone else tensor[region], weight, is_scaled)
@@ -463,10 +473,10 @@ class WeightRound:
             missing += list(names)[:1] if is_whole or not parts else parts.values()
         return missing
 
-    def _check_finite(self, name: str, tensor: Tensor, like: Tensor) -> None:
-        if self._checks_finite and not torch.isfinite(tensor.to(like.dtype)).all():
+    def _check_finite(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        if self._checks_finite and not torch.isfinite(tensor.to(dtype)).all():
             raise UpdateError(
-                f"tensor {name!r} holds NaN or infinite numbers (in {like.dtype}): the trainer's "
+                f"tensor {name!r} holds NaN or infinite numbers (in {dtype}): the trainer's "
                 "step has failed, or begin the round with checks_finite=False."
             )
 
@@ -477,6 +487,20 @@ def _elements(weight: Weight) -> int:
         return math.prod(weight.shape)
     regions = map(weight.held, weight.parts)
     return sum(math.prod(part.stop - part.start for part in region) for region in regions)
+
+
+def _check_rounds(stored: str, into: QuantisedWeight, staging: str) -> None:
+    """Raise if new numbers cannot be rounded into a quantised weight's memory."""
+    if not can_quantise(into):
+        raise UpdateError(
+            f"weight {stored!r} is kept as {into.form.words}, to which new numbers are not rounded:"
+            " start the engine with quantization='none'."
+        )
+    if staging in ("direct", "none"):
+        raise UpdateError(
+            f"staging={staging!r} writes where weights are, and {stored!r} is kept as "
+            f"{into.form.words}: use staging='device' or 'host', whose commit rounds."
+        )
 
 
 def _is_draft(name: str) -> bool:

@@ -13,6 +13,8 @@ from megatron_async.checkpoints.huggingface import DTYPES
 from megatron_async.checkpoints.mapping import Weight
 from megatron_async.devices import Device, makes_ordinary_tensors
 from megatron_async.errors import UpdateError
+from megatron_async.ops.linear.quantised_layout import quantise
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 
 LARGE = 32 << 20
 """Bytes."""
@@ -107,20 +109,27 @@ class Copies:
         device: where they are made.
         pairs: places and the values for them, of equal shapes, as they are.
         scaled: writes that compute something.
+        rounded: quantised weights and the whole numbers of each.
     """
 
     def __init__(
-        self, device: Device, pairs: Iterable[tuple[Tensor, Tensor]], scaled: Iterable[Write]
+        self,
+        device: Device,
+        pairs: Iterable[tuple[Tensor, Tensor]],
+        scaled: Iterable[Write],
+        rounded: Iterable[tuple[QuantisedWeight, Tensor]] = (),
     ) -> None:
-        self._scaled = list(scaled)
+        self._scaled, self._rounded = list(scaled), list(rounded)
         self._alone: list[tuple[Tensor, Tensor]] = []
         self._together: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for place, values in giving_way(pairs):
             device.keep(values)
             for piece in _dense_pieces(place, values):
                 self._add(*piece)
-        for write in self._scaled:
-            device.keep(write.values)
+        for values in (write.values for write in self._scaled):
+            device.keep(values)
+        for _, values in self._rounded:
+            device.keep(values)
 
     def _add(self, place: Tensor, values: Tensor) -> None:
         is_dense = place.is_contiguous() and values.is_contiguous()
@@ -143,6 +152,8 @@ class Copies:
             place.copy_(values, non_blocking=True)
         for write in self._scaled:
             write.run(non_blocking=True)
+        for into, numbers in self._rounded:
+            quantise(numbers.to(into.device, non_blocking=True), into)
 
 
 def _is_odd(flat: Tensor) -> bool:

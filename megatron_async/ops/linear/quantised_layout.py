@@ -229,9 +229,15 @@ def fill_quantised(
             put(places[name], (expert, height, width), values, len(region) == 3)
 
 
+def can_quantise(into: QuantisedWeight) -> bool:
+    """Whether `quantise` takes a weight."""
+    is_plain = into.form.numbers == "FP8" and not into.form.has_outer
+    return is_plain and into.scales.dtype == torch.float32
+
+
 def quantise(values: Tensor, into: QuantisedWeight) -> None:
     """Round a weight to FP8 in a quantised weight's memory: the largest of the numbers that a scale
-    covers becomes 448.
+    covers becomes 448. Nothing waits for the device.
 
     Args:
         values: `[n, k]` or `[experts, n, k]`, on its device.
@@ -241,28 +247,26 @@ def quantise(values: Tensor, into: QuantisedWeight) -> None:
         ValueError: another form.
     """
     form = into.form
-    if form.numbers != "FP8" or form.has_outer or into.scales.dtype != torch.float32:
+    if not can_quantise(into):
         raise ValueError(f"weights are not rounded to {form.words}")
-    for given, codes, scales in zip(
-        values.view(-1, *values.shape[-2:]),
-        into.codes.view(-1, *values.shape[-2:]),
-        into.scales.view(-1, *into.scales.shape[-2:]),
-        strict=True,
-    ):
-        n, k = given.shape
-        step = max(PART // k // BLOCK, 1) * BLOCK
-        inputs = form.inputs or k
+    tensors = [values, into.codes, into.scales]
+    if values.size(-2) % form.rows == 0:
+        tensors = [each.flatten(0, -2)[None] for each in tensors]  # blocks of all experts
+    *_, n, k = tensors[0].shape
+    step, inputs = max(PART // k // BLOCK, 1) * BLOCK, form.inputs or k
+    each = (tensor.view(-1, *tensor.shape[-2:]) for tensor in tensors)
+    for given, codes, scales in zip(*each, strict=True):
         for first in range(0, n, step):
             rows = given[first : first + step].float()
-            height = len(rows)
-            padded = torch.nn.functional.pad(rows, (0, -k % inputs, 0, -height % form.rows))
+            padded = torch.nn.functional.pad(rows, (0, -k % inputs, 0, -len(rows) % form.rows))
             blocks = padded.view(len(padded) // form.rows, form.rows, -1, inputs)
             scale = blocks.abs().amax((1, 3)).clamp(min=LEAST_MAXIMUM) / E4M3_MAX
             at = first // form.rows
             scales[at : at + len(scale)] = scale
             exact = (blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
-            codes[first : first + height] = exact.view(padded.shape)[:height, :k].to(E4M3)
+            rounded = exact.view(padded.shape)[: len(rows), :k].to(E4M3)
+            codes[first : first + len(rows)] = rounded
 
 
-PART = 1 << 22
-"""Numbers that are rounded at once."""
+PART = 1 << 24
+"""Numbers that are rounded at once: 64 MiB of float32, and a few times as much on the way."""

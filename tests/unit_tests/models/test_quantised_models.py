@@ -1,20 +1,39 @@
 """Models whose weights stay quantised, whole: their tokens, what rounds 16-bit checkpoints at load,
 and what is refused. Devices here are CPUs; what keeps weights on a GPU is asked of them too."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import megatron_async.checkpoints.quantised_model as quantised_model
-from megatron_async import LLM, SamplingParams
+from megatron_async import LLM, InferenceConfig, SamplingParams
+from megatron_async.checkpoints import load_model, open_model
 from megatron_async.checkpoints.convert import convert
-from megatron_async.models.held_weight import quantised_weights
-from tests.support.quantised_folders import quantised_folder
+from megatron_async.checkpoints.kernel_program import program_of
+from megatron_async.checkpoints.mapping import Shard
+from megatron_async.checkpoints.quantised_model import Kept
+from megatron_async.checkpoints.source import named_tensors
+from megatron_async.errors import ConfigurationError, UpdateError
+from megatron_async.models.held_weight import is_linear, quantised_weights
+from megatron_async.models.hybrid import build_model
+from megatron_async.models.parallel_state import ParallelSizes
+from megatron_async.models.partition import part_of_rank
+from megatron_async.ops.linear.quantised_layout import Layout, quantise
+from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight, widened
+from megatron_async.updates.checksum import weights_checksum
+from tests.support.quantised_folders import MODEL, quantised_folder
+from tests.unit_tests.checkpoints.mtp_folders import write_folder
 
 CPU = torch.device("cpu")
-DENSE = "dummy:qwen3:layers=2,hidden=256,heads=2,groups=2,head=128,ffn=384,vocab=256"
+DENSE = "dummy:qwen3:layers=2,hidden=256,heads=2,groups=2,head=128,ffn=512,vocab=256"
+WIDE = "dummy:qwen3:layers=8,hidden=256,heads=2,groups=2,head=128,ffn=768,vocab=32"
+TINY = "dummy:qwen3:layers=1,hidden=64,heads=2,groups=2,head=32,ffn=96,vocab=64"
 GREEDY = SamplingParams(
     num_tokens_to_generate=8, temperature=0.0, termination_id=-1, return_log_probs=True
 )
@@ -24,6 +43,14 @@ GREEDY = SamplingParams(
 def keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU keeps what a GPU does."""
     monkeypatch.setattr(quantised_model, "keeps_on", lambda device: True)
+
+
+def built(kept: Kept, name: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model with the weights of `kept`."""
+    source = open_model(name)
+    model = build_model(source.architecture, dtype, CPU, layouts=kept.of_model)
+    source.load_weights(model)
+    return model
 
 
 def generated(model: Any, **settings: Any) -> tuple[Any, Any]:
@@ -43,7 +70,7 @@ def assert_same(found: Any, expected: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed nvfp4", "gptq zeros"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "gptq zeros"])
 def test_a_dense_model_says_what_the_decoded_one_says(kind: str, keeps, tmp_path: Path) -> None:
     convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
     folder = quantised_folder(tmp_path / "plain", tmp_path / "m", kind)
@@ -52,3 +79,155 @@ def test_a_dense_model_says_what_the_decoded_one_says(kind: str, keeps, tmp_path
     decoded, none = generated(folder, quantization="none")
     assert not none
     assert_same(found, decoded)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("nemotron-3", "modelopt fp8"), ("qwen3.5-moe", "compressed channel")]
+)
+def test_experts_hybrids_and_drafts(name: str, kind: str, keeps, tmp_path: Path) -> None:
+    """With layers of multi-token prediction, whose weights are kept too."""
+    write_folder(name, tmp_path / "plain")
+    folder = quantised_folder(tmp_path / "plain", tmp_path / "m", kind)
+    found, names = generated(folder, speculative_method="mtp", num_speculative_tokens=1)
+    assert any(name.startswith("mtp.") for name in names)
+    assert any(".experts." in name for name in names)
+    decoded, none = generated(folder, quantization="none")
+    assert not none
+    assert_same(found, decoded)
+
+
+@pytest.mark.parametrize("form", ["huggingface", "torch_dist"])
+def test_16_bit_checkpoints_are_rounded_at_load(form: Any, keeps, tmp_path: Path) -> None:
+    """Weights are rounded to FP8, each output by its largest number; the engine's memory is that of
+    `Kept.num_bytes`, and at most 0.55 of 16 bits."""
+    folder = tmp_path / form
+    convert(WIDE, folder, to=form, dtype="bfloat16")
+    kept = Kept.on("cpu", {"quantization": "fp8"}, open_model(folder))
+    plain = {n: w for n, w in named_tensors(load_model(folder, torch.bfloat16, CPU).model).items()}
+    model = built(kept, folder)
+    held = named_tensors(model)
+    for name, weight in held.items():
+        given = plain[name]
+        assert isinstance(given, Tensor)
+        assert isinstance(weight, QuantisedWeight) == is_linear(name), name
+        exact, step = given.float(), given.float().abs().amax(-1, keepdim=True) / 448
+        near = 2**-4 * exact.abs() + step / 1024 if is_linear(name) else 0 * exact
+        assert ((widened(weight).float() - exact).abs() <= near).all(), name
+    total = sum(weight.nbytes for weight in held.values())
+    assert total == kept.num_bytes(torch.bfloat16)
+    assert total <= 0.55 * sum(weight.nbytes for weight in plain.values())
+
+
+def test_random_weights_are_those_of_16_bits_rounded(keeps) -> None:
+    settings = {"quantization": "fp8"}
+    kept = Kept.on("cpu", settings, open_model(TINY))
+    held = named_tensors(built(kept, TINY))
+    plain = named_tensors(load_model(TINY, torch.bfloat16, CPU).model)
+    for name, weight in held.items():
+        like = plain[name]
+        assert isinstance(like, Tensor)
+        if isinstance(weight, QuantisedWeight):
+            expected = kept.layouts(Shard())[name].empty(tuple(like.shape), like.dtype, CPU)
+            quantise(like, expected)
+            assert torch.equal(weight.values(), expected.values())
+        else:
+            assert torch.equal(weight, like)
+    tokens, names = generated(TINY, quantization="fp8")
+    assert names == {n for n in held if is_linear(n)}
+    assert len(tokens) == 2
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 0), (1, 128), (128, 128)])
+def test_blocks_are_rounded_by_their_largest_number(rows: int, inputs: int) -> None:
+    weight = torch.randn(3, 300, 200, generator=torch.Generator().manual_seed(0))
+    weight[1, 5, 150] = 1000
+    weight[2] = 0
+    into = Layout(Form("FP8", rows, inputs)).empty(tuple(weight.shape), torch.float32, CPU)
+    quantise(weight, into)
+    each = into.scales.repeat_interleave(rows, 1)[:, :300]
+    each = each.repeat_interleave(inputs or 200, 2)[..., :200]
+    assert into.values()[1, 5, 150] == pytest.approx(1000, rel=1e-6)
+    assert ((into.values() - weight).abs() <= 2**-4 * weight.abs() + each / 1024).all()
+    assert (into.values()[2] == 0).all()
+
+
+def test_settings_that_are_not_possible_are_refused(keeps, monkeypatch, tmp_path: Path) -> None:
+    convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
+    folder = quantised_folder(tmp_path / "plain", tmp_path / "m", "awq")
+    with pytest.raises(ConfigurationError, match=r"'fp8' is for weights of 16 bits, .* holds INT4"):
+        LLM(str(folder), device="cpu", quantization="fp8")
+    with pytest.raises(ConfigurationError, match=r"'file' keeps .*; dummy:.* holds none"):
+        LLM(TINY, device="cpu", quantization="file")
+    with pytest.raises(ConfigurationError, match="'fp8' is not served with transformer_impl"):
+        LLM(TINY, device="cpu", quantization="fp8", transformer_impl="transformer_engine")
+    monkeypatch.undo()
+    with pytest.raises(ConfigurationError, match="'fp8' is for GPUs"):
+        LLM(TINY, device="cpu", quantization="fp8")
+    found, names = generated(folder)
+    assert not names
+    assert len(found) == 2
+
+
+def test_kernels_are_compiled_for_the_same_layouts(tmp_path: Path) -> None:
+    """By the names of one rank of two, for products of FP8 by FP8 where a GPU has them."""
+    convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
+    source = open_model(quantised_folder(tmp_path / "plain", tmp_path / "m", "fp8 blocks"))
+    for capability, rounds in (((9, 0), True), ((8, 0), False)):
+        kept = Kept.on("cuda", {}, source, capability=capability)
+        config = InferenceConfig(device="cpu")
+        part = part_of_rank(source.architecture, ParallelSizes(2))
+        shard = Shard(1, 2)
+        program = program_of(part, torch.bfloat16, config, kept, Shard(tensor_size=2))
+        found = {
+            n: Layout.of_json(each)
+            for n, each in json.loads(json.dumps(program["layouts"])).items()
+        }
+        assert found == kept.layouts(shard)
+        assert {layout.form.rounds_rows for layout in found.values()} == {rounds}
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+def test_new_weights_are_rounded_where_the_old_ones_are(staging: str, keeps, tmp_path) -> None:
+    """As a fresh load rounds them, in the same memory, so that captured steps stay valid."""
+    convert(TINY, tmp_path / "m", to="huggingface", dtype="bfloat16")
+    new = {n: 1.5 * t.flip(0) for n, t in load_file(tmp_path / "m" / MODEL).items()}
+    shutil.copytree(tmp_path / "m", tmp_path / "new")
+    save_file(new, tmp_path / "new" / MODEL, metadata={"format": "pt"})
+    settings = {"device": "cpu", "dtype": "bfloat16", "quantization": "fp8"}
+    with LLM(str(tmp_path / "new"), **settings) as llm:
+        fresh = llm.engine.controller.inference_wrapped_model.model
+        expected, whole = named_tensors(fresh), weights_checksum(fresh)
+    with LLM(str(tmp_path / "m"), **settings) as llm:
+        model = llm.engine.controller.inference_wrapped_model.model
+        held = dict(quantised_weights(model))
+        first = {n: [t.data_ptr() for _, t in weight.tensors()] for n, weight in held.items()}
+        assert weights_checksum(model) != whole
+        llm.update_weights(new.items(), 1, staging=staging)
+        llm.engine.context.device.caller_waits()
+        assert weights_checksum(model) == whole
+        found = named_tensors(model)
+        for name, addresses in first.items():
+            weight = found[name]
+            assert isinstance(weight, QuantisedWeight)
+            assert [t.data_ptr() for _, t in weight.tensors()] == addresses
+        for name, weight in found.items():
+            assert torch.equal(widened(weight), widened(expected[name])), name
+        name, weight = next(iter(held.items()))
+        weight.scales[0] *= 2
+        changed = weights_checksum(model)
+        assert {n for n in whole if whole[n] != changed[n]} == {f"{name} scales"}
+
+
+def test_updates_that_cannot_be_rounded_are_refused(keeps, tmp_path: Path) -> None:
+    with LLM(TINY, device="cpu", quantization="fp8") as llm:
+        for staging in ("direct", "none"):
+            with pytest.raises(UpdateError, match=r"is kept as FP8, .*: use staging='device'"):
+                llm.update_weights([], 1, staging=staging)
+        with pytest.raises(UpdateError, match="nobody can write"), llm.weights_open(1):
+            pass
+        assert llm.generate([[1, 2]], GREEDY)[0].generated_tokens
+    convert(DENSE, tmp_path / "plain", to="huggingface", dtype="float32")
+    folder = quantised_folder(tmp_path / "plain", tmp_path / "m", "awq")
+    message = r"kept as INT4, .* not rounded: .*'none'"
+    with LLM(str(folder), device="cpu") as llm, pytest.raises(UpdateError, match=message):
+        llm.update_weights([], 1)
