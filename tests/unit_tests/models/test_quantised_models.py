@@ -98,8 +98,8 @@ def test_experts_hybrids_and_drafts(name: str, kind: str, keeps, tmp_path: Path)
 
 @pytest.mark.parametrize("form", ["huggingface", "torch_dist"])
 def test_16_bit_checkpoints_are_rounded_at_load(form: Any, keeps, tmp_path: Path) -> None:
-    """Weights are rounded to FP8, each output by its largest number; the engine's memory is that of
-    `Kept.num_bytes`, and at most 0.55 of 16 bits."""
+    """Weights are rounded to FP8, each output by its largest number; memory is what
+    `Kept.num_bytes` says, and at most 0.55 of 16 bits."""
     folder = tmp_path / form
     convert(WIDE, folder, to=form, dtype="bfloat16")
     kept = Kept.on("cpu", {"quantization": "fp8"}, open_model(folder))
@@ -188,7 +188,7 @@ def test_kernels_are_compiled_for_the_same_layouts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("staging", ["device", "host"])
 def test_new_weights_are_rounded_where_the_old_ones_are(staging: str, keeps, tmp_path) -> None:
-    """As a fresh load rounds them, in the same memory, so that captured steps stay valid."""
+    """Rounding is a fresh load's; memory is the same, so that captured steps stay valid."""
     convert(TINY, tmp_path / "m", to="huggingface", dtype="bfloat16")
     new = {n: 1.5 * t.flip(0) for n, t in load_file(tmp_path / "m" / MODEL).items()}
     shutil.copytree(tmp_path / "m", tmp_path / "new")
