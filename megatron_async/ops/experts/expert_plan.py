@@ -167,6 +167,7 @@ class LayerShape:
     shared_ffn: int
     gated: bool
     itemsize: int
+    """Bytes of a number, as it is kept."""
 
     @property
     def longer(self) -> int:
@@ -202,7 +203,7 @@ def plan_few_tokens(tokens: int, shape: LayerShape, most: int = FEW_TOKENS) -> F
         up_rows=warps,
         up_depth=_even(up_tiles, UP_TILES_GATED if shape.gated else UP_TILES),
         turns=_turns(tokens, shape, warps),
-        down_rows=max(DOWN_LINES // units, 1),
+        down_rows=max(DOWN_LINES * max(2 // shape.itemsize, 1) // units, 1),
         down_warps=8,
         down_depth=_even(max(down_tiles, 1), DOWN_TILES),
     )

@@ -16,7 +16,12 @@ import triton.language as tl
 
 from megatron_async.ops.dependent_launch import await_previous, let_next_start
 from megatron_async.ops.experts.expert_routing import IN_KERNEL_LEAST_SUM, IN_KERNEL_NO_EXPERT
-from megatron_async.ops.linear.row_tiles import add_products, ask_first, load_tiles
+from megatron_async.ops.linear.row_tiles import (
+    add_products,
+    add_scaled_products,
+    ask_first,
+    load_tiles,
+)
 
 LEAST_SCORE = tl.constexpr(-3e38)
 """Stands in for logits that are no numbers: below all others, above an expert that is not there."""
@@ -212,9 +217,13 @@ def _activated_rows(
     count: tl.tensor,
     n: tl.constexpr,
     sizes: tl.constexpr,
+    scales: tl.tensor,
+    first: tl.tensor,
+    form: tl.constexpr,
 ) -> None:
     """A row of x times `count` rows of a weight, from `start` on, and the activation; the up row of
-    each, if `gated`, is `n` rows behind it."""
+    each, if `gated`, is `n` rows behind it. A weight with a `form` has `scales`, and the rows are
+    those from the `first` on."""
     k: tl.constexpr = sizes[0]
     block_n: tl.constexpr = sizes[1]
     block_k: tl.constexpr = sizes[2]
@@ -227,16 +236,33 @@ def _activated_rows(
         length = tl.where(line < here, k, 0)
         inputs = x + line[:, None] * 0 + column[None, :]
         cells = start + turn * (block_n * k) + line[:, None] * k + column[None, :]
-        sums = tl.zeros((block_n, block_k), tl.float32)
-        ups = tl.zeros((block_n, block_k), tl.float32)
+        wide: tl.constexpr = block_k if form is None else block_k // 16
+        sums = tl.zeros((block_n, wide), tl.float32)
+        ups = tl.zeros((block_n, wide), tl.float32)
+        if form is not None:
+            covers: tl.constexpr = form.inputs if form.inputs > 0 else k
+            groups: tl.constexpr = (k + covers - 1) // covers
+            own = first + turn * block_n + tl.minimum(line, here - 1)
+            row_scales = scales + own // form.rows * groups
+            up_scales = scales + (n + own) // form.rows * groups
+            begin, width = line * 0, line * 0 + k
         for at in range(0, k, depth * block_k):
             w = load_tiles(cells, column, length, at, k, block_k, depth)
             if gated:
                 u = load_tiles(cells + n * k, column, length, at, k, block_k, depth)
             ask_first(overlap)
-            sums = add_products(sums, w, inputs, column, length, at, block_k)
-            if gated:
+            if form is None:
+                sums = add_products(sums, w, inputs, column, length, at, block_k)
+            else:
+                sums = add_scaled_products(
+                    sums, w, inputs, column, length, at, block_k, row_scales, begin, width, covers
+                )
+            if gated and form is None:
                 ups = add_products(ups, u, inputs, column, length, at, block_k)
+            elif gated:
+                ups = add_scaled_products(
+                    ups, u, inputs, column, length, at, block_k, up_scales, begin, width, covers
+                )
         y = tl.sum(sums, 1)
         if gated:
             y = y * tl.sigmoid(y) * tl.sum(ups, 1)
@@ -262,6 +288,8 @@ def few_up_kernel(
     num_places: tl.tensor,
     dummy_place: tl.tensor,
     scale: tl.tensor,
+    scales: tl.tuple | None,
+    form: tl.constexpr,
     tokens: tl.constexpr,
     experts: tl.constexpr,
     topk: tl.constexpr,
@@ -292,6 +320,12 @@ def few_up_kernel(
     shared: tl.constexpr = (shared_ffn + rows - 1) // rows * tokens
     halves: tl.constexpr = 2 if gated else 1
     sizes: tl.constexpr = (hidden, block_n, block_k, depth, gated, overlap)
+    if form is None:
+        of_experts, of_shared = fc1, fc1
+    else:
+        of_experts, of_shared = scales
+        fc1 = fc1.to(tl.pointer_type(tl.uint8))
+        shared_fc1 = shared_fc1.to(tl.pointer_type(tl.uint8))
     program = tl.program_id(0)
     if program < shared:
         begin = program // tokens * rows
@@ -301,7 +335,7 @@ def few_up_kernel(
         await_previous(overlap)
         row = x + token * x_stride
         target = shared_activated + token * shared_ffn + begin
-        _activated_rows(row, start, target, own, shared_ffn, sizes)
+        _activated_rows(row, start, target, own, shared_ffn, sizes, of_shared, begin, form)
     else:
         pair = (program - shared) % (tokens * topk)
         tile = (program - shared) // (tokens * topk)
@@ -316,7 +350,13 @@ def few_up_kernel(
             rest = tl.minimum(ffn - first, rows)
             source = fc1 + (expert.to(tl.int64) * (halves * ffn) + first) * hidden
             row = x + owner * x_stride
-            _activated_rows(row, source, activated + pair * ffn + first, rest, ffn, sizes)
+            target = activated + pair * ffn + first
+            if form is not None:
+                covers: tl.constexpr = form.inputs if form.inputs > 0 else hidden
+                groups: tl.constexpr = (hidden + covers - 1) // covers
+                grid: tl.constexpr = (halves * ffn + form.rows - 1) // form.rows * groups
+                of_experts += expert.to(tl.int64) * grid
+            _activated_rows(row, source, target, rest, ffn, sizes, of_experts, first, form)
 
 
 @triton.jit
@@ -331,6 +371,8 @@ def few_down_kernel(
     added: tl.tensor,
     out: tl.tensor,
     added_stride: tl.tensor,
+    scales: tl.tuple | None,
+    form: tl.constexpr,
     tokens: tl.constexpr,
     topk: tl.constexpr,
     width: tl.constexpr,
@@ -367,6 +409,15 @@ def few_down_kernel(
     share = tl.load(weights + pair, mask=is_pair, other=0.0)
     # What a pair without an expert has activated was never written.
     length = tl.where(is_pair & (expert >= 0), ffn, 0)
+    if form is not None:
+        covers: tl.constexpr = form.inputs if form.inputs > 0 else 1 << 30
+        groups: tl.constexpr = (ffn + covers - 1) // covers
+        last = tl.minimum(row, hidden - 1) // form.rows
+        matrix = tl.maximum(expert, 0).to(tl.int64) * ((hidden + form.rows - 1) // form.rows)
+        of_rows = scales[0] + (matrix + last) * groups
+        start, width = unit * 0, unit * 0 + ffn
+        fc2 = fc2.to(tl.pointer_type(tl.uint8))
+        shared_fc2 = shared_fc2.to(tl.pointer_type(tl.uint8))
     rows = fc2 + (expert.to(tl.int64) * hidden + row) * ffn
     inputs = activated + pair * ffn
     if shared_ffn > 0:
@@ -374,6 +425,10 @@ def few_down_kernel(
         length = tl.where(is_pair, length, tl.minimum(shared_ffn - begin, ffn))
         rows = tl.where(is_pair, rows, shared_fc2 + row.to(tl.int64) * shared_ffn + begin)
         inputs = tl.where(is_pair, inputs, shared_activated + token * shared_ffn + begin)
+        if form is not None:
+            shared_groups: tl.constexpr = (shared_ffn + covers - 1) // covers
+            of_rows = tl.where(is_pair, of_rows, scales[1] + last * shared_groups)
+            start, width = tl.where(is_pair, 0, begin), tl.where(is_pair, ffn, shared_ffn)
         extra = 1.0
         if has_gate:
             extra = tl.sigmoid(tl.load(logits + token * width + (width - 1)))
@@ -381,11 +436,17 @@ def few_down_kernel(
     length = tl.where(row < hidden, length, 0)
     cells = rows[:, None] + column[None, :]
     inputs = inputs[:, None] + column[None, :]
-    sums = tl.zeros((block_n * units, block_k), tl.float32)
+    wide: tl.constexpr = block_k if form is None else block_k // 16
+    sums = tl.zeros((block_n * units, wide), tl.float32)
     for at in range(0, ffn, depth * block_k):
         tiles = load_tiles(cells, column, length, at, ffn, block_k, depth)
         ask_first(overlap)
-        sums = add_products(sums, tiles, inputs, column, length, at, block_k)
+        if form is None:
+            sums = add_products(sums, tiles, inputs, column, length, at, block_k)
+        else:
+            sums = add_scaled_products(
+                sums, tiles, inputs, column, length, at, block_k, of_rows, start, width, covers
+            )
     y = tl.reshape(tl.sum(sums, 1) * share, (block_n, units))
     y = tl.sum(y, 1).to(out.dtype.element_ty)
     if has_added:

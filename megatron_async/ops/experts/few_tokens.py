@@ -43,7 +43,8 @@ from megatron_async.ops.experts.few_token_kernels import (
     norm_logits_kernel,
 )
 from megatron_async.ops.linear.activations import squared_relu, swiglu
-from megatron_async.ops.linear.quantised_weight import QuantisedWeight, widened
+from megatron_async.ops.linear.load_tile import kept_operands, may_be_loaded
+from megatron_async.ops.linear.quantised_weight import Form, QuantisedWeight, widened
 from megatron_async.ops.linear.rms_norm import add_rms_norm
 from megatron_async.ops.linear.row_tiles import TILE_BYTES
 from megatron_async.ops.linear.stream import Stream
@@ -91,8 +92,25 @@ class ExpertLayer:
             ffn=ffn,
             shared_ffn=0 if self.shared_fc2 is None else self.shared_fc2.size(1),
             gated=self.fc1.size(1) != ffn,
-            itemsize=self.fc1.dtype.itemsize,
+            itemsize=kept_operands(self.fc1)[0].itemsize,
         )
+
+    @property
+    def form(self) -> Form | None:
+        """How the weights of both products are kept; None: in their dtype.
+
+        Raises:
+            ValueError: some are kept so, and some not.
+        """
+        weights = self.fc1, self.fc2, self.shared_fc1, self.shared_fc2
+        forms = {
+            each.form if isinstance(each, QuantisedWeight) else None
+            for each in weights
+            if each is not None
+        }
+        if len(forms) > 1:
+            raise ValueError("few_token_experts: all weights must be kept in one form.")
+        return forms.pop()
 
 
 def find_plan(
@@ -100,14 +118,27 @@ def find_plan(
 ) -> FewTokenPlan | ChainPlan | None:
     """`plan_few_tokens` for x, `[..., tokens, hidden]`, or `plan_few_chains` if `is_invariant`;
     None also where nothing was measured: on a GPU of another compute capability (`major`), and on a
-    CPU (0), and for quantised weights. A softmax over all experts is a sum over threads, which
-    follows the kernel's warps."""
-    if any(isinstance(weight, QuantisedWeight) for weight in vars(layer).values()):
-        return None
+    CPU (0). A softmax over all experts is a sum over threads, which follows the kernel's warps. Of
+    quantised weights there are plans for FP8 alone, all in one form, and none if `is_invariant`."""
     if major != FEW_TOKENS_MAJOR or (is_invariant and layer.pre_softmax):
+        return None
+    weights = layer.fc1, layer.fc2, layer.shared_fc1, layer.shared_fc2
+    if any(isinstance(weight, QuantisedWeight) for weight in weights) and (
+        is_invariant or not _is_known(layer)
+    ):
         return None
     plan = plan_few_chains if is_invariant else plan_few_tokens
     return plan(x.size(-2), layer.shape)
+
+
+def _is_known(layer: ExpertLayer) -> bool:
+    """Whether the kernels for a few tokens know the form of a layer's weights."""
+    try:
+        form = layer.form
+    except ValueError:
+        return False
+    known = form is not None and may_be_loaded(form, layer.fc1.dtype)
+    return known and form.numbers == "FP8" and not form.has_outer
 
 
 @op(gpu="experts.few_token_chains")
@@ -179,6 +210,8 @@ def few_token_experts_gpu(
     routing, activated, shared = new_rows(layer, tokens)
     pairs = tokens * shape.topk
     block_k = TILE_BYTES // shape.itemsize
+    shared_fc1 = layer.fc1 if layer.shared_fc1 is None else layer.shared_fc1
+    shared_fc2 = layer.fc2 if layer.shared_fc2 is None else layer.shared_fc2
     up_programs = triton.cdiv(shape.ffn, plan.up_rows * plan.turns)
     shared_programs = triton.cdiv(shape.shared_ffn, plan.up_rows * plan.turns)
     few_up_kernel[(shared_programs * tokens + pairs * up_programs,)](
@@ -186,8 +219,8 @@ def few_token_experts_gpu(
         logits,
         routing.experts if places is None else places,
         logits if layer.bias is None else layer.bias,
-        layer.fc1,
-        layer.fc1 if layer.shared_fc1 is None else layer.shared_fc1,
+        kept_operands(layer.fc1)[0],
+        kept_operands(shared_fc1)[0],
         activated,
         shared,
         routing.experts,
@@ -196,6 +229,8 @@ def few_token_experts_gpu(
         0 if places is None else len(places),
         dummy_place,
         float(layer.scale),
+        scales=_scales(layer.fc1, shared_fc1),
+        form=layer.form,
         tokens=tokens,
         experts=shape.experts,
         topk=shape.topk,
@@ -221,14 +256,16 @@ def few_token_experts_gpu(
     few_down_kernel[(triton.cdiv(hidden, plan.down_rows) * tokens,)](
         activated,
         shared,
-        layer.fc2,
-        layer.fc2 if layer.shared_fc2 is None else layer.shared_fc2,
+        kept_operands(layer.fc2)[0],
+        kept_operands(shared_fc2)[0],
         routing.experts,
         routing.weights,
         logits,
         out if added is None else added,
         out,
         0 if added is None else added.stride(0),
+        scales=_scales(layer.fc2, shared_fc2),
+        form=layer.form,
         tokens=tokens,
         topk=shape.topk,
         width=width,
@@ -245,6 +282,12 @@ def few_token_experts_gpu(
         **launch_options(rows),
     )
     return out, routing
+
+
+def _scales(*weights: Tensor | QuantisedWeight) -> tuple[Tensor, ...] | None:
+    """Scales of weights that have any."""
+    kept = tuple(each.scales for each in weights if isinstance(each, QuantisedWeight))
+    return kept or None
 
 
 def _norm_and_logits(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_async.ops.linear.load_tile import stored_scale
+
 TILE_BYTES = 512
 """Bytes of a weight row in a tile: 16 for each thread of a warp."""
 
@@ -70,6 +72,42 @@ def add_products(
         mask = column[None, :] < (length - at - step * block_k)[:, None]
         v = tl.load(inputs + (at + step * block_k), mask=mask, other=0.0).to(tl.float32)
         sums += tiles[step].to(tl.float32) * v
+    return sums
+
+
+@triton.jit
+def add_scaled_products(
+    sums: tl.tensor,
+    tiles: tl.tuple,
+    inputs: tl.tensor,
+    column: tl.tensor,
+    length: tl.tensor,
+    at: tl.tensor,
+    block_k: tl.constexpr,
+    scales: tl.tensor,
+    first: tl.tensor,
+    width: tl.tensor,
+    covers: tl.constexpr,
+) -> tl.tensor:
+    """`add_products` of FP8 tiles, loaded as bytes: `sums` are `[rows, block_k / 16]`, one of the
+    inputs of a thread, times their scale.
+
+    Args:
+        scales: where each row's begin, of `covers` inputs each.
+        first, width: `[rows]`: the row's input that tiles begin with, and how many it has.
+    """
+    rows: tl.constexpr = sums.shape[0]
+    parts: tl.constexpr = sums.shape[1]
+    part = tl.arange(0, parts) * (block_k // parts)
+    for step in tl.static_range(len(tiles)):
+        begin = at + step * block_k
+        mask = column[None, :] < (length - begin)[:, None]
+        v = tl.load(inputs + begin, mask=mask, other=0.0).to(tl.float32)
+        place = tl.minimum(first[:, None] + (begin + part)[None, :], width[:, None] - 1)
+        scale = stored_scale(tl.load(scales[:, None] + place // covers))
+        w = tiles[step].to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        some = tl.sum(tl.reshape(w * v, (rows, parts, block_k // parts)), 2)
+        sums += some * scale
     return sums
 
 

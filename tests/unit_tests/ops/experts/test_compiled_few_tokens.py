@@ -72,7 +72,7 @@ def test_all_weights_are_asked_for_before_the_first_product(shape, tmp_path):
     plan = plan_few_tokens(1, shape)
     same = {"tokens": 1, "topk": shape.topk, "width": shape.experts, "hidden": shape.hidden}
     same |= {"ffn": shape.ffn, "shared_ffn": shape.shared_ffn, "block_k": TILE_BYTES // 2}
-    same |= {"overlap": True}
+    same |= {"overlap": True, "scales": None, "form": None}
     up = {"experts": shape.experts, "block_experts": 128, "block_n": plan.up_rows}
     up |= {"depth": plan.up_depth, "turns": plan.turns, "gated": shape.gated}
     up |= {"pre_softmax": False, "sigmoid": True, "has_bias": True, "has_places": True}

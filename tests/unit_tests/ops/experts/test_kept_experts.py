@@ -6,10 +6,22 @@ import pytest
 import torch
 
 from megatron_async.ops.experts.expert_mlp import expert_mlp, expert_mlp_by_plan, expert_mlp_gpu
-from megatron_async.ops.experts.expert_plan import KEPT_BY_HEIGHT, plan_experts
+from megatron_async.ops.experts.expert_plan import (
+    KEPT_BY_HEIGHT,
+    MOST_FEW_TOKENS,
+    LayerShape,
+    plan_experts,
+    plan_few_tokens,
+)
+from megatron_async.ops.experts.few_tokens import (
+    ExpertLayer,
+    few_token_experts,
+    few_token_experts_gpu,
+    find_plan,
+)
 from tests.unit_tests.ops.experts.test_expert_mlp import random_routing
 from tests.unit_tests.ops.linear.kept_weights import FORMS, kept_weight
-from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT
+from tests.unit_tests.ops.triton_interpreter import EXACT_16_BIT, INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -64,3 +76,57 @@ def test_rows_that_are_not_whole_words_are_refused():
     x, routing, fc1, fc2 = arguments("INT4", 2, True, torch.float16, "cpu")
     with pytest.raises(ValueError, match="multiples of 8 bytes"):
         expert_mlp_gpu(torch.cat((x, x[:, :1]), 1)[:, : x.size(1)], routing, fc1, fc2, 0, 8)
+
+
+SHAPE = LayerShape(6, 3, 192, 160, 0, True, 1)
+FP8 = [name for name, (form, _) in FORMS.items() if form.numbers == "FP8"]
+
+
+def kept_layer(name, shape, dtype, device):
+    """A layer, and one with the same numbers in their dtype."""
+    torch.manual_seed(2)
+
+    def draw(*size):
+        return kept_weight(name, *size, dtype=dtype, device=device)
+
+    halves = 1 + shape.gated
+    weights = {
+        "fc1": draw(shape.experts, halves * shape.ffn, shape.hidden),
+        "fc2": draw(shape.experts, shape.hidden, shape.ffn),
+    }
+    if shape.shared_ffn:
+        weights["shared_fc1"] = draw(halves * shape.shared_ffn, shape.hidden)
+        weights["shared_fc2"] = draw(shape.hidden, shape.shared_ffn)
+    router = torch.randn(shape.experts, shape.hidden, device=device).to(dtype)
+    wide = {each: weight.values(dtype) for each, weight in weights.items()}
+    return [ExpertLayer(router, topk=shape.topk, **kind) for kind in (weights, wide)]
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, gated=False, shared_ffn=304)])
+def test_few_tokens(name, shape, device):
+    """Also a shared expert, which is longer than the others."""
+    for dtype in EXACT_16_BIT:
+        layer, wide = kept_layer(name, shape, dtype, device)
+        for tokens in (1, 3):
+            x = torch.randn(tokens, shape.hidden, device=device).to(dtype)
+            plan = plan_few_tokens(tokens, layer.shape, MOST_FEW_TOKENS)
+            if INTERPRETED:  # fewer programs: they run one after the other
+                plan = replace(plan, block_experts=8, up_rows=32, turns=2, down_rows=32)
+            found, routing = few_token_experts_gpu(x, layer, plan)
+            expected, truth = few_token_experts.reference(x, wide, None)
+            assert torch.equal(routing.experts, truth.experts)
+            tolerance = 0.03 if dtype == torch.bfloat16 else 0.01
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_few_tokens_have_kernels_for_fp8_alone():
+    x = torch.zeros(1, SHAPE.hidden, dtype=torch.bfloat16)
+    layers = {name: kept_layer(name, SHAPE, x.dtype, "cpu")[0] for name in ("FP8 blocks", "INT4")}
+    assert find_plan(x, layers["FP8 blocks"], 9) is not None
+    assert find_plan(x, layers["FP8 blocks"], 9, is_invariant=True) is None
+    assert find_plan(x, layers["INT4"], 9) is None
+    mixed = replace(layers["FP8 blocks"], fc2=layers["FP8 blocks"].fc2.values(x.dtype))
+    assert find_plan(x, mixed, 9) is None
+    with pytest.raises(ValueError, match="one form"):
+        _ = mixed.form
