@@ -137,8 +137,9 @@ def _is_known(layer: ExpertLayer) -> bool:
         form = layer.form
     except ValueError:
         return False
-    known = form is not None and may_be_loaded(form, layer.fc1.dtype)
-    return known and form.numbers == "FP8" and not form.has_outer
+    if form is None or form.numbers != "FP8" or form.has_outer:
+        return False
+    return may_be_loaded(form, layer.fc1.dtype)
 
 
 @op(gpu="experts.few_token_chains")
