@@ -53,16 +53,21 @@ def test_dtype_is_converted_when_asked(family_folder: Callable[[str], Path], tmp
 
 
 @pytest.mark.parametrize(
-    ("to", "words"), [("torch_dist", "MiB of the disk are free"), ("huggingface", "too large")]
+    ("options", "words"),
+    [
+        ({"to": "torch_dist"}, "MiB of the disk are free"),
+        ({"to": "huggingface"}, "too large"),
+        ({"quantization": "fp8-channel"}, "too large"),
+    ],
 )
-def test_a_full_disk_is_one_clear_error(to: str, words: str, family_folder, tmp_path):
+def test_a_full_disk_is_one_clear_error(options: dict[str, str], words, family_folder, tmp_path):
     """A limit of the file size stands for the disk: torch raises no `Exception` then."""
     source = open_model(family_folder("llama-tied"))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(CheckpointError, match=rf"cannot write .*m: .*{words}"):
-            convert(source, tmp_path / "m", to=to)
+            convert(source, tmp_path / "m", **options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())

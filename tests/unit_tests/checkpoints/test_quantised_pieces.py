@@ -92,8 +92,10 @@ def test_what_is_kept_is_what_the_files_mean(
     assert_kept(held, expected, 3e-7 if kind == "compressed nvfp4" else 0.0)
     linear = {name for name in held if is_linear(name)}
     assert {n for n, w in held.items() if isinstance(w, QuantisedWeight)} == linear
-    bits = 8 * sum(w.nbytes for n, w in held.items() if n in linear) / sum(
-        expected[n].numel() for n in linear
+    bits = (
+        8
+        * sum(w.nbytes for n, w in held.items() if n in linear)
+        / sum(expected[n].numel() for n in linear)
     )
     assert bits < (8.8 if "fp8" in kind or kind.split()[-1] in ("tensor", "channel", "blocks")
                    or kind in ("fbgemm", "compressed mxfp8") else 5.1), bits  # fmt: skip
