@@ -351,8 +351,9 @@ def kept_sums(
             ups, up_zero = _of_step(
                 scales, zeros, up_own, begin + at, k, inputs, block_k, shares, form, scaled, dtype
             )
-        product = tl.zeros(shape, tl.float32)
-        up_product = tl.zeros(shape, tl.float32)
+        # A scale of all inputs comes last: then there is one sum.
+        product = tl.zeros(shape, tl.float32) if by_step else sums
+        up_product = tl.zeros(shape, tl.float32) if by_step else up_sums
         added = tl.zeros(shape, tl.float32)
         for part in tl.static_range(per):
             some = (v >> (16 * part)).to(tl.int16).to(dtype, bitcast=True)
@@ -372,8 +373,8 @@ def kept_sums(
             if gated:
                 up_sums += up_product * stored_scale(up_scale)
         else:
-            sums += product
-            up_sums += up_product
+            sums = product
+            up_sums = up_product
     if shares > 1:
         sums, up_sums = tl.sum(sums, 0), tl.sum(up_sums, 0)
     if form.inputs == 0:
