@@ -83,7 +83,8 @@ class LLM:
             ("Qwen/Qwen3-0.6B"), a Megatron torch_dist folder, or "dummy:SHAPE" (random weights).
         device: "cpu", "cuda" or "cuda:N"; None takes the GPU if there is one.
         dtype: of weights and activations, and of the KV cache unless `kv_cache_dtype` says
-            otherwise ("float32", "bfloat16", "float16" or the torch dtype); None: float32 on the CPU, bfloat16 on a GPU.
+            otherwise ("float32", "bfloat16", "float16" or the torch dtype); None: float32 on the
+            CPU, bfloat16 on a GPU.
         tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size,
             sequence_parallel: over how many ranks the model is split, by Megatron's names; see
             `ParallelSizes`. Start the ranks with torchrun; each runs the same script.

@@ -144,3 +144,51 @@ def test_a_gpu_without_e4m3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_narrow_cache(torch.device("cpu"))
     with pytest.raises(ConfigurationError, match=r"needs a GPU of compute capability 8\.9"):
         check_narrow_cache(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (3, 3, 64), (2, 5, 80)])
+class TestOnGpu:
+    """Sizes of models, in bfloat16: whole rows and parts, blocks read by descriptors."""
+
+    @pytest.mark.parametrize("width", [1, 3])
+    @pytest.mark.parametrize("part", [0, 256])
+    def test_decode_attention(self, width, part, kv_heads, group, dim):
+        rng = random.Random(dim + width)
+        for rows in (1, 7, 64):
+            lengths = [rng.choice([width, 255, 256, 257, 2000, 7000]) for _ in range(rows)]
+            sizes = 7000, rows, 256, kv_heads, group, dim, torch.bfloat16, "cuda", 132
+            batch = Batch(*sizes, width=width, part=part, is_narrow=True)
+            expected = batch.refill(lengths)
+            batch.run()
+            batch.check(expected)
+
+    @pytest.mark.parametrize("block_size", [256, 64, 16])
+    def test_prefill_attention(self, block_size, kv_heads, group, dim):
+        rng = random.Random(block_size)
+        sizes = 2048, 6, 5000, block_size, kv_heads, group, dim, torch.bfloat16, "cuda"
+        batch = PrefillBatch(*sizes, is_narrow=True)
+        schedules = [batch.schedule(count) for count in (0, 132)]
+        for number in range(12):
+            chunks = random_chunks(rng, 6, 2048, 5000)
+            batch.refill(chunks)
+            batch.attend(batch.rows(chunks), schedules[number % 2])
+            batch.check()
+
+    @pytest.mark.parametrize("tokens", [1, 67, 2048])
+    def test_append(self, tokens, kv_heads, group, dim):
+        given = list(
+            rope_arguments(
+                Numbers("cuda", torch.bfloat16), tokens, kv_heads, group, dim, blocks=40,
+                block_size=64,
+            )
+        )  # fmt: skip
+        given[5:7] = [cache.to(NARROW) for cache in given[5:7]]
+        given.append(some_scales(kv_heads, "cuda"))
+        caches = [cache.clone() for cache in given[5:7]]
+        rope_append.reference(*given[:5], *caches, *given[7:])
+        rope_append_gpu(*given)
+        for found, wanted in zip(given[5:7], caches, strict=True):
+            # A rotation may round otherwise to bfloat16, and so to a neighbour.
+            assert (as_bytes(found) != as_bytes(wanted)).float().mean() < 0.02
+            assert torch.equal(found.float().isnan(), wanted.float().isnan())
