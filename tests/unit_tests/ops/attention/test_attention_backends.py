@@ -19,6 +19,7 @@ from megatron_async.ops.attention.backends.base import (
     AttentionShape,
     BackendUnavailable,
     PrefillBackend,
+    require_tensor_core_shape,
 )
 from megatron_async.ops.attention.backends.selection import (
     BACKENDS,
@@ -48,8 +49,8 @@ def attend(backend, batch, rows):
     """Two layers: the first makes its own output, the second writes where it is told."""
     backend.begin_step(rows)
     arguments = batch.query, batch.keys, batch.values, batch.scale
-    new = backend.attend(*arguments)
-    assert backend.attend(*arguments, batch.out) is batch.out
+    new = backend.attend(*arguments, scales=batch.scales)
+    assert backend.attend(*arguments, batch.out, batch.scales) is batch.out
     return new
 
 
@@ -76,10 +77,24 @@ def test_parts_of_one_length_are_triton_s():
         assert {backend.name for backend in choice.backends} == {"triton"}
 
 
+def test_keys_and_values_in_fp8_are_triton_s_and_torch_s():
+    """Others refuse them by name, and no clock chooses."""
+    device = CpuDevice()
+    shape = AttentionShape(4, 2, 64, 64, 4, torch.bfloat16, device.torch_device, is_narrow=True)
+    with pytest.raises(BackendUnavailable, match=r"warpgroup.* no keys and values in fp8; use "):
+        choose_prefill("warpgroup", shape, device, Choices("measure", device))
+    with pytest.raises(BackendUnavailable, match=r"flash_attn_4.* no keys and values in fp8; use "):
+        require_tensor_core_shape("flash_attn_4", shape, 256)
+    for name in (None, "triton", "torch"):
+        choice = choose_prefill(name, shape, device, Choices("measure", device))
+        assert {backend.name for backend in choice.backends} == {name or "triton"}
+
+
 @pytest.mark.parametrize("block_size", [16, 48])
-@pytest.mark.parametrize("first", [0, 5])
-def test_torch_backend(block_size, first):
-    batch = PrefillBatch(65, 4, 70, block_size, 2, 3, 32, torch.float32, torch.device("cpu"))
+@pytest.mark.parametrize(("first", "is_narrow"), [(0, False), (5, False), (5, True)])
+def test_torch_backend(block_size, first, is_narrow):
+    sizes = 65, 4, 70, block_size, 2, 3, 32, torch.float32, torch.device("cpu")
+    batch = PrefillBatch(*sizes, is_narrow=is_narrow)
     chunks = batch.refill([(20, 20), (1, 33), (30, 70), (9, 10)], first=first)
     backend = BACKENDS["torch"](shape_of(batch))
     new = attend(backend, batch, batch.rows(chunks))
