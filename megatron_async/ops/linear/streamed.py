@@ -144,6 +144,8 @@ class StreamedPlan:
     """Whether an activation takes the rounded product instead of the sums."""
     warps: int = 0
     """Warps of a program; 0: a warpgroup for each 64 rows. More share the outputs."""
+    row_blocks: int = 1
+    """Programs that share the rows, in FP8."""
 
 
 def streamed_plan(problem: Problem) -> StreamedPlan | None:
@@ -249,8 +251,9 @@ def launch_streamed(
     that with scales of rows and weight, and what the kernel is told of them."""
     n, (rows, k) = given.outputs, x.shape
     strip = LINE_BYTES.value // x.itemsize
-    if rows > plan.block_m:
-        raise ValueError(f"streamed_product: {rows} rows; the plan is for at most {plan.block_m}.")
+    if rows > plan.block_m * plan.row_blocks:
+        most = plan.block_m * plan.row_blocks
+        raise ValueError(f"streamed_product: {rows} rows; the plan is for at most {most}.")
     if k % strip:
         raise ValueError(f"streamed_product: {k} inputs are not whole strips of {strip} each.")
     if plan.splits > 1 and (activation or bias is not None):
@@ -264,7 +267,7 @@ def launch_streamed(
     out = new_sums(given.rows, n, plan.splits)
     chunks = chunks_per_share(k, plan, strip)
     sizes += sizes[-1:] * (MOST_PIECES - len(sizes))
-    streamed_kernel[(triton.cdiv(n, sum(plan.pieces)), plan.splits)](
+    streamed_kernel[(triton.cdiv(n, sum(plan.pieces)), plan.splits, plan.row_blocks)](
         rows_of(x, plan),
         *(weights_of(weight, size, activation == "swiglu", plan) for size in sizes),
         given.bias,
@@ -378,6 +381,9 @@ def streamed_kernel(
     first = gl.program_id(0) * height
     part = gl.program_id(1)
     begin = part * (chunks * strips)
+    first_row = 0
+    if has_scales:
+        first_row = gl.program_id(2) * block_m
     for i in gl.static_range(ring):
         mbarrier.expect(arrived.index(i), chunk_bytes)
         strip = begin + i * strips
@@ -385,13 +391,13 @@ def streamed_kernel(
     if overlap:
         gdc_wait()
     for i in gl.static_range(ring):
-        ask(x_strips, x, arrived, i, [begin + i * strips, 0, 0], True)
+        ask(x_strips, x, arrived, i, [begin + i * strips, first_row, 0], True)
     sums = zeros_of(pieces, halves, lines, grid)
     if has_scales:
         sums = promoted_sums(
             sums, x_strips, x, descriptors, buffers, arrived, row_scales, weight_scales, rows, n,
-            scale_stride, first, begin, lines, grid, chunks, chunk_bytes, pieces, ring, halves,
-            blocks, scale_rows, one_block,
+            scale_stride, first, first_row, begin, lines, grid, chunks, chunk_bytes, pieces, ring,
+            halves, blocks, scale_rows, one_block,
         )  # fmt: skip
     else:
         slot = first * 0
@@ -426,7 +432,8 @@ def streamed_kernel(
         else:
             sums = warpgroup_mma_wait(0, deps=sums)
     for piece in gl.static_range(products):
-        row = gl.arange(0, lines, layout=side_of_sums(grid, pieces[piece], 1, 1))[:, None]
+        line = gl.arange(0, lines, layout=side_of_sums(grid, pieces[piece], 1, 1))[:, None]
+        row = line + first_row
         place = gl.arange(0, pieces[piece], layout=side_of_sums(grid, pieces[piece], 1, 0))
         place = place[None, :] + (first + start_of(pieces, piece))
         y = sums[piece]
@@ -451,7 +458,7 @@ def streamed_kernel(
         elif squared:
             y = gl.maximum(y, 0.0)
             y = y * y
-        exists = (row < block_m) & (row < rows) & (place < n)
+        exists = (line < block_m) & (row < rows) & (place < n)
         gl.store(out + (part * rows + row) * n + place, y.to(out.dtype.element_ty), mask=exists)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 from torch import Tensor
 
@@ -34,6 +36,9 @@ SPLIT_HEIGHT = 64
 """Outputs of a tile of a product whose inputs are split, of more than `FEW_ROWS` rows: their
 partial sums are many bytes."""
 FEW_ROWS = 16
+SPLIT_ROWS = 2 * STREAMED_ROWS
+"""Most rows of such a product, in two blocks. cuBLASLt splits none: 256 rows by 4,096 outputs of
+14,336 inputs take it 50 us, as 512 do."""
 ENOUGH_PROGRAMS = 90
 """Fewest programs of tiles that lie in one block of scales, or are whole blocks: 96 programs of 64
 outputs of 4,096 took 10.0 us for 64 rows, 128 of 48 outputs 12.9."""
@@ -61,16 +66,20 @@ def is_of_fp8(problem: Problem) -> bool:
 def streamed_fp8_plan(problem: Problem) -> StreamedPlan | None:
     """The layout of a product of few rows; None: another kernel's."""
     rows, outputs, k, _, gated, may_split, *_ = problem
-    if not is_of_fp8(problem) or rows > STREAMED_ROWS:
+    if not is_of_fp8(problem) or rows > (SPLIT_ROWS if may_split else STREAMED_ROWS):
         return None
     if gated and rows > ONE_WARPGROUP:
         return None  # 128 rows by Llama-3.1-8B's: 67 us, and cuBLASLt and the activation 41
-    block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
+    block_m = min(max(LEAST_ROWS, triton.next_power_of_2(rows)), STREAMED_ROWS)
     if may_split:
-        height = MOST_HEIGHT if rows <= FEW_ROWS else SPLIT_HEIGHT
-        splits = min(PROCESSORS // triton.cdiv(outputs, height), k // BLOCK // LEAST_STRIPS)
+        row_blocks = triton.cdiv(rows, block_m)
+        height = SPLIT_HEIGHT if FEW_ROWS < rows <= STREAMED_ROWS else MOST_HEIGHT
+        programs = triton.cdiv(outputs, height) * row_blocks
+        splits = min(PROCESSORS // programs, k // BLOCK // LEAST_STRIPS)
         if splits > 1:
-            return layout(height, splits, block_m, gated, k)
+            return replace(layout(height, splits, block_m, gated, k), row_blocks=row_blocks)
+        if row_blocks > 1:
+            return None
     least = triton.cdiv(outputs, PROCESSORS)
     height = min(max(LEAST_HEIGHT, triton.next_power_of_2(least)), MOST_HEIGHT)
     if triton.cdiv(outputs, height) < ENOUGH_PROGRAMS:

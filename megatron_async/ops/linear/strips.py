@@ -175,6 +175,7 @@ def scales_of_outputs(
 def scales_of_rows(
     scales: gl.tensor,
     block: gl.tensor,
+    first_row: gl.tensor,
     rows: gl.tensor,
     stride: gl.tensor,
     lines: gl.constexpr,
@@ -183,7 +184,7 @@ def scales_of_rows(
     layout: gl.constexpr,
 ) -> gl.tuple:
     """Scales of all rows at each strip of a chunk, from a block of inputs on."""
-    row = gl.arange(0, lines, layout=layout)
+    row = first_row + gl.arange(0, lines, layout=layout)
     found = ()
     for each in gl.static_range(strips):
         place = gl.minimum(block + each, blocks - 1) * stride + row
@@ -230,6 +231,7 @@ def promoted_sums(
     n: gl.tensor,
     scale_stride: gl.tensor,
     first: gl.tensor,
+    first_row: gl.tensor,
     begin: gl.tensor,
     lines: gl.constexpr,
     grid: gl.constexpr,
@@ -256,12 +258,14 @@ def promoted_sums(
     side: gl.constexpr = side_of_sums(grid, pieces[0], halves, 1)
     slot = first * 0
     phase = first * 0
-    coming = scales_of_rows(row_scales, begin, rows, scale_stride, lines, strips, blocks, side)
+    coming = scales_of_rows(
+        row_scales, begin, first_row, rows, scale_stride, lines, strips, blocks, side
+    )
     for number in range(chunks):
         of_rows = coming
         block = begin + number * strips
         coming = scales_of_rows(
-            row_scales, block + strips, rows, scale_stride, lines, strips, blocks, side
+            row_scales, block + strips, first_row, rows, scale_stride, lines, strips, blocks, side
         )
         mbarrier.wait(arrived.index(slot), phase)
         before, row_before, weight_before = zeros[0], zeros[0], zeros[0]
@@ -295,7 +299,7 @@ def promoted_sums(
             wanted = number + ring < chunks
             mbarrier.expect(arrived.index(slot), chunk_bytes, pred=wanted)
             ask_weights(descriptors, buffers, arrived, slot, first, strip, wanted, pieces)
-            ask(x_strips, x, arrived, slot, [strip, 0, 0], wanted)
+            ask(x_strips, x, arrived, slot, [strip, first_row, 0], wanted)
         sums = promote(waited, row_before, weight_before, products - 1, by_blocks)
         slot = gl.where(slot + 1 == ring, 0, slot + 1)
         phase = gl.where(slot == 0, 1 - phase, phase)

@@ -6,7 +6,7 @@ from torch.nn.functional import ScalingType
 
 from megatron_async.ops.linear import scaled_products
 from megatron_async.ops.linear.product_kernel import Wants
-from megatron_async.ops.linear.products import WIDENED, WeightShape, choose, product_gpu
+from megatron_async.ops.linear.products import WeightShape, choose, product_gpu
 from megatron_async.ops.linear.scaled_products import PLAN, SCALED, scaled_product, scales_of
 from megatron_async.ops.linear.stream import Stream
 from tests.unit_tests.ops.linear.test_products import BRAIN, assert_close, random
@@ -60,11 +60,11 @@ def test_rows_are_padded(monkeypatch):
 def test_which_products_are_scaled():
     for outputs, k, activation, split in LLAMA:
         shape = WeightShape(outputs, k, BRAIN, form=FORMS["blocks"])
-        wants = Wants(129, norm=True, activation=activation, split=split)
+        wants = Wants(257 if split else 129, norm=True, activation=activation, split=split)
         kernel, _plan, met = choose(shape, wants)
         assert kernel is SCALED
         assert met == wants._replace(activation="")
-    assert choose(shape._replace(outputs=4104), Wants(129)).kernel is WIDENED
+    assert choose(shape._replace(outputs=4104), Wants(129)).kernel is not SCALED
 
 
 @pytest.mark.parametrize("rows", [64, 256])

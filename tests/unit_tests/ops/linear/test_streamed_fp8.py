@@ -39,6 +39,7 @@ PLANS = [
     (17, 130, 384, StreamedPlan((32, 32, 32, 16), 1, 1, 2, 32)),
     (64, 128, 256, StreamedPlan((64,), 1, 2, 2, 64)),
     (100, 70, 512, StreamedPlan((32, 32), 1, 1, 3, 128)),
+    (70, 70, 384, StreamedPlan((64,), 1, 1, 2, 32, row_blocks=3)),
 ]
 
 LLAMA = [
@@ -176,19 +177,21 @@ class TestOnGpu:
 
 def test_which_products_are_streamed():
     for outputs, k, activation, split in LLAMA:
-        for rows in (1, 16, 64, 128):
+        for rows in (1, 16, 64, 128, 256):
             wants = Wants(rows, norm=True, activation=activation, split=split)
             shape = WeightShape(outputs, k, BRAIN, form=FORMS["blocks"])
             kernel, plan, met = choose(shape, wants)
-            if rows > 64 and activation:
+            if (rows > 64 and activation) or (rows > 128 and not split):
                 assert kernel is SCALED
                 continue
             assert kernel is STREAMED_FP8
             assert met == wants
             height = sum(plan.pieces)
             halves = 2 if activation else 1
-            assert -(-outputs // halves // height) * plan.splits <= PROCESSORS
-            chunk = (rows + height * halves) * 128 * plan.strips
+            assert rows <= plan.block_m * plan.row_blocks
+            programs = -(-outputs // halves // height) * plan.splits * plan.row_blocks
+            assert programs <= PROCESSORS
+            chunk = (plan.block_m + height * halves) * 128 * plan.strips
             assert chunk * plan.ring <= 227 * 1024
     for form in (Form("FP8", BLOCK, BLOCK), Form("FP8", 1, 64, rounds_rows=True)):
         assert choose(shape._replace(form=form), Wants(1)).kernel not in (STREAMED_FP8, SCALED)
