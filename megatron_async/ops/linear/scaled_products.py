@@ -7,7 +7,9 @@ one: 1,200 to 1,330 TFLOP/s at 2,048 rows and more on an H200, where the second 
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
@@ -55,7 +57,8 @@ def scaled_product(
     check_copied("scaled_product", rows.codes, weight.codes)
     if activation:
         raise ValueError(f"scaled_product: it has no activation; found {activation!r}.")
-    scales, kind = scales_of(weight)
+    dtype = given.rows.dtype
+    scales, kind, is_left = scales_of(weight, dtype)
     out = F.scaled_mm(
         rows.codes,
         weight.codes.t(),
@@ -63,23 +66,37 @@ def scaled_product(
         ScalingType.BlockWise1x128,
         scales,
         kind,
-        bias=bias,
-        output_dtype=given.rows.dtype,
-    )
-    return out[: len(given.rows)]
+        bias=None if is_left else bias,
+        output_dtype=dtype,
+    )[: len(given.rows)]
+    if is_left:
+        out *= weight.scales[:, 0]
+        if bias is not None:
+            out += bias
+    return out
 
 
-def scales_of(weight: QuantisedWeight) -> tuple[Tensor, ScalingType]:
-    """Scales as cuBLASLt reads them: those of one output, or block of outputs, are a column."""
+def scales_of(weight: QuantisedWeight, dtype: torch.dtype) -> tuple[Tensor, ScalingType, bool]:
+    """Scales as cuBLASLt reads them, those of one output, or block of outputs, in a column; and
+    whether the product is left to be multiplied by the weight's own.
+
+    Scales of whole outputs are: one more kernel, and rounding, takes less time than the slower kind
+    of scales. Products without their scales would overflow float16.
+    """
     n, k = weight.shape
     blocks = k // BLOCK
-    if weight.form.rows == 1:
-        across = weight.scales.t().expand(blocks, n).contiguous()
-        return across.t(), ScalingType.BlockWise1x128
-    scales = weight.scales
-    if blocks % SCALES:
-        scales = F.pad(scales, (0, -blocks % SCALES))
-    return scales.t(), ScalingType.BlockWise128x128
+    is_left = weight.form.inputs == 0 and n % BLOCK == 0 and dtype == torch.bfloat16
+    if not is_left and (weight.form.rows == 1 or n % BLOCK):
+        across = weight.scales.repeat_interleave(weight.form.rows, 0)[:n]
+        return across.t().expand(blocks, n).contiguous().t(), ScalingType.BlockWise1x128, False
+    padded = triton.cdiv(blocks, SCALES) * SCALES
+    if is_left:
+        scales = torch.ones((n // BLOCK, padded), dtype=torch.float32, device=weight.device)
+    else:
+        scales = weight.scales
+        if padded > blocks:
+            scales = F.pad(scales, (0, padded - blocks))
+    return scales.t(), ScalingType.BlockWise128x128, is_left
 
 
 SCALED = ProductKernel(

@@ -20,30 +20,40 @@ from tests.unit_tests.ops.linear.test_streamed_fp8 import (
 
 
 @pytest.mark.parametrize(
-    ("form", "shape", "kind"),
+    ("form", "n", "dtype", "shape"),
     [
-        ("blocks", (12, 3), ScalingType.BlockWise128x128),  # blocks of inputs: a multiple of 4
-        ("rows of blocks", (320, 9), ScalingType.BlockWise1x128),
-        ("outputs", (320, 9), ScalingType.BlockWise1x128),
+        ("blocks", 384, BRAIN, (12, 3)),  # blocks of inputs: a multiple of 4
+        ("blocks", 320, BRAIN, (320, 9)),
+        ("rows of blocks", 384, BRAIN, (384, 9)),
+        ("outputs", 384, BRAIN, (12, 3)),
+        ("outputs", 384, torch.float16, (384, 9)),
     ],
 )
-def test_scales_are_columns(form, shape, kind):
-    weight = weight_of(320, 1152, FORMS[form], "cpu")
-    scales, found = scales_of(weight)
-    assert found is kind
+def test_scales_are_columns(form, n, dtype, shape):
+    weight = weight_of(n, 1152, FORMS[form], "cpu")
+    scales, kind, is_left = scales_of(weight, dtype)
+    is_grid = shape[0] == 12
+    assert kind is (ScalingType.BlockWise128x128 if is_grid else ScalingType.BlockWise1x128)
     assert scales.shape == shape
     assert scales.stride() == (1, shape[0])
-    values = scales[:9].T.repeat_interleave(128, 0)[:320] if form == "blocks" else scales
+    values = scales[:9].T.repeat_interleave(128, 0) if is_grid else scales
     numbers = weight.codes.float() * values.repeat_interleave(128, 1)
+    if is_left:
+        assert form == "outputs"
+        numbers = numbers * weight.scales
     assert torch.equal(numbers, weight.values())
 
 
-def test_rows_are_padded(monkeypatch):
-    def multiply(a, b, scale_a, _kind, scale_b, _of_b, bias, output_dtype):
+@pytest.mark.parametrize("form", ["outputs", "rows of blocks"])
+def test_rows_are_padded(form, monkeypatch):
+    def multiply(a, b, scale_a, _kind, scale_b, of_b, bias, output_dtype):
         assert len(a) == 8
         assert scale_a.stride() == (1, 8)
         x = a.float() * scale_a.repeat_interleave(128, 1)
-        return (x @ (b.float() * scale_b.repeat_interleave(128, 1).T)).to(output_dtype)
+        if of_b is ScalingType.BlockWise128x128:
+            scale_b = scale_b[:2].T.repeat_interleave(128, 0)
+        y = x @ (b.float() * scale_b.repeat_interleave(128, 1).T)
+        return (y if bias is None else y + bias).to(output_dtype)
 
     def padded(x, input_scale, multiple):
         assert multiple == 4
@@ -52,9 +62,10 @@ def test_rows_are_padded(monkeypatch):
 
     monkeypatch.setattr(scaled_products.F, "scaled_mm", multiply)
     monkeypatch.setattr("megatron_async.ops.linear.streamed_fp8.round_rows", padded)
-    weight = weight_of(32, 256, FORMS["outputs"], "cpu")
-    x = random(5, 256, dtype=BRAIN)
-    assert_close(scaled_product(x, weight, None, "", PLAN), expected_product(x, weight), BRAIN)
+    weight = weight_of(128, 256, FORMS[form], "cpu")
+    x, bias = random(5, 256, dtype=BRAIN), random(128, dtype=BRAIN)
+    found = scaled_product(x, weight, bias, "", PLAN)
+    assert_close(found, expected_product(x, weight, bias), BRAIN)
 
 
 def test_which_products_are_scaled():
