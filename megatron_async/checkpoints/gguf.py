@@ -202,6 +202,7 @@ class GGUFSource(NamedTensorSource):
 
     @override
     def stored_groups(self, weight: Weight) -> StoredGroups | None:
+        _ = self.checked_weights  # tensors of other shapes do not stand side by side
         names = self._by_huggingface_name
         tensors = [names[name] for name in weight.parts if name in names]
         kept = [each for each in tensors if each.tensor_type in BLOCKS]

@@ -168,3 +168,13 @@ def test_scales_that_cannot_be_kept(make_gguf: Callable[..., Path]) -> None:
         CheckpointError, match=r"gate_proj.*up_proj.* has scales that are not finite"
     ):
         LLM(str(path), device="cpu")
+
+
+def test_tensors_of_other_shapes_are_named(make_gguf: Callable[..., Path]) -> None:
+    """Before they are put side by side. Break it: ask for the file's blocks without its shapes."""
+    other = {"blk.0.attn_q.weight": np.ones((64, 32), np.float32)}
+    path = make_gguf("llama-tied", "llama", Q.Q8_0, tensors=other)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight' has the wrong shape: .*\[64, 32\]"):
+        LLM(str(path), device="cpu")
+    with pytest.raises(CheckpointError, match="wrong shape"):
+        LLM(str(make_gguf("llama-tied", "llama", Q.Q8_0, fields={"llama.embedding_length": 96})))
