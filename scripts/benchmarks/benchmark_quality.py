@@ -41,6 +41,7 @@ from megatron_async.errors import ConfigurationError
 from megatron_async.lab.benchmark_record import write_record
 from megatron_async.lab.divergence import LogProbDistance
 from megatron_async.models.linear import weights_on_cpu
+from megatron_async.models.norm import fold_norms
 from megatron_async.models.pipeline import OUTPUT
 from megatron_async.ops.linear.products import product
 from megatron_async.ops.linear.quantised_weight import BLOCK, Form, QuantisedWeight
@@ -101,13 +102,16 @@ def emulate(model: nn.Module, kind: str) -> None:
                     expert.copy_(quantised(expert).values())
 
 
-def plant_outliers(model: nn.Module, hidden: int, count: int) -> None:
+def plant_outliers(model: Any, count: int) -> None:
     """Multiply the norms' factors of `count` channels, the same everywhere."""
+    hidden, zero = model.config.hidden_size, int(model.config.layernorm_zero_centered_gamma)
     channels = np.random.default_rng(0).choice(hidden, size=count, replace=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(NORMS) and parameter.shape == (hidden,):
-                parameter[torch.as_tensor(channels, device=parameter.device)] *= FACTOR
+                places = torch.as_tensor(channels, device=parameter.device)
+                parameter[places] = (parameter[places] + zero) * FACTOR - zero
+    fold_norms(model)
 
 
 def scores(
@@ -122,7 +126,7 @@ def scores(
     with LLM(model, **{"device": arguments.device, **sizes, **options}) as llm:
         built: Any = llm.engine.controller.inference_wrapped_model.model
         if arguments.outliers:
-            plant_outliers(built, built.config.hidden_size, arguments.outliers)
+            plant_outliers(built, arguments.outliers)
         if kind is not None:
             emulate(built, kind)
         params = SamplingParams(return_log_probs=True, top_n_logprobs=1)

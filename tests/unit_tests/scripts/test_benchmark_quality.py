@@ -42,11 +42,13 @@ def test_emulated_weights_are_those_of_a_converted_folder(kind, tmp_path):
     assert 0 < rounded["k3"] < rounded["largest"]
 
 
-def test_outliers_make_rounding_of_rows_coarser(tmp_path):
-    settings = "dtype=float32", "emulate=fp8-channel", "emulate=fp8-channel+rows"
-    plain = distances(tmp_path, SHAPE, *settings)
-    planted = distances(tmp_path, SHAPE, *settings, more=("--outliers", 4))
-    assert planted[0]["mean"] > 2 * plain[0]["mean"]
+@pytest.mark.parametrize("model", [SHAPE, "dummy:tiny-gated-delta"])
+def test_outliers_make_distances_larger(model, tmp_path):
+    """Also where norms multiply by 1 + weight."""
+    settings = "dtype=float32", "emulate=fp8-channel"
+    (plain,) = distances(tmp_path, model, *settings)
+    (planted,) = distances(tmp_path, model, *settings, more=("--outliers", 4))
+    assert planted["mean"] > 2 * plain["mean"]
 
 
 def test_text_is_what_is_scored(tmp_path):
