@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache, cached_property
 from math import prod
@@ -23,6 +24,7 @@ from megatron_async.checkpoints.errors import CheckpointError
 from megatron_async.checkpoints.gguf_metadata import SAMPLING_PREFIX, Metadata, generation_config
 from megatron_async.checkpoints.huggingface_config import family_of
 from megatron_async.checkpoints.mapping import Region, Shape, Shard, Weight, weights
+from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.source import NamedTensorSource
 from megatron_async.models.architecture import ModelArchitecture, RopeScaling
 from megatron_async.models.held_weight import Operand
@@ -34,7 +36,7 @@ from megatron_async.ops.linear.cpu.group_form import (
     joined,
     widened,
 )
-from megatron_async.ops.linear.gguf_blocks import BLOCKS, dequantise, groups_of, unpermute
+from megatron_async.ops.linear.gguf_blocks import BLOCKS, PLAIN, dequantise, groups_of, unpermute
 from megatron_async.text.tokenizer import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -189,6 +191,20 @@ class GGUFSource(NamedTensorSource):
             stop = min(start + step, len(target))
             rows = slice(first + start, first + stop)
             target[start:stop].copy_(self.read_tensor(name, (rows, *region[1:]), place.device))
+
+    @property
+    @override
+    def quantised(self) -> QuantisedFolder | None:
+        found = list(self._tensors.values())
+        blocks = [each for each in found if each.tensor_type not in PLAIN]
+        if not blocks:
+            return None
+        counts = Counter(each.tensor_type.name for each in blocks)
+        formats = ", ".join(f"{name}: {count} weights" for name, count in sorted(counts.items()))
+        values = sum(int(each.n_elements) for each in blocks)
+        bits = 8 * sum(int(each.n_bytes) for each in blocks) / values
+        stored = sum(int(each.n_bytes) for each in found)
+        return QuantisedFolder(self.format, formats, bits, stored, ())
 
     @cached_property
     @override

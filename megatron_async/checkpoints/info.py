@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_async.checkpoints.errors import CheckpointError
+from megatron_async.checkpoints.kept_blocks import settle_quantization
 from megatron_async.checkpoints.quantised import QuantisedFolder
 from megatron_async.checkpoints.quantised_model import Kept
 from megatron_async.checkpoints.registry import open_model
@@ -77,6 +78,9 @@ class ModelInfo:
 
     kv_cache_dtype: str = "model"
     """Dtype of keys and values: "fp8", or "model": the dtype of the weights."""
+    keeps_blocks: bool = False
+    """Whether `weight_bytes` are a GGUF file's blocks, as an engine has them by default."""
+
     quantised: QuantisedFolder | None = None
     """What is quantised in the files; None: nothing, or the format has its own words."""
 
@@ -128,7 +132,10 @@ def model_info(
     resolved = parse_dtype(dtype or ("float32" if device.startswith("cpu") else "bfloat16"))
     free = _free_memory(device) if memory_gb is None else int(memory_gb * GIB)
     architecture = source.architecture
-    total = Kept.on(device, {}, source, capability=(0, 0)).num_bytes(resolved)
+    total = settle_quantization({}, source, device, resolved)
+    keeps_blocks = total is not None
+    if total is None:
+        total = Kept.on(device, {}, source, capability=(0, 0)).num_bytes(resolved)
     cache = cache_dtype(kv_cache_dtype, source)
     itemsize = 1 if cache == "fp8" else resolved.itemsize
     per_token = architecture.kv_bytes_per_token(itemsize)
@@ -159,6 +166,7 @@ def model_info(
         has_mtp_weights=source.has_mtp_weights,
         state_requests=requests,
         kv_cache_dtype=cache,
+        keeps_blocks=keeps_blocks,
         quantised=source.quantised,
     )
 
@@ -198,7 +206,9 @@ def format_info(info: ModelInfo) -> str:
         "parameters": f"{info.parameters:,}"
         + (f", of which a token meets {a.num_active_parameters:,}" if a.num_moe_experts else ""),
         **_quantised_rows(info.quantised),
-        f"weights, {info.dtype}": _size(info.weight_bytes),
+        f"weights, {'kept as blocks' if info.keeps_blocks else info.dtype}": _size(
+            info.weight_bytes
+        ),
         _cache_row(info): f"{_size(info.kv_bytes_per_token)} a token, "
         f"{_size(info.kv_bytes_per_block)} a block of {info.block_size_tokens}",
         **_mtp_rows(a, info),

@@ -29,10 +29,10 @@ def settle_quantization(
     source: ModelSource,
     device: str,
     dtype: torch.dtype,
-    sizes: ParallelSizes,
+    sizes: ParallelSizes | None = None,
 ) -> int | None:
     """Let `quantization` of an engine's settings be `FILE` by default where weights of a source can
-    be kept as its blocks.
+    be kept as its blocks. `sizes`: of the ranks; None: there is one.
 
     Returns:
         bytes of the weights if blocks are kept; None: no blocks are.
@@ -41,10 +41,12 @@ def settle_quantization(
         ConfigurationError: `FILE` was asked for, and is not possible.
     """
     asked = settings.get("quantization")
-    ranks = sizes.tensor_model_parallel * sizes.pipeline_model_parallel
+    ranks = 1
+    if sizes is not None:
+        ranks = sizes.tensor_model_parallel * sizes.pipeline_model_parallel
+        ranks *= sizes.expert_model_parallel
     can = (
-        (device, dtype) == ("cpu", torch.float32)
-        and ranks * sizes.expert_model_parallel == 1
+        (device, dtype, ranks) == ("cpu", torch.float32, 1)
         and not settings.get("enable_sleep_mode")
         and multiplies_integers()
         and source.kept_bytes is not None

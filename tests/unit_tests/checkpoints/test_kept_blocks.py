@@ -1,6 +1,7 @@
 """Models whose weights stay the blocks of a GGUF file: the same numbers as dequantised, mixed
 files, what is refused."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from megatron_async import LLM, SamplingParams
 from megatron_async.checkpoints import CheckpointError, load_model, open_model
+from megatron_async.checkpoints.info import format_info, model_info
 from megatron_async.checkpoints.kept_blocks import keep_blocks
 from megatron_async.errors import ConfigurationError, UpdateError
 from megatron_async.models.hybrid import build_model
@@ -133,6 +135,20 @@ def test_default_and_settings(make_gguf: Callable[..., Path]) -> None:
     ):  # fmt: skip
         found = log_probs(path, quantization)
         assert least < (found / expected - 1).abs().mean() < most
+
+
+def test_info_tells_the_bits(make_gguf: Callable[..., Path]) -> None:
+    path = make_gguf(WIDE, "llama", mixed)
+    info = model_info(path)
+    assert info.weight_bytes == open_model(path).kept_bytes
+    text = format_info(info)
+    assert re.search(
+        r"gguf: Q4_K: \d+ weights, Q5_K: 2 weights, Q6_K: 3 weights, 4\.\d+ bits", text
+    )
+    assert "weights, kept as blocks" in text
+    floats = model_info(path, dtype="bfloat16")
+    assert floats.weight_bytes == 2 * floats.parameters
+    assert "weights, bfloat16" in format_info(floats)
 
 
 def test_other_models_are_as_before(make_gguf, family_folder) -> None:
