@@ -75,8 +75,8 @@ FLOAT32 = ExpertPlan(ProductPlan(16, 32, 32, 4, 3), ProductPlan(16, 32, 32, 4, 3
 
 
 KEPT_BY_HEIGHT = {
-    8: ExpertPlan(ProductPlan(8, 32, 128, 2, 4), ProductPlan(8, 32, 128, 2, 4)),
-    16: ExpertPlan(ProductPlan(16, 32, 128, 2, 4), ProductPlan(16, 32, 128, 2, 4)),
+    8: ExpertPlan(ProductPlan(8, 32, 128, 2, 3), ProductPlan(8, 32, 128, 2, 3)),
+    16: ExpertPlan(ProductPlan(16, 32, 128, 2, 3), ProductPlan(16, 32, 128, 2, 3)),
     32: ExpertPlan(ProductPlan(32, 64, 128, 4, 3), ProductPlan(32, 64, 128, 4, 3)),
     64: ExpertPlan(ProductPlan(64, 64, 128, 4, 3), ProductPlan(64, 64, 128, 4, 3)),
 }

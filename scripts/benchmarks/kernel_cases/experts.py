@@ -29,6 +29,7 @@ from kernel_cases.case import (
     Work,
     random,
 )
+from kernel_cases.kept_weight import MODEL, bytes_of_number, draw
 from kernel_cases.linear import multiply
 from megatron_async.models.architecture import ModelArchitecture
 from megatron_async.models.decoder_layer import activation_of
@@ -46,6 +47,7 @@ from megatron_async.ops.experts.expert_plan import (
 from megatron_async.ops.experts.expert_routing import Routing, route_gpu
 from megatron_async.ops.experts.few_tokens import ExpertLayer, few_token_experts_gpu
 from megatron_async.ops.experts.shared_gate import add_shared_expert_gpu
+from megatron_async.ops.linear.quantised_weight import QuantisedWeight
 from megatron_async.ops.linear.rms_norm import add_rms_norm_gpu
 from megatron_async.ops.linear.stream import Stream
 
@@ -55,15 +57,16 @@ EPS = 1e-5
 class ExpertSizes:
     """Elements and bytes of a layer's weights."""
 
-    def __init__(self, shape: ModelArchitecture, itemsize: int) -> None:
+    def __init__(self, shape: ModelArchitecture, itemsize: int, weights: str = MODEL) -> None:
+        kept = bytes_of_number(weights, itemsize)
         self.gated = shape.activation == "silu"
         matrices, hidden = 3 if self.gated else 2, shape.hidden_size
         self.expert_elements = matrices * hidden * shape.moe_ffn_hidden_size
-        self.expert_bytes = self.expert_elements * itemsize
+        self.expert_bytes = self.expert_elements * kept
         self.shared = shape.moe_shared_expert_intermediate_size or 0
         self.shared_elements = matrices * hidden * self.shared
-        always = self.shared_elements + shape.num_moe_experts * hidden
-        self.always_bytes = always * itemsize
+        router = shape.num_moe_experts * hidden * itemsize
+        self.always_bytes = self.shared_elements * kept + router
 
     def need(self, hit: int, pairs: int, tokens: int) -> Need:
         """What a layer needs: the weights of the experts that are hit, of the shared one and of the
@@ -76,10 +79,12 @@ class ExpertSizes:
 class Layers:
     """Random weights of several layers of one rank of those over which experts are spread."""
 
-    def __init__(self, shape: ModelArchitecture, ranks: int, dtype: torch.dtype) -> None:
-        self.shape = shape
+    def __init__(
+        self, shape: ModelArchitecture, ranks: int, dtype: torch.dtype, weights: str = MODEL
+    ) -> None:
+        self.shape, self.weights = shape, weights
         self.local = local = shape.num_moe_experts // ranks
-        self.sizes = sizes = ExpertSizes(shape, dtype.itemsize)
+        self.sizes = sizes = ExpertSizes(shape, dtype.itemsize, weights)
         # A decode step of one token must not find its experts in the cache either.
         hit = min(shape.moe_router_topk, local) * sizes.expert_bytes + sizes.always_bytes
         count = max(2, min(8, int(2 * CACHE_BYTES / hit)))
@@ -90,24 +95,27 @@ class Layers:
         shape, halves = self.shape, 1 + self.sizes.gated
         hidden, ffn = shape.hidden_size, shape.moe_ffn_hidden_size
 
-        def draw(*size: int) -> Tensor:
+        def plain(*size: int) -> Tensor:
             return random(*size, dtype=dtype, scale=size[-1] ** -0.5)
+
+        def kept(*size: int) -> Tensor | QuantisedWeight:
+            return draw(self.weights, *size, dtype=dtype, scale=size[-1] ** -0.5)
 
         sigmoid = shape.moe_router_score_function == "sigmoid"
         has_bias = shape.moe_router_enable_expert_bias
         experts = shape.num_moe_experts
         return ExpertLayer(
-            router=draw(experts, hidden),
-            fc1=draw(local, halves * ffn, hidden),
-            fc2=draw(local, hidden, ffn),
+            router=plain(experts, hidden),
+            fc1=kept(local, halves * ffn, hidden),
+            fc2=kept(local, hidden, ffn),
             topk=shape.moe_router_topk,
             pre_softmax=shape.moe_router_pre_softmax,
             sigmoid=sigmoid,
             bias=torch.zeros(experts, device="cuda") if has_bias else None,
             scale=shape.moe_router_topk_scaling_factor or 1.0,
-            shared_fc1=draw(halves * shared, hidden) if shared else None,
-            shared_fc2=draw(hidden, shared) if shared else None,
-            shared_gate=draw(1, hidden) if shape.moe_shared_expert_gate else None,
+            shared_fc1=kept(halves * shared, hidden) if shared else None,
+            shared_fc2=kept(hidden, shared) if shared else None,
+            shared_gate=plain(1, hidden) if shape.moe_shared_expert_gate else None,
         )
 
     def routings(self, x: Tensor) -> list[Routing]:
@@ -227,7 +235,9 @@ def prepare(layers: Layers, tokens: int, path: str, sweep: bool, hardware: Hardw
     else:
         pairs = tokens * layers.shape.moe_router_topk
         experts, gated = layers.shape.num_moe_experts, layers.sizes.gated
-        plan = plan_experts(pairs, experts, x.element_size(), gated)
+        fc1 = layers.layers[0].fc1
+        form = fc1.form if isinstance(fc1, QuantisedWeight) else None
+        plan = plan_experts(pairs, experts, x.element_size(), gated, form)
         chains = {OURS: layers.grouped_chain(x, plan), "routing": layers.routing_chain(x)}
         chains["experts"] = layers.experts_chain(x, routings, plan)
         others = (
@@ -243,12 +253,14 @@ def cases(args: argparse.Namespace, shapes: Sequence[str], hardware: Hardware) -
     shelf: Shelf[Layers] = Shelf()
 
     def put(name: str, tokens: int, path: str) -> Work:
-        make = partial(Layers, DUMMY_SHAPES[name], args.ranks, torch.bfloat16)
+        make = partial(Layers, DUMMY_SHAPES[name], args.ranks, torch.bfloat16, args.weights)
         return prepare(shelf.take(name, make), tokens, path, args.sweep, hardware)
 
     for name, tokens, path in itertools.product(shapes, args.rows or TOKENS, args.path):
         if path == "grouped" or (tokens <= MOST_FEW_TOKENS and args.ranks == 1):
             keys = {"shape": name, "tokens": tokens, "ranks": args.ranks, "path": path}
+            if args.weights != MODEL:
+                keys["weights"] = args.weights
             yield Case(f"{name} {tokens} {path}", keys, partial(put, name, tokens, path))
 
 

@@ -100,6 +100,18 @@ def test_linear_needs_its_weights():
     assert needs["layer"] == Need(2 * weights, 2 * 16 * weights)
 
 
+def test_weights_of_fewer_bits_need_less():
+    shape = DUMMY_SHAPES["llama-3.1-8b"]
+    whole, half, quarter = (linear.needs(shape, 16, 2, name) for name in ("model", "fp8", "int4"))
+    assert half["fc2"].moved == whole["fc2"].moved * (0.5 + 4 / 2 / 4096)
+    assert quarter["fc2"].moved == whole["fc2"].moved * (0.25 + 2 / 2 / 128)
+    assert quarter["vocabulary"] == whole["vocabulary"]
+    assert quarter["fc2"].operations == whole["fc2"].operations
+    sizes = [ExpertSizes(DUMMY_SHAPES["qwen3-30b-a3b"], 2, name) for name in ("model", "int4")]
+    assert sizes[1].expert_bytes == sizes[0].expert_bytes * 4.125 / 16
+    assert sizes[1].always_bytes == sizes[0].always_bytes
+
+
 def test_experts_need_those_that_are_hit():
     sizes = ExpertSizes(DUMMY_SHAPES["qwen3-30b-a3b"], 2)
     expert = 3 * 2048 * 768
